@@ -13,7 +13,8 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
-    """function -> what it returns on each of `n` ranks, which are threads and meet in real process groups."""
+    """Returns threads(n, function): the results of `function` on `n` ranks, which are threads and meet in
+    real process groups."""
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     yield in_threads

@@ -1,4 +1,4 @@
-"""Episodes of an agent's file on a stand-in for the engine."""
+"""Episodes of an agent's file, on a stand-in for the engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ TOKENIZER = tiny_tokenizer()
 END = "<|end|>"
 
 Answer = str | Callable[[str], str]
-"""Of the policy: a text, or what it says to the whole stream before it."""
+"""Answer of the policy: a text, or a function of the whole stream before it."""
 
 
 def tokens(text: str) -> list[int]:
@@ -38,7 +38,7 @@ def play(
     step_timeout: float | None = None,
     max_new_tokens: int = 60,
 ) -> list[Trajectory]:
-    """All samples of one prompt."""
+    """Plays all samples of one prompt."""
     setting = AgentSetting(max_turns=max_turns, step_timeout=step_timeout)
     rollout = RolloutConfig(n_samples_per_prompt=samples, max_new_tokens=max_new_tokens)
     engine = Engine(*map(as_tokens, answers))
@@ -64,7 +64,7 @@ def as_tokens(answer: Answer) -> Any:
 
 
 def turns(t: Trajectory) -> list[tuple[str, bool]]:
-    """The stream as texts, and whether each is trained on."""
+    """Returns the stream as texts, and whether each is trained on."""
     found: list[tuple[list[int], bool]] = []
     for token, mine in zip(t.token_ids.tolist(), t.action_mask.tolist(), strict=True):
         if not found or found[-1][1] != mine:

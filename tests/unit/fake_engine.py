@@ -1,4 +1,4 @@
-"""A stand-in for the engine: requests and answers in vLLM's own records, answers by hand."""
+"""Stand-in for the engine: requests and answers are vLLM's own records, with answers by hand."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,12 +13,13 @@ Answer = Sequence[int] | Callable[[list[int]], Sequence[int]]
 
 
 def log_prob(position: int) -> float:
-    """Of the action at `position` of every answer."""
+    """Returns the log-prob of the action at `position` of every answer."""
     return -0.5 * (position + 1)
 
 
 class Engine:
-    """Gives the answers one after the other, the last one for ever, and remembers what it was asked."""
+    """Engine that gives its answers one after the other, the last one for ever, and remembers its
+    requests."""
 
     def __init__(
         self, *answers: Answer, finish_reason: str = "stop", spans: list[WeightVersionSpan] | None = None
@@ -41,7 +42,7 @@ class Engine:
         return completions(output, sampling_params)
 
     def output(self, index: int, token_ids: list[int], params: vllm.SamplingParams) -> CompletionOutput:
-        """The likely tokens stand behind the sampled one, as vLLM has them."""
+        """Builds an output whose likely tokens follow the sampled one, as in vLLM's."""
         log_probs = create_sample_logprobs(params.flat_logprobs)
         for i, token in enumerate(token_ids):
             likely = {1000 + k: Logprob(-9.0) for k in range(params.logprobs or 0)}

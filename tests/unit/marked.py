@@ -4,7 +4,7 @@ from itertools import groupby
 
 
 def marked(sample, tokenizer):
-    """The decoded sample, with each stretch of learned tokens in ⟦brackets⟧. Every token must decode to whole
+    """Decodes a sample, with each stretch of learned tokens in ⟦brackets⟧. Every token must decode to whole
     characters."""
     tokens = zip(sample.token_ids.tolist(), sample.action_mask.tolist(), strict=True)
     parts = []

@@ -21,7 +21,7 @@ def shape(name: str, rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 
 REWARDS = torch.tensor([1.0, 5.0, 2.0, 6.0])
-# Samples 0, 2, 3 are one prompt's, sample 1 is what remains of another group.
+# Samples 0, 2, 3 belong to one prompt; sample 1 is the only one left of another group.
 GROUPS = torch.tensor([7, 3, 7, 7])
 
 
@@ -49,7 +49,7 @@ def test_without_peers():
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1000.1])
 @pytest.mark.parametrize("size", [1, 3, 7])
 def test_equal_rewards_earn_nothing(reward, size):
-    """Rounding must not be blown up by the division by a standard deviation of nearly 0."""
+    """A standard deviation that is rounding alone, near 0, is no divisor."""
     rewards, groups = torch.full((size,), reward), torch.zeros(size, dtype=torch.long)
     for name in COMPARING:
         assert shape(name, rewards, groups).abs().max().item() < 1e-4
@@ -90,7 +90,7 @@ def test_rewards_of_whole_sequences_are_the_return_of_every_action(sequences):
     rewards = token_rewards(outcomes, torch.zeros(int(counts.sum())), counts, kl_coef=0.1)
     wanted = [outcome for size, outcome in sequences for _ in range(size)]
     assert discounted_returns(rewards, counts, 1.0).tolist() == wanted
-    elsewhere = rewards.clone()  # a reward in the middle takes the other way
+    elsewhere = rewards.clone()  # a reward in the middle is computed in another way
     elsewhere[:1] += 1
     plain = torch.cat([r.flip(0).cumsum(0).flip(0) for r in elsewhere.split(counts.tolist())])
     assert torch.equal(discounted_returns(elsewhere, counts, 1.0), plain)
@@ -114,7 +114,7 @@ def test_gae():
     seed=st.integers(0, 100),
 )
 def test_sequences_do_not_mix(sizes, gamma, lambd, seed):
-    """Beside others a sequence has the returns and the advantages that it has alone."""
+    """A sequence beside others has the returns and advantages that it has alone."""
     random = torch.Generator().manual_seed(seed)
     rewards, values = torch.randn(2, sum(sizes), generator=random)
     counts = torch.tensor(sizes)
@@ -137,7 +137,7 @@ def test_gae_with_lambda_1_is_returns_minus_values():
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99))
 def test_sequences_end_to_end_are_each_as_if_it_were_alone(sizes, seed):
-    """To the last bit, and as a loop over its actions says."""
+    """The results are equal to the last bit, and to those of a loop over its actions."""
     random = torch.Generator().manual_seed(seed)
     rewards, values = (torch.randn(sum(sizes), generator=random) for _ in range(2))
     advantages, returns = gae(rewards, values, torch.tensor(sizes), 0.9, 0.7)

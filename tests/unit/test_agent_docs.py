@@ -21,7 +21,7 @@ TOKENIZER = tiny_tokenizer()
 
 @pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
 def test_a_block_is_an_agent(block: str, tmp_path: Path) -> None:
-    """Its policy is wrong once, then right."""
+    """The policy answers wrongly once, then rightly."""
     if "Sandbox" in block and not CAN_ISOLATE:
         pytest.skip("unshare: nobody makes namespaces on this machine")
     (path := tmp_path / "agent.py").write_text(block)

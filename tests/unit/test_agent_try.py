@@ -1,4 +1,4 @@
-"""What `openrlhf agent try` prints of episodes."""
+"""Printed output of `openrlhf agent try` for episodes."""
 
 import io
 from itertools import chain
@@ -51,7 +51,7 @@ def test_turn_by_turn() -> None:
 
 
 def test_a_rewritten_history_is_shown() -> None:
-    """And a failed episode's error."""
+    """The output shows the error of a failed episode too."""
     begin = tokens("Tom has 3")
 
     def part(number: int, text: str):

@@ -1,4 +1,4 @@
-"""Users' executors: files that can be used and files that cannot, what they return, and what they raise."""
+"""Users' executors: files that can be used and files that cannot, results, and errors."""
 
 import asyncio
 import re
@@ -24,7 +24,7 @@ PROMPT = Prompt(prompt_id=0, text="1 + 1 =", label="2")
 
 
 def agent_file(folder: Path, body: str) -> str:
-    """A file whose `execute` of the 0.9 form is `body`: its first line is line 5."""
+    """Writes a file whose `execute` of the 0.9 form is `body`: its first line is line 5."""
     path = folder / "agent.py"
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     path.write_text(f"{HEAD}class AgentExecutor(AgentExecutorBase):\n{EXECUTE}{lines}")
@@ -44,7 +44,8 @@ def run(
 
 
 def test_the_old_contract_end_to_end(tmp_path: Path) -> None:
-    """Two calls, feedback between them, and a dictionary with the keys of 0.11; tensors are numbers."""
+    """The executor makes two calls with feedback between them and returns a dictionary with the keys of 0.11;
+    tensors count as numbers."""
     path = agent_file(
         tmp_path,
         """import torch
@@ -203,7 +204,7 @@ def test_an_executor_that_fails_runs_again(tmp_path: Path) -> None:
 
 
 def test_actions_behind_other_tokens_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As of the files that return generated tokens behind a prompt of their own."""
+    """Such files return generated tokens behind a prompt of their own."""
     _warn_of_another_context.cache_clear()
     body = f"{ASK}return {{'reward': 1, 'observation_tokens': [4, *tokens], 'action_ranges': [(1, 2)]}}"
     trajectories = run(agent_file(tmp_path, body), Engine([65]), num_samples=2)
@@ -297,7 +298,7 @@ def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
     config = PPOConfig(train=TrainConfig(agent_func_path=str(path)))
     asked = []
     check_files(config, lambda flag, check, *args, **options: asked.append((flag, check, args)), on_cpu=True)
-    flag, check, args = asked[-1]  # behind everything that is quicker
+    flag, check, args = asked[-1]  # the check runs after everything that is quicker
     assert flag == "--train.agent_func_path"
     with pytest.raises(ValueError, match=f"--train.agent_func_path {path}: AgentExecutor is no subclass"):
         check(*args)

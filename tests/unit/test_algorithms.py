@@ -1,4 +1,4 @@
-"""The table of named algorithms: what it shows is what its flags do."""
+"""The table of named algorithms shows the values that their flags set."""
 
 import subprocess
 import sys

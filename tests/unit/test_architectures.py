@@ -1,4 +1,4 @@
-"""Every causal architecture of transformers: packed rows against its own forward of one sequence at a time.
+"""Packed rows of every causal architecture of transformers equal its own forward of one sequence at a time.
 
 docs/models.md has the table; `OPENRLHF_WRITE_DOCS=1 pytest tests/unit/test_architectures.py` writes it anew.
 """
@@ -40,17 +40,17 @@ EXPERTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe")
 IMPLEMENTATIONS = ("auto", "sdpa", "eager")
 LENGTHS = (5, 23, 2, 11, 17)
 ROUNDINGS = 20
-"""A kernel of another shape rounds each of its sums anew. What that does is found by rounding every weight
-once more; the sums of a few layers are worth this many of those."""
+"""Allowed error in units of one rounding of every weight: a kernel of another shape rounds each of its sums
+anew, and the sums of a few layers are worth this many such roundings."""
 
 
 class Verdict(NamedTuple):
     how: str
-    """packed, one by one, or refused."""
+    """"packed", "one by one" or "refused"."""
     error: float
-    """The largest of a log-prob, nats."""
+    """Largest error of a log-prob, nats."""
     rounding: float
-    """What rounding every weight once more changes, nats."""
+    """Change of the log-probs by rounding every weight once more, nats."""
     reason: str
 
 
@@ -86,7 +86,7 @@ def folder_of(tmp_path_factory):
 def judged(folder_of):
     @cache
     def reference_of(model_type: str) -> tuple[Tensor, float]:
-        """transformers' log-probs, and what rounding does to them."""
+        """Returns transformers' log-probs, and the effect of rounding on them."""
         model = AutoModelForCausalLM.from_pretrained(folder_of(model_type), dtype=torch.float32).eval()
         with transformers_attention(model):
             expected = one_by_one(model)
@@ -130,7 +130,7 @@ def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", [*TEN, *EXPERTS])
 def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> None:
-    """Experts too, whose routers may send a token elsewhere because of a rounding."""
+    """Experts are covered too, whose routers may send a token elsewhere because of a rounding."""
     path = str(folder_of(model_type))
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="bf16", attention="auto")).eval()
     try:
@@ -143,7 +143,7 @@ def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> No
 
 
 def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
-    """Sequences that share a row with others, read as one: what the check is there to find."""
+    """A leak, which the check must find, is simulated by sequences in a shared row that are read as one."""
     glued = torch.cat([s.token_ids for s in samples()])
     for model_type in ("qwen3", "stablelm", "mamba"):
         model = tiny_model(tiny_config(model_type))
@@ -160,7 +160,8 @@ def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
     ["qwen3_next", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_5_text", "olmo_hybrid"))],
 )
 def test_states_start_anew_where_the_kernels_do_that(tmp_path, monkeypatch, model_type: str) -> None:
-    """As those of flash-linear-attention and causal-conv1d document it: where a sequence begins."""
+    """The stand-in kernels follow the documentation of flash-linear-attention and causal-conv1d: states start
+    anew where a sequence begins."""
     model = tiny_model(tiny_config(model_type))
     model.save_pretrained(tmp_path / "model")
     modeling = sys.modules[type(model).__module__]
@@ -218,7 +219,7 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
     ],
 )
 def test_a_broken_kernel_is_an_error_and_no_property_of_the_model(tmp_path, monkeypatch, error) -> None:
-    """Nothing of it is kept, and the model reads as before."""
+    """The verdict is not cached, and the model reads rows as before."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     tiny_model(tiny_config("qwen3")).save_pretrained(tmp_path / "model")
     options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
@@ -261,7 +262,8 @@ def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
 
 
 def test_what_was_found_out_holds_for_the_same_engine_and_device(tmp_path, monkeypatch) -> None:
-    """Every ZeRO stage, size of a group that shares matrices, and generation of devices asks anew, once."""
+    """Every ZeRO stage, size of a group that shares matrices, and generation of devices is checked anew,
+    once."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     policy = PolicyModel(tiny_model(tiny_config("qwen3")))
     kept = lambda: len(list((tmp_path / "cache" / "packing").iterdir()))
@@ -278,7 +280,7 @@ def test_what_was_found_out_holds_for_the_same_engine_and_device(tmp_path, monke
 
 
 def test_the_check_leaves_no_trace(tmp_path) -> None:
-    """Neither in the mode, nor in random numbers, nor in the attention."""
+    """The mode, the random state and the attention are as before."""
     tiny_model(tiny_config("qwen3")).save_pretrained(tmp_path)
     policy = PolicyModel(
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")

@@ -1,4 +1,4 @@
-"""Which kernel reads a packed row, and that the one for GPUs is called as its source wants it.
+"""Choice of the kernel that reads a packed row, and calls of the GPU kernel by the rules of its source.
 
 No GPU is needed: fake tensors know that they are on one, and the kernel's place is taken by its rules
 (pytorch 2.13, aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `mha_varlen_fwd`).
@@ -36,7 +36,7 @@ H100, T4 = (9, 0), (7, 5)
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """As if this machine had a GPU of that compute capability."""
+    """Returns a function that makes this machine appear to have a GPU of that compute capability."""
 
     def has(capability: tuple[int, int]) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -80,7 +80,7 @@ def test_where_the_varlen_kernel_runs(gpu, capability, dtype, size, value_size, 
 
 
 def obey_rules(q: Tensor, k: Tensor, v: Tensor, cumulative: Tensor) -> None:
-    """Every check of `mha_varlen_fwd` that a caller can fail."""
+    """Makes every check of `mha_varlen_fwd` that a caller can fail."""
     assert q.dtype == k.dtype == v.dtype
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert cumulative.dtype == torch.int32 and cumulative.is_contiguous()
@@ -94,7 +94,7 @@ def obey_rules(q: Tensor, k: Tensor, v: Tensor, cumulative: Tensor) -> None:
 @pytest.mark.parametrize(("size", "value_size"), [(8, 8), (5, 5), (24, 16), (16, 24), (256, 256)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_size: int) -> None:
-    """On the meta device: torch's own operator, forward and backward, without its arithmetic."""
+    """torch's own operator runs on the meta device, forward and backward, without its arithmetic."""
     own, called = varlen.varlen_attn, []
 
     @wraps(own)
@@ -119,8 +119,8 @@ def test_the_kernel_is_called_as_it_wants(monkeypatch, dtype, size: int, value_s
 
 
 def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
-    """Stand-in for the kernel with the parameters that this release has for it: a token sees the `left`
-    ones before it in its sequence, and itself. Queries are the last tokens of the keys."""
+    """Stand-in for the kernel with its parameters of this release: a token sees the `left` ones before it in
+    its sequence, and itself. Queries are the last tokens of the keys."""
     obey_rules(q, k, v, cu_q)
     bounds, outputs = [list(pairwise(cumulative.tolist())) for cumulative in (cu_q, cu_k)], []
     assert [max_q, max_k] == [max(end - start for start, end in of) for of in bounds]
@@ -138,7 +138,7 @@ def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, windo
 
 
 def by_the_rules(q, k, *more, enable_gqa=False, **options):
-    """The same, with a parameter that torch 2.13 wants for it."""
+    """Stand-in with a parameter that torch 2.13 requires for grouped heads."""
     if q.shape[1] != k.shape[1] and not enable_gqa:
         raise ValueError("Expect query and key/value to have the same number of heads")
     return of_torch_2_11(q, k, *more, **options)
@@ -150,7 +150,7 @@ def by_the_rules(q, k, *more, enable_gqa=False, **options):
 @pytest.mark.parametrize("options", [{}, {"scaling": 0.3}, {"sliding_window": 3}, {"sliding_window": 1}])
 @pytest.mark.parametrize("release", [of_torch_2_11, by_the_rules])
 def test_the_whole_row_is_its_sequences(monkeypatch, size, value_size, kv_heads, options, release) -> None:
-    """One call of the kernel against one call of attention for each sequence, with gradients."""
+    """One call of the kernel equals one call of attention for each sequence, with gradients."""
     monkeypatch.setattr(varlen, "varlen_attn", release)
     found = []
     for kernel in (False, True):
@@ -178,8 +178,8 @@ def test_queries_of_a_slice_of_a_row(
     limit: int,
     with_kernel: bool,
 ) -> None:
-    """Against the same tokens of the whole row, with gradients; `limit` queries have their scores at a
-    time."""
+    """They equal those of the same tokens in the whole row, with gradients; `limit` queries have their scores
+    in memory at a time."""
     monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_: with_kernel)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 4 * 7 * limit)
@@ -206,7 +206,8 @@ def test_queries_of_a_slice_of_a_row(
 )
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_scores_in_blocks(monkeypatch, options, rows: int) -> None:
-    """Of a sequence of 7; the two with fewer tokens have larger blocks."""
+    """Scores in blocks equal scores at once, for a sequence of 7 and two shorter ones, which have larger
+    blocks."""
     found = []
     for limit in (attention.SCORES_BYTES, 4 * 4 * 7 * rows):
         monkeypatch.setattr(attention, "SCORES_BYTES", limit)
@@ -222,8 +223,8 @@ def test_scores_in_blocks(monkeypatch, options, rows: int) -> None:
 
 @pytest.mark.parametrize("window", [None, 64])
 def test_memory_of_scores_is_linear(monkeypatch, window: int | None) -> None:
-    """Bytes that are alive at once, forward and backward, for a sequence of one length and of four times as
-    much: with all scores it would be 16 times."""
+    """The largest number of bytes alive at once, forward and backward, grows with the length: with all scores
+    in memory a sequence four times as long would take 16 times as much."""
     monkeypatch.setattr(attention, "SCORES_BYTES", 2**16)
     peaks = []
     for length in (512, 2048):
@@ -240,7 +241,7 @@ def test_memory_of_scores_is_linear(monkeypatch, window: int | None) -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen3", "mistral", "deepseek_v3", "gemma3_text", "olmo2"])
 def test_architectures_obey_the_rules(monkeypatch, model_type: str) -> None:
-    """What whole models hand to the kernel, and that it computes the same there."""
+    """Whole models call the kernel by its rules and compute the same with it."""
     model = tiny_model(tiny_config(model_type))
     model.set_attn_implementation(attention.PACKED)
     mask = torch.ones(N, dtype=torch.bool)
@@ -256,8 +257,8 @@ def test_architectures_obey_the_rules(monkeypatch, model_type: str) -> None:
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 def test_fewer_heads_of_keys_keep_linear_memory_on_a_gpu(monkeypatch, gpu, device: str) -> None:
-    """In float32 only the memory-efficient kernel is left there. torch's documentation of enable_gqa: "works
-    only for Flash_attention and math kernel on CUDA tensor", and the math kernel holds all scores."""
+    """Only the memory-efficient kernel remains in float32. torch's documentation of enable_gqa: "works only
+    for Flash_attention and math kernel on CUDA tensor", and the math kernel holds all scores."""
     gpu(H100)
     calls = []
 
@@ -275,7 +276,7 @@ def test_fewer_heads_of_keys_keep_linear_memory_on_a_gpu(monkeypatch, gpu, devic
 
 
 def test_flash_attention_before_ampere_is_replaced(gpu, monkeypatch, caplog) -> None:
-    """Its source: "FlashAttention only supports Ampere GPUs or newer"."""
+    """The kernel's source says: "FlashAttention only supports Ampere GPUs or newer"."""
     monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: object())
     gpu(H100)
     assert not lacks_its_kernel("flash_attention_2")

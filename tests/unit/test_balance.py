@@ -15,7 +15,7 @@ lengths_lists = st.lists(st.integers(1, 30), max_size=30)
 def test_pack_by_hand():
     # 7 opens a row, 5 and 5 do not fit beside it but with each other, 3 fits beside 7, 2 opens the last
     assert pack_to_budget([5, 2, 7, 3, 5], budget=10) == [[2, 3], [0, 4], [1]]
-    # 12 is more than the budget: alone
+    # 12 is more than the budget and gets a row of its own
     assert pack_to_budget([4, 12, 4], budget=10) == [[1], [0, 2]]
     assert pack_to_budget([], budget=10) == []
 
@@ -33,16 +33,16 @@ def test_pack_keeps_the_budget_and_every_sample(lengths, budget):
 
 
 def test_pack_respects_the_budget_where_rounding_down_would_not():
-    """15 sequences that fill a row each, on 8 ranks: 15 rows, not 8 of double size."""
+    """15 sequences that fill a row each, on 8 ranks, make 15 rows, not 8 of double size."""
     assert len(pack_to_budget([10] * 15, budget=10)) == 15
 
 
 def test_partition_by_hand():
-    # dealt: 8, 5, 4 and 7, 6; of the gap of 4 half goes with 8 for 6: 15 and 15
+    # dealt: 8, 5, 4 and 7, 6; swapping 8 and 6 halves the gap of 4: 15 and 15
     assert partition([8, 7, 6, 5, 4], 2) == [[2, 3, 4], [0, 1]]
-    # 9, 5, 5 and 7, 7, 3: nothing evens out a gap of 2 but 5 for 4, which nobody has
+    # 9, 5, 5 and 7, 7, 3: a gap of 2 is evened out only by a pair whose costs differ by 1, and there is none
     assert partition([9, 7, 7, 5, 5, 3], 2) == [[0, 3, 4], [1, 2, 5]]
-    # 3 alone is more than half; of equal size it has the cheapest beside it
+    # 3 alone is more than half; equal parts put the cheapest one beside it
     assert partition([30, 4, 3, 2], 2) == [[0], [1, 2, 3]]
     assert partition([30, 4, 3, 2], 2, equal_size=True) == [[0, 3], [1, 2]]
     assert partition([3.0, 1.0], 3) == [[0], [1], []]
@@ -73,7 +73,7 @@ def test_partition_is_better_than_dealing_in_order():
     assert sum(costs[0::4]) == 340
 
 
-# ---- lengths as reasoning has them, of the benchmark
+# ---- lengths like those of reasoning, from the benchmark
 
 BENCHMARK = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "balance.py"))
 least_possible, LENGTHS = BENCHMARK["least_possible"], BENCHMARK["LENGTHS"]
@@ -82,7 +82,8 @@ least_possible, LENGTHS = BENCHMARK["least_possible"], BENCHMARK["LENGTHS"]
 def test_the_bound_by_hand():
     assert least_possible([9, 1, 1], 2) == 9  # the longest alone
     assert least_possible([5, 4, 4, 4], 3) == 8  # of four in three parts two are together
-    assert least_possible([3, 3, 3, 2, 2], 2) == 7  # of five in two parts three: 3, 2, 2; the mean is 6.5
+    # of five in two parts three are together: 3, 2, 2; the mean is 6.5
+    assert least_possible([3, 3, 3, 2, 2], 2) == 7
     assert least_possible([5, 5, 5, 5], 2) == 10  # the mean
 
 
@@ -90,9 +91,9 @@ def test_the_bound_by_hand():
 @pytest.mark.parametrize(
     ("n", "k", "off"),
     [
-        # 16 sequences a rank and more
+        # 16 or more sequences a rank
         *((128, 8, 0.01), (512, 8, 0.002), (1024, 64, 0.003), (4096, 128, 0.002), (8192, 512, 0.002)),
-        # 8 a rank, of which 2 or 3 are long
+        # 8 a rank, 2 or 3 of them long
         *((512, 64, 0.03), (4096, 512, 0.03)),
     ],
 )
@@ -105,6 +106,6 @@ def test_ranks_get_as_much_as_the_longest_sequences_let_them(name: str, n: int, 
 
 
 def test_estimated_cost():
-    # as much attention as matrix products at the crossover
+    # at the crossover attention costs as much as matrix products
     assert estimated_cost(1000, crossover=1000) == pytest.approx(2000)
     assert estimated_cost(500, crossover=1000) == pytest.approx(750)

@@ -11,7 +11,7 @@ from openrlhf.types import PackedRow
 
 
 def make_dataset(lengths):
-    """Sample i consists of i's only, so that rows can be read back."""
+    """Makes a dataset whose sample i consists of i's only, so that rows can be read back."""
     dataset = SampleStore()
     for i, length in enumerate(lengths):
         dataset.append([i] * length, [False] + [True] * (length - 1))
@@ -19,7 +19,7 @@ def make_dataset(lengths):
 
 
 def samples_of(row):
-    """The sample numbers of a packed row; an empty row has none."""
+    """Returns the sample numbers of a packed row; an empty row has none."""
     if not row.num_tokens:
         return []
     return [int(tokens[0]) for tokens in row.token_ids.split(row.lengths)]
@@ -115,7 +115,7 @@ def test_rows_hold_the_samples_token_by_token():
 
 
 def test_work_is_balanced():
-    """Lengths 100, 1 … 1: one rank takes the long sample, the others share the rest."""
+    """One rank takes the sample of length 100; the other ranks share those of length 1."""
     windows = Windows(
         make_dataset([100] + [2] * 50),
         PackedRow.of,

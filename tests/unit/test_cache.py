@@ -37,7 +37,7 @@ def samples(*lists):
 
 
 class Builder:
-    """Counts how often it is asked."""
+    """Builder that counts its calls."""
 
     def __init__(self, *lists):
         self.lists = lists
@@ -221,7 +221,7 @@ def test_the_digest_of_a_file_is_that_of_its_content(tmp_path):
 
 
 class Letters(PreTrainedTokenizer):
-    """A tokenizer in Python."""
+    """Tokenizer in Python, without a file to hash."""
 
     def __init__(self, first=0, **options):
         self.first = first
@@ -346,7 +346,8 @@ def test_the_digest_of_a_slow_tokenizer_knows_its_vocabulary():
 
 
 def test_samples_of_a_file_tell_trained_weights_from_untrained(tmp_path):
-    """4 MB, of which a quarter somewhere was trained; and what is smaller than one sample."""
+    """4 MB count as trained if a quarter anywhere was trained; a file smaller than one sample is hashed
+    whole."""
     weights = np.random.default_rng(0).integers(0, 256, 1 << 22, dtype=np.uint8)
     paths = [tmp_path / name for name in ("base", "copy", "trained", "longer", "small", "smaller")]
     trained = weights.copy()

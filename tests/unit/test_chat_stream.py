@@ -1,4 +1,4 @@
-"""What chat templates write between answers, and which of them an agent of many turns can use."""
+"""Text of chat templates between answers, and templates that an agent of many turns can use."""
 
 import asyncio
 import logging
@@ -47,7 +47,8 @@ def with_template(template: str):
 
 @ALL
 def test_an_answer_and_what_is_behind_it_are_what_the_template_writes(name: str) -> None:
-    """Where it writes answers as they are. Mistral's writes a space before them, which a policy samples."""
+    """Mistral's template writes a space before answers, which a policy samples; the others write answers as
+    they are."""
     stream, end = ChatStream(tokenizer_of(name)), ENDS[name]
     messages = [said("user", "Hi."), said("assistant", "No."), said("user", "Hello.")]
     space = " " if name.startswith("mistral") else ""
@@ -64,7 +65,7 @@ def test_a_thought_stays_where_qwen3_leaves_it_out() -> None:
 
 
 def test_a_template_that_wants_the_calls_that_tools_answer() -> None:
-    """The answer itself stands where it was, its arguments as a mapping."""
+    """The answer stays where it was, with its arguments as a mapping."""
     tokenizer = with_template(WANTS_CALLS)
     assert not probe(tokenizer, with_tools=True)
     call = {"id": "1", "type": "function", "function": CALL}

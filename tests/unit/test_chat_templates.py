@@ -1,4 +1,5 @@
-"""What is read and what is learned under the chat templates of five families of models, written out.
+"""Tokens that are read and tokens that are learned under the chat templates of five families of models,
+written out.
 
 tests/data/templates holds templates that render what those of the models do, without their tools.
 """
@@ -19,7 +20,7 @@ from openrlhf.data.unpaired import build_unpaired
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-"""As byte-level tokenizers of today cut a text: a full stop takes the line breaks behind it."""
+"""Split of a text as in today's byte-level tokenizers: a full stop takes the line breaks behind it."""
 CORPUS = ["Hello there.\n\nuser assistant system model Hi. No.\n\n", "   "] * 50
 
 
@@ -48,8 +49,8 @@ ALL = pytest.mark.parametrize("name", MODELS)
 
 @cache
 def tokenizer_of(name):
-    """A small byte-level tokenizer with the special tokens and the template of the model. It adds the
-    beginning of the text itself, as theirs do."""
+    """Makes a small byte-level tokenizer with the special tokens and the template of the model. It adds the
+    beginning of the text itself, as the models' tokenizers do."""
     model = MODELS[name]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -88,7 +89,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def sft(name, messages, *, multiturn=False, bad_rows="error"):
-    """The marked text of a conversation."""
+    """Returns the marked text of a conversation."""
     tokenizer = tokenizer_of(name)
     (sample,) = build_sft_samples(
         Rows.of([{"talk": messages}], "rows.json"),
@@ -107,8 +108,8 @@ def sft(name, messages, *, multiturn=False, bad_rows="error"):
 
 
 def check_tokens(sample, tokenizer):
-    """Up to the first learned token they are those of the prompt as a policy reads it; whole they are those
-    of the text."""
+    """Checks that the tokens up to the first learned one are those of the prompt as a policy reads it, and
+    that all tokens are those of the text."""
     text = tokenizer.decode(sample.token_ids)
     assert sample.token_ids.tolist() == tokenizer(text, add_special_tokens=False)["input_ids"]
     if tokenizer.bos_token:
@@ -116,7 +117,7 @@ def check_tokens(sample, tokenizer):
 
 
 def pair(name, *, score_last_token):
-    """The marked texts of both answers."""
+    """Returns the marked texts of both answers."""
     tokenizer = tokenizer_of(name)
     (found,) = build_pairs(
         Rows.of([{"prompt": "Hi.", "chosen": "Hello there.", "rejected": "No."}]),
@@ -173,7 +174,7 @@ def test_one_turn(name):
 
 @ALL
 def test_the_prompt_is_what_the_policy_reads(name):
-    """The same text, and token by token what RL would give it."""
+    """The text is the same, and token by token what RL would give the policy."""
     tokenizer = tokenizer_of(name)
     prompt = tokenizer.apply_chat_template([user("Hi.")], tokenize=False, add_generation_prompt=True)
     assert prompt == PROMPTS[name]
@@ -246,7 +247,8 @@ def test_gemma2_has_no_system_message():
 
 
 def test_mistral_shows_a_system_message_to_the_policy_only():
-    """It goes into the last message if that is the user's, and is gone once the answer follows."""
+    """A system message goes into the last message if that is the user's, and is gone once the answer
+    follows."""
     tokenizer, talk = tokenizer_of("mistral-v0.3"), [SYSTEM, user("Hi."), assistant("No.")]
     render = lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
     assert render(talk[:2]) == "<s>[INST] Be brief.\n\nHi.[/INST]"
@@ -335,7 +337,7 @@ def test_a_mismatched_answer(name):
 
 
 def test_a_full_stop_does_not_swallow_the_line_breaks_behind_a_turn():
-    """Where no special token ends a turn, its last token could be one that the policy did not write."""
+    """If no special token ended a turn, its last token could be one that the policy did not write."""
     tokenizer = tokenizer_of("qwen2.5")
     assert [tokenizer.decode([i]) for i in tokenizer("Hello there.\n\n")["input_ids"]][-1] == ".\n\n"
     template = (
@@ -363,7 +365,7 @@ def test_a_full_stop_does_not_swallow_the_line_breaks_behind_a_turn():
 
 
 def test_spaces_before_a_number_are_read_as_the_policy_reads_them():
-    """Alone they are one token; a number behind them would take one away."""
+    """The spaces alone are one token; a number behind them would take one away."""
     tokenizer = tokenizer_of("qwen2.5")
     pieces = lambda text: [tokenizer.decode([i]) for i in tokenizer(text)["input_ids"]]
     assert (pieces("Go.   "), pieces("Go.   5")) == (["G", "o", ".", "   "], ["G", "o", ".", "  ", " ", "5"])

@@ -1,4 +1,4 @@
-"""What a weight sync sends has the names, shapes and bits that `save_pretrained` writes."""
+"""A weight sync sends the names, shapes and bits that `save_pretrained` writes."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from openrlhf.models.checkpoint_layout import (
 
 
 def checkpoint_of(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Each conversion on its own, from nothing but its own tensors."""
+    """Converts each weight of a checkpoint on its own, from nothing but its own tensors."""
     tensors = checkpoint_tensors(model)
     layout = CheckpointLayout(model, {name: tuple(t.shape) for name, t in tensors.items()})
     used = [name for c in layout.conversions for name in c.names]
@@ -61,7 +61,7 @@ def test_names_by_hand(tmp_path: Path) -> None:
     assert torch.equal(sent[f"{expert}.w1.weight"], experts[2, :64])
     assert torch.equal(sent[f"{expert}.w3.weight"], experts[2, 64:])
     assert torch.equal(sent[f"{expert}.w2.weight"], fused["model.layers.1.mlp.experts.down_proj"][2])
-    # what keeps its layout is not copied
+    # tensors that keep their layout are not copied
     embedding = "model.embed_tokens.weight"
     assert sent[embedding].data_ptr() == fused[embedding].data_ptr()
 
@@ -79,7 +79,7 @@ def test_what_a_checkpoint_did_not_need_is_not_turned_back(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", ALL)
 def test_every_causal_architecture(model_type: str) -> None:
-    """Names and shapes, of models that take no memory."""
+    """Names and shapes are compared, of models on the meta device."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config(model_type))
     state = model.state_dict()

@@ -11,7 +11,8 @@ from openrlhf.training.origin import Origin
 
 @pytest.fixture
 def write(tmp_path):
-    """Write a checkpoint of some size, complete it, and return the names that are left."""
+    """Returns a function that writes a checkpoint of some size, completes it, and returns the names that are
+    left."""
 
     def write(folder: CheckpointFolder, tag: str, metric: float | None = None, size: int = 1000) -> list[str]:
         (tmp_path / tag).mkdir()
@@ -45,7 +46,7 @@ def test_the_worst_metric_goes_first_then_the_oldest(tmp_path, write):
     write(checkpoints, "global_step3", 0.2)
     assert write(checkpoints, "global_step4", 0.1) == ["global_step1", "global_step3", "global_step4"]
     assert write(checkpoints, "global_step5") == ["global_step1", "global_step3", "global_step5"]
-    # the new one stays whatever its metric; without one it is the next to go
+    # the new one stays whatever its metric; without a metric it is the next to go
     assert write(checkpoints, "global_step6", 0.0) == ["global_step1", "global_step3", "global_step6"]
 
 
@@ -54,7 +55,7 @@ def test_size_limit(tmp_path, write):
     for step in (1, 2, 3):
         write(checkpoints, f"global_step{step}")
     assert write(checkpoints, "global_step4") == ["global_step2", "global_step3", "global_step4"]
-    # one that is too large alone is kept alone
+    # a single one that is too large is kept
     assert write(checkpoints, "global_step5", size=9000) == ["global_step5"]
 
 
@@ -62,7 +63,7 @@ def test_latest_is_the_last_complete_one(tmp_path, write):
     checkpoints = folder(tmp_path)
     assert checkpoints.latest() is None
     write(checkpoints, "global_step2")
-    (tmp_path / "global_step4").mkdir()  # killed while it was written
+    (tmp_path / "global_step4").mkdir()  # a run was killed while it wrote this
     assert checkpoints.latest() == "global_step2"
     shutil.rmtree(tmp_path / "global_step4")
     write(checkpoints, "global_step4")
@@ -148,7 +149,7 @@ def test_the_universal_form_is_resumed_from_where_it_is_wanted_and_no_older(tmp_
             (tmp_path / "global_step1_universal").mkdir()
             (tmp_path / "latest_universal").write_text("global_step1_universal\n")
             assert (checkpoints.latest(), universal.latest()) == ("global_step1", "global_step1_universal")
-    assert names(tmp_path) == ["global_step2"]  # the form goes with its checkpoint
+    assert names(tmp_path) == ["global_step2"]  # the universal form is removed with its checkpoint
     (tmp_path / "latest_universal").write_text("global_step2_universal")
     with pytest.raises(ValueError, match="the file latest_universal names global_step2_universal, which is"):
         universal.latest()
@@ -166,7 +167,7 @@ def test_the_size_limit_counts_all_models(tmp_path):
 
 
 def run_of(path: Path, *, batch_size: int = 128, **ckpt) -> CheckpointFolder:
-    """The checkpoints of a run, in `path`/_actor and `path`/_critic."""
+    """Returns the checkpoints of a run, in `path`/_actor and `path`/_critic."""
     config = CkptConfig(path=str(path), **ckpt)
     origin = Origin.of("sft", SFTConfig(train=TrainConfig(batch_size=batch_size)), {})
     return CheckpointFolder(str(path / "_actor"), config, [str(path / "_critic")], origin)
@@ -220,7 +221,7 @@ def test_a_run_from_the_beginning_is_told_of_a_checkpoint(tmp_path):
 
 
 def test_checkpoints_of_another_run_are_set_aside_whole(tmp_path):
-    """And are there to be resumed from, with the critic's and the copies."""
+    """They can still be resumed from, with the critic's and the copies."""
     assert run_of(tmp_path).set_aside() == []
     for number in ("001", "002"):
         save(run_of(tmp_path), "global_step2")
@@ -241,4 +242,4 @@ def test_what_a_run_that_ends_leaves(tmp_path):
     assert checkpoints.standing() == said.format(2)
     save(checkpoints, "global_step2")
     assert checkpoints.standing().startswith(f"the last checkpoint is {tmp_path}/_actor/global_step2: ")
-    assert run_of(tmp_path).standing() == said.format("N")  # that one is of another run
+    assert run_of(tmp_path).standing() == said.format("N")  # that checkpoint belongs to another run

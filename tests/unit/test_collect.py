@@ -1,4 +1,4 @@
-"""Groups against a world in which the score of a sample depends on its address alone."""
+"""Collection of groups in a world in which the score of a sample depends on its address alone."""
 
 import copy
 import itertools
@@ -26,14 +26,14 @@ from openrlhf.training.collect import Admission, Collected, Collector, check_fai
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None
-"""None: the sample failed."""
+"""Score of a sample; None if it failed."""
 Address = tuple[int, int]
-"""Episode and prompt."""
+"""Epoch and prompt of a group."""
 
 
 class World:
-    """A rollout that remembers how many prompts were asked for at a time. `scores(epoch, prompt_id)` gives
-    the scores of a group, `arrival(n)` which of the n prompts under way is the next to finish."""
+    """Rollout that remembers how many prompts were asked for at a time. `scores(epoch, prompt_id)` gives the
+    scores of a group, `arrival(n)` which of the n prompts under way is the next to finish."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class World:
         self.arrived.append((group.prompt.epoch, group.prompt.prompt_id))
 
     def run(self, first_step: int = 1) -> list[Collected]:
-        """Every step until nothing is left."""
+        """Collects every step until nothing is left."""
         steps: list[Collected] = []
         while (step := self.collector.next_batch(first_step + len(steps))).trajectories:
             steps.append(step)
@@ -97,7 +97,7 @@ def config_of(
 
 
 def addresses(trajectories: Sequence[Trajectory]) -> list[Address]:
-    """Of each group, once, after checking that its samples are together and in order."""
+    """Returns the address of each group once, after checking that its samples are together and in order."""
     found: list[Address] = []
     for t in trajectories:
         address = (t.prompt.epoch, t.prompt.prompt_id)
@@ -162,12 +162,13 @@ def test_failed_samples_stay_in_their_batch_without_filtering():
 
 
 def solved(*prompts: int) -> Callable[[int, int], Sequence[Score]]:
-    """These prompts are solved once in two times, the even ones of the others never, the odd ones always."""
+    """Scores these prompts as solved once in two times; of the others even ones are never solved and odd ones
+    always."""
     return lambda epoch, prompt: (0.0, 1.0) if prompt in prompts else (float(prompt % 2),) * 2
 
 
 def test_rejected_groups_are_replaced():
-    """0 1 2 3 -> 1 2 and 4 5 -> 4, 6 -> none, 7: four kept of eight."""
+    """Prompts 0 1 2 3 leave 1 2, and 4 5 leave 4; 6 leaves none, 7 itself: four of eight are kept."""
     world = World(solved(1, 2, 4, 7), num_prompts=9, filters=True)
     step = world.collector.next_batch(1)
     assert prompts_of(step) == [1, 2, 4, 7]
@@ -177,8 +178,8 @@ def test_rejected_groups_are_replaced():
         "rollout/num_prompts": 8.0,
         "rollout/buffered_groups": 0.0,
         "rollout/kept_ratio": 4 / 8,
-        "rollout/filtered_low_ratio": 2 / 8,  # 0 6
-        "rollout/filtered_high_ratio": 2 / 8,  # 3 5
+        "rollout/filtered_low_ratio": 2 / 8,  # prompts 0 and 6
+        "rollout/filtered_high_ratio": 2 / 8,  # prompts 3 and 5
         "rollout/filtered_failed_ratio": 0.0,
         "rollout/sampled_score_mean": 0.5,
     }
@@ -225,7 +226,7 @@ def test_nothing_is_left_when_the_last_prompts_are_rejected():
         ((0.6, 0.8), False),  # their mean is the bound
         ((0.6, 0.7), True),
         ((0.0, 1.0), True),  # the mean counts, not its parts
-        ((0.3, None), True),  # of what finished
+        ((0.3, None), True),  # the mean of the samples that finished
         ((0.1, None), False),
         ((None, None), False),
     ],
@@ -253,7 +254,7 @@ def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
 
 
 def test_a_step_that_asks_for_too_many_prompts_stops_the_run():
-    """Of 0 to 5 one is kept; 0 and 4 are never solved, 1 and 3 always, 5 gives no score."""
+    """One prompt of 0 to 5 is kept; 0 and 4 are never solved, 1 and 3 always, 5 gives no score."""
     scores = solved(2)
     world = World(
         lambda epoch, prompt: (None, None) if prompt == 5 else scores(epoch, prompt),
@@ -310,7 +311,7 @@ def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time,
 
 
 def test_one_prompt_that_fails_does_not_stop_a_filtered_run():
-    """Though it is all of the first portion."""
+    """The failed prompt is all of the first portion."""
     world = World(
         lambda epoch, prompt: (0.0, 1.0) if prompt else (None, None),
         num_prompts=5,
@@ -338,7 +339,8 @@ def test_failures_up_to_the_ratio_are_dropped():
 
 def test_engines_that_finish_in_another_order_change_nothing():
     class Engine:
-        """The later a prompt is asked for, the sooner its samples are there."""
+        """Engine that finishes prompts in reverse: the later one is asked for, the sooner its samples are
+        there."""
 
         def run_group(self, prompt: Prompt, purpose: Purpose, samples: None = None) -> Future[Sampled]:
             future: Future[Sampled] = Future()
@@ -382,7 +384,7 @@ def test_engines_that_finish_in_another_order_change_nothing():
     ],
 )
 def test_what_three_steps_train_on_and_ask_for(options, asked, steps):
-    """Figures that must not move: a run that was begun with another version goes on with the same prompts,
+    """The figures must not move: a run that was begun with another version goes on with the same prompts,
     whose addresses are those of their seeds. Even numbers are solved sometimes in the first epoch, odd ones
     in the second; the others never or always."""
     by_kind = ((0.0, 1.0), (0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
@@ -406,7 +408,7 @@ def test_what_three_steps_train_on_and_ask_for(options, asked, steps):
 
 @st.composite
 def worlds(draw) -> Callable[..., World]:
-    """A function that makes the same world again, with other options."""
+    """Draws a function that makes the same world again, with other options."""
     num_prompts, num_epochs = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     n = draw(st.integers(1, 3))
     score = st.sampled_from((0.0, 1.0, 1.0, 0.5, None))
@@ -449,7 +451,7 @@ def test_no_accepted_group_is_lost_or_used_twice(world_of):
     everything = [(p.epoch, p.prompt_id) for p in every_prompt(world_of().prompts)]
     asked = [address for prompts in world.asked for address in prompts]
     assert asked == everything[: len(asked)]
-    if isinstance(steps, str):  # nothing at all in the first step, or nothing but failures
+    if isinstance(steps, str):  # the first step has nothing at all, or nothing but failures
         assert world.config.algo.dynamic_filtering_enable
         assert "max_failed_ratio" in steps or not any(is_inside(world.scores(*a)) for a in asked)
         return
@@ -517,7 +519,7 @@ def test_a_step_never_asks_for_more_than_the_bound(world_of, max_batches):
         ({}, 0, 0, 0, 4),
         ({}, 3, 0, 8, 1),
         ({}, 4, 0, 0, 0),
-        ({}, 0, 1, 1, 0),  # nothing more until that is there
+        ({}, 0, 1, 1, 0),  # no more is asked for until that has arrived
         ({"chunk": 3}, 0, 0, 0, 3),
         ({"chunk": 3}, 3, 0, 3, 1),
         ({"chunk": 6}, 0, 0, 0, 4),
@@ -537,7 +539,7 @@ def test_a_step_never_asks_for_more_than_the_bound(world_of, max_batches):
     ],
 )
 def test_room_for_prompts(options, kept, under_way, asked, room):
-    """Steps of four groups."""
+    """A step has four groups."""
     admission = Admission(batch_size=4, **options)
     assert admission.room(kept=kept, under_way=under_way, asked=asked) == room
 
@@ -549,7 +551,7 @@ def ahead(world: World, **changes) -> World:
 
 
 def test_groups_are_sampled_ahead_and_handed_out_as_they_were_asked_for():
-    """Of 0 1 2 3 come 1 3 0, and then of 2 4 5 first 5."""
+    """Groups of the prompts 0 1 2 3 arrive in the order 1 3 0, and of 2 4 5 the group 5 is the first."""
     places = iter((1, 2, 0, 2, 0))
     options = {"num_prompts": 6, "batch": 2, "arrival": lambda n: next(places)}
     world = ahead(World(**options), max_staleness=1)
@@ -561,8 +563,8 @@ def test_groups_are_sampled_ahead_and_handed_out_as_they_were_asked_for():
 @settings(max_examples=200, deadline=None)
 @given(worlds(), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_no_more_is_sampled_ahead_than_the_bound(world_of, max_staleness, rng: random.Random):
-    """A portion above it, where portions may exceed what is missing. Everything is trained on once, and no
-    later than the bound after it was asked for."""
+    """A portion may go beyond the bound where portions may exceed what is missing. Everything is trained on
+    once, and no later than the bound after it was asked for."""
     world = ahead(world_of(arrival=rng.randrange, filters=False), max_staleness=max_staleness)
     rollout = world.config.rollout
     bound, portion = rollout.batch_size * (1 + max_staleness), rollout.vllm_generate_batch_size or 0
@@ -621,7 +623,8 @@ def test_groups_in_a_form_of_another_version_are_refused():
 
 
 def test_what_is_being_sampled_is_asked_for_anew_by_a_resumed_run():
-    """Also what had finished before its turn: nothing is lost, and nothing sampled twice that was there."""
+    """Groups that had finished before their turn are asked for again too: nothing is lost, and nothing that
+    was there is sampled twice."""
     places = iter((3, 0, 0))
     arrivals = lambda n: next(places), lambda n: n - 1
     worlds = [World(num_prompts=10, batch=2, arrival=arrival) for arrival in arrivals]

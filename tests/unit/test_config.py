@@ -1,4 +1,4 @@
-"""How a command line and YAML files become a configuration, and what is said when they cannot."""
+"""Command lines and YAML files become configurations, or messages that say why they cannot."""
 
 import ast
 import dataclasses
@@ -52,8 +52,8 @@ from openrlhf.training.origin import Origin, compare
 
 @pytest.fixture
 def say(tmp_path, capsys, monkeypatch):
-    """say(command, "--flags …") -> (config or None, lines of stderr); without the rest of a sane command
-    line."""
+    """Returns say(command, "--flags …") -> (config or None, lines of stderr); it adds the flags that every
+    sane command line has."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("")
     supervised = "--model.model_name_or_path org/model --data.dataset org/rows "
@@ -85,7 +85,7 @@ def say(tmp_path, capsys, monkeypatch):
 
 
 def refused(command, argv, capsys):
-    """stderr of a command line that must be refused."""
+    """Returns the stderr of a command line that must be refused."""
     with pytest.raises(SystemExit) as exit_:
         parse(command, argv)
     assert exit_.value.code == 2
@@ -93,7 +93,7 @@ def refused(command, argv, capsys):
 
 
 def problems_of(lines):
-    """Each problem with all of its lines, without the summary."""
+    """Splits the lines into problems, each with all of its lines, without the summary."""
     text = "\n".join(line for line in lines[:-1] if not line.startswith("note: "))
     return [problem.removeprefix("error: ") for problem in text.split("\nerror: ")] if text else []
 
@@ -129,7 +129,7 @@ def test_old_names_on_the_command_line_win_over_files(say, tmp_path):
 
 def test_a_printed_configuration_has_no_anchors(say):
     config, _ = say(PPO, "")
-    assert config.actor.adam.betas is config.critic.adam.betas  # what YAML writes once, and then refers to
+    assert config.actor.adam.betas is config.critic.adam.betas  # YAML writes it once and then refers to it
     assert to_yaml(config).count("betas: [0.9, 0.95]") == 2
 
 
@@ -180,7 +180,7 @@ def test_a_file_that_is_no_configuration(text, tmp_path, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_print_config_round_trips(command, say, tmp_path, capsys):
-    """Every flag away from its default, out and in again."""
+    """Every flag with a value other than its default is printed and read again."""
     config = command.config_type()
     argv = []
     for key, field in fields_of(command.config_type).items():
@@ -206,7 +206,7 @@ def test_print_config_round_trips(command, say, tmp_path, capsys):
 
 
 def another_value(field, default):
-    """Words for a value that is not the default."""
+    """Returns words for a value that is not the default."""
     if field.values.startswith("{"):
         names = field.values.partition("}")[0].strip("{").split(",")
         return [next(name for name in names if name != default)]
@@ -320,7 +320,7 @@ def test_only_one_process_of_a_machine_speaks(monkeypatch, capsys):
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_the_right_name_for_a_typo(command):
-    """A letter wrong, missing, doubled or swapped, in every flag and every old name of more than three
+    """A letter may be wrong, missing, doubled or swapped, in every flag and every old name of more than three
     letters."""
     rng = random.Random(0)
     names = {key: {key} for key in fields_of(command.config_type)}
@@ -395,7 +395,7 @@ assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
 
 
 def test_commands_refuse_flags_before_they_import_anything_heavy():
-    """A flag that does not exist, one of the wrong type and one that is missing."""
+    """This holds for a flag that does not exist, one of the wrong type and one that is missing."""
     heavy = "{'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets', 'pandas'}"
     code = f"""
 import sys
@@ -1015,7 +1015,7 @@ def test_flash_attention_of_a_package_gives_way_where_ranks_share_rows() -> None
     ("command", "key"), NOT_YET, ids=[f"{command.name} {key}" for command, key in NOT_YET]
 )
 def test_a_feature_that_does_not_exist_yet_is_refused_and_marked(command, key, capsys):
-    """By one declaration, so that a mark goes where a refusal goes."""
+    """One declaration does both, so that a mark goes where a refusal goes."""
     field, feature = fields_of(command.config_type)[key], command.not_yet[key]
     words = another_value(field, values_of(command.config_type())[key])
     err = refused(command, [f"--{key}", *words], capsys)
@@ -1379,7 +1379,8 @@ REMARKS = [
 
 
 def test_a_text_is_one_prompt_in_every_command():
-    """What SFT learned to answer is what RL and inference ask, also where nobody names a template."""
+    """A text that SFT learned to answer is the text that RL and inference ask, also if nobody names a
+    template."""
     templates = {c.name: values_of(c.config_type()).get("data.input_template") for c in COMMANDS}
     assert set(templates.values()) == {None}
 
@@ -1424,7 +1425,7 @@ def test_policy_losses_without_a_word(line, say):
 
 
 def test_what_is_said_twice_over_two_models_is_no_remark(say):
-    """`--max_norm` sets actor and critic; that there is no critic is then nobody's mistake."""
+    """`--max_norm` sets actor and critic; without a critic this is nobody's mistake."""
     _, lines = say(PPO, "--max_norm 2 --l2 0.1 --adam_betas 0.8 0.9")
     assert all(" is now --" in line for line in lines) and len(lines) == 3
 
@@ -1503,11 +1504,11 @@ def test_every_reason_is_tested():
 
 VIEWED = {name for name in fields_of(DeepSpeedConfig) if "." not in name}
 INFERENCE = ("batch_inference.py", "interactive_chat.py", "lora_combiner.py", "serve_rm.py")
-"""Commands whose ds.* is a precision and a kernel. `rollout.py` serves them and training."""
+"""Modules of commands whose ds.* is a precision and a kernel. `rollout.py` serves them and training."""
 
 
 def test_training_code_reads_the_views_of_ds():
-    """No flag of `ds.*` by its name, but in DeepSpeed's folder and where flags are checked."""
+    """Training code names no flag of `ds.*`, except in DeepSpeed's folder and where flags are checked."""
     root = Path(openrlhf.__file__).parent
     for path in root.rglob("*.py"):
         apart = path.is_relative_to(root / "config") or path.is_relative_to(root / "backends" / "deepspeed")

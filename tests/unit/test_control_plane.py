@@ -1,4 +1,5 @@
-"""A rollout without Ray and vLLM: prompts to engines of transformers, groups back, new weights in between."""
+"""A rollout without Ray and vLLM: prompts go to engines of transformers, groups come back, and new weights
+arrive in between."""
 
 import asyncio
 import threading
@@ -25,7 +26,7 @@ from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled
 
 
 class Loop:
-    """An event loop in a thread, as the process of an engine has."""
+    """Event loop in a thread, like that of an engine's process."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -40,7 +41,7 @@ async def words(query: str, prompt: str, label: Any) -> Reward:
 
 
 class Member:
-    """An engine and its episodes, for a Dispatcher."""
+    """Engine with its episodes, for a Dispatcher."""
 
     def __init__(self, loop: Loop, path: str, config: PPOConfig) -> None:
         self.loop, self.sampling = loop, Sampling.for_training(config)
@@ -61,7 +62,7 @@ class Member:
 
 
 class Client:
-    """The control plane of all members."""
+    """Control plane of all members."""
 
     version, workers_per_engine, ends_with_first = 0, 1, False
 
@@ -84,7 +85,7 @@ class Client:
 
 
 class Trained:
-    """The policy of a trainer, for a WeightSender."""
+    """Policy of a trainer, for a WeightSender."""
 
     def __init__(self, path: str) -> None:
         self.model: Any = load_causal_lm(path, flag="--model", dtype="fp32", attention="eager").eval()
@@ -96,7 +97,7 @@ class Trained:
         return [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.weights(0)]
 
     def check(self, group: PromptGroup, version: int) -> None:
-        """Log-probs are those of these weights."""
+        """Checks that log-probs are those of these weights."""
         for t in group.trajectories:
             assert t.ok and t.weight_versions.tolist() == [[version, t.num_actions]]
             ids = torch.from_numpy(t.token_ids).long()

@@ -35,7 +35,7 @@ def test_seq_mask_tis_drops_sequences_and_clamps_the_rest():
 
 
 def test_sequences_have_bounds_of_their_own():
-    """Ratios 1.2, 1.2 and 0.9, 1.1: geometric means 1.2 and 0.995."""
+    """The ratios are 1.2, 1.2 and 0.9, 1.1: geometric means 1.2 and 0.995."""
     ratio, counts = torch.tensor([1.2, 1.2, 0.9, 1.1]), torch.tensor([2, 2])
     own = correct("seq-mask-tis", ratio.log(), counts, 0.95, 1.05, of_sequences=(0.99, 1.01))
     assert own.tolist() == pytest.approx([0, 0, 0.95, 1.05])
@@ -70,16 +70,16 @@ def test_proximal_policies_by_hand():
 
 
 def test_proximal_policies_of_what_is_not_known():
-    """A step of one update knows no older policy than its own, and where nothing is stale the sampler is the
-    one that is interpolated to."""
+    """A step of one update knows no older policy than its own, and with staleness 0 interpolation returns the
+    sampler."""
     of = {name: proximal()(NOW, None, SAMPLER, None) for name, proximal in PROXIMAL_POLICIES.items()}
     assert of["recomputed"] is NOW and of["rollout"] is of["interpolated"] is SAMPLER
 
 
 @given(st.lists(st.tuples(*[st.floats(-20, 0, width=32)] * 2, st.integers(0, 99)), min_size=1, max_size=9))
 def test_the_interpolated_policy_is_between_the_two_and_contracts_the_ratio(values):
-    """Sandwiched, and pi / pi_prox = (pi / pi_behave)^alpha (https://arxiv.org/abs/2512.06547). Each of the
-    four operations rounds numbers below 20 to float32."""
+    """The policy lies between both, and pi / pi_prox = (pi / pi_behave)^alpha
+    (https://arxiv.org/abs/2512.06547). Each of the four operations rounds numbers below 20 to float32."""
     log_probs, sampler = torch.tensor([v[:2] for v in values]).T
     staleness = torch.tensor([v[2] for v in values])
     proximal = PROXIMAL_POLICIES["interpolated"]()(log_probs, None, sampler, staleness)
@@ -103,7 +103,7 @@ def test_staleness_weights_by_hand():
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=5), st.data())
 def test_the_weight_of_an_action_depends_on_no_other_sequence(sequences, data):
-    """However rows are packed, and in whatever order."""
+    """This holds however rows are packed, and in whatever order."""
     order = data.draw(st.permutations(range(len(sequences))))
     for ratio in ("token", "sequence"):
 

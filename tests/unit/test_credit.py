@@ -17,7 +17,7 @@ INDICES = count()
 
 
 def trajectory(reward: float, num_actions: int, mask: list[bool] | None = None, **fields) -> Trajectory:
-    """A sample of its own, where `fields` do not say of which it is a part."""
+    """Returns a sample with an episode of its own, unless `fields` name the episode that it is a part of."""
     mask = mask or [False] + [True] * num_actions
     options = {"token_ids": range(len(mask)), "action_mask": mask, "sample_index": next(INDICES)}
     return records.trajectory(reward, **(options | fields))
@@ -26,8 +26,8 @@ def trajectory(reward: float, num_actions: int, mask: list[bool] | None = None, 
 def assign(
     trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, **algo
 ) -> tuple[list[Credit], Metrics]:
-    """The credit of each of the trajectories, whose every action has log-prob -1 and `log_ratio` to the
-    reference."""
+    """Returns the credit of each of the trajectories, whose every action has log-prob -1 and `log_ratio` to
+    the reference."""
     batch = Batch.of(trajectories)
     log_probs = np.full(batch.num_actions.sum(), -1.0, np.float32)
     scores = ForwardOutputs(
@@ -83,7 +83,7 @@ def test_reward_pipeline_in_order():
 
 def test_whitening_comes_last():
     """After penalties, shaping, clip, KL and returns: penalised and whitened in another order, the advantages
-    would neither have this mean nor this deviation."""
+    would have neither this mean nor this deviation."""
     trajectories = [
         trajectory(2.0, 2),
         trajectory(8.0, 2, truncated=True),
@@ -106,13 +106,13 @@ def test_whitening_comes_last():
     center = sum(flat) / 9
     deviation = math.sqrt(sum((g - center) ** 2 for g in flat) / 9)
     assert advantages(credit) == [[(g - center) / deviation for g in sample] for sample in returns]
-    assert metrics["reward/mean"] == pytest.approx(1.0)  # of 2 -2 5 -1
+    assert metrics["reward/mean"] == pytest.approx(1.0)  # the mean of 2 -2 5 -1
     centered, _ = assign(trajectories, **algo, no_std_norm=True)
     assert advantages(centered) == [[g - center for g in sample] for sample in returns]
 
 
 def test_group_norm_in_the_pipeline():
-    """The deviation is that of penalised rewards, and the clip bounds what was divided by it."""
+    """The deviation is that of penalised rewards, and the clip bounds the quotients."""
     credit, _ = assign(
         [trajectory(3.0, 1), trajectory(1.0, 1), trajectory(5.0, 2, truncated=True)],
         estimator="group_norm",
@@ -280,7 +280,7 @@ def test_equal_rewards_are_counted():
 
 
 def test_parts_of_an_episode_count_once_in_their_group():
-    """Rewards 4, 1 and 1, not 4, 4, 1 and 1. Both parts earn what their episode does."""
+    """The rewards count as 4, 1 and 1, not 4, 4, 1 and 1. Both parts earn what their episode does."""
     trajectories = [
         trajectory(4.0, 2, sample_index=0),
         trajectory(4.0, 1, sample_index=0, part=1),
@@ -303,7 +303,8 @@ def test_a_sample_of_two_parts_has_no_peers():
 
 
 def test_an_episode_is_as_long_as_all_its_parts():
-    """3 + 1 actions of 4: 6 - 2/2 * 4 = 2; cut off in its last part, half of that; 3 actions: 5 - 1/2 * 4."""
+    """With 3 + 1 actions of 4: 6 - 2/2 * 4 = 2, and half of that if the last part is truncated; 3 actions: 5
+    - 1/2 * 4."""
     trajectories = [
         trajectory(6.0, 3, sample_index=0),
         trajectory(6.0, 1, sample_index=0, part=1, truncated=True),
@@ -311,14 +312,14 @@ def test_an_episode_is_as_long_as_all_its_parts():
     ]
     reward = RewardConfig(overlong_buffer_len=2, overlong_penalty_factor=4.0, stop_properly_penalty_coef=0.5)
     credit, metrics = assign(trajectories, estimator="rloo", reward=reward)
-    assert metrics["reward/mean"] == 2  # of 1 and 3
+    assert metrics["reward/mean"] == 2  # the mean of 1 and 3
     assert advantages(credit) == [[-2, -2, -2], [-2], [2, 2, 2]]
 
 
 @pytest.mark.parametrize(("gamma", "returns"), [(1.0, [-1.0, -2.0]), (0.0, [1.0, -2.0])])
 def test_a_teacher_rewards_every_action(gamma, returns):
-    """2 (log p_teacher - log p): 2 (-0.5 + 1) = 1 and 2 (-2 + 1) = -2; without discount the first action
-    also earns what the second does."""
+    """The reward is 2 (log p_teacher - log p): 2 (-0.5 + 1) = 1 and 2 (-2 + 1) = -2; without discount the
+    first action also earns what the second does."""
     log_probs, one = np.full(2, -1.0, np.float32), trajectory(0.0, 2)
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma))
     result = assign_credit(
@@ -338,8 +339,8 @@ def test_a_teacher_rewards_every_action(gamma, returns):
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_rewards_of_turns_are_earned_where_they_were_earned(estimator: str) -> None:
-    """By estimators that look ahead: an action earns what its own and later turns did. The others compare
-    whole episodes. Turns of 2, 1 and 2 actions that earn 1, -2 and 4."""
+    """With estimators that look ahead, an action earns what its own and later turns did; the other estimators
+    compare whole episodes. Turns of 2, 1 and 2 actions earn 1, -2 and 4."""
     turns = trajectory(
         3.0,
         5,

@@ -1,4 +1,4 @@
-"""The critic: where its values are read, what it minimises, and when it learns."""
+"""Reading, minimisation and learning schedule of the critic's values."""
 
 import json
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def critic(tmp_path_factory) -> ValueModel:
 
 
 def batch_of(shapes: Sequence[tuple[int, list[tuple[int, int]]]], old: float = 0.0) -> Batch:
-    """A sequence of each of these lengths, with actions in its spans."""
+    """Returns sequences of these lengths, with actions in these spans."""
     samples, returns = [], []
     for seed, (length, spans) in enumerate(shapes):
         generator = torch.Generator().manual_seed(seed)
@@ -40,10 +40,10 @@ def batch_of(shapes: Sequence[tuple[int, list[tuple[int, int]]]], old: float = 0
 
 
 def test_a_value_is_of_the_state_before_its_action(critic):
-    """It depends on what came before the action, and neither on the action nor on what follows."""
+    """The value depends on the tokens before the action, and neither on the action nor on what follows."""
     first = ExperienceRow.of(batch_of([(12, [(5, 8)])])).row
     other = replace(first, token_ids=first.token_ids.clone())
-    other.token_ids[6:] = 7  # from the second action on
+    other.token_ids[6:] = 7  # tokens from the second action on
     with torch.no_grad():
         one, two = critic(first), critic(other)
     with torch.no_grad(), transformers_attention(critic.model):
@@ -53,7 +53,7 @@ def test_a_value_is_of_the_state_before_its_action(critic):
 
 
 def test_the_loss_by_hand():
-    """Values 1, 3 with returns 2, 0 and old values 0, 0: max(1, (0.5 - 2)^2) / 2 and max(9, 0.25) / 2."""
+    """Values 1, 3 with returns 2, 0 and old values 0, 0 cost max(1, (0.5 - 2)^2) / 2 and max(9, 0.25) / 2."""
     row = ExperienceRow.of(batch_of([(4, [(2, 4)])]))
     row = replace(row, returns=torch.tensor([2.0, 0.0]))
     values = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -61,7 +61,7 @@ def test_the_loss_by_hand():
     assert loss.item() == pytest.approx((2.25 / 2 + 9 / 2) / 2)
     assert metrics["critic/clip_fraction"] == 0.5 and metrics["critic/value_mean"] == 2
     loss.backward()
-    assert values.grad.tolist() == [0, 1.5]  # the clipped one has no gradient
+    assert values.grad.tolist() == [0, 1.5]  # the clipped value has no gradient
 
 
 spans = st.sampled_from([[(2, 6)], [(1, 3), (5, 8)], [(4, 5)], [(2, 4), (6, 7), (8, 9)]])
@@ -93,7 +93,7 @@ def test_loss_and_gradient_do_not_depend_on_rows(critic, shapes, random):
 def test_explained_variance():
     returns = torch.tensor([0.0, 1.0, 2.0, 3.0])
     assert explained_variance(returns, returns) == 1
-    assert explained_variance(returns + 5, returns) == 1  # a constant error is no variance
+    assert explained_variance(returns + 5, returns) == 1  # a constant error has no variance
     assert explained_variance(torch.ones(4), returns) == 0
     assert explained_variance(-returns, returns) == pytest.approx(1 - 4)
     assert explained_variance(returns, torch.ones(4)) == 0

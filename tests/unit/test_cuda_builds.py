@@ -12,7 +12,7 @@ NEEDS = {"cuda": b"\x7fELF libc10_cuda.so\0libc10.so\0", "cpu": b"\x7fELF libc10
 
 
 def python(text: str, *packages: str) -> str:
-    """Runs `text` after `import openrlhf`, without what .pth files of the environment would import."""
+    """Runs `text` after `import openrlhf`, without the imports of the environment's .pth files."""
     path = [str(ROOT), *map(str, packages)]
     begin = f"import sys; sys.path[:0] = {path}; import openrlhf"
     ran = subprocess.run([sys.executable, "-S", "-c", f"{begin}\n{text}"], capture_output=True, text=True)

@@ -1,5 +1,5 @@
-"""Which GPU a process computes on, and that asking for one leaves CUDA to forked processes. The code of torch
-and vLLM; what speaks to a driver is replaced."""
+"""Choice of a process's GPU; asking for one leaves CUDA usable in forked processes. The code is torch's and
+vLLM's; only calls of a driver are replaced."""
 
 import os
 import runpy
@@ -18,7 +18,7 @@ from openrlhf.device import gpu_bytes, visible_index
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """One of the test's own, as of a process that nobody has told of GPUs."""
+    """Gives the test an environment of its own, like that of a process that has no variables about GPUs."""
     own = {name: value for name, value in os.environ.items() if not name.endswith("VISIBLE_DEVICES")}
     monkeypatch.setattr(os, "environ", own)
     return own
@@ -53,8 +53,8 @@ UUIDS = "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,GPU-7a1b0c2d-0000-4106-c12f-20
     ("visible", "name", "index"),
     [
         ("", 3, 3),  # all of the node, by a RAY_EXPERIMENTAL_NOSET_* variable
-        ("3", "3", 0),  # its own alone, as Ray does without
-        ("1,3", "3", 1),  # what `ray start` was given, of which 3 % 2 and 1 % 2 are the same
+        ("3", "3", 0),  # only its own, as Ray sets it without such a variable
+        ("1,3", "3", 1),  # those of `ray start`, of which 3 % 2 and 1 % 2 are the same
         (UUIDS, UUIDS.split(",")[1], 1),
         ("MIG-1f2e,MIG-9a8b", "MIG-1f2e", 0),
     ],
@@ -70,7 +70,7 @@ def test_a_gpu_is_found_among_the_visible_ones(environment, monkeypatch, visible
     ("local_rank", "gpus", "index"), [(0, 1, 0), (3, 1, 0), (3, 8, 3)], ids=["one", "gpus-per-task", "all"]
 )
 def test_deepspeed_and_torch_take_the_same_gpu(environment, monkeypatch, local_rank, gpus, index) -> None:
-    """DeepSpeed takes LOCAL_RANK as it stands, in `comm/torch.py` and `zero/partition_parameters.py`."""
+    """DeepSpeed uses LOCAL_RANK as it stands, in `comm/torch.py` and `zero/partition_parameters.py`."""
     chosen = []
     monkeypatch.setattr(distributed, "DEVICE_TYPE", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -96,7 +96,7 @@ def test_more_ranks_than_gpus_are_refused(environment, monkeypatch) -> None:
     [(("81559", "24576"), 24576 << 20), (("81559",), 81559 << 20), (("[N/A]",), None), ((), None)],
 )
 def test_the_memory_of_the_smallest_gpu(tmp_path, environment, mib: tuple, memory: int | None) -> None:
-    """As `nvidia-smi` says it: MiB, a line for each. Some have no memory of their own."""
+    """`nvidia-smi` reports MiB, one line for each GPU. Some GPUs have no memory of their own."""
     program = tmp_path / "nvidia-smi"
     program.write_text(f"#!/bin/sh\nprintf '%s\\n' {shlex.join(mib)}\n")
     program.chmod(0o755)

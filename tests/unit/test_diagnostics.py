@@ -18,7 +18,7 @@ from openrlhf.types import Outcome, Trajectory
 def trajectory(
     reward: float | None = 1.0, actions: tuple[int, ...] = (7, 8), *, versions: Sequence[int] = (), **changes
 ) -> Trajectory:
-    """A failed one where the reward is None. The prompt is one token, the version 3."""
+    """Returns a trajectory, failed if the reward is None. The prompt is one token, the version 3."""
     count = sum(changes.get("action_mask", [True] * len(actions)))
     outcome = Outcome.OK if reward is not None else Outcome.ENV_ERROR
     return records.trajectory(
@@ -27,7 +27,7 @@ def trajectory(
 
 
 def test_by_hand():
-    """Two samples of one prompt and one of another, and one that failed."""
+    """The rollout has two samples of one prompt, one of another, and one that failed."""
     metrics = rollout_metrics(
         [
             trajectory(0.0, (5, 6), versions=[4, 4], extra_logs={"format": 1.0}),
@@ -60,7 +60,7 @@ def test_by_hand():
 
 
 def test_what_sampling_kept():
-    """Of the actions that have a set: 3, 1 and 2 tokens, and 0, 0 and 0.25 beyond."""
+    """Among actions with a kept set the sets have 3, 1 and 2 tokens, with masses 0, 0 and 0.25 left out."""
     cut = trajectory(actions=(5, 6), kept=records.kept_sets([5, 7, 8], [6]))
     mixed = trajectory(actions=(5, 6), kept=records.kept_sets([], [6, 7], shares=[1, 0.75]))
     metrics = rollout_metrics([cut, mixed, trajectory()], version=0)
@@ -101,13 +101,14 @@ def test_only_actions_count_as_repetition():
 def test_only_samples_of_the_same_prompt_and_episode_repeat_each_other():
     apart = [trajectory(), trajectory(prompt_id=1), trajectory(epoch=1), trajectory(None)]
     assert "rollout/duplicate_ratio" not in rollout_metrics(apart, 3)
-    # one more in two of the groups: it repeats in one and differs in the other
+    # one more prompt in two of the groups: it repeats in one and differs in the other
     more = [trajectory(prompt_id=1), trajectory(epoch=1, actions=(9,))]
     assert rollout_metrics(apart + more, 3)["rollout/duplicate_ratio"] == 0.5
 
 
 def test_what_an_answer_said_before_is_repetition():
-    """Of 1234 2341 3412 4123 1234 2345 the fifth; of four times 7777 all but one; 123 has no run of four."""
+    """In 1234 2341 3412 4123 1234 2345 the fifth run of four repeats; in four times 7777 all but one; 123 has
+    no run of four."""
     answers = [(1, 2, 3, 4, 1, 2, 3, 4, 5), (7,) * 7, (1, 2, 3), (1, 2, 3, 4)]
     metrics = rollout_metrics([trajectory(1.0, actions) for actions in answers], 3)
     assert metrics["rollout/repetition_ratio"] == pytest.approx((1 / 6 + 3 / 4 + 0) / 3)
@@ -127,7 +128,7 @@ def test_the_limit_of_repetition_is_between_good_and_degenerate_answers():
     assert ratio(worked) < 0.02
     assert ratio([(Path(__file__).parents[2] / "README.md").read_text()[:500]]) < limit / 2
     assert ratio(["dog" + " dog" * 12]) > limit
-    assert ratio([text + " so" * 100 for text in worked]) > limit  # good at first, then a loop
+    assert ratio([text + " so" * 100 for text in worked]) > limit  # the answers are good at first, then loop
 
 
 def test_a_name_of_the_run_is_not_overwritten_by_an_extra_log():

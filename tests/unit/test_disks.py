@@ -1,4 +1,4 @@
-"""What nodes must find on their disks, of runs on nodes that share nothing, or one folder."""
+"""Files that nodes must find on their disks, for runs on nodes that share nothing, or one folder."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +21,12 @@ PLACES = {
     "teacher": ["e"],
     "engines": ["a", "f"],
 }
-"""The nodes of the ranks of each role. The run starts on a."""
+"""Nodes of the ranks of each role. The run starts on node a."""
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that all nodes share; beside it nobody but a sees anything."""
+    """Makes a folder that all nodes share; files outside of it exist on node a only."""
     monkeypatch.setattr(
         disks.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "a"), raising=False
     )
@@ -43,7 +43,7 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems(config: PPOConfig, places: dict[str, list[str]] = PLACES) -> list[str]:
-    """The first line of each."""
+    """Returns the first line of each problem."""
     try:
         check_disks(config, {role: SimpleNamespace(nodes=nodes) for role, nodes in places.items()})
     except ValueError as error:
@@ -68,7 +68,7 @@ def test_each_node_has_what_its_roles_read_and_write(cluster: Path, tmp_path: Pa
         f"--ckpt.path {tmp_path}/out/checkpoints: not shared with node b, node c, node d: parts of a "
         "checkpoint would be on several disks.",
     ]
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []  # no mark is left
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []  # no marker file is left
 
 
 def test_nothing_is_missing_of_a_shared_folder_and_the_hub(cluster: Path) -> None:
@@ -99,7 +99,7 @@ def test_of_one_node_nothing_is_asked(cluster: Path, tmp_path: Path) -> None:
 def test_all_ranks_know_which_machines_do_not_share_a_folder(
     threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three machines with a rank each the last has another disk."""
+    """The last of three machines with a rank each has another disk."""
     monkeypatch.setattr(distributed.platform, "node", lambda: f"node-{dist.get_rank()}")
     seen = lambda mark: Path(mark).exists() and dist.get_rank() < 2
     monkeypatch.setattr(distributed, "appears", seen)

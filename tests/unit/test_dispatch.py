@@ -1,4 +1,4 @@
-"""Samplers that answer when the test says so, behind the dispatcher's one thread."""
+"""The dispatcher's thread with samplers that answer when the test says so."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +17,7 @@ def prompts(*ids: int) -> list[Prompt]:
 
 
 class FakeEngine:
-    """`calls`: what happened, in order, shared with others."""
+    """Engine whose requests finish on demand. `calls`: log of calls in order, shared with other stand-ins."""
 
     def __init__(self, calls: list[str] | None = None) -> None:
         self.calls = [] if calls is None else calls
@@ -46,7 +46,7 @@ class FakeEngine:
         return future
 
     def finish(self, *ids: int) -> None:
-        """As soon as they are under way."""
+        """Finishes these groups as soon as they are under way."""
         wait_until(lambda: set(ids) <= set(self.open))
         for i in ids:
             self._hand_over(group_of(Prompt(prompt_id=i, text=""), [0.0, 1.0]))
@@ -78,7 +78,7 @@ class Memory:
 
 
 class Score:
-    """Adds 1 to every reward, when it may."""
+    """Reward model that adds 1 to every reward once it is permitted to."""
 
     def __init__(self, calls: list[str]) -> None:
         self.calls, self.permits = calls, threading.Semaphore(0)
@@ -95,7 +95,7 @@ Build = Callable[..., Dispatcher]
 
 @pytest.fixture
 def dispatcher_of() -> Iterator[Build]:
-    """Builds one, and closes it in the end."""
+    """Returns a function that builds a dispatcher; closes all of them in the end."""
     made: list[Dispatcher] = []
 
     def build(engines: Sequence[FakeEngine], num_samples: int = 2, calls: list[str] | None = None, **options):
@@ -128,7 +128,8 @@ def received(dispatcher: Dispatcher, count: int, purpose: Purpose = "train") -> 
 
 
 def test_a_sample_that_failed_runs_once_more_on_another_engine(dispatcher_of: Build):
-    """It alone; what it had sampled, in two parts, is replaced. Another failure there stands."""
+    """Only that sample runs again; what it had sampled, in two parts, is replaced. Another failure there
+    stands."""
     sick, well = FakeEngine(), FakeEngine()
     dispatcher = dispatcher_of([sick, well], num_samples=3, retry_on=["env_error"])
 
@@ -167,7 +168,7 @@ def test_groups_come_in_the_order_in_which_they_finish(dispatcher_of: Build):
 
 
 def test_the_least_busy_engine_gets_the_next_prompt(dispatcher_of: Build):
-    """Room for one group in each: the one that finishes gets the next."""
+    """Each engine has room for one group: the one that finishes gets the next."""
     slow, fast = FakeEngine(), FakeEngine()
     dispatcher = dispatcher_of([slow, fast], num_samples=SAMPLES_IN_FLIGHT)
     dispatcher.submit(prompts(0, 1, 2, 3, 4), "train")
@@ -188,7 +189,7 @@ def test_engines_get_equal_shares_to_begin_with(dispatcher_of: Build):
 
 @pytest.mark.parametrize(("num_samples", "limit"), [(100, 5), (512, 1), (2000, 1)])
 def test_no_more_than_the_limit_in_flight(dispatcher_of: Build, num_samples: int, limit: int):
-    """512 samples of an engine, and a group in any case."""
+    """The limit is 512 samples of an engine, and a group in any case."""
     engine = FakeEngine()
     dispatcher = dispatcher_of([engine], num_samples=num_samples)
     dispatcher.submit(prompts(*range(12)), "train")
@@ -229,7 +230,7 @@ def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
 
 
 def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
-    """Two engines with room for two groups each; three prompts of nine have finished."""
+    """Two engines have room for two groups each; three prompts of nine have finished."""
     engines = [FakeEngine(), FakeEngine()]
     dispatcher = dispatcher_of(engines, num_samples=SAMPLES_IN_FLIGHT // 2)
     dispatcher.submit([Prompt(prompt_id=i, text="", epoch=1) for i in range(9)], "train")
@@ -247,7 +248,7 @@ def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
         f"engine 1: 2 prompts, such as {named[1]}",
         "not sent yet: 2 prompts",
     ]
-    engines[0].finish(*engines[0].open)  # the wait was too short, and no more: it can go on
+    engines[0].finish(*engines[0].open)  # the wait was only too short: it can go on
     received(dispatcher, 2)
 
 
@@ -311,7 +312,7 @@ def test_an_error_while_memory_is_taken_reaches_whoever_asks():
 
 
 def test_reward_models_score_while_engines_work_and_several_groups_at_a_time(dispatcher_of: Build):
-    """What finishes while they work waits for the next time, all together."""
+    """Groups that finish while reward models work wait for the next call, all together."""
     engine, score = FakeEngine(), Score([])
     dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(0, 1, 2, 3), "train")
@@ -374,11 +375,11 @@ def test_who_needs_the_memory_of_engines_that_are_gone_does_not_wait(dispatcher_
         engine.fail(0, ConnectionError("the engine died"))
         with pytest.raises(ConnectionError, match="the engine died"):
             freed.result(10)
-    dispatcher.sleep()  # what happened, `next_group` says
+    dispatcher.sleep()  # `next_group` reports the failure
 
 
 def test_reward_models_that_need_the_memory_wait_until_it_is_free(dispatcher_of: Build):
-    """And engines until those have finished, also for prompts that come meanwhile."""
+    """Engines wait until the reward models have finished, also with prompts that come meanwhile."""
     calls: list[str] = []
     engine, score = FakeEngine(calls), Score(calls)
 
@@ -418,7 +419,7 @@ def test_a_closed_dispatcher_leaves_no_thread_behind(dispatcher_of: Build):
 
 
 def test_nothing_runs_while_weights_change(dispatcher_of: Build):
-    """What was sent is finished first; what waits is sent afterwards."""
+    """Groups that were sent are finished first; waiting prompts are sent afterwards."""
     engine = FakeEngine()
     dispatcher = dispatcher_of([engine], num_samples=SAMPLES_IN_FLIGHT)
     dispatcher.submit(prompts(0, 1), "train")
@@ -437,7 +438,7 @@ def test_nothing_runs_while_weights_change(dispatcher_of: Build):
         changing.result(10)
     engine.finish(1)
     assert received(dispatcher, 2) == [0, 1]
-    with dispatcher.quiet():  # nothing to wait for
+    with dispatcher.quiet():  # there is nothing to wait for
         dispatcher.submit(prompts(2), "train")
         assert not threading.Event().wait(0.05) and engine.seen == [0, 1]
     engine.finish(2)

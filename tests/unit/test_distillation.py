@@ -15,7 +15,7 @@ OPTIONS = [{}, {"scale": 1 / 0.7}, {"softcap": 2.0}, {"softcap": 3.0, "scale": 2
 
 
 def materialised(hidden, head: LinearHead, size: int) -> Tensor:
-    """(A, V) log-probs over the first `size` tokens, the plain way."""
+    """Returns the (A, V) log-probs over the first `size` tokens, from whole logits."""
     logits = hidden @ head.weight[:size].t()
     if head.bias is not None:
         logits = logits + head.bias[:size]
@@ -49,7 +49,8 @@ def student_of(size: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def logits_as_hidden(*rows: list[float]) -> tuple[Tensor, LinearHead]:
-    """Hidden states that are the logarithms of these probabilities, and a head that leaves them alone."""
+    """Returns hidden states that are the logarithms of these probabilities, and a head that is the
+    identity."""
     hidden = torch.tensor(rows, dtype=torch.float64).log()
     return hidden, LinearHead(torch.eye(hidden.shape[1], dtype=torch.float64))
 
@@ -64,7 +65,7 @@ def test_divergences_by_hand():
 
 
 def test_slopes_by_hand():
-    """The gradients that the docstring states, at student (1/2, 1/2) and teacher (1/4, 3/4)."""
+    """The gradients are those that the docstring states, at student (1/2, 1/2) and teacher (1/4, 3/4)."""
     teacher, teacher_head = logits_as_hidden([0.25, 0.75])
     found = {}
     for kind in KINDS:
@@ -83,7 +84,7 @@ def test_slopes_by_hand():
 @pytest.mark.parametrize("chunk", [1, 3, A, None])
 @pytest.mark.parametrize(("size", "teacher_size"), [(V, V), (V, V - 2), (V - 2, V)])
 def test_equals_kl_div_on_whole_logits(kind, options, has_bias, chunk, size, teacher_size):
-    """Values, and gradients with another weight on each action; padded ends of vocabularies count in
+    """Values agree, and gradients with another weight on each action; padded ends of vocabularies count in
     neither."""
     teacher_hidden, teacher_head = teacher_of(teacher_size, has_bias, scale=0.8, softcap=4.0)
     weights = torch.arange(1.0, A + 1, dtype=torch.float64)
@@ -119,7 +120,7 @@ def test_logits_far_apart_stay_finite(kind):
     head = LinearHead(torch.eye(2))
     divergence = linear_divergence(student, head, teacher, head, kind=kind)
     divergence.sum().backward()
-    # of two certain distributions that contradict; and of an even and a certain one
+    # two certain distributions that contradict each other; an even and a certain one
     assert divergence.tolist() == pytest.approx(
         [1e4, math.log(2) if kind == "forward_kl" else 5e3 - math.log(2)]
     )

@@ -1,4 +1,4 @@
-"""A model in training against itself in evaluation, with all the noise that its architecture knows."""
+"""A model in training equals itself in evaluation, although its architecture has every kind of noise."""
 
 import copy
 
@@ -91,7 +91,8 @@ def test_layers_that_are_computed_again_compute_the_same(name, reentrant):
 def test_inputs_of_layers_wait_in_host_memory(
     name: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They alone: one hidden state for each layer goes there and comes back, and nothing else changes."""
+    """Only the inputs go to host memory: one hidden state for each layer goes there and comes back, and
+    nothing else changes."""
     model = model_of(name)
     if reentrant:
         model.enable_input_require_grads()
@@ -119,7 +120,8 @@ def test_inputs_of_layers_wait_in_host_memory(
 
 
 def test_only_adapters_drop_what_their_own_flag_says():
-    """It begins as nothing: adapters start as 0. The reference below them never has any."""
+    """An adapter begins as nothing, because adapters start as 0. The reference below them never drops
+    anything."""
     model = model_of("opt, skipped layers")
     expected = answer(model.eval()).detach()
     prepare_for_training(model, DeepSpeedConfig(lora=LoraConfig(rank=4, dropout=0.5)))

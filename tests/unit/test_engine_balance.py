@@ -1,4 +1,4 @@
-"""Which engine gets the next prompt, in a time that is only counted."""
+"""Choice of the engine that gets the next prompt, in simulated time."""
 
 import heapq
 import math
@@ -16,9 +16,9 @@ from openrlhf.rollout.dispatch import REMEMBERED, SAMPLES_IN_FLIGHT, Balance
 from openrlhf.types import Prompt, Work, no_work, work_of
 
 SLOTS = 256
-"""Samples that an engine decodes at a time, a token of each in a unit of time."""
+"""Samples that an engine decodes at a time, with one token of each in a unit of time."""
 Groups = list[tuple[Prompt, list[int]]]
-"""Prompts, and how many tokens each of their samples will take."""
+"""Prompts, and the number of tokens of each of their samples."""
 
 
 def prompt(i: int = 0, num_tokens: int = 0) -> Prompt:
@@ -26,7 +26,7 @@ def prompt(i: int = 0, num_tokens: int = 0) -> Prompt:
 
 
 def groups_of(count: int, size: int, seed: int, sigma: float = 1.0) -> Groups:
-    """Log-normal lengths, 1000 on average, 8192 at most."""
+    """Draws log-normal lengths, 1000 on average, 8192 at most."""
     draw = random.Random(seed)
     mu = math.log(1000) - sigma**2 / 2
     length = lambda: max(1, min(8192, round(draw.lognormvariate(mu, sigma))))
@@ -35,12 +35,12 @@ def groups_of(count: int, size: int, seed: int, sigma: float = 1.0) -> Groups:
 
 @dataclass
 class Engine:
-    """Samples wait in line for a slot."""
+    """Engine whose samples wait in line for a slot."""
 
     running: list[tuple[int, int]] = field(default_factory=list)
-    """When it ends, and of which group it is."""
+    """End and group of each running sample."""
     waiting: deque[tuple[int, int]] = field(default_factory=deque)
-    """Tokens, and of which group."""
+    """Number of tokens and group of each waiting sample."""
     done: Work = field(default_factory=no_work)
 
     def take(self, now: int, group: int, lengths: list[int]) -> None:
@@ -59,7 +59,7 @@ class Engine:
 
 
 class ByGroups(Balance):
-    """Counts a group's samples until all of them have finished: what is known without engines that say
+    """Counts a group's samples until all of them have finished, as one must where engines report nothing
     more."""
 
     of_group: Work
@@ -69,7 +69,7 @@ class ByGroups(Balance):
 
 
 def makespan(groups: Groups, num_engines: int, build: Callable[[int, int], Balance]) -> tuple[int, list[int]]:
-    """When the last sample has finished, and how many groups each engine had."""
+    """Returns the time at which the last sample finishes, and the number of groups that each engine had."""
     balance, engines = build(num_engines, 8192), [Engine() for _ in range(num_engines)]
     left, had, now = [len(lengths) for _, lengths in groups], [0] * num_engines, 0
     waiting = deque(range(len(groups)))
@@ -96,12 +96,13 @@ def makespan(groups: Groups, num_engines: int, build: Callable[[int, int], Balan
 
 @pytest.mark.parametrize(("size", "sigma", "most"), [(8, 1.0, 0.95), (16, 1.5, 0.8), (64, 1.5, 0.9)])
 def test_engines_are_kept_full(size: int, sigma: float, most: float) -> None:
-    """Against counting whole groups, most of whose samples have finished long before the last one."""
+    """The baseline counts whole groups, most of whose samples have finished long before the last one."""
     drawn = [groups_of(8192 // size, size, seed, sigma) for seed in range(2)]
     ours, theirs = ([makespan(groups, 8, build)[0] for groups in drawn] for build in (Balance, ByGroups))
     assert statistics.mean(ours) < most * statistics.mean(theirs)
     floors = [sum(sum(lengths) for _, lengths in groups) / (8 * SLOTS) for groups in drawn]
-    assert all(span >= floor for span, floor in zip(ours, floors, strict=True))  # all slots, all the time
+    # all slots are in use all the time
+    assert all(span >= floor for span, floor in zip(ours, floors, strict=True))
 
 
 def test_none_of_hundreds_of_engines_starves() -> None:
@@ -119,7 +120,7 @@ def test_a_prompt_goes_where_fewest_tokens_are_left() -> None:
     assert balance.least_busy(1) == 2
     balance.hear(1, work_of(prompt(num_tokens=500), "train", 1))
     assert balance.least_busy(1) == 1
-    balance.hear(1, no_work())  # late
+    balance.hear(1, no_work())  # a late report
     assert balance.least_busy(1) == 1
 
 
@@ -133,7 +134,7 @@ def test_evaluation_is_expected_to_be_as_long_as_evaluation_was() -> None:
 
 
 def test_what_is_expected_follows_what_a_policy_writes() -> None:
-    """The mean of few; of many, that of the last ones."""
+    """The mean of the first few samples is used; with many, that of the last ones."""
     balance = Balance(1, longest=100)
     balance.expect("train", 1, 10)
     balance.expect("train", 3, 60)
@@ -148,14 +149,15 @@ def test_an_engine_has_room_for_what_it_can_work_on() -> None:
     balance.sent[0] += work_of(prompt(), "train", SAMPLES_IN_FLIGHT)
     balance.sent[1] += work_of(prompt(), "eval", SAMPLES_IN_FLIGHT - 3)
     assert balance.least_busy(3) == 1 and balance.least_busy(4) is None
-    balance.hear(0, work_of(prompt(), "train", 4))  # of a group that goes on
+    balance.hear(0, work_of(prompt(), "train", 4))  # a sample of a group that goes on
     assert balance.least_busy(4) == 0
     balance.hear(0, work_of(prompt(), "train", SAMPLES_IN_FLIGHT))
-    assert balance.least_busy(2 * SAMPLES_IN_FLIGHT) == 0  # more than that only alone
+    assert balance.least_busy(2 * SAMPLES_IN_FLIGHT) == 0  # a larger group only fits alone
 
 
 def test_what_a_decision_costs_does_not_grow_with_the_engines() -> None:
-    """In calls; what they do is one product of a matrix of integers, for 512 engines less than 13 kB."""
+    """The cost is counted in calls; each is one product of a matrix of integers, for 512 engines less than 13
+    kB."""
 
     def calls(num_engines: int) -> int:
         balance, count = Balance(num_engines, 100), 0

@@ -1,4 +1,4 @@
-"""The control plane of engines, some of which fail. Ray's calls are done here when they are made."""
+"""Control plane of engines, some of which fail. Ray's calls run at once here."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ REFUSAL = RayTaskError("update_weights", "Traceback ...", KeyError("no such weig
 
 
 class Engine:
-    """Answers its number, and `error` to one method."""
+    """Engine that answers with its number, and with `error` to one method."""
 
     def __init__(self, number: int, method: str = "", error: Exception | None = None) -> None:
         self.number, self.method, self.error = number, method, error
@@ -35,7 +35,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def put(monkeypatch: pytest.MonkeyPatch) -> list:
-    """What was given to the object store, which hands it on to every engine."""
+    """Records the objects given to the object store, which hands them on to every engine."""
     given = []
     monkeypatch.setattr(ray, "put", lambda value: given.append(value) or value)
     return given

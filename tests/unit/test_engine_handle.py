@@ -12,7 +12,7 @@ from openrlhf.types import Prompt, PromptGroup, Sampled, no_work
 
 
 class Method:
-    """Of an actor."""
+    """Remote method of an actor."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[tuple, Future]] = []
@@ -56,7 +56,7 @@ def test_what_is_asked_for_while_a_call_is_on_its_way_goes_with_the_next() -> No
     actor.finished_groups.last.set_result({3: group(3), 1: group(1)})
     actor.finished_groups.last.set_result({0: group(0), 2: group(2), 4: group(4)})
     assert [future.result().group.prompt.prompt_id for future in futures] == [0, 1, 2, 3, 4]
-    assert len(actor.finished_groups.calls) == 2  # nobody waits for more
+    assert len(actor.finished_groups.calls) == 2  # nothing waits for more groups
 
 
 @pytest.mark.parametrize("method", ["submit_groups", "finished_groups"])

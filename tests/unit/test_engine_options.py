@@ -73,7 +73,7 @@ def test_only_engines_on_the_trainers_gpus_unpickle_what_their_socket_brings(mon
 
 
 def test_engines_on_a_cpu_take_memory_in_large_pages(monkeypatch):
-    """Unless somebody has told glibc something else."""
+    """Large pages are the default; glibc settings of the user stay."""
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     on_cpu, on_gpu = (engine_options(PPOConfig(), on_gpu=on_gpu) for on_gpu in (False, True))
     assert engine_environment(on_cpu)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
@@ -83,7 +83,7 @@ def test_engines_on_a_cpu_take_memory_in_large_pages(monkeypatch):
 
 
 class AwakeLLM:
-    """What an engine asks of vLLM to change its weights and to sleep."""
+    """Engine with the calls that change weights and sleep."""
 
     errored = False
 
@@ -100,7 +100,8 @@ class AwakeLLM:
 
 @pytest.mark.parametrize("on_gpu", [True, False])
 def test_a_sleeping_engine_refuses_work(on_gpu):
-    """Also without a GPU, where it keeps its memory: a run that asks too early fails there too."""
+    """A sleeping engine refuses work without a GPU too, where it keeps its memory: a run that asks too early
+    fails there as well."""
 
     async def work():
         await engine.sleep()
@@ -126,7 +127,7 @@ def test_a_sleeping_engine_refuses_work(on_gpu):
 
 
 def test_an_engine_remembers_what_generation_needed_before_it_slept():
-    """Of two workers; twice in a step; a step without generation has nothing to say."""
+    """There are two workers and two phases in a step; a step without generation has nothing to report."""
 
     async def work():
         for _ in range(2):
@@ -157,7 +158,7 @@ async def synced(engine):
 
 @pytest.mark.parametrize("keep_cache", [False, True])
 def test_new_requests_find_no_blocks_of_old_weights(keep_cache):
-    """None is left, or those that are left have another salt."""
+    """No blocks are left, or those that are left have another salt."""
     engine = engine_of(keep_cache=keep_cache)
     before = engine._prompt([1])
     asyncio.run(synced(engine))

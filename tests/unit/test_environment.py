@@ -1,4 +1,4 @@
-"""What make installs and starts, with and without GPUs: the environment, the demo, the tests."""
+"""make installs and starts the environment, the demo and the tests, with and without GPUs."""
 
 import os
 import runpy
@@ -28,7 +28,7 @@ def program(path: Path, text: str) -> None:
 
 @pytest.mark.parametrize(("cuda", "needed"), [("13.0", "580 or newer"), ("12.8", "525 or newer")])
 def test_a_driver_that_is_too_old_is_named(tmp_path, monkeypatch, cuda: str, needed: str) -> None:
-    """torch would compute on the CPU, in silence."""
+    """Without the message torch would silently compute on the CPU."""
     refuse = f"import sys; print('2.13.0 {cuda}'); sys.exit({NO_DRIVER_FOR_IT!r})"
     program(tmp_path / "python", refuse)
     program(tmp_path / "nvidia-smi", "print('535.104.05')")
@@ -115,7 +115,8 @@ def test_what_triton_compiles_with_is_told(tmp_path, monkeypatch, has_headers, c
 
 
 def wheel(index: Path, name: str, version: str) -> None:
-    """An empty package in a package index (PEP 503), which pip reads from a folder as from a server."""
+    """Writes an empty package to a package index (PEP 503), which pip reads from a folder as from a
+    server."""
     info, folder = f"{name}-{version}.dist-info", index / name
     folder.mkdir(parents=True, exist_ok=True)
     with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
@@ -132,10 +133,10 @@ def link(folder: Path, *wheels: str) -> None:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """installed() -> the versions that the environment script's choice of torch leads to.
+    """Returns installed() -> the versions that the environment script's choice of torch leads to.
 
     `usual` is the index that pip knows. It has a CUDA build that nobody can download. `pytorch` stands for
-    PyTorch's.
+    PyTorch's index.
     """
     link(tmp_path / "usual" / "torch", "torch-2.13.0-py3-none-any.whl")
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -157,7 +158,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_a_cpu_build_of_an_index_that_pip_knows_is_taken(tmp_path, installed) -> None:
-    """Nobody asks PyTorch's."""
+    """PyTorch's index is not asked."""
     wheel(tmp_path / "usual", "torch", "2.13.0+cpu")
     assert installed() == {"torch": "2.13.0+cpu"}
 
@@ -204,7 +205,7 @@ def test_the_cpu_build_is_that_of_the_pinned_release() -> None:
     [("torch==2.11.0a0+nv26.3", False), ("torch @ file:///torch.whl", False), ("torchx==1", True)],
 )
 def test_a_constraint_on_torch_is_left_out(tmp_path, monkeypatch, capsys, line, kept) -> None:
-    """It is NVIDIA's, in its image."""
+    """NVIDIA's image has such a constraint."""
     file = tmp_path / "constraint.txt"
     file.write_text(f"numpy==2.1\n{line}\n")
     monkeypatch.setenv("PIP_CONSTRAINT", str(file))
@@ -236,9 +237,9 @@ def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
     ],
 )
 def test_only_the_tests_of_gpus_see_one(monkeypatch, asked: list[str], visible: str) -> None:
-    """And the others none, whatever the machine has: they start more ranks than GPUs."""
+    """Other tests see no GPU, whatever the machine has: they start more ranks than GPUs."""
     monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": "0"})
     configure = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["pytest_configure"]
-    args = asked or [str(ROOT / "tests")]  # as pytest has it by `testpaths`
+    args = asked or [str(ROOT / "tests")]  # pytest takes it from `testpaths`
     configure(SimpleNamespace(args=args, invocation_params=SimpleNamespace(dir=ROOT)))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == visible

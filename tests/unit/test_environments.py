@@ -1,4 +1,4 @@
-"""Environments with the real packages, the policy's answers by hand."""
+"""Environments of the real packages, with the policy's answers by hand."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def guess(number: int) -> str:
 
 
 def halving(lowest: int, highest: int, form: str = "\\boxed{%d}") -> Callable[[str], str]:
-    """The policy that needs the fewest guesses, from what is in its stream."""
+    """Returns a policy that needs the fewest guesses, from what is in its stream."""
 
     def answer(stream: str) -> str:
         low, high = lowest, highest
@@ -51,7 +51,7 @@ def secret(seed: int) -> int:
 
 
 def test_one_stream_of_tokens_in_the_policys_template() -> None:
-    """Only answers are trained on; what the environment says stands between, as its template writes it."""
+    """Only answers are trained on; the environment's text stands between them, as its template writes it."""
     seed = next(s for s in range(99) if secret(s) == 6)
     (t,) = play(GUESS, "guess", seed, guess(3), "I do not know.", guess(7), guess(6))
     assert t.outcome is Outcome.OK, t.error
@@ -72,7 +72,7 @@ def test_one_stream_of_tokens_in_the_policys_template() -> None:
 @pytest.mark.parametrize(
     ("limits", "turns_played", "reward"),
     [
-        ({}, 4, -0.75),  # the environment's own; from the second time on the guess is excluded
+        ({}, 4, -0.75),  # the environment's own limit; from the second time on the guess is excluded
         ({"max_turns": 2}, 2, -0.25),
         ({"max_len": 80}, 2, -0.25),  # the third prompt has 89 tokens
         ({"max_new_tokens": 2}, 4, -0.75),
@@ -88,7 +88,7 @@ def test_what_ends_an_episode_early_truncates_it(limits: dict, turns_played: int
 @NEEDS_GEM
 @pytest.mark.parametrize("seed", range(8))
 def test_gem(seed: int) -> None:
-    """Ten numbers, four guesses: halving always finds it. The seed decides the number."""
+    """Halving finds one of ten numbers in four guesses. The seed decides the number."""
     (first,) = play(GEM, "game:GuessTheNumber-v0-easy", seed, halving(1, 10))
     assert (first.outcome, first.reward) == (Outcome.OK, 1), first.error
     random.seed(seed)
@@ -100,7 +100,8 @@ def test_gem(seed: int) -> None:
 
 @NEEDS_GEM
 def test_rewards_of_gem() -> None:
-    """No number is its format error; the last of four guesses is worth how near it is."""
+    """An answer without a number gets gem's format error; the last of four guesses is worth how near it
+    is."""
     (t,) = play(GEM, "game:GuessTheNumber-v0-easy", 3, "what?")
     assert (t.reward, len(t.turn_starts), t.truncated) == (-0.1, 1, False)
     random.seed(3)
@@ -111,7 +112,7 @@ def test_rewards_of_gem() -> None:
 
 
 class Dice:
-    """Draws from everybody's random numbers, at each step."""
+    """Environment that draws from the process's global random numbers at each step."""
 
     def reset(self, *, seed: int) -> tuple[str, dict]:
         self.rolls = 0
@@ -128,7 +129,8 @@ class DiceExecutor(GymExecutor):
 
 
 def test_episodes_at_the_same_time_draw_their_own_random_numbers() -> None:
-    """16 of one seed see the same, one of another seed does not, and the process's own numbers go on."""
+    """16 episodes of one seed see the same numbers, one of another seed does not, and the process's own
+    numbers go on."""
     random.seed(5)
     np.random.seed(5)
     expected = random.random(), np.random.random()
@@ -143,7 +145,7 @@ def test_episodes_at_the_same_time_draw_their_own_random_numbers() -> None:
 
 
 def test_sixteen_episodes_never_mix() -> None:
-    """Whoever is told something else goes on differently."""
+    """An episode that is told something else goes on differently."""
     state = iter(range(1000))
 
     class Counting(Dice):
@@ -223,7 +225,7 @@ LEGS = "reasoning_gym:chain_sum?size=3&seed=1&max_terms=2&max_digits=1&min_digit
 
 
 def problem() -> tuple[str, str, str]:
-    """Question, label, answer."""
+    """Returns (question, label, answer)."""
     row = next(gym_rows(LEGS, "--data.prompt_dataset"))
     return row["input"], row["label"], entry_of(row["label"])[1]["answer"]
 
@@ -284,7 +286,7 @@ def test_a_verifier_that_raises_is_an_error() -> None:
 
 
 def test_a_game_for_one() -> None:
-    """Twenty numbers, ten guesses."""
+    """Twenty numbers take ten guesses."""
     (t,) = play(TextArenaExecutor(), "GuessTheNumber-v0", 3, halving(1, 20, "[%d]"))
     random.seed(3)
     assert t.outcome is Outcome.OK, t.error
@@ -294,7 +296,7 @@ def test_a_game_for_one() -> None:
 
 
 def nim(stream: str) -> str:
-    """With piles of 1 and 2: one of the larger pile leaves the other player to lose."""
+    """Plays Nim with piles of 1 and 2: taking one of the larger pile leaves the other player to lose."""
     piles = re.findall(r"pile (\d): (\d)", stream.rpartition("Current Pile:")[2])
     (largest, _), *_ = sorted(piles, key=lambda pile: -int(pile[1]))
     return f"[{largest} 1]"
@@ -310,7 +312,8 @@ def test_a_game_against_an_opponent() -> None:
 
 
 def test_a_game_against_itself_trains_one_player() -> None:
-    """Both ask the policy; of the two streams that of player `seed % 2` is trained on, with its reward."""
+    """Both players ask the policy; of the two streams that of player `seed % 2` is trained on, with its
+    reward."""
     rewards = []
     for seed in (0, 1):
         (t,) = play(TextArenaExecutor(num_players=2, piles=[1, 2]), "Nim-v0", seed, nim)
@@ -335,7 +338,7 @@ def test_a_game_that_does_not_end(unfinished: float) -> None:
 
 @pytest.mark.parametrize(("name", "extra"), EXTRAS.items())
 def test_a_package_that_is_missing(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The import of the file says the name of the extra, as is found before a run starts."""
+    """The import of the file names the extra, before a run starts."""
     for module in list(sys.modules):
         if module.partition(".")[0] == name or module.startswith("openrlhf.environments."):
             monkeypatch.delitem(sys.modules, module)
@@ -345,7 +348,7 @@ def test_a_package_that_is_missing(name: str, extra: str, monkeypatch: pytest.Mo
 
 
 def test_an_executor_without_an_environment_is_refused(tmp_path: Path) -> None:
-    """Before a run starts; a whole one keeps to the limits of a run."""
+    """A run is refused before it starts; a whole executor keeps to the limits of a run."""
     flag = "--train.agent_func_path"
     check_agent_file(str(GUESS), flag, ["max_turns", "step_timeout"])
     path = tmp_path / "agent.py"

@@ -1,4 +1,4 @@
-"""Episodes with a stand-in for the engine, tokens by hand."""
+"""Episodes with a stand-in for the engine and tokens by hand."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ ALL = RolloutConfig().retry_on
 
 
 async def judge(query: str, prompt: str, label: str) -> Reward:
-    """1 where the answer is the label; extra_logs carry what the judge saw."""
+    """Returns 1 if the answer is the label; extra_logs carry what the judge saw."""
     answer = query.removeprefix(prompt)
     right = float(answer == label + TOKENIZER.eos_token)
     return Reward(reward=right, score=right / 2, extra_logs={"characters": float(len(answer))})
@@ -101,7 +101,7 @@ def test_what_the_engine_is_asked():
 
 
 def test_texts_that_end_an_answer():
-    """vLLM finds them in the text; the tokens stay what was sampled."""
+    """vLLM finds them in the text; the tokens stay as they were sampled."""
     engine = Engine(ANSWER)
     run_group(engine, num_samples=1, stop=("User:", "\n\n"))
     ((_, params),) = engine.asked
@@ -115,7 +115,7 @@ def test_texts_that_end_an_answer():
     [(8, 64, 8), (8, len(PROMPT_IDS) + 3, 3), (None, len(PROMPT_IDS) + 5, 5), (8, len(PROMPT_IDS) + 8, 8)],
 )
 def test_the_room_for_an_answer(max_new_tokens, max_len, expected):
-    """min(max_new_tokens, what the prompt leaves of max_len)"""
+    """The room is min(max_new_tokens, what the prompt leaves of max_len)."""
     engine = Engine(ANSWER)
     run_group(engine, max_new_tokens=max_new_tokens, max_len=max_len)
     assert [params.max_tokens for _, params in engine.asked] == [expected] * 3
@@ -129,7 +129,7 @@ def test_a_prompt_without_room():
 def test_an_answer_that_was_cut():
     (t,) = run_group(Engine(ANSWER[:1], finish_reason="length"), num_samples=1)
     assert t.truncated and t.ok and t.finish_reason == "length"
-    assert t.reward == 0.0  # the judge saw no end
+    assert t.reward == 0.0  # the judge did not see an end
 
 
 def test_an_aborted_answer_is_never_judged():
@@ -156,7 +156,7 @@ def test_any_other_exception_propagates():
 
 
 class Waiting(Engine):
-    """Takes long for as many requests as it is told."""
+    """Engine that takes long for as many requests as it is told."""
 
     def __init__(self, slow: int) -> None:
         super().__init__(ANSWER)
@@ -217,7 +217,7 @@ def test_samples_are_counted_while_others_of_their_group_go_on() -> None:
     class Noting(Engine):
         async def generate(self, *arguments, **options):
             output = await super().generate(*arguments, **options)
-            if len(self.asked) == 3:  # the last one
+            if len(self.asked) == 3:  # the last request
                 await asyncio.sleep(0.01)
                 counts.append(runner.done.tolist())
             return output

@@ -12,7 +12,7 @@ from openrlhf.types import Prompt, Trajectory
 
 
 def trajectory(prompt_id, sample_index, score, source="math", length=2, truncated=False) -> Trajectory:
-    """A failed one where the score is None."""
+    """Returns a trajectory, failed if the score is None."""
     prompt = Prompt(prompt_id=prompt_id, text="", source=source)
     return records.trajectory(
         score, [1] * length, prompt=prompt, sample_index=sample_index, truncated=truncated
@@ -27,7 +27,8 @@ def test_expected_best_is_the_mean_over_all_choices(scores, data):
 
 
 def test_expected_best_of_right_and_wrong_is_pass_at_k():
-    """1 - C(n - c, k) / C(n, k), https://arxiv.org/abs/2107.03374: here 1 - C(3, 2) / C(5, 2) = 0.7"""
+    """pass@k is 1 - C(n - c, k) / C(n, k), https://arxiv.org/abs/2107.03374: here 1 - C(3, 2) / C(5, 2) =
+    0.7"""
     assert expected_best([1, 0, 0, 1, 0], 2) == pytest.approx(0.7)
     assert expected_best([1, 0, 0, 1, 0], 5) == 1
     assert expected_best([0.0, 0.0], 2) == 0
@@ -71,7 +72,7 @@ def test_a_sample_of_two_parts_counts_once_and_has_the_length_of_both():
 
 
 def test_a_figure_for_every_power_of_two_and_for_all_samples():
-    """Of 6 samples 2 are right: 1 - C(4, k) / C(6, k)."""
+    """2 of 6 samples are right: 1 - C(4, k) / C(6, k)."""
     samples = [trajectory(0, i, s) for i, s in enumerate([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])]
     passes = {n: v for n, v in evaluation_metrics(samples).items() if "pass" in n}
     assert passes == pytest.approx(
@@ -101,7 +102,7 @@ def test_prompts_of_the_same_text_in_two_sources_are_told_apart():
 
 
 def test_only_verdicts_pass():
-    """ForwardOutputs of a reward model have a mean and a best, and nothing that they pass."""
+    """Outputs of a reward model have a mean and a best, and nothing that they pass."""
     metrics = evaluation_metrics([trajectory(0, i, s) for i, s in enumerate([30.5, -2.0, 0.0, 1.0])])
     assert not [name for name in metrics if "pass" in name]
     assert metrics["eval/math_score_mean"] == pytest.approx(29.5 / 4)
@@ -156,7 +157,7 @@ def test_prompts_weigh_the_same_however_many_samples_failed():
     ]
     metrics = evaluation_metrics(samples)
     assert metrics["eval/math_pass1"] == 0.5
-    assert metrics["eval/math_pass4"] == 0.5  # of the one that is left of prompt 0
+    assert metrics["eval/math_pass4"] == 0.5  # computed from the samples of prompt 0 that are left
     assert metrics["eval/failed_ratio"] == 7 / 12
     assert metrics["eval/math_num_samples"] == 5
 

@@ -28,7 +28,7 @@ ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, adapter):
-    """Else an adapter would be loaded on top of the model beside it, or in its place."""
+    """Otherwise an adapter would be loaded on top of the model beside it, or in its place."""
     others = ["README.md", "tokenizer.json", "checkpoints"]
     assert not holds_model(tmp_path) and not holds_model(tmp_path / "gone")
     for name in others:
@@ -59,7 +59,7 @@ def test_after_a_failure_the_old_file_stays_and_nothing_is_beside_it(tmp_path, s
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_file_that_does_not_reach_the_disk_replaces_nothing(tmp_path, monkeypatch, call):
-    """The file has been written whole; what fails comes after it."""
+    """The file has been written whole; the failure comes after it."""
 
     def fails(*_):
         raise OSError("no space left")
@@ -161,4 +161,4 @@ def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeyp
         "Set OPENRLHF_CACHE to a folder with space that you may write to, or z."
     )
     with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("--x y: not kept in"):
-        raise OSError("damaged")  # what a library says of a file has no number
+        raise OSError("damaged")  # errors that libraries raise about a file have no number

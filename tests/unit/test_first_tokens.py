@@ -1,5 +1,5 @@
-"""Plain text begins with what the tokenizer puts in front of a text, in whatever it is read for; a chat with
-what its template writes."""
+"""Plain text begins with the tokens that the tokenizer puts in front of a text, whatever it is read for; a
+chat begins with those that its template writes."""
 
 import asyncio
 import io
@@ -37,7 +37,8 @@ WRITES_NONE = "{% for m in messages %}[{{ m['content'] }}]{% endfor %}"
 
 
 def with_first(tokenizer, *tokens: str):
-    """It puts these in front of a text, as Llama, Mistral and Gemma do with one."""
+    """Returns a tokenizer that puts these tokens in front of a text, as those of Llama, Mistral and Gemma do
+    with one token."""
     pairs = [(token, tokenizer.convert_tokens_to_ids(token)) for token in tokens]
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single=" ".join([*tokens, "$A"]), special_tokens=pairs
@@ -130,7 +131,7 @@ def test_plain_text(tokenizer):
     options = {"input_key": "t", "output_key": None, "multiturn": False, "pretrain": True, "max_len": 64}
     (sample,) = build_sft_samples(Rows.of([{"t": text}], "rows.json"), tokenizer, **options, **PLAIN)
     assert sample.token_ids.tolist() == as_transformers(tokenizer, text)
-    num_first = max(1, len(first_token_ids(tokenizer)))  # nothing predicts the first token of all
+    num_first = max(1, len(first_token_ids(tokenizer)))  # nothing predicts the first token of a text
     assert sample.action_mask.tolist() == [False] * num_first + [True] * (sample.length - num_first)
 
 

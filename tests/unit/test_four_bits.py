@@ -1,4 +1,4 @@
-"""Models in NF4 for inference: what they compute is what their weights, read back, compute."""
+"""Models in NF4 for inference compute what their weights, read back, compute."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 TEXTS = [Text(text=text) for text in ("1+2=3", "2+2=5", "<|user|>Tom has 3 apples.<|end|>")]
 HIDDEN = 64
 ROUNDING = HIDDEN * 2.0**-24
-"""Of a float32 sum of as many products as a layer adds, relative."""
+"""Relative error of a float32 sum of as many products as a layer adds."""
 LAYERS = 8
 
 
@@ -38,7 +38,7 @@ def reward_model(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def read_back(packed: PreTrainedModel, plain: PreTrainedModel) -> int:
-    """Gives `plain` the weights of `packed`; how many of its layers are in four bits."""
+    """Gives `plain` the weights of `packed`; returns the number of its layers in four bits."""
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Linear4bit
 
@@ -56,7 +56,7 @@ def read_back(packed: PreTrainedModel, plain: PreTrainedModel) -> int:
 
 @pytest.mark.parametrize("dtype", [(), ("--ds.param_dtype", "fp32")])
 def test_a_served_reward_model(reward_model: str, dtype: tuple[str, ...]) -> None:
-    """Also in the type of its files, where none is named."""
+    """The dtype of its files is used too, where the flag names none."""
     flags = ["--reward.model_name_or_path", reward_model, "--data.max_len", "64", *dtype]
     packed, plain = (load(parse(SERVE_RM, [*flags, *more]).config) for more in (["--ds.load_in_4bit"], []))
     whole = [result.score for result in plain(TEXTS)]

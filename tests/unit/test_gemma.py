@@ -1,5 +1,5 @@
 """Gemma 3 and 4 with images: tokens of an image see each other in both directions and stand between marks and
-newlines. Tokens against the processor's, log-probs and gradients against transformers' own forward."""
+newlines. Tokens are compared with the processor's, log-probs and gradients with transformers' own forward."""
 
 import json
 from pathlib import Path
@@ -30,7 +30,7 @@ ROWS = [
     {"input": "No picture.", "output": "white", "images": []},
 ]
 ROUNDING = 256 * 2.0**-24
-"""Of a float32 sum of as many products as the widest layer has, relative."""
+"""Relative error of a float32 sum of as many products as the widest layer has."""
 LAYERS = 8
 
 
@@ -66,7 +66,8 @@ def samples(folder: Path, rows: Rows, images: ImageColumn) -> list[Sample]:
 
 
 def as_processed(folder: Path, row: dict):
-    """What transformers' processor makes of a row, and how many tokens its prompt has."""
+    """Returns the inputs that transformers' processor makes of a row, and the number of tokens of its
+    prompt."""
     processor = AutoProcessor.from_pretrained(folder)
     pictures = [PILImage.open(folder / name) for name in row["images"]] or None
     prompt = f"<|user|>\n{row['input'].replace('<image>', processor.image_token)}<|end|><|assistant|>\n"
@@ -76,7 +77,7 @@ def as_processed(folder: Path, row: dict):
 
 
 def test_samples_have_the_tokens_that_the_processor_writes(folder, rows, images) -> None:
-    """Also where newlines of the text meet those around an image, or images each other."""
+    """This holds where newlines of the text meet those around an image, or images each other."""
     for sample, row in zip(samples(folder, rows, images), ROWS, strict=True):
         whole, num_prompt = as_processed(folder, row)
         assert sample.token_ids.tolist() == whole["input_ids"][0].tolist()
@@ -104,7 +105,7 @@ def test_answers_may_not_hold_what_stands_for_other_inputs(folder) -> None:
 
 
 def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, images) -> None:
-    """In a row of sequences with one picture, two and none."""
+    """A row has sequences with one picture, two and none."""
     module = PolicyModel(
         load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto", images=True)
     )
@@ -133,7 +134,7 @@ def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, im
 
 
 def test_tokens_of_an_image_see_the_later_ones_of_it(folder, rows, images) -> None:
-    """Without their kinds, as a text reads them, the model computes something else."""
+    """Without token types, as a text is read, the model computes something else."""
     inputs, _ = as_processed(folder, ROWS[0])
     plain = AutoModelForImageTextToText.from_pretrained(folder)
     with torch.no_grad():

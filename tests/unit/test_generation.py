@@ -1,4 +1,4 @@
-"""Sampling by transformers: every row of a batch for itself."""
+"""Sampling by transformers: every row of a batch is sampled independently."""
 
 import threading
 from contextlib import closing
@@ -19,7 +19,7 @@ PROMPTS = [[10, 20, 30], [40, 50, 60, 70, 80, 90], [11]]
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """More only wait for each other on a model of this size."""
+    """Runs on one thread: more threads only wait for each other on a model of this size."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -59,7 +59,7 @@ def test_draws_follow_the_tempered_distribution():
 
 
 def test_top_p_leaves_the_most_likely_tokens():
-    """Probabilities 0.5, 0.3, 0.15, 0.05: two of them make 0.8, a third is needed for 0.85."""
+    """The probabilities are 0.5, 0.3, 0.15, 0.05: two make 0.8, and a third is needed for 0.85."""
     logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
     for top_p, left in ((0.45, 1), (0.79, 2), (0.85, 3), (1.0, 4)):
         assert sampling(logits, top_p=top_p).isfinite().sum() == left

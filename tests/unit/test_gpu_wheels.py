@@ -21,7 +21,7 @@ Requires-Dist: email-validator>=2.0.0; extra == 'email'
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """Records the calls of pip. Its downloads of pydantic come true."""
+    """Records the calls of pip; its downloads of pydantic run for real."""
     calls = []
 
     def pip(command: list[str], env: dict[str, str]) -> subprocess.CompletedProcess:

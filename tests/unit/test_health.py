@@ -19,7 +19,7 @@ LOW = Rule(metric="kl", sign="<", limit=0, steps=1, text="too low. Raise it.")
 
 
 def spoken(values, rules=(HIGH,), metric="loss"):
-    """The numbers of the steps at which something is said; None is a step without the metric."""
+    """Returns the numbers of the steps with a warning; None is a step without the metric."""
     health = Health(rules=rules)
     rows = [{} if value is None else {metric: value} for value in values]
     return [step for step, metrics in enumerate(rows) if health.check(metrics)]
@@ -45,7 +45,7 @@ def test_a_rule_speaks_once_when_its_condition_has_held_long_enough(values, step
 
 
 def rewards_of(*steps, **more):
-    """The values that lines about rewards name; steps are lists of rewards."""
+    """Returns the beginnings of lines about rewards, in the run and at its end; `steps`: lists of rewards."""
     health, lines = Health(), []
     for rewards in steps:
         rollout = rollout_metrics([trajectory(r, sample_index=i) for i, r in enumerate(rewards)], 0)

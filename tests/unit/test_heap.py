@@ -1,4 +1,4 @@
-"""heap.py, in processes of their own: it changes the collector of whoever calls it."""
+"""heap.py, in processes of their own, because it changes the caller's garbage collector."""
 
 import subprocess
 import sys

@@ -21,7 +21,7 @@ STANDINS = Path(__file__).parents[1] / "standins"
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """A hub with one model and one dataset."""
+    """Makes a hub with one model and one dataset."""
     site = tmp_path_factory.mktemp("site")
     tiny_chat_model(site / "model" / NAME)
     rows = site / "dataset" / "nobody" / "rows" / "data"
@@ -33,7 +33,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def modelscope(site, tmp_path, monkeypatch):
-    """The folder that ModelScope's package keeps what it has fetched in."""
+    """Returns the folder that ModelScope's package downloads to."""
     monkeypatch.syspath_prepend(str(STANDINS))
     monkeypatch.setenv("MODELSCOPE_SITE", str(site))
     monkeypatch.setenv("MODELSCOPE_CACHE", str(tmp_path / "cache"))

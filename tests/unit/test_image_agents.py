@@ -22,9 +22,9 @@ from openrlhf.types import Image, Outcome, Prompt, Trajectory
 FLAG = "--train.agent_func_path"
 TEXT = f"<|user|>{PLACEHOLDER}Where?<|end|><|assistant|>"
 RED = encoded(PILImage.new("RGB", (56, 56), "red"))
-"""Four tokens."""
+"""Picture of four tokens."""
 WIDE = PILImage.new("RGB", (112, 56), "blue")
-"""Eight."""
+"""Picture of eight tokens."""
 STEP = """
 import io
 from PIL import Image
@@ -49,7 +49,7 @@ def processor(tmp_path_factory: pytest.TempPathFactory):
 
 
 class Expanding(Engine):
-    """Reads its prompts with the processor, as vLLM does."""
+    """Engine that expands prompts with the processor, as vLLM does."""
 
     def __init__(self, processor, *answers: Sequence[int]) -> None:
         super().__init__(*answers)
@@ -106,7 +106,8 @@ def test_one_turn(processor) -> None:
 
 @pytest.mark.parametrize("value", ["picture", "file.getvalue()"])
 def test_an_environment_shows_pictures(tmp_path: Path, processor, value: str) -> None:
-    """In the place that its text names, as the model writes them; every turn sends all pictures so far."""
+    """Pictures stand in the place that the environment's text names, as the model writes them; every turn
+    sends all pictures so far."""
     step = (
         "done = states['observation_text'].count('look') == 2\n"
         "        return {'rewards': 1, 'done': done, 'environment_feedback': '<|user|>look <image>here',"
@@ -123,7 +124,7 @@ def test_an_environment_shows_pictures(tmp_path: Path, processor, value: str) ->
 
 
 def test_pictures_count_for_the_room(tmp_path: Path, processor) -> None:
-    """After the first answer eight patches no longer fit."""
+    """After the first answer eight patches do not fit."""
     step = "return {'rewards': 1, 'done': False, 'environment_feedback': '', 'environment_images': [picture]}"
     prompt = len(expected(processor, TEXT, decoded(RED.data)))
     t, engine = play(processor, agent(tmp_path, processor, step), max_len=prompt + 2 + 10)

@@ -1,4 +1,4 @@
-"""vLLM's attention on CPUs among the tokens of images, against plain products of its kernel's inputs."""
+"""vLLM's attention on CPUs among the tokens of images equals plain products of its kernel's inputs."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ SCALE = SIZE**-0.5
 LENGTHS, BEFORE = (70, 40), (0, 10)
 """Tokens of two requests, and how many of them earlier steps have read."""
 IMAGES = {0: [(5, 20), (50, 61)], 1: [(4, 15)]}
-"""First and last token of each. The last one is partly read."""
+"""First and last token of each image. The last image is partly read."""
 WINDOW = 24
 
 

@@ -1,5 +1,4 @@
-"""Rows with images: where the images stand, as how many tokens, and that they are read only where they are
-needed."""
+"""Rows with images: the images' places and numbers of tokens; pixels are read only where they are needed."""
 
 import io
 import json
@@ -36,7 +35,7 @@ SIZES = {
     "large.png": (500, 400),
     "thin.png": (1, 300),
 }
-"""Width and height."""
+"""Width and height of each image."""
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +194,7 @@ def test_no_token_of_an_image_is_learned_even_in_an_answer(folder, tokenizer, co
 
 
 def test_a_sample_in_which_an_image_would_be_cut_is_dropped(folder, tokenizer, column):
-    """In a later turn: a prompt that does not fit is dropped as ever."""
+    """Here the cut image is in a later turn; a prompt that does not fit is dropped as without images."""
     talk = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "red"},
@@ -280,7 +279,7 @@ def test_a_damaged_picture_is_skipped_or_named_when_it_is_read(folder, tokenizer
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The values that were read whole."""
+    """Records the values that were read whole."""
     found, load = [], image_rows.load_image
     monkeypatch.setattr(
         image_rows, "load_image", lambda value, *more: found.append(value) or load(value, *more)
@@ -356,7 +355,7 @@ def test_tokenised_rows_come_from_the_cache_until_an_image_changes(folder, model
 
 
 def test_the_reference_of_dpo_is_of_the_images_too(folder, model, tokenizer):
-    """Its log-probs are kept under the images' digest, which the pairs pass on."""
+    """The reference's log-probs are cached under the images' digest, which the pairs pass on."""
     rows_of(folder, [{"prompt": "x", "chosen": "red", "rejected": "blue", "images": "square.png"}])
     argv = [
         *("--model.model_name_or_path", str(model), "--data.dataset", str(folder / "rows.jsonl")),

@@ -1,5 +1,5 @@
-"""What supervised learning makes of rows with images, against transformers one row at a time: the processor's
-inputs, the model's own forward."""
+"""Supervised learning from rows with images equals transformers one row at a time, with the processor's
+inputs and the model's own forward."""
 
 import json
 
@@ -67,7 +67,7 @@ def images(processor, tokenizer):
 
 
 def read_by_the_processor(folder, processor, row, answer):
-    """(its inputs, how many of its tokens come before the answer)"""
+    """Returns (the processor's inputs, the number of tokens before the answer)."""
     pictures = [PILImage.open(folder / name) for name in row.get("images", ())] or None
     prompt = f"<|user|>{row['input'].replace('<image>', PLACEHOLDER)}<|end|><|assistant|>"
     whole = processor(text=[f"{prompt}{answer}<|end|>"], images=pictures, return_tensors="pt")
@@ -79,7 +79,7 @@ def gradients(model):
 
 
 def assert_same_gradients(ours, theirs):
-    """Sums of float32 in another order: of numbers of the size of the largest."""
+    """Compares sums of float32 in another order: numbers of the size of the largest."""
     ours, theirs = gradients(ours), gradients(theirs)
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
@@ -119,7 +119,7 @@ def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, to
 def test_the_loss_and_gradient_of_distillation_are_those_of_transformers(
     folder, rows, tokenizer, processor, images
 ):
-    """Of rows with one picture, two and none."""
+    """The rows have one picture, two and none."""
     store = build_sft_samples(
         rows, tokenizer, input_key="input", output_key="output", apply_chat_template=True,
         input_template=None, multiturn=False, pretrain=False, max_len=256, images=images,

@@ -1,4 +1,4 @@
-"""Where images may come from, and every reason why one may not."""
+"""Sources of images, and every reason to refuse one."""
 
 import base64
 import http.server
@@ -52,7 +52,7 @@ def shown(image):
 
 
 def both(value, sources):
-    """Both ways in refuse the same, or agree on the size."""
+    """Reads an image in both ways, which must refuse it alike or agree on its size."""
     image, header = load_image(value, sources), image_header(value, sources)
     assert header == (image.reference, shown(image).height, shown(image).width)
     return image
@@ -115,7 +115,7 @@ def test_a_picture_that_lies_on_its_side_is_put_upright():
         image = both(encoded(lying, format, exif=exif), ImageSources())
         assert shown(image).size == (20, 40)
         at_the_top = np.array(shown(image))[3, 10]
-        assert np.abs(at_the_top - np.array([255.0, 0, 0])).max() < 60  # lossy
+        assert np.abs(at_the_top - np.array([255.0, 0, 0])).max() < 60  # the format is lossy
         assert 0x0112 not in shown(image).getexif()
 
 
@@ -182,12 +182,12 @@ def test_a_truncated_file_has_a_header_and_no_picture(format):
     half = data[: len(data) // 2]
     with pytest.raises(ValueError, match="not a whole picture"):
         load_image(half, ImageSources())
-    if format != "WEBP":  # whose header holds the length
+    if format != "WEBP":  # the header of WEBP holds the length
         assert image_header(half, ImageSources())[1:] == (64, 64)
 
 
 def bomb(width, height):
-    """A PNG of a few bytes that says it is huge."""
+    """Returns a PNG of a few bytes that declares a huge size."""
     chunk = lambda name, data: (
         struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
     )
@@ -220,7 +220,7 @@ def test_the_identity_of_a_file_changes_with_it(folder):
 
 
 def test_tables_give_files_and_decode_nothing(tmp_path):
-    """Not even a path that leads out of the folder."""
+    """This holds even for a path that leads out of the folder."""
     (tmp_path / "secret.png").write_bytes(PNG)
     values = [
         {"one": {"bytes": PNG, "path": None}, "list": [{"bytes": bomb(60_000, 60_000), "path": None}]},
@@ -278,7 +278,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """Of HOST, signed by itself."""
+    """Makes a certificate of HOST, signed by itself."""
     folder = tmp_path_factory.mktemp("certificate")
     subprocess.run(
         "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 "
@@ -290,7 +290,7 @@ def certificate(tmp_path_factory):
 
 @pytest.fixture
 def server(certificate, monkeypatch, tmp_path):
-    """The web, as this machine is made to see it: HOST has a public address, where this server answers;
+    """Redirects name lookups of this process: HOST has a public address, where this server answers;
     internal.test has a private one."""
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate / "cert.pem"))
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
@@ -377,7 +377,7 @@ def test_a_long_answer_and_a_slow_one_are_given_up(server, monkeypatch):
      "224.0.0.1", "::1", "fe80::1%eth0", "fd00::1", "::ffff:10.0.0.1"],
 )  # fmt: skip
 def test_addresses_that_are_not_public(monkeypatch, address):
-    """One of several is enough."""
+    """One private address among several is enough for a refusal."""
     found = [(0, 0, 0, "", ("93.184.215.14", 443)), (0, 0, 0, "", (address, 443))]
     monkeypatch.setattr(image_urls.socket, "getaddrinfo", lambda *_, **__: found)
     with pytest.raises(ValueError, match="is not public"):

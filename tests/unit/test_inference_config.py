@@ -1,4 +1,4 @@
-"""The flags of batch_inference and chat: today's names, old ones, and what is refused."""
+"""Flags of batch_inference and chat: today's names, old ones, and refusals."""
 
 import re
 from pathlib import Path

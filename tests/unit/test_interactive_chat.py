@@ -14,7 +14,7 @@ TOKENIZER = tiny_tokenizer()
 
 
 class Engine:
-    """Says the same each time, and remembers what it was asked."""
+    """Engine that says the same each time, and remembers its requests."""
 
     def __init__(self, text: str = "4 figs", interrupted_after: int | None = None) -> None:
         self.tokens = TOKENIZER(text, add_special_tokens=False)["input_ids"]

@@ -73,7 +73,7 @@ def write(rollouts: Path, step, trajectories, *, decode=None, mode="full", **job
 
 
 def check_same(found, expected) -> None:
-    """Every field, with the type it has."""
+    """Compares every field, with its type."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         for name in (f.name for f in fields(Trajectory)):
@@ -103,7 +103,7 @@ def test_what_a_row_says(tmp_path):
 
 
 def test_what_training_made_of_the_samples_stands_beside_them(tmp_path):
-    """A failed sample between two others is in no batch; two epochs of two updates each on two ranks."""
+    """A failed sample between two others is in no batch; two epochs of two updates each run on two ranks."""
     one_action = replace(
         TWO_TURNS,
         token_ids=np.array([5, 6], np.int32),
@@ -200,7 +200,7 @@ def test_round_trip_of_any_trajectory(tmp_path_factory, data):
 
 
 def test_other_programs_read_it(tmp_path):
-    """Also in a folder that looks like a partition."""
+    """They read it in a folder that looks like a partition, too."""
     folder = tmp_path / "lr=0.1"
     folder.mkdir()
     trained = Trained(batch=Batch.of([TWO_TURNS]), schedule=[[[0]]], first_update=0)
@@ -220,7 +220,7 @@ OLD = r"""
 {"prompt_id": 8, "episode": 0, "sample_index": 0, "seed": 0, "source": "default", "label": "", "prompt": "\u001b[2J <script> \u65e5\u672c", "response": "<[10][]>", "reward": null, "score": null, "outcome": "env_error", "error": "TimeoutError: no answer\nin 30 s", "finish_reason": "stop", "truncated": false, "extra_logs": {}, "token_ids": [10], "action_ranges": [], "rollout_log_probs": [], "weight_versions": []}
 {"prompt_id": 7, "episode": 2, "sample_index": 3, "seed": 9223372036854775809, "source": "sums", "label": {"answer": [4]}, "prompt": "2+2?", "response": null, "reward": "NaN", "score": "Infinity", "outcome": "ok", "error": "", "finish_reason": "length", "truncated": true, "extra_logs": {"format": "-Infinity"}, "token_ids": [10, 11, 20, 21, 30, 22], "action_ranges": [[2, 4], [5, 6]], "rollout_log_probs": [-0.1, -1e-09, -3.141592653589793], "weight_versions": [[4, 2], [5, 1]]}
 """.lstrip()  # noqa: E501
-"""In JSON lines, written by release 0.1.0."""
+"""Rollouts in JSON lines, written by release 0.1.0."""
 
 
 def test_columns_of_earlier_versions_are_read_by_the_names_of_today(tmp_path):
@@ -262,7 +262,8 @@ def test_files_are_found_by_step_and_a_second_write_replaces(tmp_path):
 
 
 def test_a_few_samples(tmp_path):
-    """16 from the best to the worst, 16 that failed, in their order; the columns go with their samples."""
+    """The samples are 16 from the best to the worst and 16 that failed, in their order; the columns go with
+    their samples."""
     ts = [FAILED if i % 10 == 0 else rewarded(float(i % 97), sample_index=i) for i in range(400)]
     finished = [t for t in ts if t.ok]
     batch = replace(
@@ -286,7 +287,7 @@ def test_no_journal(tmp_path):
 
 
 class Gate:
-    """A decoder that waits until it is opened: as slow as the slowest disk."""
+    """Decoder that waits until it is opened, like the slowest disk."""
 
     def __init__(self):
         self.open = threading.Event()
@@ -332,7 +333,7 @@ def test_what_was_flushed_is_there(tmp_path):
 
 
 def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
-    """Whole steps stay, the half one goes, and it is said once, with path and reason."""
+    """Whole steps stay, the half one is removed, and one message has path and reason."""
     full = threading.Event()
 
     def fsync(fd):
@@ -389,8 +390,8 @@ def test_any_other_error_is_raised_by_the_next_call(tmp_path):
     ("mode", "samples", "filtered"), [("full", 100, 60), ("sample", 32, 16), ("off", None, None)]
 )
 def test_an_observer_keeps_what_it_is_told_to_keep(tmp_path, capsys, mode, samples, filtered):
-    """All of it is there once the observer is closed; what it says of failures names a file only if there is
-    one."""
+    """The journal is complete once the observer is closed; the message about failures names a file only if
+    there is one."""
     folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
     observer = Observer(folder, LoggerConfig(), decode=DECODE, rollouts=mode)
     ts = [TWO_TURNS] * 60 + [FAILED] * 40
@@ -415,7 +416,8 @@ def write_for_ever(folder: Path) -> None:
 
 
 def test_a_killed_writer_leaves_whole_steps(tmp_path):
-    """Killed while it writes one step after the other: every file there is whole, up to the last one."""
+    """The writer is killed while it writes one step after the other: every file is whole, up to the last
+    one."""
     process = FORKSERVER.Process(target=write_for_ever, args=[tmp_path], daemon=True)
     process.start()
     while len(journal_steps(tmp_path)) < 4 or not list(tmp_path.glob(".*.tmp")):
@@ -429,7 +431,7 @@ def test_a_killed_writer_leaves_whole_steps(tmp_path):
 
 
 def test_images_are_kept_by_name():
-    """In journals of older versions nothing says what they were."""
+    """Journals of older versions do not record what the images were."""
     pixels = bytes(range(256)) * 100
     some = [
         replace(records.trajectory(), images=(Image("a.png", pixels), Image("sha256:1", pixels))),

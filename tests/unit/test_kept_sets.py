@@ -1,5 +1,5 @@
-"""Truncated sampling: which tokens it kept is recorded, stays with its action, and is what the trainer's
-log-probs are of."""
+"""Truncated sampling: kept sets are recorded, stay with their actions, and define the distribution of the
+trainer's log-probs."""
 
 import asyncio
 import pickle
@@ -48,7 +48,7 @@ TARGETS = torch.tensor([8, 5, 11, 7, 3, 0, 16, 4, 10])
 
 
 def by_hand(hidden, weight, bias, scale: float, softcap: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """An action at a time, over nothing but its own tokens."""
+    """Computes one action at a time, over nothing but its own tokens."""
     log_probs, entropies = [], []
     for h, row, target in zip(hidden, ROWS.tolist(), TARGETS.tolist(), strict=True):
         ids = list(range(V)) if row[0] < 0 else sorted({*row})
@@ -108,7 +108,7 @@ def test_float32_where_tokens_are_excluded() -> None:
     )
     (log_probs.sum() - 1e4 * present(entropy).sum()).backward()
     assert all(present(x.grad).isfinite().all() for x in (hidden, weight, bias))
-    assert log_probs[1] == 0 and 0 <= present(entropy)[1] < 1e-30  # the one token that was kept
+    assert log_probs[1] == 0 and 0 <= present(entropy)[1] < 1e-30  # one token was kept
 
 
 def test_sets_of_all_tokens_change_no_bit() -> None:
@@ -123,10 +123,10 @@ def test_sets_of_all_tokens_change_no_bit() -> None:
 
 
 class Sampled:
-    """An engine whose every answer is vLLM's own processing of `logits` (A, V)."""
+    """Engine whose every answer is vLLM's own processing of `logits` (A, V)."""
 
     def __init__(self, logits: torch.Tensor, tokens: list[int] | None) -> None:
-        """`tokens`: what it chooses; None: at random."""
+        """Sets the answer's tokens; with `tokens` None they are sampled at random."""
         self.logits, self.tokens = logits, tokens
         self.log_probs: torch.Tensor | None = None
 
@@ -143,7 +143,8 @@ class Sampled:
         tokens = self.tokens
         if tokens is None:
             tokens = self.log_probs.exp().multinomial(1)[:, 0].tolist()
-        likely = self.log_probs.topk(params.logprobs).indices  # as `Sampler.gather_logprobs` has them
+        # in the layout of vLLM's `Sampler.gather_logprobs`
+        likely = self.log_probs.topk(params.logprobs).indices
         ids = torch.cat([torch.tensor(tokens, dtype=torch.int64)[:, None], likely], dim=1)
         values, flat = self.log_probs.gather(-1, ids), create_sample_logprobs(params.flat_logprobs)
         for of_ids, of_values in zip(ids.tolist(), values.tolist(), strict=True):
@@ -157,7 +158,7 @@ class Sampled:
 def recorded(
     logits: torch.Tensor, tokens: list[int] | None, limit: int, **params: Any
 ) -> tuple[Turn, torch.Tensor]:
-    """The turn, and the log-probs that were sampled from."""
+    """Returns the turn, and the log-probs that were sampled from."""
     engine = Sampled(logits, tokens)
     given = SamplingParams(temperature=params.get("temperature", 1.0))
     recording = RecordingEngine(engine, (0,), given, max_kept_tokens=limit)
@@ -185,21 +186,21 @@ LOGITS = torch.tensor(
 def test_kept_sets_by_hand(limit: int, params: dict, expected: list[list[int]]) -> None:
     turn, _ = recorded(LOGITS, [2, 0], limit, **params)
     assert [sorted(one) for one in sets_of(turn.kept, turn.num_actions)] == [sorted(one) for one in expected]
-    assert [one[0] for one in sets_of(turn.kept, turn.num_actions)] == [2, 0]  # what was sampled
+    assert [one[0] for one in sets_of(turn.kept, turn.num_actions)] == [2, 0]  # the sampled tokens
 
 
 def test_the_share_of_a_set_that_is_too_large() -> None:
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1], [0.85, 0.05, 0.05, 0.05]]).log()
     logits = torch.cat([logits, torch.full((2, V - 4), -50.0)], dim=1)
     turn, _ = recorded(logits, [3, 0], 2, top_p=0.93)
-    assert sorted(sets_of(turn.kept, 2)[0]) == [0, 1, 3]  # what was sampled is always among them
+    assert sorted(sets_of(turn.kept, 2)[0]) == [0, 1, 3]  # the sampled token is always among them
     np.testing.assert_allclose(np.exp(present(turn.kept).log_masses), [0.8, 0.9 / 0.95], rtol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, V])
 @pytest.mark.parametrize("params", [{"top_k": 4}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 6}])
 def test_with_the_samplers_weights_the_log_probs_are_the_samplers(limit: int, params: dict) -> None:
-    """Also where sets are larger than what is recorded, and where logits are equal at their border."""
+    """This holds where sets are larger than what is recorded, and where logits are equal at their border."""
     torch.manual_seed(1)
     logits = (torch.randn(200, V) * 2).round()
     turn, sampler = recorded(logits, None, limit, **params)
@@ -253,7 +254,7 @@ def test_parts_put_together() -> None:
 
 ONE = trajectory(actions=(4, 3), kept=kept_sets([4, 7], [3], shares=[0.5, 1]))
 OTHER = trajectory(actions=(5,))
-"""From all tokens."""
+"""Trajectory whose action was sampled from all tokens."""
 
 
 def test_a_row_of_some_sequences() -> None:
@@ -280,8 +281,8 @@ def test_a_group_arrives_with_its_sets() -> None:
 
 
 def test_a_policy_reads_a_row_as_it_reads_its_sequences(tmp_path: Path) -> None:
-    """Log-probs, entropies and gradients, whatever else is in the row; and an action of all tokens as if
-    there were no sets."""
+    """Log-probs, entropies and gradients are the same whatever else is in the row; an action of all tokens is
+    computed as without kept sets."""
     folder = tiny_chat_model(tmp_path / "model")
     model = PolicyModel(load_causal_lm(folder, flag="--model", dtype="fp32", attention="auto"))
     short, other = trajectory(actions=(6, 9), kept=kept_sets([6, 11, 4], [9])), trajectory(actions=(5, 8, 7))
@@ -300,7 +301,7 @@ def test_a_policy_reads_a_row_as_it_reads_its_sequences(tmp_path: Path) -> None:
         torch.testing.assert_close(whole, torch.cat([scores[i] for scores, _ in alone]), atol=1e-5, rtol=0)
     torch.testing.assert_close(gradient, sum(g for _, g in alone), atol=1e-5, rtol=0)
     log_probs = together[0].detach()
-    assert log_probs[1] == 0  # the only one that was kept
+    assert log_probs[1] == 0  # the only token that was kept
     assert float(log_probs[5]) < np.log(0.5)
     (full, _), _ = read(replace(cut, kept=None))
     assert log_probs[6].item() == pytest.approx(full[1].item(), abs=1e-5)

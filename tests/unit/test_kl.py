@@ -25,7 +25,7 @@ def test_extreme_ratios_stay_finite(name):
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_estimators_average_to_the_kl_of_close_distributions(name):
-    """Over all outcomes, weighted by the policy. k2 is only close, the others are exact."""
+    """The average is over all outcomes, weighted by the policy. k2 is only close, the others are exact."""
     policy, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.45, 0.33, 0.22])
     exact = (policy * (policy / ref).log()).sum().item()
     estimate = (policy * approx_kl(policy.log(), ref.log(), name)).sum().item()
@@ -41,7 +41,7 @@ def test_adaptive_coefficient():
     adaptive = KLController(coef=0.1, target=2.0, horizon=1000)
     # kl / target - 1 = 0.1, and 0.1 * (1 + 0.1 * 500 / 1000)
     assert adaptive.update(kl=2.2, num_samples=500).coef == pytest.approx(0.105)
-    # the error is kept in [-0.2, 0.2]
+    # the error is clipped to [-0.2, 0.2]
     assert adaptive.update(kl=99, num_samples=500).coef == pytest.approx(0.11)
     assert adaptive.update(kl=0, num_samples=500).coef == pytest.approx(0.09)
     assert adaptive.coef == 0.1
@@ -49,8 +49,8 @@ def test_adaptive_coefficient():
 
 @pytest.mark.parametrize("num_samples", [1000, 1001, 8192, 10**9])
 def test_the_coefficient_changes_by_a_fifth_a_step_at_most(num_samples):
-    """However many horizons a step has: it never turns negative, which would pay for leaving the
-    reference."""
+    """With a step of many horizons the coefficient still never turns negative, which would pay for leaving
+    the reference."""
     adaptive = KLController(coef=0.1, target=2.0, horizon=1000)
     assert adaptive.update(kl=0.0, num_samples=num_samples).coef == pytest.approx(0.08)
     assert adaptive.update(kl=99.0, num_samples=num_samples).coef == pytest.approx(0.12)

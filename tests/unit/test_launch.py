@@ -97,7 +97,7 @@ def test_without_gpus_a_rank_needs_a_core():
 
 
 def test_two_ranks_run_on_any_machine():
-    """So that tests of two ranks run everywhere."""
+    """Tests of two ranks need this on every machine."""
     assert resource_problems(config(), [{"CPU": 1.0}]) == []
     assert len(resource_problems(config(actors=3), [{"CPU": 1.0}])) == 1
 
@@ -122,7 +122,7 @@ def test_cores_keep_no_run_off_gpus():
 
 @pytest.fixture
 def ray_folder(tmp_path, monkeypatch):
-    """Where `ray start` leaves the address of its cluster."""
+    """Returns the folder where `ray start` leaves the address of its cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     (tmp_path / "ray").mkdir()
@@ -131,7 +131,7 @@ def ray_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def silent_port(monkeypatch):
-    """Something listens and says nothing."""
+    """Opens a port that listens and says nothing."""
     monkeypatch.setattr(launch, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
@@ -188,7 +188,8 @@ def test_where_all_ranks_are_counted_nothing_is_asked(monkeypatch):
 
 
 def test_what_nobody_set_is_resolved_checked_and_shown(tmp_path, monkeypatch, capsys):
-    """The batch divides among the ranks that there are, and what is printed is what would run."""
+    """The batch divides among the ranks of the machine, and the printed configuration is the one that would
+    run."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "reward.py").write_text("")
     argv = "--actor.model_name_or_path a/b --data.prompt_dataset c/d --reward.remote_url reward.py"

@@ -1,4 +1,4 @@
-"""Who sits where, as checks, `--print_plan` and Ray read it."""
+"""Placement, as checks, `--print_plan` and Ray read it."""
 
 import re
 import textwrap
@@ -47,7 +47,8 @@ COUNTS = st.integers(1, 4)
 
 @st.composite
 def configs(draw: st.DrawFn) -> PPOConfig:
-    """Any roles, of any size, together or apart, with engines that fit colocation where there is one."""
+    """Draws any roles, of any size, together or apart, with engines that fit colocation where there is
+    one."""
     actors, size, together = draw(COUNTS) * draw(COUNTS), draw(COUNTS), draw(st.booleans())
     if together:
         size = draw(st.sampled_from([n for n in range(1, actors + 1) if actors % n == 0]))
@@ -109,7 +110,7 @@ def every_rank_has_a_device_of_the_cluster(layout: Layout) -> None:
 
 
 def nothing_is_promised_twice(layout: Layout) -> None:
-    """A GPU has the ranks of one home, whose shares are at most the whole of it."""
+    """Checks that a GPU has the ranks of one home, whose shares are at most the whole of it."""
     homes, shares = {}, Counter()
     for role, place in layout.roles.items():
         for device in place.devices:
@@ -135,7 +136,7 @@ def test_each_role_has_bundles_of_its_own_that_hold_its_ranks(config: PPOConfig,
 
 
 def test_the_actor_has_a_node_of_its_own_where_there_is_room() -> None:
-    """Engines of two GPUs first; the references fill their node up, and the actors have the other."""
+    """Engines of two GPUs come first; the references fill their node up, and the actors have the other."""
     config = PPOConfig(
         actor=ActorConfig(num_gpus_per_node=4),
         ref=RefConfig(num_gpus_per_node=2),
@@ -157,7 +158,7 @@ def test_the_actor_has_a_node_of_its_own_where_there_is_room() -> None:
 
 
 def test_an_engine_that_shared_gpus_would_tear_apart_is_refused() -> None:
-    """Of 8 actors 6 are on one node, so the second of two engines of 4 would be on two."""
+    """6 of 8 actors are on one node, so the second of two engines of 4 would be on two."""
     config = PPOConfig(
         actor=ActorConfig(num_gpus_per_node=8),
         vllm=VllmConfig(tensor_parallel_size=4),
@@ -172,7 +173,7 @@ def test_an_engine_that_shared_gpus_would_tear_apart_is_refused() -> None:
 
 
 def test_the_stages_of_an_engine_are_on_one_node() -> None:
-    """Two engines of two stages of two GPUs; a node of 6 has room for one, and one of 3 for none."""
+    """Two engines have two stages of two GPUs; a node of 6 has room for one, and one of 3 for none."""
     vllm = VllmConfig(num_engines=2, tensor_parallel_size=2, pipeline_parallel_size=2)
     config = PPOConfig(
         actor=ActorConfig(num_gpus_per_node=4),
@@ -198,7 +199,7 @@ WITHOUT_GPUS = PPOConfig(
 
 
 def test_without_gpus_ranks_and_engines_are_spread_over_the_nodes_with_cores() -> None:
-    """The head of a cluster may have none. An engine is on one node."""
+    """The head of a cluster may have no cores. An engine is on one node."""
     layout = layout_of(WITHOUT_GPUS, [{"CPU": 0}, {"CPU": 4}, {"CPU": 4}])
     assert not layout.on_gpu and layout.bundles == ()
     nodes = {role: [device.node for device in place.devices] for role, place in layout.roles.items()}
@@ -266,7 +267,7 @@ def test_a_plan_that_does_not_fit_is_a_problem_like_others(capsys: pytest.Captur
 
 
 def plans() -> list[tuple[str, str]]:
-    """(flags, table) of each that the page shows."""
+    """Returns (flags, table) of each plan that the page shows."""
     page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
     return re.findall(r"(--print_plan \dx8.*)\n```\n\n((?: {4}.*\n)+)", page)
 
@@ -282,7 +283,7 @@ def test_the_plan_of_the_page_is_what_is_printed(
 
 
 class Sleeper:
-    """An engine, or an optimizer, that tells `log` what it is asked."""
+    """Engine or optimizer that logs its calls to `log`."""
 
     def __init__(self, log: list) -> None:
         self.sleep = SimpleNamespace(remote=lambda: log.append("sleep"))
@@ -347,7 +348,7 @@ GIB = 2**30
 
 
 def test_engines_take_of_what_the_models_leave() -> None:
-    """Of the fullest GPU: 20 of 80 GiB, and in them 15 of weights."""
+    """The figures are those of the fullest GPU: 20 of 80 GiB, and in them 15 of weights."""
     models = {
         "policy": [DeviceMemory(30 * GIB, 40 * GIB, 80 * GIB), DeviceMemory(45 * GIB, 20 * GIB, 80 * GIB)],
         "reference": [DeviceMemory(15 * GIB, 40 * GIB, 80 * GIB)],
@@ -363,7 +364,7 @@ def test_engines_take_of_what_the_models_leave() -> None:
 
 
 class Started:
-    """A group of models, or the engines, that tells `log` when it starts and when it has started."""
+    """Group of models, or the engines, that logs to `log` when it starts and when it has started."""
 
     log: ClassVar[list] = []
 
@@ -387,7 +388,7 @@ class Started:
 @pytest.mark.parametrize(
     ("shares", "on_gpu", "order"),
     [
-        # vLLM measures what others leave of its GPUs
+        # vLLM measures the memory that others leave free on its GPUs
         (True, True, ["actor", "ref", "actor started", "ref started", (ENGINES, 0.25), "engines started"]),
         (False, True, [(ENGINES,), "actor", "ref", "engines started", "actor started", "ref started"]),
         (True, False, [(ENGINES,), "actor", "ref", "engines started", "actor started", "ref started"]),

@@ -1,4 +1,4 @@
-"""After a run of tests no process of it is left, and its last line counts all of them."""
+"""After a test run no process of it is left, and its last line counts all of them."""
 
 import runpy
 import subprocess

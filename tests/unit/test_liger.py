@@ -1,5 +1,5 @@
-"""Liger's way of exchanging kernels, without its kernels, which need a GPU: a stand-in for the package does
-to a model what `liger_kernel.transformers.monkey_patch` does."""
+"""Liger's exchange of kernels, without its kernels, which need a GPU: a stand-in for the package does to a
+model what `liger_kernel.transformers.monkey_patch` does."""
 
 import sys
 from collections.abc import Callable
@@ -25,7 +25,7 @@ IDS = torch.tensor([5, 17, 9, 33, 21, 40])
 
 
 def own(name: str) -> Callable:
-    """Functions of the package know where they come from."""
+    """Makes a function that names the package as its module."""
 
     def mark(function: Callable) -> Callable:
         function.__module__ = f"liger_kernel.{name}"
@@ -58,7 +58,8 @@ def no_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int =
 
 @pytest.fixture
 def package(monkeypatch):
-    """liger-kernel with these positions, on a machine with a GPU. Answers with what it was asked for."""
+    """Installs liger-kernel with these positions on a machine with a GPU. Returns the calls that it
+    received."""
     for name in ("apply_rotary_pos_emb", "Qwen3RMSNorm"):
         monkeypatch.setattr(modeling_qwen3, name, getattr(modeling_qwen3, name))
     monkeypatch.setattr(liger, "_own_functions", {})
@@ -115,8 +116,9 @@ def test_kernels_are_exchanged_and_put_back(package, model, monkeypatch) -> None
     before, norm_class = log_probs(model), modeling_qwen3.Qwen3RMSNorm
     options = package(rope)
     apply_liger(model)
-    assert options == {"fused_linear_cross_entropy": False, "cross_entropy": False}  # the head is ours
-    assert modeling_qwen3.Qwen3RMSNorm is norm_class  # that of later models of the process
+    # the head is the package's own
+    assert options == {"fused_linear_cross_entropy": False, "cross_entropy": False}
+    assert modeling_qwen3.Qwen3RMSNorm is norm_class  # the norm that later models of the process use
 
     calls = []
 
@@ -138,7 +140,7 @@ def test_kernels_are_exchanged_and_put_back(package, model, monkeypatch) -> None
 
 
 def test_a_second_model_of_the_architecture_knows_transformers_functions_too(package, model, folder) -> None:
-    """A teacher, or the reference of DPO."""
+    """The second model is a teacher, or the reference of DPO."""
     own_rope = modeling_qwen3.apply_rotary_pos_emb
     package(rope)
     apply_liger(model)

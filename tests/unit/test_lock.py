@@ -20,7 +20,7 @@ with locked(sys.argv[1], flag="--x"):
 
 @pytest.fixture
 def holder(tmp_path):
-    """A process that holds the folder."""
+    """Starts a process that holds the folder."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as process:

@@ -36,7 +36,8 @@ def inputs(dtype=torch.float64, num_actions=A):
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_values_and_gradients(chunk, options, has_bias):
-    """Against the plain computation, with different weights on the log-probs and entropies of all actions."""
+    """They equal the plain computation, with different weights on the log-probs and entropies of all
+    actions."""
     results = []
     for compute in (naive, linear_log_probs):
         hidden, weight, bias, targets = inputs()
@@ -92,7 +93,7 @@ OPTIONS = [{}, {"scale": 1 / 0.7}, {"softcap": 2.0, "scale": 2.0}]
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_frozen_head(options):
-    """An action's gradient is its own share of the loss, whenever it is made."""
+    """An action's gradient is its own share of the loss, whenever it is computed."""
     hidden, weight, bias, targets = inputs()
     weight.requires_grad_(False), bias.requires_grad_(False)
     mix = torch.arange(1.0, A + 1, dtype=torch.float64)
@@ -140,7 +141,7 @@ def test_sum_of_no_log_probs():
 
 
 def test_gradients_made_in_the_forward_pass_are_used_once():
-    """They are scaled where they lie, so a second backward pass would be wrong."""
+    """They are scaled in place, so a second backward pass would be wrong."""
     hidden, weight, _, targets = inputs()
     total = sum_of_log_probs(hidden, weight, targets)
     total.backward(retain_graph=True)
@@ -173,7 +174,7 @@ def test_weight_is_read_again_in_the_backward_pass():
 
 
 def test_sum_keeps_nothing_of_the_head():
-    """ZeRO-3 frees its storage between the passes; whatever refers to it would keep it."""
+    """ZeRO-3 frees its storage between the passes; a reference to it would keep it."""
     hidden, weight, bias, targets = inputs()
     expected = torch.autograd.grad(naive(hidden, weight, targets, bias=bias)[0].sum(), (hidden, weight))
     total, freed = sum_of_log_probs(hidden, weight, targets, bias=bias), []
@@ -213,7 +214,7 @@ def test_chunks_on_a_gpu_take_a_share_of_its_memory(monkeypatch):
 
 
 class Work(TorchDispatchMode):
-    """Bytes that are alive at once, beside those that were there, and how many products a head makes."""
+    """Counts the bytes that are alive at once, beside those that were there, and the products of a head."""
 
     def __init__(self, head_size: int = 0) -> None:
         super().__init__()
@@ -249,7 +250,8 @@ class Work(TorchDispatchMode):
     [(None, False, 1), (2.0, False, 2), (None, True, 2), (2.0, True, 3)],
 )
 def test_memory_is_that_of_a_chunk(softcap, with_entropy, copies):
-    """Of logits, beside hidden states and the gradients, which are a twentieth of a chunk here."""
+    """The memory is that of logits, beside hidden states and the gradients, which are a twentieth of a chunk
+    here."""
     actions, vocabulary, size, chunk = 256, 2000, 2, 64
     torch.manual_seed(0)
     hidden, weight = (torch.randn(n, size, requires_grad=True) for n in (actions, vocabulary))
@@ -267,8 +269,8 @@ def test_memory_is_that_of_a_chunk(softcap, with_entropy, copies):
 
 
 def test_products_of_the_head():
-    """Forward, recomputed logits, and the gradients of both factors; one less where the gradients are made
-    of the logits that are there."""
+    """There are four: the forward pass, recomputed logits, and the gradients of both factors; one less where
+    the gradients are made of the logits that are there."""
     found = {}
     for name, frozen in (("log_probs", False), ("log_probs", True), ("sum", False)):
         hidden, weight, _, targets = inputs()
@@ -284,8 +286,8 @@ def test_products_of_the_head():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_operators_of_a_gpu(dtype):
-    """On the meta device, where the rules of torch's CUDA operators hold: logits and the gradient of the head
-    are float32, and no half-precision product of the head's size is made on the way."""
+    """The meta device applies the rules of torch's CUDA operators: logits and the gradient of the head are
+    float32, and no half-precision product of the head's size is made on the way."""
     hidden = torch.empty(A, 16, dtype=dtype, device="meta", requires_grad=True)
     weight = torch.empty(V, 16, dtype=dtype, device="meta", requires_grad=True)
     targets = torch.empty(A, dtype=torch.int64, device="meta")

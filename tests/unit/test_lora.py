@@ -1,4 +1,4 @@
-"""Adapters against the dense model that they stand for."""
+"""Adapters compute what the dense model that they stand for computes."""
 
 import json
 from pathlib import Path
@@ -34,10 +34,10 @@ from openrlhf.types import PackedRow, Sample
 ALPHA, RANK = 12, 3
 SCALE = ALPHA / RANK
 HIDDEN = 96
-"""Size of the tiny model."""
+"""Hidden size of the tiny model."""
 ROUNDING = HIDDEN * 2**-24
-"""A float32 sum of HIDDEN products errs by at most this share of |a| |b|, whatever the order of additions,
-which differs between CPUs."""
+"""Relative rounding error: a float32 sum of HIDDEN products errs by at most this share of |a| |b|, whatever
+the order of additions, which differs between CPUs."""
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def plain(base: Path) -> hf.PreTrainedModel:
 
 
 def adapted(base: Path, **lora) -> hf.PreTrainedModel:
-    """With adapters that are not zero."""
+    """Returns a model with adapters that are not zero."""
     return randomised(prepare_for_training(plain(base), lora_of(**lora)))
 
 
@@ -93,7 +93,7 @@ def logits(model, row: PackedRow) -> Tensor:
 
 
 def test_gradients_are_those_of_the_dense_model(base: Path, row: PackedRow) -> None:
-    """W' = W + s B A, so dB = s dW' A^T and dA = s B^T dW'."""
+    """The dense weight is W' = W + s B A, so dB = s dW' A^T and dA = s B^T dW'."""
     model = adapted(base)
     PolicyModel(model)(row).log_probs.mean().backward()
     dense, found = plain(base), dict(model.named_parameters())
@@ -111,7 +111,7 @@ def test_gradients_are_those_of_the_dense_model(base: Path, row: PackedRow) -> N
         for ours, theirs in (
             (b.grad, SCALE * param.grad @ a.data.T),
             (a.grad, SCALE * b.data.T @ param.grad),
-        ):  # a gradient comes through the head, two layers of two products, and this one
+        ):  # a gradient passes through the head, two layers of two products, and this product
             atol = 6 * ROUNDING * theirs.abs().max().item()
             torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
         compared += 1
@@ -143,7 +143,7 @@ def test_an_engine_is_told_which_layers_are_adapted(base: Path, wanted: tuple[st
 
 
 def test_weights_and_adapter_apart_are_the_merged_weights(base: Path, tmp_path: Path) -> None:
-    """And the adapter has the names of the one that is written."""
+    """The adapter has the names of the one that is written."""
     model = adapted(base)
     adapter = adapter_weights(model)
     save_adapter(model, weights_of(model), tmp_path)

@@ -1,4 +1,4 @@
-"""Learning rates against numbers by hand, as shares of the peak."""
+"""Learning rates, as shares of the peak, equal numbers by hand."""
 
 import math
 
@@ -36,7 +36,7 @@ def cosine(progress: float, floor: float = 0.0) -> float:
     ],
 )
 def test_two_steps_of_warm_up_in_five(name, expected):
-    """The schedule of 5 steps with 2 of warm-up; warmup_stable_decay decays in the last 2."""
+    """The schedule has 5 steps with 2 of warm-up; warmup_stable_decay decays in the last 2."""
     found = rates(name, 5, 0.4, min_lr_ratio=0.2, lr_decay_ratio=0.3)
     # polynomial ends at 1e-7, not at 0
     assert found == pytest.approx(expected, abs=2e-7)

@@ -1,4 +1,4 @@
-"""Many episodes at a time, of which most fail in some way: exact counts, and nothing is left of them."""
+"""Many concurrent episodes, most of which fail in some way, are counted exactly and leave nothing behind."""
 
 import asyncio
 import gc
@@ -35,7 +35,7 @@ KINDS = {
 EACH = 8
 TURNS = 3
 MEGABYTES = 2 * 2**20
-"""Of text that one environment answers with."""
+"""Bytes of text that one environment answers with."""
 STEP_TIMEOUT, EPISODE_TIMEOUT = 3.0, 4.0
 
 ENVIRONMENT = f"""
@@ -105,7 +105,7 @@ class AgentExecutor(OpenAIAgentExecutor):
 
 
 class SlowEngine(Engine):
-    """Answers after a while, and gives up those that ask it to."""
+    """Engine that answers after a while, and aborts requests that ask for it."""
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
         await asyncio.sleep(self.random.random() * 0.02)
@@ -127,7 +127,7 @@ async def play(runner: EpisodeRunner, kinds: Iterable[str]) -> list[Trajectory]:
     sampling = replace(sampling, max_len=200, num_samples=EACH)
     prompts = [Prompt(prompt_id=i, text=f"{kind} ", label=kind) for i, kind in enumerate(kinds)]
     groups = await asyncio.gather(*(runner.run_group(prompt, sampling) for prompt in prompts))
-    await asyncio.sleep(0.2)  # connections are closed by the other side, a moment later
+    await asyncio.sleep(0.2)  # the other side closes connections a moment later
     gc.collect()
     return [t for group in groups for t in group.trajectories]
 
@@ -160,7 +160,8 @@ def test_every_failure_is_counted_and_none_is_left(tmp_path: Path, source: str) 
 
 
 def expected(source: str) -> dict[str, Outcome]:
-    """A client is told that its prompt is too long, and does not look at what an answer ended with."""
+    """Returns the expected outcome. A client is told that its prompt is too long, and does not look at what
+    an answer ended with."""
     if source is ENVIRONMENT:
         return KINDS
     return KINDS | {"says too much": Outcome.ENV_ERROR}

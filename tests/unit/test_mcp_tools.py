@@ -52,7 +52,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServer]:
-    """One of a command. After a test none of its processes runs."""
+    """Returns a server that a command starts; checks after the test that none of its processes runs."""
     monkeypatch.setenv("SECRET", "of the run")
     (tmp_path / "server.py").write_text(SERVER)
     pids = tmp_path / "pids"
@@ -62,7 +62,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[McpServe
 
 
 def test_an_episode_has_a_server_of_its_own(server: McpServer) -> None:
-    """Its state is that of the episode; its environment has no secrets of the run."""
+    """The server's state is that of the episode; its environment has no secrets of the run."""
     twice = [call("count", by=1) + END, call("count", by=2) + END, f"2{END}"]
     for _ in range(2):
         assert said(*twice, tools=[server]) == ["1 its own None", "3 its own None"]
@@ -70,7 +70,7 @@ def test_an_episode_has_a_server_of_its_own(server: McpServer) -> None:
 
 
 def test_mistakes_and_failures(server: McpServer) -> None:
-    """What the server calls an error, the policy reads; the death of a server ends the episode."""
+    """The policy reads what the server calls an error; the death of a server ends the episode."""
     texts = said(call("fail") + call("count", by="x") + call("no") + END, f"2{END}", tools=[server])
     assert "not so" in texts[0] and "valid integer" in texts[1], texts
     assert texts[2] == "Error: there is no tool no; there are count, fail, die, wait"
@@ -81,7 +81,7 @@ def test_mistakes_and_failures(server: McpServer) -> None:
 
 
 def test_what_ends_an_episode_stays_what_it_is(server: McpServer) -> None:
-    """The client's own tasks make no group of errors of it, and the server ends with it."""
+    """The client's own tasks do not wrap it in an exception group, and the server ends with it."""
 
     async def fail(error: Exception) -> None:
         async with server.tools() as (_, *others):
@@ -127,7 +127,7 @@ def test_servers_that_do_not_start(command: list[str], told: list[str], capfd) -
     assert f"McpServerFailed: MCP server '{command[0]}" in t.error
     assert all(text in t.error for text in told), t.error
     assert "Exception Group" not in t.error and "mcp/client" not in t.error
-    assert capfd.readouterr().err == ""  # once, in the error
+    assert capfd.readouterr().err == ""  # reported once, in the error
 
 
 def test_what_a_server_writes_to_stderr_is_not_lost(tmp_path: Path, capfd) -> None:
@@ -138,7 +138,7 @@ def test_what_a_server_writes_to_stderr_is_not_lost(tmp_path: Path, capfd) -> No
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the agent's file is read, before a run starts."""
+    """The error comes when the agent's file is read, before a run starts."""
     monkeypatch.setitem(sys.modules, "mcp", None)
     with pytest.raises(ImportError, match=r'pip install "openrlhf\[mcp\]"'):
         McpServer(command=["server"])
@@ -160,7 +160,7 @@ uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error")).
 
 
 def test_a_server_over_http(tmp_path: Path) -> None:
-    """Sessions of all episodes reach the same one."""
+    """Sessions of all episodes reach the same server."""
     (tmp_path / "server.py").write_text(SERVER)
     command = [sys.executable, "-c", HTTP]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=tmp_path) as process:
@@ -176,8 +176,8 @@ def test_a_server_over_http(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_other_generation_of_the_sdk(tmp_path: Path) -> None:
-    """These tests with a client of generation 1, and its server with the client that is installed. But for
-    one package they need the same others."""
+    """These tests run with a client of generation 1, and its server with the installed client. Both
+    generations depend on the same packages except one."""
     older = tmp_path / "older"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(older)]
     subprocess.run([*install, "mcp<2", "httpx-sse"], check=True)

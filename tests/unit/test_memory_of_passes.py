@@ -23,7 +23,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults(**environment: str) -> int:
-    """Pages that the system had to clear in twenty passes."""
+    """Returns the number of pages that the system had to clear in twenty passes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     command = [sys.executable, "-c", FAULTS]
     return int(subprocess.check_output(command, env=kept | environment, text=True).splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Ranks in a mesh: who has which samples, and sums that count each sample once."""
+"""Ranks in a mesh: their samples, and sums that count each sample once."""
 
 from collections.abc import Callable
 from itertools import product
@@ -72,14 +72,15 @@ def samples() -> Dataset:
 
 
 def mean_of_squares(model: nn.Linear, row: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
-    """A loss whose gradient tells rows apart."""
+    """Loss whose gradient differs between rows."""
     actions = row.token_ids[row.action_mask].double()
     loss = (model(actions[:, None]) ** 2).sum() / norm.num_tokens
     return loss, {"loss": loss, "sequences": torch.tensor(row.num_sequences).double() / norm.num_sequences}
 
 
 def train_step(**sizes: int) -> tuple[list[list[int]], Tensor, dict[str, float]]:
-    """(this rank's rows, the gradient as DeepSpeed averages it over all ranks, metrics) of one step."""
+    """Returns (this rank's rows, the gradient as DeepSpeed averages it over all ranks, metrics) of one
+    step."""
     mesh = ProcessMesh.joined(**sizes)
     windows = Windows(
         samples(),
@@ -106,7 +107,7 @@ def train_step(**sizes: int) -> tuple[list[list[int]], Tensor, dict[str, float]]
 
 
 class Replica:
-    """What `train_step` asks of DeepSpeed. Calls of it are calls of the model."""
+    """Replica with the part of DeepSpeed that `train_step` uses. Calling it calls the model."""
 
     global_steps = 1
 
@@ -155,7 +156,8 @@ def test_one_rank_exports(threads: Callable) -> None:
 
 
 def test_who_reduces_gradients_with_whom(threads: Callable) -> None:
-    """Ranks with the same part of the matrices, whether or not they have the same samples."""
+    """Ranks with the same part of the matrices reduce gradients together, whether or not they have the same
+    samples."""
 
     def groups() -> tuple:
         mesh = ProcessMesh.joined(sequence=2, tensor=2)

@@ -1,4 +1,4 @@
-"""How far a sampler is from the trainer, and when that stops a run or is told."""
+"""Distance of a sampler from the trainer, and when it stops a run or is reported."""
 
 import math
 
@@ -23,7 +23,8 @@ def test_the_mismatch_of_each_staleness():
     }
     assert of["kl"] == pytest.approx({"0": 0, "1": math.e - 2, "3_or_more": math.e**2 - 3})
     assert of["abs_diff_mean"] == {"0": 0, "1": 1, "3_or_more": 2}
-    assert of["ess"] == pytest.approx({"0": 1, "1": 1, "3_or_more": 1})  # all of one age weigh the same
+    # all actions of one age have the same weight
+    assert of["ess"] == pytest.approx({"0": 1, "1": 1, "3_or_more": 1})
     assert metrics["mismatch/fresh_abs_diff_max"] == 0 and len(metrics) == 5 + 9 + 3
     assert {name: metrics[name] for name in mismatch_metrics(NOW, SAMPLER)} == mismatch_metrics(
         torch.full((5,), -1.0), sampler
@@ -61,7 +62,7 @@ def test_at_most_one_percent_of_the_actions_differ_by_more_than_p99(n):
 
 
 def test_the_effective_sample_size_counts_who_carries_the_weight():
-    """Of 4 actions one weighs e^20 and the others next to nothing: the share is a quarter."""
+    """One of 4 actions weighs e^20 and the others next to nothing: the share is a quarter."""
     ess = mismatch_metrics(torch.tensor([0.0, -20, -20, -20]), torch.tensor([-20.0, 0, 0, 0]))["mismatch/ess"]
     assert ess == pytest.approx(0.25)
 
@@ -87,7 +88,7 @@ def test_a_sequence_is_fresh_where_all_of_it_is():
 
 
 def test_what_is_known_of_fresh_samples():
-    """Where all are fresh the whole step is; where none is, nothing."""
+    """If all samples are fresh their mismatch is that of the whole step; if none is, there is no figure."""
     metrics = mismatch_metrics(NOW, SAMPLER)
     all_fresh = fresh_gap(metrics | {"rollout/staleness_max": 0.0})
     assert all_fresh == {name: metrics[name] for name in metrics if "abs_diff" in name}
@@ -117,7 +118,8 @@ def test_a_gap_that_rounding_cannot_explain_stops_the_run(dtype, fits, exceeds):
     check_mismatch(fits, dtype, None, 3)
     with pytest.raises(RuntimeError, match=rf"step 3: mismatch/abs_diff_\w+ is .* nats .* {dtype} explains"):
         check_mismatch(exceeds, dtype, None, 3)
-    check_mismatch(exceeds | {"rollout/staleness_max": 1.0}, dtype, None, 3)  # none of the current weights
+    # no sample is of the current weights
+    check_mismatch(exceeds | {"rollout/staleness_max": 1.0}, dtype, None, 3)
 
 
 def test_the_limit_of_a_user():
@@ -128,8 +130,8 @@ def test_the_limit_of_a_user():
 
 
 def test_a_gap_that_grows_is_told_at_once_and_once():
-    """Three steps of 1e-6 in float32: five times that is noise, a hundred times is told, before any limit
-    that is right for all machines."""
+    """In float32 three steps have 1e-6: five times that is noise, a hundred times is reported, before any
+    limit that is right for all machines."""
     watch = MismatchWatch(dtype="fp32")
     told = [watch.check(gap(mean)) for mean in (1e-6, 1e-6, 1e-6, 6e-6, 1.1e-4, 1.2e-4, 1e-6, 1e-4)]
     assert [bool(messages) for messages in told] == [False, False, False, False, True, False, False, True]
@@ -156,7 +158,7 @@ def test_the_first_steps_have_the_limit_of_their_precision():
     noisy = MismatchWatch(dtype="bf16")
     for _ in range(4):
         noisy.check(gap(0.04))
-    assert noisy.check(gap(0.051))  # not only at five times 0.04
+    assert noisy.check(gap(0.051))  # it is not reported only at five times 0.04
 
 
 def test_steps_without_fresh_samples_do_not_count():
@@ -184,4 +186,4 @@ def test_a_step_without_the_probe_forgets_nothing():
         assert not watch.check({"mismatch/probe_mean": 0.003})
     assert len(watch.check({"mismatch/probe_mean": 0.016})) == 1
     assert not watch.check(gap(0.0))
-    assert not watch.check({"mismatch/probe_mean": 0.016})  # it has been told
+    assert not watch.check({"mismatch/probe_mean": 0.016})  # it has been reported

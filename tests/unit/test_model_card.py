@@ -1,4 +1,4 @@
-"""The card of a trained model, and what happens when the hub refuses it."""
+"""The card of a trained model, and the message when the hub refuses it."""
 
 import pytest
 from huggingface_hub import ModelCard
@@ -47,7 +47,7 @@ def test_local_paths_are_no_links(tmp_path, run):
     [("---\nbase_model: org/base\n---\n", "org/base"), ("# by hand", None), ("---\nbad: [\n---\n", None)],
 )
 def test_a_model_of_a_local_model_names_what_that_was_made_from(tmp_path, run, card, base):
-    """As DPO after SFT."""
+    """DPO after SFT is such a case."""
     sft = tmp_path / "sft"
     sft.mkdir()
     (sft / "README.md").write_text(card)

@@ -1,4 +1,4 @@
-"""The balance loss of experts against transformers' own."""
+"""The balance loss of experts equals transformers' own."""
 
 import sys
 from collections.abc import Callable
@@ -99,7 +99,8 @@ def test_loss_and_gradient_of_one_row_are_transformers_own(folders: dict, name: 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_row_of_several_sequences_has_the_balance_of_them_all(folders: dict, name: str) -> None:
-    """Packed, and one by one: transformers' loss of the routers' logits that it computes for each alone."""
+    """Packed or one by one, it is transformers' loss of the router logits that it computes for each sequence
+    alone."""
     samples = [sample(length, seed=length) for length in (20, 3, 9)]
     row, found = PackedRow.of(samples), []
     for packed in (True, False):
@@ -167,7 +168,8 @@ def test_reentrant_checkpointing_is_refused(capsys: pytest.CaptureFixture) -> No
 
 @dataclass(frozen=True)
 class WithReference:
-    """Asks a frozen model, and itself without a gradient, before it asks the model in training."""
+    """Objective that asks a frozen model, and its own model without a gradient, before it asks the model in
+    training."""
 
     reference: PolicyModel
 

@@ -1,4 +1,4 @@
-"""The average of weights against numbers worked by hand. Sharded weights are in tests/e2e."""
+"""The average of weights equals numbers worked by hand. Sharded weights are in tests/e2e."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def step(average: MovingAverage, param: nn.Parameter, value: list[float]) -> lis
 
 
 def test_each_step_moves_the_average_by_its_share() -> None:
-    """0.75 * (4, 8) + 0.25 * (8, 0) = (5, 6), then 0.75 * (5, 6) + 0.25 * (1, 2) = (4, 5)."""
+    """By hand: 0.75 * (4, 8) + 0.25 * (8, 0) = (5, 6), then 0.75 * (5, 6) + 0.25 * (1, 2) = (4, 5)."""
     average, (param,) = averaged(torch.tensor([4.0, 8.0]), beta=0.75)
     assert dict(average.in_full())["w0"].tolist() == [4, 8]
     assert step(average, param, [8, 0]) == [5, 6]
@@ -56,7 +56,7 @@ def test_frozen_weights_have_no_average() -> None:
 
 @pytest.mark.parametrize("dimension", ["data", "sequence"])
 def test_each_rank_averages_a_part_of_every_weight(dimension: str) -> None:
-    """Of five elements three and two, of one all and none; as ZeRO shards them, over all ranks."""
+    """Ranks have three and two of five elements, all and none of one; as ZeRO shards them, over all ranks."""
     named = [("w", nn.Parameter(torch.zeros(5))), ("b", nn.Parameter(torch.zeros(1)))]
     meshes = [ProcessMesh(**{dimension: 2}, rank=rank) for rank in range(2)]
     ranks = [MovingAverage(named, beta=0.5, mesh=mesh) for mesh in meshes]

@@ -130,14 +130,14 @@ async def step(state, action, label):
 
 @pytest.fixture(params=GENERATIONS.values(), ids=list(GENERATIONS))
 def retrying(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """Asks again until the answer is right."""
+    """Writes an environment that asks again until the answer is right."""
     path = tmp_path / "agent.py"
     path.write_text(IMPORTS + request.param)
     return path
 
 
 def test_one_stream_of_tokens(retrying: Path) -> None:
-    """What was sampled stands where it was sampled, feedback behind it without being trained on; a turn's
+    """Sampled tokens stand where they were sampled, feedback follows without being trained on; a turn's
     reward is its own."""
     assert check_agent_file(str(retrying), FLAG, limits=()) == ""
     found, engine = play(retrying, " 3", " 4", " 2", samples=1)
@@ -228,14 +228,15 @@ class AgentInstance(AgentInstanceBase):
 
 
 def test_steps_that_never_return_hold_up_no_other(tmp_path: Path) -> None:
-    """More of them than a pool of threads has. The others wait for one another, each in a thread."""
+    """There are more of them than a pool of threads has. The others wait for one another, each in a
+    thread."""
     (path := tmp_path / "agent.py").write_text(IMPORTS + HALF_OF_THEM_HANG + EXECUTOR)
     found, _ = play(path, " 3", samples=80, step_timeout=5.0)
     assert [t.outcome for t in found] == [Outcome.OK, Outcome.TIMED_OUT] * 40
 
 
 def test_a_rewritten_history_is_a_sequence_of_its_own(tmp_path: Path) -> None:
-    """Which shares the reward."""
+    """The new sequence shares the reward."""
     step = (
         "done = '2' in states['action_text']\n"
         "return {'rewards': 1.0 * done, 'observation': 'In short:', 'done': done}"
@@ -250,7 +251,7 @@ def test_a_rewritten_history_is_a_sequence_of_its_own(tmp_path: Path) -> None:
 
 
 def test_params_of_the_next_turns(tmp_path: Path) -> None:
-    """Those that a step returns; what the limits leave of them."""
+    """A step may return the next parameters; limits cut them."""
     step = (
         "params = states['sampling_params']\n"
         "params.top_p, params.max_tokens = 0.5, 7\n"
@@ -277,7 +278,8 @@ def test_limits_that_an_executor_would_not_keep_to(tmp_path: Path) -> None:
 
 
 def test_an_engine_of_0_8_is_asked_as_vllm_is(tmp_path: Path) -> None:
-    """`async for output in generate(prompt, params, request_id)`, and a dictionary in a queue."""
+    """The engine of 0.8 is called by `async for output in generate(prompt, params, request_id)`, with a
+    dictionary in a queue."""
     path = tmp_path / "agent.py"
     path.write_text(
         f"{IMPORTS}class AgentExecutor(AgentExecutorBase):\n"

@@ -1,4 +1,4 @@
-"""NeMo Gym's protocol against a small server that speaks it, the policy's answers by hand."""
+"""NeMo Gym's protocol against a small server that speaks it, with the policy's answers by hand."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from openrlhf.types import Outcome, Prompt, Trajectory
 def play(
     *answers, labels: list, processes: int = 1, max_len: int = 300, gym: Callable = NemoGym
 ) -> tuple[list[Trajectory], NemoGym, Engine]:
-    """An episode of each label, spread over executors that share the machine's port, as engines do."""
+    """Plays an episode of each label, spread over executors that share the machine's port, as engines do."""
 
     async def run() -> tuple[list[Trajectory], NemoGym, Engine]:
         port = free_port()
@@ -51,8 +51,8 @@ def add(stream: str) -> str:
 
 
 def test_prompt_and_answers_are_in_the_sample() -> None:
-    """The tokens, the mask and the log-probs of what the engine was asked and what it answered; NeMo Gym
-    hears the same."""
+    """The sample has the tokens, the mask and the log-probs of requests and answers; NeMo Gym receives the
+    same."""
     (t,), server, _ = play("9", "3", labels=[json.dumps(row(1))])
     assert t.outcome is Outcome.OK, t.error
     texts = [told("2 + 1 = ?"), f"9{END}", told("Wrong. Again!"), f"3{END}"]
@@ -65,7 +65,7 @@ def test_prompt_and_answers_are_in_the_sample() -> None:
 
 
 def test_episodes_of_several_engines_find_their_own() -> None:
-    """Whichever of the processes with the port a request reaches."""
+    """This holds whichever of the processes with the port a request reaches."""
     found, server, _ = play(add, labels=[row(i) for i in range(16)], processes=3)
     assert [t.reward for t in found] == [1] * 16, [t.error for t in found]
     for i, t in enumerate(found):
@@ -88,7 +88,7 @@ def test_no_room_is_the_agents_to_handle() -> None:
 
 
 class Forgetful(NemoGym):
-    """An agent that leaves the row's metadata out."""
+    """Agent that leaves the row's metadata out."""
 
     async def responses(self, params: dict) -> tuple[int, dict]:
         return await super().responses({**params, "metadata": {}})
@@ -100,7 +100,7 @@ class Failing(NemoGym):
 
 
 class Given(NemoGym):
-    """An agent that says how its episode failed."""
+    """Agent that says how its episode failed."""
 
     async def run(self, request):
         from aiohttp import web

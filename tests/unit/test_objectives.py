@@ -29,7 +29,7 @@ class TokenScores(NamedTuple):
 
 
 class Bigram(nn.Module):
-    """A policy that looks at the previous token only: a real gradient in microseconds."""
+    """Policy that looks at the previous token only: a real gradient in microseconds."""
 
     def __init__(self):
         super().__init__()
@@ -49,12 +49,12 @@ class Bigram(nn.Module):
 
 
 def fixed(log_probs, entropy=None):
-    """A policy with these log-probs, whatever it reads."""
+    """Returns a policy with these log-probs, whatever it reads."""
     return lambda row, temperature, with_entropy: TokenScores(log_probs, entropy)
 
 
 def row_of(counts, **fields) -> ExperienceRow:
-    """A row of sequences with these numbers of actions."""
+    """Returns a row of sequences with these numbers of actions."""
     samples = [
         Sample(token_ids=torch.ones(1 + n, dtype=torch.long), action_mask=torch.tensor([False] + [True] * n))
         for n in counts
@@ -65,9 +65,9 @@ def row_of(counts, **fields) -> ExperienceRow:
 
 
 def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]] | None = None) -> Batch:
-    """Sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`: more
-    feedback of each before its last action. What the policy reads right before an action stays, so a Bigram
-    gives every action the probability that it has without. Samplers are up to 4 updates behind."""
+    """Returns sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`:
+    more feedback of each before its last action. The token right before an action stays, so a Bigram gives
+    every action the probability that it has without gaps. Samplers are up to 4 updates behind."""
     samples, columns, staleness = [], [], []
     for i, num_actions in enumerate(counts):
         random = torch.Generator().manual_seed(seed + i)
@@ -185,8 +185,8 @@ def test_cispo_by_hand():
 
 
 def test_what_the_mean_is_over():
-    """Loss, KL and entropy by hand, over two sequences of 2 and 1 actions. The entropy that is reported is
-    always that of an action."""
+    """Loss, KL and entropy are computed by hand, over two sequences of 2 and 1 actions. The entropy that is
+    reported is always the mean over actions."""
     log_probs = torch.tensor([-1.0, -1.0, -1.0])
     batch = row_of(
         [2, 1],
@@ -230,7 +230,8 @@ def test_gspo_corrects_with_the_ratio_of_the_sequence():
 
 
 def ratios(*values):
-    """A policy of probability 1 whose sampler (or earlier self) it is these times as likely as."""
+    """Returns a policy of probability 1, whose actions its sampler (or earlier self) finds these times as
+    likely."""
     return -torch.log(torch.tensor(values))
 
 
@@ -269,8 +270,8 @@ def test_the_log_probs_of_the_policy_itself_are_kept_whatever_the_clip_counts_fr
 
 
 def test_staleness_weighs_the_loss_of_an_action_by_hand():
-    """Of five actions that earn 1, 2, 4, 8 and 16, chosen by weights 0, 1, 3, 4 and 0 updates old: 0.5^s, and
-    nothing beyond 3. All count in the divisor, and the KL is left alone."""
+    """Five actions that earn 1, 2, 4, 8 and 16, chosen by weights 0, 1, 3, 4 and 0 updates old, are weighted
+    by 0.5^s, and by 0 beyond 3. All count in the divisor, and the KL keeps its weight."""
     log_probs = torch.zeros(5, requires_grad=True)
     batch = row_of(
         [3, 2],
@@ -293,7 +294,8 @@ def test_staleness_weighs_the_loss_of_an_action_by_hand():
 
 
 def test_gspo_weighs_sequences_by_their_mean_staleness():
-    """Means 1 and 2, whose weights 0.5 and 0.25 every action of the sequence has; beyond 1 one is dropped."""
+    """The means are 1 and 2, whose weights 0.5 and 0.25 every action of the sequence has; a mean beyond 1
+    drops the sequence."""
     batch = row_of([2, 2], advantages=torch.tensor([1.0, 3, 1, 1]), staleness=torch.tensor([0, 2, 1, 3]))
     objective = PolicyObjective(loss_type="gspo", staleness_decay=0.5)
     loss, _ = objective(fixed(torch.zeros(4)), batch, LossNorm(4, 2))
@@ -344,7 +346,7 @@ def name_of(o: PolicyObjective) -> str:
 
 
 def run_on(objective, rows, norm):
-    """Gradients of a fresh policy and metrics, added up over the rows."""
+    """Returns the gradients of a fresh policy, and metrics, added up over the rows."""
     model, totals = Bigram(), {}
     for row in rows:
         loss, metrics = objective(model, row, norm)
@@ -354,7 +356,7 @@ def run_on(objective, rows, norm):
 
 
 def exactly(run):
-    """What `run_on` found, to compare to the bit."""
+    """Converts the result of `run_on` for a comparison to the bit."""
     gradients, totals = run
     return [gradient.tolist() for gradient in gradients], totals
 
@@ -367,7 +369,7 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
 def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_others(objective):
-    """To the bit: all three policies are the same, and nothing is stale."""
+    """The results are equal to the bit: all three policies are the same, and nothing is stale."""
     batch = ExperienceRow.of(replace(random_batch((3, 0, 5)), staleness=None))
     batch = replace(batch, old_log_probs=batch.rollout_log_probs)
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
@@ -406,8 +408,8 @@ def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
     data=st.data(),
 )
 def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, data):
-    """Not on rows, on the order of sequences, or on tokens that are no actions: shares and gradients add up
-    to those of one row that holds the whole step."""
+    """Rows, the order of sequences and other tokens have no influence: shares and gradients add up to those
+    of one row that holds the whole step."""
     counts = [n for row in layout for n in row]
     gaps = data.draw(st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=3), min_size=len(counts)))
     batch, moved = random_batch(counts, seed), random_batch(counts, seed, gaps)
@@ -428,7 +430,7 @@ def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, da
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=name_of)
 def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     """The policy before the update is the policy itself: rows without its log-probs have the same loss, the
-    same gradient and the same metrics, and what they are is kept."""
+    same gradient and the same metrics, and the log-probs are kept."""
     batch = ExperienceRow.of(random_batch((3, 0, 5)))
     norm = LossNorm(batch.num_tokens, batch.num_sequences)
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
@@ -494,7 +496,7 @@ def test_from_config():
 
 def test_from_config_leaves_out_what_is_off():
     objective = PolicyObjective.from_config(PPOConfig(), kl_coef=0.05)
-    assert objective.kl_coef == 0  # it is in the reward
+    assert objective.kl_coef == 0  # the KL is in the reward
     assert objective.correction is None
     assert objective.entropy_coef is None
     assert objective.aggregation is None

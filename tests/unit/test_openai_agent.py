@@ -34,7 +34,7 @@ WITH_TOOLS = (
     "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""With a line break behind every turn, which no policy samples."""
+"""Chat template with a line break behind every turn, which no policy samples."""
 
 
 def tokens(text: str) -> list[int]:
@@ -169,7 +169,7 @@ def test_streams() -> None:
 
 
 def test_tools() -> None:
-    """Calls are found by vLLM's parser, results stand behind what was sampled."""
+    """vLLM's parser finds the calls; results stand behind the sampled tokens."""
     call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     own = TOKENIZER.chat_template
 
@@ -219,7 +219,7 @@ def test_requests_that_cannot_be_answered(options: dict, error: type[Exception],
 
 
 def test_a_key_is_that_of_an_episode() -> None:
-    """Of one that runs. What an agent raises is its own error."""
+    """A key is valid while its episode runs. An error that an agent raises is its own."""
     kept: list[Session] = []
 
     async def agent(prompt, label, session):
@@ -264,7 +264,7 @@ def test_a_client_that_episodes_share_names_the_key_in_the_body() -> None:
 
 
 def test_sixteen_conversations_never_mix() -> None:
-    """Each hears its own history, whoever is slow."""
+    """Each conversation gets its own history, however slow the others are."""
     number = iter(range(1000))
 
     async def agent(prompt, label, session):
@@ -288,7 +288,7 @@ def test_sixteen_conversations_never_mix() -> None:
 
 
 def test_hundreds_that_knock_at_once_are_let_in() -> None:
-    """asyncio would keep 128 waiting, and turn the others away."""
+    """asyncio would keep 128 connections waiting, and turn the others away."""
 
     async def agent(prompt, label, session):
         await chat(session, [user(prompt)])

@@ -1,4 +1,4 @@
-"""What an optimizer is told of each parameter, and on how many threads it works beside a GPU."""
+"""Settings of an optimizer for each parameter, and its number of threads beside a GPU."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ DECAYED = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_decays(name, sharded):
     module = RowModel(hf.AutoModelForCausalLM.from_config(CONFIGS[name]))
-    if sharded:  # as ZeRO-3 leaves them
+    if sharded:  # the shape that ZeRO-3 leaves
         for parameter in module.parameters():
             parameter.ds_shape, parameter.data = parameter.shape, torch.empty(0)
     optim = OptimConfig(adam=AdamConfig(weight_decay=0.1))
@@ -49,8 +49,8 @@ def test_what_decays(name, sharded):
 @pytest.mark.parametrize(
     ("environment", "threads"),
     [
-        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun's and Ray's
-        ({}, 16),  # alone, with what GPUs there are
+        ({"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, 8),  # torchrun and Ray set these
+        ({}, 16),  # one rank for each GPU of the machine
         ({"OMP_NUM_THREADS": "5", "LOCAL_WORLD_SIZE": "8"}, None),
         ({"LOCAL_WORLD_SIZE": "100"}, 1),
     ],
@@ -72,7 +72,7 @@ def test_optimizer_steps_on_the_cpu_have_a_share_of_its_cores(
 
 
 def test_ranks_of_a_node_are_as_many_as_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray lets each see its own alone."""
+    """Ray lets each rank see only its own GPU."""
     nodes = [{"NodeID": "a", "Resources": {"CPU": 8.0}}, {"NodeID": "b", "Resources": {"GPU": 4.0}}]
     context = SimpleNamespace(get_node_id=lambda: "b")
     monkeypatch.setattr(actors.ray, "nodes", lambda: nodes)

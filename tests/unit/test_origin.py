@@ -1,4 +1,4 @@
-"""Which other run may go on with a checkpoint."""
+"""Changes of a run that may resume from a checkpoint, and changes that may not."""
 
 import json
 from dataclasses import replace
@@ -117,7 +117,7 @@ def test_no_secret_is_kept():
 
 
 def test_a_changed_reward_or_agent_is_remarked_upon():
-    """Wherever its file lies, and however it is named."""
+    """The location and name of its file do not matter."""
     name, why = "--train.agent_func_path", "cannot be compared where the agent is another one"
     before = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="agent.py")
     moved = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="/x/agent.py:AgentExecutor")

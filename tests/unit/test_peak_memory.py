@@ -1,4 +1,4 @@
-"""The most memory of each phase, by the kernel's own figures, and by CUDA's as it would say them."""
+"""Peak memory of each phase, by the kernel's own figures, and by CUDA's as it would report them."""
 
 import mmap
 from types import SimpleNamespace
@@ -12,15 +12,15 @@ MIB = 2**20
 
 
 def hold(size: int) -> None:
-    """So many bytes for a moment, of pages that nobody had before: memory that was freed may still count."""
+    """Holds this many bytes for a moment, in fresh pages: memory that was freed may still count."""
     with mmap.mmap(-1, size) as pages:
         for start in range(0, size, mmap.PAGESIZE):
             pages[start] = 1
 
 
 def test_a_phase_needs_what_it_held_at_a_time() -> None:
-    """64 MiB twice, one after the other; a later phase has nothing of it. The kernel counts pages in batches,
-    and 8 MiB are the interpreter's."""
+    """64 MiB are held twice, one after the other; a later phase has nothing of it. The kernel counts pages in
+    batches, and 8 MiB are the interpreter's."""
     memory = PeakMemory()
     with memory.during("small"):
         pass
@@ -47,7 +47,7 @@ def test_a_phase_that_comes_again_has_the_larger_peak() -> None:
 
 
 def test_on_a_gpu_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 80 bytes 30 are free; this process holds 20 and has held 35, so that 30 are of others."""
+    """30 of 80 bytes are free; this process holds 20 and has held 35, so that 30 are of others."""
     started = []
     cuda = SimpleNamespace(
         reset_peak_memory_stats=lambda: started.append(True),

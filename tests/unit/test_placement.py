@@ -32,7 +32,7 @@ def test_what_could_not_be_started_is_not_waited_for():
 
 
 def test_ray_leaves_the_devices_of_every_vendor_that_it_knows_alone():
-    """All variables of this kind that stand in its source."""
+    """The variables are all those of this kind in Ray's source."""
     texts = [path.read_text() for path in Path(accelerators.__path__[0]).glob("*.py")]
     known = {name for text in texts for name in re.findall(r"RAY_EXPERIMENTAL_NOSET_\w+", text)}
     assert hands_off() == dict.fromkeys(known, "1")

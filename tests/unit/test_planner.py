@@ -1,4 +1,5 @@
-"""`--placement auto`: on any cluster everything has its place; nothing is torn or idles without reason."""
+"""`--placement auto`: on any cluster everything has its place; nothing is torn apart or idles without
+reason."""
 
 import math
 import re
@@ -28,7 +29,7 @@ CLUSTERS = st.one_of(
 
 @st.composite
 def runs(draw: st.DrawFn) -> PPOConfig:
-    """Any models, sampling at its own time or while models train, engines of any size."""
+    """Draws any models, sampling at its own time or while models train, engines of any size."""
     samples = draw(st.sampled_from([1, 12, 64, 128, 1000]))
     return with_values(
         PPOConfig(placement="auto"),
@@ -53,7 +54,7 @@ def planned(config: PPOConfig, nodes: Nodes, explicit: tuple[str, ...] = ()) -> 
 
 
 def actor_suits(config: PPOConfig, nodes: Nodes, count: int) -> bool:
-    """The run would fit with so many GPUs of the actor, and engines on the same."""
+    """Says whether the run would fit with so many GPUs of the actor, and engines on the same."""
     size, whole = config.vllm.num_gpus, with_values(config, {"train.colocate_all": True})
     whole = with_values(whole, {"actor.num_nodes": 1, "actor.num_gpus_per_node": count})
     share = config.ds.ring_attn_size * config.ds.tensor_parallel_size
@@ -150,7 +151,7 @@ def test_the_same_command_on_other_clusters(gpus: list[int], is_async: bool, fla
     ],
 )
 def test_what_somebody_set_stays(said: dict[str, Any], flags: dict[str, Any]) -> None:
-    """On 8 GPUs; the rest is chosen around it."""
+    """The cluster has 8 GPUs; the rest is chosen around the user's value."""
     config = with_values(PPOConfig(placement="auto"), said)
     chosen = suitable_flags(config, said, described([8]))
     assert not chosen.keys() & said.keys()
@@ -164,7 +165,7 @@ def test_what_somebody_set_stays(said: dict[str, Any], flags: dict[str, Any]) ->
 
 
 def test_engines_are_as_large_as_their_weights() -> None:
-    """Of 80 bytes 40 are for weights."""
+    """40 of 80 bytes are for weights."""
     assert [least_tensor_parallel_size(n, 80) for n in (1, 40, 41, 80, 81, 400)] == [1, 1, 2, 2, 4, 16]
     chosen = suitable_flags(PPOConfig(placement="auto"), (), described([8]), 4)
     assert chosen["vllm.tensor_parallel_size"] == 4
@@ -172,7 +173,7 @@ def test_engines_are_as_large_as_their_weights() -> None:
 
 
 def test_placement_learns_nothing() -> None:
-    """What is chosen may be another on the cluster that a run resumes on."""
+    """A run may resume on another cluster, so every flag of placement may change between checkpoints."""
     for gpus, is_async in [([0], False), ([1], False), ([4], True), ([8, 8], False)]:
         config = with_values(PPOConfig(placement="auto"), {"train.async_enable": is_async})
         for key in suitable_flags(config, (), described(gpus), 2):
@@ -193,7 +194,7 @@ def test_what_is_chosen_is_shown_as_flags_that_choose_the_same(capsys: pytest.Ca
 
 
 def test_gpus_without_work_are_told(capsys: pytest.CaptureFixture) -> None:
-    """12 GPUs, and a batch that divides among 8."""
+    """There are 12 GPUs, and a batch that divides among 8."""
     group = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2"
     flags = f"{group} --placement auto --print_plan 1x8 1x4"
     idle = "note: --placement auto: 4 of 12 GPUs stay idle\n"

@@ -33,7 +33,7 @@ def run(): pass
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An installed package `house`, with a reward and an agent that it registers."""
+    """Installs a package `house` with a reward and an agent that it registers."""
     folder = tmp_path / "site" / "house"
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
@@ -69,7 +69,7 @@ def test_a_reward_function_has_any_name_in_a_file(tmp_path: Path, monkeypatch: p
 
 
 def test_a_reward_function_of_a_module_and_one_that_is_registered(package: Path) -> None:
-    """In the processes that call it the module is imported by its name."""
+    """The processes that call it import the module by its name."""
     for name in ("house.rewards:judge", "judge"):
         config = parse(PPO, [*FLAGS.split(), REWARD, name]).config
         assert config.reward_function == "house.rewards:judge"

@@ -1,4 +1,4 @@
-"""Packed rows against transformers' own forward of one sequence at a time."""
+"""Packed rows equal transformers' own forward of one sequence at a time."""
 
 import copy
 from pathlib import Path
@@ -33,9 +33,9 @@ SHAPE = {
     "pad_token_id": 0,
 }
 ROUNDING = 3 * 32 * 2**-24 * 32 * 0.3 / 0.6
-"""1e-4: a logit is a sum of H products of hidden states (of norm sqrt(H)) and weights (of norm 0.3 sqrt(H)),
-which in float32 errs by up to H 2^-24 |a| |b|, over the temperature; and likewise what comes from two layers.
-A mistake is a hundred times as large (`test_the_reference_sees_what_could_go_wrong`)."""
+"""Tolerance of 1e-4: a logit is a sum of H products of hidden states (of norm sqrt(H)) and weights (of norm
+0.3 sqrt(H)), which in float32 errs by up to H 2^-24 |a| |b|, over the temperature; two layers err likewise. A
+mistake is a hundred times as large (`test_the_reference_sees_what_could_go_wrong`)."""
 NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
 CAPPED = {"sliding_window": 8, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0}
 MODELS = {
@@ -59,7 +59,7 @@ RIGHT = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder with random weights for each model."""
+    """Writes a folder with random weights for each model."""
     made = {}
     for i, (name, config) in enumerate(MODELS.items()):
         torch.manual_seed(i)
@@ -93,7 +93,7 @@ def samples() -> list[Sample]:
 
 
 def one_by_one(model: hf.PreTrainedModel, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy of all actions, from transformers' logits of each sequence alone."""
+    """Returns log-probs and entropy of all actions, from transformers' logits of each sequence alone."""
     log_probs, entropies = [], []
     for sample in samples:
         logits = model(sample.token_ids[None], use_cache=False).logits[0] / temperature
@@ -117,7 +117,7 @@ def test_packed_equals_one_by_one(folders, samples, name, attention):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_judges_do_not_round_their_logits(folders, samples, name):
-    """In half precision the logits of a judge are those of its head in float64, but for float32 sums."""
+    """In half precision the logits of a judge are those of its head in float64, up to float32 sums."""
     model = load_causal_lm(str(folders[name]), flag="--model", dtype="bf16", attention="auto")
     judge, read = ProcessRewardModel(model), []
     model.get_output_embeddings().register_forward_pre_hook(lambda head, args: read.append(args[0]))
@@ -195,7 +195,7 @@ def test_a_row_without_actions_gives_zero_gradients_everywhere(folders, attentio
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_model_stays_what_it_was(folders, samples, name, tmp_path):
-    """Parameters keep their names, and what is saved is a plain model for everybody else."""
+    """Parameters keep their names, and the saved model is a plain one for other programs."""
     policy, plain = policy_of(folders[name]), plain_model(folders[name])
     assert [n for n, _ in policy.model.named_parameters()] == [n for n, _ in plain.named_parameters()]
     policy.model.save_pretrained(tmp_path)

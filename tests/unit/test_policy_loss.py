@@ -12,7 +12,7 @@ COUNTS = torch.tensor([2, 0, 1])
 
 
 def clipped(ratio, advantages, **bounds):
-    """PPO's surrogate, which does not look at the log-probs themselves."""
+    """Computes PPO's surrogate, which does not look at the log-probs themselves."""
     log_ratio = torch.tensor(ratio).log()
     return PPO()(row_view(torch.zeros(len(ratio)), log_ratio, torch.tensor(advantages), **bounds))
 

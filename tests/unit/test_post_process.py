@@ -55,7 +55,7 @@ def test_braces_of_an_input_stay_as_they_are():
 
 
 def test_z_scores_are_taken_over_all_rows():
-    """Mean 2, population deviation sqrt((1 + 1 + 0 + 0) / 4)."""
+    """The mean is 2, the population deviation sqrt((1 + 1 + 0 + 0) / 4)."""
     rows = write_rewards([row("a", "", r) for r in (1, 3, 2, 2)], "{input}{reward}", normalize=True)
     assert [r["input"] for r in rows] == ["a-1.41", "a1.41", "a0.00", "a0.00"]
     assert [r["reward"] for r in rows] == pytest.approx([-(2**0.5), 2**0.5, 0, 0])

@@ -1,4 +1,4 @@
-"""The controller with groups that answer at once and remember what they were asked."""
+"""The controller with groups that answer at once and remember their requests."""
 
 import copy
 import re
@@ -51,8 +51,8 @@ class Done:
 
 
 class Rollout:
-    """`reward(prompt, sample_index)` gives the reward, or None where it failed; `score(prompt, version)` is
-    what the policy gets in evaluation. What was asked for last finishes first."""
+    """Rollout that finishes the latest request first. `reward(prompt, sample_index)` gives the reward, or
+    None if the sample failed; `score(prompt, version)` is the policy's score in evaluation."""
 
     def __init__(
         self, calls: list, reward=lambda prompt, i: float(i), score=lambda prompt, version: 0.5
@@ -187,7 +187,7 @@ def trainer_of(
 
 
 def fit(trainer: PPOTrainer) -> None:
-    """To the end, and until the journal is written."""
+    """Trains to the end, and until the journal is written."""
     trainer.fit()
     trainer.observer.journal.close()
 
@@ -238,7 +238,7 @@ def test_what_a_run_writes(tmp_path):
 
 
 def test_what_the_policy_learns_from(tmp_path):
-    """Rewards 0 and 1 of each prompt under RLOO, and a KL of 0.5 on every action with coefficient 0.1."""
+    """Each prompt has rewards 0 and 1 under RLOO, and a KL of 0.5 on every action with coefficient 0.1."""
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
     fit(trainer)
     ((batch, schedule, kl_coef),) = trainer.policy.updates
@@ -254,7 +254,7 @@ def test_what_the_policy_learns_from(tmp_path):
 
 
 def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
-    """Where a step is one optimizer step without KL in its reward: nothing asks for them before."""
+    """A step is one optimizer step without KL in its reward: no log-probs are asked for before."""
     config = config_of(tmp_path)
     config = replace(
         config, algo=replace(config.algo, kl=KLConfig(init_coef=0.1, use_loss=True, estimator="k2"))
@@ -272,8 +272,8 @@ def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
 
 @pytest.mark.parametrize("train_batch", [4, 2])
 def test_a_clip_that_counts_from_the_sampler_asks_for_no_log_probs(tmp_path, train_batch):
-    """However many optimizer steps a step makes. The first one tells them of its samples, before it changes
-    the policy."""
+    """This holds however many optimizer steps a step makes. The first one reports the log-probs of its
+    samples, before it changes the policy."""
     config = config_of(tmp_path)
     advantage = replace(config.algo.advantage, proximal_policy="rollout")
     config = replace(
@@ -345,7 +345,7 @@ def test_failed_samples_are_dropped_and_counted(tmp_path):
     metrics = metrics_of(tmp_path)[1]
     assert metrics["rollout/failed_ratio"] == 0.5
     assert metrics["rollout/reward_error_count"] == 2
-    assert metrics["rollout/reward_mean"] == 1  # of those that have one
+    assert metrics["rollout/reward_mean"] == 1  # the mean over samples with a reward
     assert metrics["rollout/num_samples"] == 4
     journal = read_journal(journal_steps(tmp_path / "run" / "rollouts")[1])
     assert [t.outcome for t in journal] == [Outcome.OK, Outcome.REWARD_ERROR] * 2
@@ -369,7 +369,7 @@ def test_too_many_failures_stop_the_run(tmp_path, ratio):
 
 
 def test_a_failure_that_ends_the_run(tmp_path):
-    """A single one, and only of its kind. What was sampled is in the journal."""
+    """A single failure ends the run, and only one of its kind. The journal has the samples."""
     config = config_of(tmp_path)
     failing = lambda p, i: None if (p.prompt_id, i) == (0, 1) else 1.0
 
@@ -428,7 +428,7 @@ def test_the_critic_warms_up_alone(tmp_path):
     fit(trainer)
     updates = [call for call in trainer.policy.calls if call.startswith("update")]
     assert updates == ["update critic 4", "update critic 4", "update critic 4", "update policy 4"]
-    assert len(trainer.policy.updates) == 1  # nothing of the warm-up was kept for it
+    assert len(trainer.policy.updates) == 1  # the warm-up kept no batch for it
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -463,7 +463,7 @@ def test_weights_that_the_warm_up_leaves_alone_keep_their_version(tmp_path, ahea
 
 
 def sample_when_asked(rollout: Rollout) -> None:
-    """With the weights of then, also where the answer is taken after a sync."""
+    """Samples with the weights of the request's time, also where the answer is taken after a sync."""
     submit, sampled, versions = rollout.submit, rollout.sampled, {}
 
     def submitted(prompts: Sequence[Prompt], purpose: Purpose) -> None:
@@ -531,7 +531,7 @@ def test_a_resumed_run_continues(tmp_path):
     assert second.policy.calls[:2] == ["resume policy global_step2", "sync 2"]
     assert [c for c in second.policy.calls if c.startswith("generate")] == generated[2:]
     told, told_whole = ([update[1:] for update in run.policy.updates] for run in (second, whole))
-    assert told == told_whole[2:]  # in which order, and the coefficient of the KL
+    assert told == told_whole[2:]  # the order of samples, and the coefficient of the KL
     assert len({kl for _, kl in told_whole}) == 5  # the controller moves the coefficient
     assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
 
@@ -563,7 +563,7 @@ SETS = [Prompt(prompt_id=i, text="the same text", source=source) for i, source i
     [("", 0.9), ("math_pass1", 0.6), ("eval/math_pass2", 0.6), ("math_best_of2", 0.6), ("code_pass1", 0.9)],
 )
 def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
-    """Left empty, it is the alphabetically first, whatever the others do; where all of its samples failed,
+    """An empty key means the alphabetically first set, whatever the others do; if all of its samples failed,
     there is nothing to compare."""
     scores = {"code": {0: 0.3, 2: None, 4: 0.9, 6: 0.1}, "math": {0: 0.2, 2: 0.6, 4: None, 6: 0.5}}
     config = config_of(tmp_path, save_steps=3, best_metric_key=key)
@@ -676,7 +676,7 @@ def test_what_filtering_leaves_out_can_be_looked_at(tmp_path):
 
 
 def test_evaluation_has_the_order_of_its_prompts(tmp_path):
-    """However their samples arrive."""
+    """The order in which samples arrive does not matter."""
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=1)
     fit(trainer)
     journal = read_journal(journal_steps(tmp_path / "run" / "rollouts", "eval")[0])

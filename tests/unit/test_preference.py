@@ -289,7 +289,7 @@ def test_a_bad_row_is_named_or_skipped(case, score_last_token):
 
 @pytest.mark.parametrize("header", ["<|assistant|><think>", "<|Assistant|>"])
 def test_a_template_that_shows_another_header_than_it_asks_for_can_only_be_scored(header):
-    """Such as one that opens a thought, which the finished conversation does not show."""
+    """Such a template opens a thought, for example, which the finished conversation does not show."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("%}<|assistant|>", "%}" + header)
     with pytest.raises(

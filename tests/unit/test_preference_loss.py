@@ -130,7 +130,7 @@ def test_kto_rewards_likely_good_and_unlikely_bad_answers(a, b, beta, kl):
 
 
 def test_kto_gradients():
-    """d / d log_ratio = -w_D beta s (1 - s) of a good and w_U beta s (1 - s) of a bad answer."""
+    """d / d log_ratio is -w_D beta s (1 - s) of a good answer and w_U beta s (1 - s) of a bad one."""
     log_ratio = doubles(0.7, 0.7).requires_grad_()
     desirable = torch.tensor([True, False])
     losses = kto_loss(log_ratio, desirable, 0.2, beta=0.4, desirable_weight=1.5, undesirable_weight=0.5)

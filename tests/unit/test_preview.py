@@ -33,7 +33,7 @@ def tokenizer():
 
 
 def sample(tokenizer, *texts):
-    """Texts that are in turn only read and learned."""
+    """Returns a sample of texts that are in turn only read and learned."""
     pieces = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     learned = [i % 2 == 1 for i, ids in enumerate(pieces) for _ in ids]
     return Sample(token_ids=torch.tensor([*chain.from_iterable(pieces)]), action_mask=torch.tensor(learned))
@@ -205,7 +205,7 @@ def test_the_histogram_has_every_length_in_one_bin():
 
 
 class Items(list):
-    """A dataset."""
+    """Dataset of a list."""
 
     @property
     def lengths(self):
@@ -236,7 +236,7 @@ LONG = {
 
 @pytest.mark.parametrize("name", LONG)
 def test_rows_that_max_len_cuts_are_told_also_from_the_cache(tmp_path, model, capsys, caplog, name):
-    """With the value that is named no row is cut or dropped for its length."""
+    """With the suggested value no row is cut or dropped for its length."""
     flags, long = LONG[name]
     short = {"input": "1+1", "output": "2", "chosen": "2", "rejected": "3", "label": True}
     if name == "prm":

@@ -28,7 +28,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Clock:
-    """Stands still until it is told to move."""
+    """Clock that stands still until it is told to move."""
 
     def __init__(self):
         self.time = 1000.0
@@ -37,7 +37,7 @@ class Clock:
         return self.time
 
     def passing(self, count, seconds):
-        """0, 1, ... each of which takes this long."""
+        """Yields 0, 1, ..., with this many seconds before each."""
         for i in range(count):
             self.time += seconds
             yield i
@@ -49,7 +49,7 @@ class Terminal(io.StringIO):
 
 
 def lines_of(stream):
-    """Without the time of day."""
+    """Returns the lines without the time of day."""
     return [line.partition(" ")[2] for line in stream.getvalue().splitlines()]
 
 
@@ -140,7 +140,8 @@ def test_a_log_file_has_one_line_per_slow_step():
 
 
 def test_quick_steps_share_a_line_of_their_means():
-    """A step a second: a line for the first, one for every 5 steps, and one for those left at the end."""
+    """With a step a second there is a line for the first, one for every 5 steps, and one for those left at
+    the end."""
     stream, clock = io.StringIO(), Clock()
     with Progress(stream=stream, now=clock) as progress:
         progress.start(13)
@@ -149,8 +150,8 @@ def test_quick_steps_share_a_line_of_their_means():
             assert progress.step(step, metrics)["timing/step_total"] == 1.0
     assert lines_of(stream) == [
         "step 1/13  loss 1  grad_norm 10  total 1.0s  eta 12s",
-        "step 6/13 (5 steps)  loss 4  grad_norm 40  total 1.0s  eta 7.0s",  # of 3 and 5
-        "step 11/13 (5 steps)  loss 9  grad_norm 90  total 1.0s  eta 2.0s",  # of 7, 9 and 11
+        "step 6/13 (5 steps)  loss 4  grad_norm 40  total 1.0s  eta 7.0s",  # the means of 3 and 5
+        "step 11/13 (5 steps)  loss 9  grad_norm 90  total 1.0s  eta 2.0s",  # the means of 7, 9 and 11
         "step 13/13 (2 steps)  loss 12.5  grad_norm 130  total 1.0s",
     ]
 
@@ -212,7 +213,7 @@ def test_a_silent_step_says_that_it_is_under_way():
         time.sleep(0.15)
         progress.step(2, {})
         time.sleep(0.15)
-    begun, finished = lines_of(stream)  # and nothing after the last step
+    begun, finished = lines_of(stream)  # nothing follows the last step
     assert re.fullmatch(r"  step 2 1\d\dms", begun) and finished.startswith("step 2/2  total")
 
 
@@ -340,7 +341,7 @@ def test_output_to_a_pipe_is_plain_whatever_the_environment_wants(monkeypatch):
 
 
 def show_a_run(stream, seen=lambda: "128/256"):
-    """Three steps. The first waits until the screen that `seen()` returns has been refreshed."""
+    """Shows three steps. The first waits until the screen that `seen()` returns has been refreshed."""
     with Progress(stream=stream) as progress:
         progress.start(3)
         for step in range(1, 4):
@@ -354,7 +355,8 @@ def show_a_run(stream, seen=lambda: "128/256"):
 
 
 def on_a_terminal(show) -> str:
-    """What `show(stream, seen)` writes when the stream is a terminal; `seen()` is what it wrote so far."""
+    """Returns the output of `show(stream, seen)` when the stream is a terminal; `seen()` is what it wrote so
+    far."""
     master, slave = pty.openpty()
     tty.setraw(slave)
     chunks = []
@@ -424,7 +426,7 @@ def test_an_error_of_a_loop_passes():
 
 @pytest.fixture
 def durations(tmp_path, monkeypatch):
-    """Where they are kept. Waits speak after 0.05 seconds and then every 0.1."""
+    """Returns the file with durations. Waits speak after 0.05 seconds and then every 0.1."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "WAIT_PATIENCE", 0.05)
     monkeypatch.setattr(progress_module, "LINE_EVERY", 0.1)

@@ -1,4 +1,4 @@
-"""What libraries say that says nothing stays off the screen, in whatever order a process imports."""
+"""Meaningless output of libraries stays off the screen, in whatever order a process imports."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ assert not {"torch", "transformers", "ray"} & set(sys.modules)
 
 
 def test_bars_and_the_remark_on_triton_are_off_before_any_library_is_imported() -> None:
-    """As in a worker of a cluster that somebody else has started, which gets no variables from the driver."""
+    """A worker of a cluster that somebody else has started gets no variables from the driver."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_HUB_")}
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
     assert (done.returncode, done.stderr) == (0, "an error\n")

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym as prompts, and their verifier as the reward; the real package."""
+"""Problems of reasoning-gym as prompts, and their verifier as the reward, with the real package."""
 
 import asyncio
 import json
@@ -140,7 +140,7 @@ json.dump({name: [row["label"] for row in made] for name, made in rows.items()},
 
 
 def test_other_processes_make_the_same_problems(monkeypatch):
-    """Not of the datasets that are refused for it."""
+    """Datasets that fail this are refused and not tested here."""
     names = ["leg_counting", "chain_sum", "basic_arithmetic", "word_ladder", "countdown"]
     unsteady = ["isomorphic_strings", "polynomial_multiplication", "ransom_note"]
     assert set(unsteady) <= set(NOT_REPEATABLE)

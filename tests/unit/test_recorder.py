@@ -1,4 +1,4 @@
-"""What an episode's engine passes on, and what it remembers."""
+"""The engine of an episode: what it passes on, and what it records."""
 
 import asyncio
 import copy
@@ -28,7 +28,7 @@ def recording(engine) -> RecordingEngine:
 
 
 def asked_with(**changes: Any) -> VLLMParams:
-    """An executor's own."""
+    """Returns the sampling parameters of an executor, with some changes."""
     return VLLMParams(**{"temperature": 0.7, **changes})
 
 
@@ -43,7 +43,7 @@ def test_a_turn_is_what_was_asked_and_answered() -> None:
     assert (turn.finish_reason, turn.seed) == ("stop", seed_at(*ADDRESS))
     dtypes = turn.prompt_ids.dtype, turn.action_ids.dtype, turn.log_probs.dtype, turn.weight_versions.dtype
     assert dtypes == (np.int32, np.int32, np.float32, np.int32)
-    # as users' executors read it
+    # users' executors read them in this form
     answer = output.outputs[0]
     assert [answer.logprobs[i][token].logprob for i, token in enumerate(answer.token_ids)] == [
         -0.5,
@@ -97,7 +97,7 @@ CHANGES_WHAT_IS_RECORDED = {"logprob_token_ids": [5], "routed_experts_prompt_sta
 
 @pytest.mark.parametrize(("name", "value"), {**CHANGES_WHAT_IS_SAMPLED, **CHANGES_WHAT_IS_RECORDED}.items())
 def test_an_executor_cannot_sample_from_another_distribution(name: str, value: Any) -> None:
-    """In parameters of its own, and in those that it was handed."""
+    """This holds for parameters of the executor's own, and for those that it was handed."""
     fake, handed = Engine([5]), copy.copy(GIVEN)
     setattr(handed, name, value)
     for params in (asked_with(**{name: value}), handed):
@@ -108,7 +108,7 @@ def test_an_executor_cannot_sample_from_another_distribution(name: str, value: A
 
 
 def test_what_an_executor_may_change() -> None:
-    """Also to a value that means the same: no field is used that is None, 0 or empty."""
+    """A value that means the same is allowed too: no field is used that is None, 0 or empty."""
     fake = Engine([5])
     other = {"top_p": 1.0, "top_k": 4, "min_p": 0.1, "max_tokens": 9, "stop": ["x"], "n": 2}
     params = asked_with(**other)
@@ -125,7 +125,7 @@ def test_every_field_of_vllm_is_known() -> None:
 
 
 def test_our_parameters_have_vllms_names_and_reach_vllm() -> None:
-    """Also options of vLLM alone, of a user's own record, and attributes that a user sets."""
+    """Options of vLLM alone, of a user's own record, and attributes that a user sets arrive too."""
     fields = set(vars(SamplingParams())) - {"max_kept_tokens"}
     assert fields < set(VLLMParams.__struct_fields__)
     fake = Engine([5])
@@ -145,7 +145,7 @@ def test_stop_tokens_of_a_request_stay() -> None:
 
 
 def test_several_answers_to_one_request() -> None:
-    """Each is a turn; vLLM adds an answer's number to the seed."""
+    """Each answer is a turn; vLLM adds an answer's number to the seed."""
     engine = recording(Engine([5]))
     asyncio.run(engine.generate([1], asked_with(n=2)))
     assert [turn.seed - seed_at(*ADDRESS) for turn in engine.turns] == [0, 1]
@@ -215,7 +215,7 @@ def test_an_answer_that_was_given_up_before_its_first_token() -> None:
 
 
 class Expanding(Engine):
-    """Reads two tokens for each image, and remembers the pictures."""
+    """Engine that reads two tokens for each image, and remembers the pictures."""
 
     async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
         self.pictures = (multi_modal_data or {}).get("image", [])
@@ -227,7 +227,8 @@ PATCH = 90
 
 
 def test_images_are_recorded_with_all_their_tokens() -> None:
-    """The prompt's is the file that it came from; of one that an executor made, a file with its pixels."""
+    """The prompt's image is the file that it came from; an image that an executor made is a file with its
+    pixels."""
     image = encoded(PILImage.new("RGB", (4, 3), "red"))
     picture, own = decoded(image.data), PILImage.new("L", (2, 2), 7)
     fake = Expanding([5])

@@ -32,7 +32,7 @@ def test_segments():
 def test_means_by_hand():
     # (1 + 3 + 10 + 2 + 4 + 6) / 6
     assert token_mean(LOSS, NORM).item() == pytest.approx(26 / 6)
-    # (2 + 10 + 4) / 3: the sequence without actions is in neither part of the fraction
+    # (2 + 10 + 4) / 3: the sequence without actions is in neither numerator nor denominator
     assert sample_mean(LOSS, COUNTS, NORM).item() == pytest.approx(16 / 3)
     # 26 / (3 sequences * 20 tokens)
     assert constant_length_mean(LOSS, NORM, 20).item() == pytest.approx(26 / 60)

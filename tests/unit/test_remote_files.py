@@ -1,4 +1,4 @@
-"""Datasets at URLs: fetched once, read as files of this machine."""
+"""Datasets at URLs are fetched once and read as files of this machine."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def load(spec, **options):
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """The folder that files are fetched to, and no waits between tries."""
+    """Returns the folder that files are fetched to; tries follow each other without waits."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(remote, "WAITS", (0.0, 0.0))
     look_again()
@@ -36,13 +36,13 @@ def cache(tmp_path, monkeypatch):
 
 
 def look_again():
-    """What a process looks up it looks up once."""
+    """Makes the process look URLs up again, which it does only once."""
     remote._listing.cache_clear()
 
 
 @pytest.fixture
 def bucket():
-    """A store of objects, as S3 is one."""
+    """Starts a store of objects with the interface of S3."""
     files = fsspec.filesystem("memory")
     yield lambda path, data: files.pipe_file(path, data)
     files.store.clear()
@@ -50,7 +50,7 @@ def bucket():
 
 
 class Site:
-    """A web server with one file."""
+    """Web server with one file."""
 
     def __init__(self):
         self.data, self.etag = lines(ROWS), '"1"'
@@ -132,7 +132,7 @@ def test_a_file_that_changed_is_fetched_anew_and_readers_of_the_old_one_go_on(si
 
 
 def test_a_server_that_fails_is_asked_again(site, capsys):
-    site.failures = 3  # both ways to look the file up, and one to look it up again
+    site.failures = 3  # both ways to look the file up fail, and one to look it up again
     assert list(load(site.url)) == ROWS
     assert f"{FLAG} {site.url}: the server says 503" in capsys.readouterr().err
 

@@ -22,7 +22,7 @@ from openrlhf.training.collect import check_failures
 from openrlhf.types import Outcome, Prompt, Trajectory
 
 Answer = Callable[[dict, int], Awaitable[web.Response]]
-"""(what is asked, which request this is) -> what is answered."""
+"""Function (request's content, request's number) -> response."""
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def lengths(asked: dict) -> list[int]:
 
 
 async def well(asked: dict, number: int) -> web.Response:
-    """The reward of a text is its length."""
+    """Returns the length of a text as its reward."""
     rewards = lengths(asked)
     return web.json_response({"rewards": rewards, "scores": rewards, "extra_logs": {}})
 
@@ -55,11 +55,11 @@ def first(times: int, then: Answer, before: Answer) -> Answer:
 
 
 class Died(Exception):
-    """The process of a server died before it answered."""
+    """Raised if the process of a server died before it answered."""
 
 
 class DiedHalfway(Died):
-    """It died while it answered."""
+    """Raised if the process of a server died while it answered."""
 
 
 @dataclass
@@ -107,7 +107,7 @@ async def serving(*servers: Server):
 
 
 def ask(queries: list[str], *servers: Server, label: object = "", urls: tuple = (), **options) -> list:
-    """Rewards of texts that finish together, or the errors in their place."""
+    """Returns the rewards of texts that finish together, or the errors in their place."""
 
     async def run() -> list:
         async with serving(*servers):
@@ -250,7 +250,7 @@ def test_the_longest_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     growing = [0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
     assert asyncio.run(bounds(1, 8)) == growing
-    assert asyncio.run(bounds(3, 6)) == [0.0, 0.0, 0.5, 0.0, 0.0, 1.0]  # others come first
+    assert asyncio.run(bounds(3, 6)) == [0.0, 0.0, 0.5, 0.0, 0.0, 1.0]  # the others come first
 
 
 @pytest.mark.parametrize("what", ["dead", "failing", "hanging"])
@@ -329,7 +329,7 @@ def test_one_bad_sample_fails_alone(fate: str) -> None:
 
 
 def test_every_failed_sample_has_an_error_of_its_own() -> None:
-    """The agent hangs the episode on it."""
+    """The agent attaches an episode to its error, so that samples must not share one."""
     errors = ask(texts(4), Server(says("no", 401)))
     assert len({id(error) for error in errors}) == 4
     assert len({str(error) for error in errors}) == 1
@@ -356,7 +356,7 @@ def test_closing_frees_those_who_wait() -> None:
 
 
 class Talking(AgentExecutorBase):
-    """Says its label, and asks for the reward of that."""
+    """Agent that says its label, and asks for the reward of that."""
 
     def __init__(self, reward: RemoteReward) -> None:
         self.reward = reward
@@ -370,7 +370,7 @@ class Talking(AgentExecutorBase):
 
 
 def run_episodes(*servers: Server, urls: tuple = (), timeout: float = 5.0) -> list[Trajectory]:
-    """Eight samples, whose texts have 1 to 8 characters."""
+    """Plays eight samples, whose texts have 1 to 8 characters."""
     sampling = Sampling(
         purpose="train",
         num_samples=1,
@@ -408,7 +408,7 @@ def test_a_failed_reward_is_an_outcome_and_never_a_number() -> None:
 
 
 def test_a_dead_server_ends_the_run_with_its_name() -> None:
-    """What a run does with the samples of a step."""
+    """A run calls `check_failures` with the samples of each step."""
     url = unused_url()
     trajectories = run_episodes(urls=(url,), timeout=0.2)
     with pytest.raises(RuntimeError) as error:

@@ -59,7 +59,7 @@ def make_run(path, num_steps=3, metrics=lambda step: {"rollout/reward_mean": ste
 
 
 class Page(HTMLParser):
-    """Tags with attributes, the text, and a check that what is opened is closed."""
+    """Parser that keeps tags with attributes and the text, and checks that every opened tag is closed."""
 
     def __init__(self, html):
         super().__init__()
@@ -197,8 +197,8 @@ def test_the_headline_is_what_people_look_at(tmp_path, metrics, tiles):
 
 
 def test_what_says_the_same_twice_is_shown_once(tmp_path):
-    """The mean of verdicts is pass@1, a score is the reward where a function returns no other, and so is a
-    mean of float32."""
+    """The mean of verdicts is pass@1, a score is the reward if a function returns no other, and so is a mean
+    of float32."""
     scores, verdicts = (
         ("rollout/reward_mean", "rollout/score_mean"),
         ("eval/math_pass1", "eval/math_score_mean"),
@@ -220,7 +220,7 @@ def test_what_says_the_same_twice_is_shown_once(tmp_path):
 
 
 def test_a_card_and_its_chart_have_one_number_and_say_what_it_is(tmp_path):
-    """40 steps of a reward of 1, 2, ..., 40: the last four have a mean of 38.5, the first four of 2.5."""
+    """40 steps have rewards 1, 2, ..., 40: the last four have a mean of 38.5, the first four of 2.5."""
     folder = make_run(tmp_path, num_steps=40, metrics=lambda step: {"rollout/reward_mean": float(step)})
     html = write_report(folder.path).read_text()
     (card,) = re.findall(r"<strong>(.*?)</strong><span>(.*?)</span>", html)
@@ -230,7 +230,7 @@ def test_a_card_and_its_chart_have_one_number_and_say_what_it_is(tmp_path):
 
 
 def test_metrics_of_ones_own_are_drawn_whatever_else_there_is(tmp_path):
-    """`extra_logs` have a section of their own; of reward models they are the run's."""
+    """`extra_logs` have a section of their own; those of reward models are the run's."""
     others = [f"rollout/reward_{i}" for i in range(40)]
     logs = {"politeness": 1.0, "code/compiles": 0.0, "reward_model/tiny": 0.5}
     folder = make_run(
@@ -259,7 +259,7 @@ def test_hostile_text_is_inert(tmp_path):
     )
     html = write_report(folder.path).read_text()
     page = Page(html)
-    assert {"script", "img", "b"} & {tag for tag, _ in page.tags} == {"b"}  # Only the last value of a chart.
+    assert {"script", "img", "b"} & {tag for tag, _ in page.tags} == {"b"}  # only the last value of a chart
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", html)
     assert not any(name.startswith("on") or name in ("src", "href") for _, a in page.tags for name in a)
     assert "<script>alert(1)</script>" in page.text
@@ -268,7 +268,7 @@ def test_hostile_text_is_inert(tmp_path):
 
 
 def test_a_large_run_stays_below_300_kb(tmp_path):
-    """More metrics than fit, long answers and a long configuration."""
+    """The run has more metrics than fit, long answers and a long configuration."""
     noise = lambda step, k: math.sin(step * step * (k + 1))
     folder = make_run(
         tmp_path,

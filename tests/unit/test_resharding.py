@@ -1,4 +1,4 @@
-"""Parts of ranks as parts of other ranks."""
+"""Parts of ranks become parts of other ranks."""
 
 from itertools import product
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_slices_are_equal_parts_of_the_whole(numel: int) -> None:
 
 
 def saved_of(values: torch.Tensor, cuts: tuple[int, ...]) -> SavedStates:
-    """A parameter, cut at these elements; in its first part the optimizer has made no step."""
+    """Returns a parameter, cut at these elements; in its first part the optimizer has made no step."""
     saved = SavedStates()
     for i, part in enumerate(torch.tensor_split(values, cuts)):
         saved.add("w", len(part), {MASTER: part} | ({"exp_avg": -part} if i else {}), {"step": 3})

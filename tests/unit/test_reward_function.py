@@ -24,7 +24,7 @@ def reward(value, score=None, **logs):
 
 
 def test_every_machine_has_the_function_of_the_one_where_the_run_started(tmp_path):
-    """Also one that has another file of that name, or none."""
+    """A machine may have another file of that name, or none."""
     path = tmp_path / "ours.py"
     path.write_text(source := "def reward_func(queries, prompts, labels):\n    return [1.0]\n")
     files = UserFiles.of(str(path), None)
@@ -176,7 +176,7 @@ def test_a_call_fails_alone(function, fate, text):
 
 
 def test_calls_side_by_side(tmp_path):
-    """Two workers; the failure of one call does not touch the others."""
+    """There are two workers; the failure of one call does not touch the others."""
     path = tmp_path / "user_reward.py"
     path.write_text(USER_FILE)
     function = RewardFunction(str(path), timeout=1, num_workers=2)
@@ -240,11 +240,11 @@ def test_a_file_that_takes_long_to_import_is_remarked_upon(tmp_path):
     remark = check_reward_file(str(path), "--reward.remote_url", limit=0.3)
     assert remark.startswith(f"--reward.remote_url {path}: its import takes more than 0.3 s")
     time.sleep(0.6)
-    assert not alive.exists()  # its process has ended
+    assert not alive.exists()  # the function's process has ended
 
 
 def test_an_import_that_does_not_end_ends_the_run(tmp_path, monkeypatch):
-    """It is no RewardError, which would be a sample's own."""
+    """The error is no RewardError, which would be a sample's own."""
     monkeypatch.setattr(process, "IMPORT_DEADLINE", 0.3)
     path = tmp_path / "reward.py"
     path.write_text("import time\ntime.sleep(60)\n")
@@ -355,7 +355,8 @@ def reward_func(queries, prompts, labels):
 
 
 def ask_batches(tmp_path, fates, **options):
-    """Rewards of texts of 0, 1, ... characters or the errors in their place, and the sizes of the calls."""
+    """Returns the rewards of texts of 0, 1, ... characters or the errors in their place, and the sizes of the
+    calls."""
     path, log = tmp_path / "reward.py", tmp_path / "calls.txt"
     path.write_text(BATCH_FILE.replace("LOG", repr(str(log))))
     function = RewardFunction(str(path), **{"timeout": 1.0, **options})
@@ -394,7 +395,7 @@ def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_p
 
     async def ask():
         first = asyncio.create_task(function("first", "", ""))
-        while not function._processes[0]._pipe:  # it is at work
+        while not function._processes[0]._pipe:  # the worker is busy
             await asyncio.sleep(0.01)
         later = []
         for _ in range(5):
@@ -446,7 +447,7 @@ def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(t
 
 @pytest.mark.parametrize(("batch_size", "samples"), [(1, 200), (16, 60)])
 def test_deaths_fail_nobody_else(tmp_path, batch_size, samples):
-    """Two workers; one sample of twenty kills the process that works on it."""
+    """There are two workers; one sample of twenty kills the process that works on it."""
     fates = ["kill" if i % 20 == 7 else "" for i in range(samples)]
     answers, _ = ask_batches(tmp_path, fates, num_workers=2, batch_size=batch_size, timeout=30)
     failed = [i for i, a in enumerate(answers) if isinstance(a, RewardError)]
@@ -530,7 +531,7 @@ def test_closing_frees_those_who_wait(tmp_path):
 
 
 def ask_in_turn(path: Path, count: int, **options) -> list:
-    """One sample after the other: the rewards, or what went wrong."""
+    """Sends one sample after the other; returns the rewards, or the errors."""
 
     async def ask():
         function = RewardFunction(str(path), **({"timeout": 20.0} | options))
@@ -602,7 +603,7 @@ def test_a_worker_whose_import_fails_does_not_get_all_the_work(tmp_path):
 
 
 def test_nothing_survives_a_parent_that_is_killed(tmp_path):
-    """Not even a call that never ends."""
+    """A call that never ends does not survive either."""
     file, pid = tmp_path / "reward.py", tmp_path / "pid"
     file.write_text(
         "import os\n"

@@ -1,4 +1,4 @@
-"""What reward models read of a trajectory, and what their scores make of it."""
+"""Reward models: the text that they read of a trajectory, and the use of their scores."""
 
 import pickle
 from dataclasses import replace
@@ -37,7 +37,7 @@ PEOPLE = (
     "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
-"""A chat template without special tokens."""
+"""Chat template without special tokens."""
 
 
 def ids_of(tokenizer, text: str) -> list[int]:
@@ -47,7 +47,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 def sampled(
     tokenizer, answer: str, prompt: str = PROMPT, messages=None, truncated: bool = False
 ) -> Trajectory:
-    """A finished trajectory of these texts."""
+    """Returns a finished trajectory of these texts."""
     prompt_ids, ids = ids_of(tokenizer, prompt), ids_of(tokenizer, answer)
     return records.trajectory(
         0.0,
@@ -59,7 +59,7 @@ def sampled(
 
 
 def letters(template: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are characters and [EOS]."""
+    """Makes a tokenizer whose tokens are characters and [EOS]."""
     vocabulary = {chr(i): i for i in range(10, 127)} | {"[EOS]": 200}
     backend = Tokenizer(WordLevel(vocabulary, unk_token="[EOS]"))
     backend.pre_tokenizer = Split("", "isolated")
@@ -73,7 +73,7 @@ def reader(policy, own, max_len: int | None = None) -> RewardReader:
 
 
 def read_text(policy, own, t: Trajectory) -> str:
-    """What the reward model reads; its one action must be the last token."""
+    """Returns the text that the reward model reads; its one action must be the last token."""
     sample = reader(policy, own)(t)
     assert sample.action_mask.nonzero().tolist() == [[sample.length - 1]]
     return "".join(own.convert_ids_to_tokens(sample.token_ids.tolist()))
@@ -86,12 +86,12 @@ def test_the_sampled_tokens_are_read_where_vocabulary_and_template_are_the_same(
         sample = reader(tokenizer, tiny_tokenizer())(finished)
         assert sample.token_ids.tolist() == finished.token_ids.tolist()
     other_end = reader(tokenizer, tiny_tokenizer())(sampled(tokenizer, ANSWER))
-    assert other_end.token_ids.tolist() == finished.token_ids.tolist()  # as the model was trained
+    assert other_end.token_ids.tolist() == finished.token_ids.tolist()  # as in the model's training
 
 
 @pytest.mark.parametrize("own", ["the policy's", "letters", "letters in a chat"])
 def test_a_response_that_ran_out_of_tokens_has_no_end(own):
-    """The policy wrote none."""
+    """The policy wrote no end, so the reward model reads none."""
     policy = tiny_tokenizer()
     cut = sampled(policy, ANSWER, messages=MESSAGES, truncated=True)
     if own == "the policy's":
@@ -179,7 +179,7 @@ def test_a_long_text_is_cut_before_its_end():
 
 
 def test_prompts_of_older_checkpoints_are_read():
-    state = [5, "text", "label", "source", 2]  # without a conversation
+    state = [5, "text", "label", "source", 2]  # state without a conversation
     old = Prompt.__new__(Prompt)
     old.__setstate__(state)
     assert old == Prompt(prompt_id=5, text="text", label="label", source="source", epoch=2)
@@ -225,7 +225,7 @@ def test_a_score_that_is_not_finite_is_a_failed_reward(value):
 
 
 def episodes_of_two_parts() -> list[Trajectory]:
-    """Two episodes of one prompt, whose agent has rewritten its history."""
+    """Returns two episodes of one prompt, whose agent has rewritten its history."""
     return [
         replace(trajectory(0.5), sample_index=sample, part=part, extra_logs={})
         for sample in (0, 1)
@@ -234,7 +234,7 @@ def episodes_of_two_parts() -> list[Trajectory]:
 
 
 def test_an_episode_of_several_sequences_has_one_reward():
-    """0.5 and the score of its last sequence, wherever a reward is looked at."""
+    """The reward is 0.5 and the score of its last sequence, wherever a reward is looked at."""
     parts = episodes_of_two_parts()
     assert read_by_models(parts) == [parts[1], parts[3]]
     scored = add_model_rewards(

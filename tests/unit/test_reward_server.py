@@ -1,4 +1,4 @@
-"""The parts of the reward server; as a process it is in tests/e2e/test_serve_rm.py."""
+"""Parts of the reward server; tests/e2e/test_serve_rm.py runs it as a process."""
 
 import re
 import threading
@@ -102,8 +102,8 @@ def test_what_the_model_reads_of_a_query(query: str, prompt: str, expected: Text
     ("prompt", "query", "answer"),
     [
         ("2 + 2?", "2 + 2? 4", True),
-        ("2 + 2?\n", "<|user|>2 + 2?<|end|><|assistant|>4", True),  # before its template
-        ("<s>[INST] hi", "<s> [INST] hi [/INST] you", True),  # as some decoders write it
+        ("2 + 2?\n", "<|user|>2 + 2?<|end|><|assistant|>4", True),  # the text before its template
+        ("<s>[INST] hi", "<s> [INST] hi [/INST] you", True),  # some decoders write it in this form
         ("", "4", True),
         ("2 + 2?", "4", False),
         ("2 + 2?", "3 + 2? 4", False),
@@ -122,7 +122,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ScoreModel:
 
 
 class Watched(ScoreModel):
-    """Keeps the lengths of its rows, and refuses rows with more than `most` tokens."""
+    """Model that keeps the lengths of its rows, and refuses rows with more than `most` tokens."""
 
     def __init__(self, model: ScoreModel, most: int = 10**9) -> None:
         super().__init__(model.model)
@@ -136,7 +136,7 @@ class Watched(ScoreModel):
 
 
 TEXTS = [Text(text="1" * n) for n in (30, 2, 9, 14, 1, 22, 5)]
-"""With their end, a token more than characters."""
+"""Texts with one token for each character, and one for the end."""
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,8 @@ def test_a_row_that_fails_fails_alone(model: ScoreModel, caplog: pytest.LogCaptu
 
 
 class Slow:
-    """Scores the length of a text, when it is allowed to; `calls` has the number of texts of each call."""
+    """Model that scores the length of a text once it is permitted to; `calls` has the number of texts of each
+    call."""
 
     def __init__(self) -> None:
         self.calls: list[int] = []

@@ -1,4 +1,5 @@
-"""Attention whose keys travel from rank to rank is the attention of the whole row. The ranks are threads."""
+"""Attention whose keys travel from rank to rank equals the attention of the whole row. The ranks are
+threads."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -32,7 +33,7 @@ def sharing() -> SequenceParallel:
 
 
 def share_of(rank: int, num_ranks: int, lengths: tuple[int, ...], monkeypatch) -> RowShard:
-    """That of any rank, without ranks."""
+    """Returns the share of any rank, without process groups."""
     monkeypatch.setattr(SequenceParallel, "size", num_ranks)
     monkeypatch.setattr(SequenceParallel, "rank", rank)
     nobody: dist.ProcessGroup = None  # pyrefly: ignore[bad-assignment]  what is asked of it is above
@@ -49,8 +50,8 @@ def share_of(rank: int, num_ranks: int, lengths: tuple[int, ...], monkeypatch) -
     ],
 )
 def test_what_a_rank_sees_of_the_keys_of_another(monkeypatch, rank: int, other: int, expected: list) -> None:
-    """Chunks of 4 tokens, of which the first of two ranks has the first and the last. Sequences at 0-5, 5-6,
-    6-13, 13-15 and 15-16."""
+    """Chunks have 4 tokens; the first of two ranks has the first and the last chunk. Sequences are at 0-5,
+    5-6, 6-13, 13-15 and 15-16."""
     blocks = share_of(rank, 2, (5, 1, 7, 2, 1), monkeypatch).blocks(other)
     found = [(b.own.start, b.own.stop, b.of.start, b.of.stop, b.queries.lengths, b.causal) for b in blocks]
     assert found == expected
@@ -58,7 +59,8 @@ def test_what_a_rank_sees_of_the_keys_of_another(monkeypatch, rank: int, other: 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
 def test_a_single_sequence_is_the_same_work_for_all_ranks(monkeypatch, num_ranks: int) -> None:
-    """In pairs of a query and a key, of chunks of 10 tokens: that many of N (N + 1) / 2 in all."""
+    """The work is counted in pairs of a query and a key, of chunks of 10 tokens: that many of N (N + 1) / 2
+    in all."""
 
     def pairs(block: Block) -> int:
         (n,), (m,) = block.queries.lengths, block.keys.lengths
@@ -75,7 +77,8 @@ def test_a_single_sequence_is_the_same_work_for_all_ranks(monkeypatch, num_ranks
 def attended(
     lengths: tuple[int, ...], dtype: torch.dtype, shard: SequenceParallel | None = None
 ) -> list[Tensor]:
-    """Output and gradients of queries, keys and values: of a whole row, or of a slice of it."""
+    """Returns the output and the gradients of queries, keys and values, of a whole row or of a slice of
+    it."""
     random = torch.Generator().manual_seed(0)
     shapes = (HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, SIZE - 5)
     whole = [torch.randn(sum(lengths), *shape, generator=random) for shape in shapes]
@@ -89,8 +92,8 @@ def attended(
 
 
 LIMITS = {torch.float64: 64 * 2**-53, torch.float32: 64 * 2**-24, torch.bfloat16: 8 * 2**-7}
-"""What may be lost of the largest value: sums of up to 64 products, each rounded; in bf16, which is added up
-in float32, what is rounded are inputs, outputs and their gradients."""
+"""Error bound as a share of the largest value: sums of up to 64 products, each rounded; bf16 sums are added
+up in float32, and inputs, outputs and their gradients are rounded."""
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -99,7 +102,7 @@ in float32, what is rounded are inputs, outputs and their gradients."""
 def test_it_is_the_attention_of_the_whole_row(
     threads: Callable, num_ranks: int, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """Output and gradients, of grouped heads, with values of another size, against those of float64 numbers
+    """The output and gradients of grouped heads, with values of another size, equal those of float64 numbers
     in one piece."""
     expected = attended(lengths, torch.float64)
 
@@ -147,11 +150,11 @@ def test_keys_arrive_at_every_rank_in_turn(threads: Callable) -> None:
     ]
 
 
-# ---- FlashAttention, whose place is taken by its formulas
+# ---- FlashAttention, replaced by its formulas
 
 
 def scores_of(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    """(heads, n, m) of one sequence; (n, heads, d) and (m, kv heads, d)."""
+    """Returns the scores (heads, n, m) of one sequence from (n, heads, d) and (m, kv heads, d)."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
     seen = torch.ones(scores.shape[1:]).tril().bool() if causal else torch.ones(scores.shape[1:]).bool()
@@ -194,7 +197,7 @@ def flash_backward(
 
 @pytest.fixture
 def flash() -> Iterator[None]:
-    """torch's varlen attention on the CPU."""
+    """Replaces torch's varlen attention on the CPU."""
     operators = torch.library.Library("aten", "IMPL")
     operators.impl("_flash_attention_forward", flash_forward, "CPU")
     operators.impl("_flash_attention_backward", flash_backward, "CPU")
@@ -203,7 +206,7 @@ def flash() -> Iterator[None]:
 
 
 def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, window_size):
-    """torch's varlen attention where it needs not be told that heads are grouped."""
+    """Stand-in for torch's varlen attention, in the release that needs no argument for grouped heads."""
     causal, (left, right) = window_size == (-1, 0), window_size
     options = {"scale": scale, "window_size_left": left, "window_size_right": right}
     return flash_forward(q, k, v, cu_q, cu_k, max_q, max_k, 0.0, causal, False, **options)[:2]
@@ -215,7 +218,7 @@ def of_torch_2_11(q, k, v, cu_q, cu_k, max_q, max_k, *, return_aux, scale, windo
 def test_with_the_kernel_of_gpus(
     threads: Callable, monkeypatch, lengths: tuple[int, ...], release: Callable
 ) -> None:
-    """A call of it for each block is what the calls for each sequence are."""
+    """One call for each block equals one call for each sequence."""
     monkeypatch.setattr(varlen, "varlen_attn", release)
     on_cpu = threads(2, lambda: attended(lengths, torch.float64, sharing()))
     monkeypatch.setattr(ring, "ON_CPU", ring.FLASH)

@@ -95,14 +95,14 @@ from openrlhf.types import (
 )
 
 NUM_SAMPLES = 2
-"""Of each prompt."""
+"""Samples of each prompt."""
 
 
 # ---- a cluster in this process
 
 
 class Handle:
-    """A worker whose methods are called at once, and what was sent to it."""
+    """Handle of a worker whose methods run at once; it records what was sent to the worker."""
 
     def __init__(self, worker: Any) -> None:
         self.worker = worker
@@ -122,11 +122,11 @@ class Engine:
 
     slope: float = 0.0
     asked: list[list[PackedRow]] = field(default_factory=list)
-    """The rows of each forward."""
+    """Rows of each forward."""
     steps: list[list[ExperienceRow]] = field(default_factory=list)
-    """The rows of each optimizer step."""
+    """Rows of each optimizer step."""
     dies_at: str = ""
-    """The checkpoint that it dies at while it writes it."""
+    """Checkpoint during whose writing it dies."""
 
     def forward(self, rows: Sequence[PackedRow], read: Callable) -> list[Tensor]:
         self.asked.append(list(rows))
@@ -134,7 +134,7 @@ class Engine:
 
     def train_step(self, rows: Sequence[ExperienceRow], objective: Callable) -> Metrics:
         self.steps.append(list(rows))
-        for row in rows:  # what it answers in `forward` too
+        for row in rows:  # `forward` answers the same
             if isinstance(objective, PolicyObjective) and objective.seen is not None:
                 objective.seen.append(row.row.token_ids[row.row.action_mask].float())
         return {"policy/loss": 0.0}
@@ -174,7 +174,7 @@ def engines_of(models: RankGroup) -> list[Engine]:
 
 
 def sample_of(length: int, number: int = 0) -> Trajectory:
-    """Its first token is its `number`; all others are actions."""
+    """Returns a sample whose first token is its `number`; all other tokens are actions."""
     return trajectory(token_ids=[number, *range(1, length)])
 
 
@@ -190,7 +190,7 @@ def numbers_of(batch: Batch) -> list[int]:
 
 
 def numbers_in(rows: Sequence[PackedRow]) -> list[int]:
-    """Of the samples with actions: those of stand-ins are not counted."""
+    """Returns the numbers of the samples with actions: those of stand-ins are not counted."""
     return [
         int(sequence[0])
         for row in rows
@@ -204,7 +204,7 @@ def learned_in(step: Sequence[ExperienceRow]) -> list[int]:
 
 
 class Silent:
-    """An observer that tells nobody."""
+    """Observer that discards everything."""
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[None]:
@@ -227,12 +227,12 @@ class Silent:
 
 
 Opinion = Callable[[int, int], Sequence[float | None]]
-"""(episode, prompt) -> the reward of each of its samples, None where it failed."""
+"""Function (epoch, prompt) -> the reward of each of its samples, None for a failed one."""
 
 
 @dataclass
 class Run:
-    """A whole run whose `opinion` and `evaluation` (version -> score) are given."""
+    """Whole run whose `opinion` and `evaluation` (version -> score) are given."""
 
     config: PPOConfig
     num_prompts: int
@@ -242,7 +242,7 @@ class Run:
     resume: bool = False
     version: int = 0
     asked: list[tuple[int, int]] = field(default_factory=list)
-    """Episode and number of each prompt, in the order of sampling."""
+    """Epoch and number of each prompt, in the order of sampling."""
     under_way: list[Prompt] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -280,7 +280,7 @@ class Run:
             self.asked += [(p.epoch, p.prompt_id) for p in prompts]
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        """What was asked for last finishes first."""
+        """Returns the group that was asked for last."""
         prompt = self.under_way.pop()
         if purpose == "train":
             rewards = self.opinion(prompt.epoch, prompt.prompt_id)
@@ -305,7 +305,7 @@ class Run:
         return (episode * self.num_prompts + prompt_id) * NUM_SAMPLES + i
 
     def learned(self, models: RankGroup) -> list[list[list[int]]]:
-        """[optimizer step][rank] -> numbers of samples."""
+        """Returns [optimizer step][rank] -> numbers of samples."""
         ranks = [[learned_in(step) for step in engine.steps] for engine in engines_of(models)]
         return [list(step) for step in zip(*ranks, strict=True)]
 
@@ -338,7 +338,7 @@ def config_of(
             kl=kl or KLConfig(init_coef=0.0),
             dynamic_filtering_enable=filters,
             dynamic_filtering_max_batches=1000,
-            max_mismatch=math.inf,  # what the policy says of a sample is its number
+            max_mismatch=math.inf,  # the policy's log-prob of a sample is its number
         ),
         critic=CriticConfig(freezing_steps=freezing_steps),
         reward=RewardConfig(max_failed_ratio=1.0),
@@ -353,8 +353,8 @@ def config_of(
 @pytest.mark.parametrize("correction", [None, *CORRECTIONS])
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 def test_policies_a_thousand_nats_apart_have_a_finite_loss_and_gradient(loss_type, correction):
-    """Five sequences of two actions: the policy moved up and down from the old one, the old one is above and
-    below the sampler, and in the last sequence everything happens at once."""
+    """Five sequences of two actions move the policy up and down from the old one and put the old one above
+    and below the sampler; the last sequence does everything at once."""
     far = 1000.0
     log_probs = torch.tensor([far, far, -far, -far, 0, 0, 0, 0, far, -far], requires_grad=True)
     batch = replace(
@@ -379,14 +379,14 @@ def test_policies_a_thousand_nats_apart_have_a_finite_loss_and_gradient(loss_typ
 # ---- samples that are lost or used twice
 
 REWARDS = {"compared": (0.0, 1.0), "solved": (1.0, 1.0), "alone": (0.5, None)}
-"""Of the samples of a prompt; filtering does not keep those that are solved."""
+"""Rewards of the samples of a prompt; filtering does not keep those that are solved."""
 
 
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_every_accepted_sample_is_learned_from_once_in_each_epoch(data):
-    """Through filtering, batches that are sampled ahead, failures, a critic that warms up, a last rollout of
-    fewer samples than ranks, and any number of ranks."""
+    """This holds through filtering, batches that are sampled ahead, failures, a critic that warms up, a last
+    rollout of fewer samples than ranks, and any number of ranks."""
     filters, num_prompts = data.draw(st.booleans(), "filters"), data.draw(st.integers(1, 9), "prompts")
     kinds = data.draw(
         st.lists(st.sampled_from(sorted(REWARDS)), min_size=num_prompts, max_size=num_prompts), "kinds"
@@ -420,7 +420,7 @@ def test_every_accepted_sample_is_learned_from_once_in_each_epoch(data):
     ]
     critic = run.learned(run.trainer.critic)
     assert in_order(critic) == sorted(epochs * [n for numbers in finished for n in numbers])
-    assert all(any(ranks) for ranks in critic)  # no optimizer step without a sample
+    assert all(any(ranks) for ranks in critic)  # no optimizer step is without a sample
     policy = run.learned(run.policy)
     warm_up, after = critic[: len(critic) - len(policy)], critic[len(critic) - len(policy) :]
     assert in_order(policy) == in_order(after)
@@ -457,7 +457,7 @@ lengths_lists = st.lists(st.integers(2, 20), min_size=1, max_size=12)
 @settings(deadline=None, max_examples=60)
 @given(lengths_lists, st.integers(1, 5), st.booleans(), st.integers(2, 40), st.integers(1, 3))
 def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic, budget, most):
-    """Where models score and where they learn: also of fewer samples than ranks."""
+    """This holds where models score and where they learn, also with fewer samples than ranks."""
     config = config_of(
         train_batch=len(lengths),
         dynamic_batch_enable=dynamic,
@@ -486,7 +486,7 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
 
 
 def test_nine_samples_occupy_all_of_four_ranks():
-    """Not three ranks with three samples each."""
+    """They are not put on three ranks with three samples each."""
     policy = group_of(PolicyRanks, config_of(), 4)
     batch = batch_of([sample_of(5, number) for number in range(9)], log_probs=0.0)
     policy.forward(batch).result()
@@ -509,14 +509,15 @@ def test_ranks_that_share_samples_get_the_same_ones(mesh):
 
 
 def test_one_more_token_than_two_rows_hold_needs_a_third():
-    """21 tokens of budget 10: rounded down it would be two rows, and one of them too long."""
+    """The rows have 21 tokens for a budget of 10: rounded down there would be two rows, and one of them too
+    long."""
     assert len(row_groups([7, 7, 7], max_tokens=10, max_sequences=1)) == 3
     rows = row_groups([5, 5, 5, 5, 1], max_tokens=10, max_sequences=1)
     assert sorted(sum([5, 5, 5, 5, 1][i] for i in row) for row in rows) == [1, 10, 10]
 
 
 def test_a_sample_travels_to_one_rank_only():
-    """Once to be scored and once to be learned from, whatever the other ranks get."""
+    """It is sent once to be scored and once to be learned from, whatever the other ranks get."""
     policy = group_of(PolicyRanks, config_of(train_batch=4), 3)
     batch = batch_of([sample_of(3 + number % 5, number) for number in range(12)], log_probs=0.0)
     policy.forward(batch).result()
@@ -538,7 +539,8 @@ def test_a_sample_of_several_epochs_travels_once():
 
 
 def test_an_update_tells_log_probs_of_the_policy_before_it():
-    """Those that its first optimizer step reads, and no later one; none of a batch that brings them."""
+    """Log-probs are those that its first optimizer step reads, and no later one; a batch that brings its own
+    gets none."""
     policy = group_of(PolicyRanks, config_of(), 2)
     batch = batch_of([sample_of(3 + number, number) for number in range(4)])
 
@@ -560,7 +562,7 @@ def test_an_update_tells_log_probs_of_the_policy_before_it():
 
 
 def test_every_server_is_asked_and_none_is_asked_for_nothing():
-    """Five samples for three servers; the reward of each is of the server that was asked for it."""
+    """Five samples go to three servers; the reward of each is that of the server that was asked for it."""
     urls = [f"http://server{i}/get_reward" for i in range(3)]
     posted: list[tuple[str, int]] = []
 
@@ -591,7 +593,7 @@ def test_prompts_with_the_same_text_are_told_apart():
 
 
 def test_rates_of_filtering_count_prompts_and_not_samples():
-    """Of five prompts the first is kept; of the second one a sample failed; all the others are solved."""
+    """The first of five prompts is kept; of the second one a sample failed; all the others are solved."""
     scores = {0: (0.0, 1.0), 1: (0.5, None)}
     run = Run(
         config_of(batch=2, filters=True, at_a_time=5),
@@ -625,7 +627,8 @@ def credit_of(
     kl_coef: float = 0.0,
     reward: RewardConfig | None = None,
 ) -> tuple[Batch, Metrics]:
-    """Where the policy's log-prob of every action is -1, and the reference's `log_ratio` less."""
+    """Returns the credit where the policy's log-prob of every action is -1, and the reference's `log_ratio`
+    less."""
     batch = Batch.of(trajectories)
     ones = np.ones(batch.num_actions.sum(), np.float32)
     scores = ForwardOutputs(log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
@@ -656,7 +659,8 @@ MEAN_BASELINES = ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"]
     ),
 )
 def test_what_the_samples_of_a_prompt_earn_adds_up_to_nothing(estimator, groups):
-    """However long they are: an advantage that is positive on average would only make samples likelier."""
+    """The lengths do not matter: an advantage that is positive on average would only make samples
+    likelier."""
     trajectories = [
         trajectory_of(Prompt(prompt_id=p, text=""), i, reward, length)
         for p, members in enumerate(groups)
@@ -684,8 +688,8 @@ def test_whitened_advantages_have_the_mean_zero_over_actions(estimator):
 
 @pytest.mark.parametrize("use_loss", [False, True])
 def test_the_kl_counts_once(use_loss):
-    """Two actions, a coefficient of 0.1, and a policy 2 nats above its reference: the KL costs each action
-    0.2 of reward, or adds 0.1 * 2^2 / 2 to the loss, and never both."""
+    """With two actions, a coefficient of 0.1, and a policy 2 nats above its reference, the KL costs each
+    action 0.2 of reward, or adds 0.1 * 2^2 / 2 to the loss, and never both."""
     kl = KLConfig(init_coef=0.1, use_loss=use_loss, estimator="k2" if use_loss else "k1")
     config = config_of(kl=kl, estimator="dr_grpo")
     trajectories = [trajectory_of(Prompt(prompt_id=0, text=""), i, 1.0, 2) for i in range(2)]
@@ -704,7 +708,7 @@ def test_the_kl_counts_once(use_loss):
 
 
 def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
-    """GRPO without KL: nothing is placed, asked or missing, and the loss is the policy's alone."""
+    """GRPO without KL places no reference, asks for none and misses none; the loss is the policy's alone."""
     kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")
     with_kl = replace(kl, init_coef=0.01)
     configs = [config_of(kl=one) for one in (kl, with_kl)]
@@ -773,7 +777,7 @@ def test_the_old_best_is_there_until_the_new_one_is_complete(tmp_path):
     run = Run(config, 8, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)
     run.trainer.fit()
     assert folders_in(tmp_path) == {role: ["best_global_step4"] for role in ("_actor", "_critic")}
-    assert run.trainer.checkpoints.latest() is None  # the best is not what a run resumes from
+    assert run.trainer.checkpoints.latest() is None  # a run does not resume from the best
 
 
 def test_latest_names_a_checkpoint_of_its_own_and_never_the_best(tmp_path):
@@ -786,8 +790,8 @@ def test_latest_names_a_checkpoint_of_its_own_and_never_the_best(tmp_path):
 
 
 def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
-    """The prompts, groups that wait, the order of every optimizer step on every rank, the coefficient of the
-    KL as its controller has it, and the best evaluation so far."""
+    """The resumed run has the prompts, groups that wait, the order of every optimizer step on every rank, the
+    coefficient of the KL as its controller has it, and the best evaluation so far."""
     scores = [0.1, 0.2, 0.9, 0.3, 0.5, 0.7, 0.8, 0.6]
     rewards = {0: (1.0, 1.0)}
 
@@ -850,7 +854,7 @@ def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_has_no_files_of_an_earlier_attempt(tmp_path, monkeypatch):
-    """Of more ranks, or of another ZeRO stage."""
+    """The earlier attempt had more ranks, or another ZeRO stage."""
     monkeypatch.setattr("openrlhf.backends.deepspeed.engine.dist.barrier", lambda: None)
     stale = tmp_path / "one" / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
     stale.parent.mkdir()
@@ -860,7 +864,7 @@ def test_a_checkpoint_has_no_files_of_an_earlier_attempt(tmp_path, monkeypatch):
 
 
 def engine_without_deepspeed(found: bool) -> Any:
-    """A DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
+    """Returns a DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
     engine, kept = DeepSpeedEngine.__new__(DeepSpeedEngine), {}
 
     def save(folder: str, **options) -> None:
@@ -975,7 +979,7 @@ def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_to
 
 @pytest.mark.parametrize(("own", "expected"), [(0.5, 0.5), (0.0, 0.0), (None, 0.25)])
 def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
-    """The actor's where it has none; 0 is one."""
+    """Without a coefficient of its own it takes the actor's; 0 is a coefficient."""
     config = replace(
         PPOConfig(), actor=ActorConfig(aux_loss_coef=0.25), critic=CriticConfig(aux_loss_coef=own)
     )
@@ -988,8 +992,8 @@ def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("worker_class", [PolicyWorker, FrozenWorker])
 def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temperature):
-    """Those before the update, of the policy and of its reference. The update computes them likewise, so that
-    its first ratios are 1."""
+    """This holds for those before the update, of the policy and of its reference. The update computes them in
+    the same way, so that its first ratios are 1."""
     config = replace(PPOConfig(), rollout=RolloutConfig(temperature=temperature))
     policy = PolicyModel(tiny_model(tiny_config("qwen3"))).eval()
     batch = Batch.of([trajectory(0.0, [2, 3, 4]), trajectory(1.0, [7, 8])])
@@ -1031,7 +1035,7 @@ def test_the_critic_recomputes_activations_by_its_own_flag(monkeypatch, actor, c
 def options_of_engine(
     worker_class: type, config: PPOConfig, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """What a worker builds its engine with."""
+    """Returns the options that a worker builds its engine with."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
     monkeypatch.setattr(worker, "build_engine", lambda build, **options: made.update(options))

@@ -1,4 +1,4 @@
-"""The engine of transformers keeps the contract of engines; tests/e2e has vLLM's."""
+"""The engine of transformers satisfies the contract of engines; tests/e2e has vLLM's."""
 
 import asyncio
 from collections.abc import Callable

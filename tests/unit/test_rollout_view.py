@@ -1,4 +1,5 @@
-"""`openrlhf rollouts`: what it prints, for whom, and what it says where there is nothing to print."""
+"""`openrlhf rollouts`: its output, for terminals and pipes, and its message where there is nothing to
+print."""
 
 import io
 import re
@@ -49,7 +50,7 @@ SHORT = trajectory(7, " it is 4", 1.0, sample_index=3, extra_logs={"politeness":
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A run of the steps 1 and 12, and an evaluation."""
+    """Writes a run of the steps 1 and 12, and an evaluation."""
     BYTES.save_pretrained(tmp_path / "model")
     config = {
         "actor": {"model_name_or_path": str(tmp_path / "model")},
@@ -179,7 +180,7 @@ def test_colours_on_a_terminal(folder, capsys, monkeypatch):
 
 @pytest.mark.parametrize("break_it", ["remove", "change"])
 def test_without_the_tokenizer_of_the_run(folder, capsys, monkeypatch, break_it):
-    """The stored text, and why."""
+    """The stored text is shown, and the reason."""
     on_a_terminal(monkeypatch)
     if break_it == "change":
         LLAMA.save_pretrained(folder.parent / "model")
@@ -193,7 +194,8 @@ def test_without_the_tokenizer_of_the_run(folder, capsys, monkeypatch, break_it)
 
 
 def test_what_the_colours_say():
-    """Strength by advantage, dim by probability, and no colour for what the policy did not choose."""
+    """Strength shows the advantage, dim text the probability; tokens that the policy did not choose have no
+    colour."""
     assert style_of(2.0, -0.1, 2.0) == f"white on {GOOD[3]}"
     assert style_of(0.001, -0.1, 2.0) == f"white on {GOOD[0]}"
     assert style_of(-1.0, -0.7, 2.0) == f"white on {BAD[1]} dim"
@@ -222,7 +224,7 @@ def test_hostile_text_is_inert(capsys):
 @given(text=st.text(), prompt=st.text())
 @pytest.mark.parametrize("tokenizer", [BYTES, LLAMA], ids=["bytes", "llama"])
 def test_the_text_of_each_token(tokenizer, text, prompt):
-    """Together the text of all, also where a character has several tokens."""
+    """Together they are the text of all tokens, also where a character has several tokens."""
     token_ids, after = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in (text, prompt))
     texts = decode_each(tokenizer, token_ids, after=after)
     assert len(texts) == len(token_ids)

@@ -1,5 +1,5 @@
-"""Every kind of RoPE that reaches further than a model's first training, in rows of long and short
-sequences; frequencies that transformers chooses by the longest position of a row, against fixed ones."""
+"""Every kind of RoPE that extends a model's context length, in rows of long and short sequences; frequencies
+that transformers chooses by the longest position of a row are compared with fixed ones."""
 
 import copy
 from collections.abc import Callable
@@ -128,13 +128,15 @@ KINDS = {
     "longrope": LONG,
 }
 LENGTHS = (20, 90, 7, 60)
-"""The second and the last go beyond ORIGINAL. Slices of 2 ranks end in the second, of 3 also in the last."""
+"""Lengths of the sequences. The second and the last exceed ORIGINAL. Slices of 2 ranks end in the second, of
+3 also in the last."""
 ROUNDING = len(LENGTHS) * MAX_LEN * 2**-24
-"""Of the largest gradient: cosines and sines are float32, and a gradient has a term for each token."""
+"""Share of the largest gradient that rounding may change: cosines and sines are float32, and a gradient has a
+term for each token."""
 
 
 def stretched(kind: str) -> PolicyModel:
-    """In float64, but for the angles."""
+    """Returns a policy with this kind of RoPE, in float64 except for the angles."""
     positions = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL
     rope = KINDS[kind] | {"rope_type": kind}
     config = hf.LlamaConfig(**SHAPE, max_position_embeddings=positions, rope_parameters=rope)
@@ -149,7 +151,7 @@ def weights_of(num_tokens: int) -> Tensor:
 
 
 def of_packed_row(policy: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs, and gradients of a sum of them, averaged over ranks as DeepSpeed does."""
+    """Returns log-probs, and gradients of a sum of them, averaged over ranks as DeepSpeed does."""
     found = policy(PackedRow.of([sample(length) for length in LENGTHS])).log_probs
     (weights_of(len(found)) * found).sum().backward()
     gradients = {name: present(p.grad) for name, p in policy.named_parameters()}
@@ -160,8 +162,8 @@ def of_packed_row(policy: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def one_by_one(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same by transformers' own forward of each sequence, filled up behind its end to MAX_LEN tokens: its
-    angles are those of that length, and a causal model does not see what fills it."""
+    """Computes the same by transformers' own forward of each sequence, padded to MAX_LEN tokens: its angles
+    are those of that length, and a causal model does not see the padding."""
     policy = stretched(kind)
     config = copy.deepcopy(policy.model.config)
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()

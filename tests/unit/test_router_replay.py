@@ -1,4 +1,4 @@
-"""Routers that choose the experts that the sampler chose: by hand, and the same bits where the choice is
+"""Routers that replay the experts that the sampler chose: by hand, and with the same bits where the choice is
 their own."""
 
 import asyncio
@@ -44,7 +44,7 @@ OWN = 255
 
 
 class Layer(nn.Module):
-    """One of a model that has nothing but routers."""
+    """Layer of a model that has nothing but routers."""
 
     def __init__(self, router: nn.Module) -> None:
         super().__init__()
@@ -55,8 +55,8 @@ class Layer(nn.Module):
 
 
 def router_of(kind: Any, **more: Any) -> tuple[nn.Module, Layer]:
-    """A model of one layer, whose four experts have logits of 0, log 2, log 3 and log 4 where the hidden
-    state is 1."""
+    """Makes a model of one layer, whose four experts have logits of 0, log 2, log 3 and log 4 where the
+    hidden state is 1."""
     sizes = {"hidden_size": 1, "num_experts_per_tok": 2, "num_local_experts": 4}
     layer = Layer(kind(SimpleNamespace(**sizes, **more)))
     layer.router.weight = nn.Parameter(torch.tensor([[1.0], [2.0], [3.0], [4.0]]).log())
@@ -67,13 +67,13 @@ def router_of(kind: Any, **more: Any) -> tuple[nn.Module, Layer]:
 
 
 def routing(*tokens: list[int]) -> Tensor:
-    """Of a model of one layer."""
+    """Returns the routing of a model of one layer."""
     return torch.tensor(tokens, dtype=torch.uint8)[:, None]
 
 
 def test_the_choice_is_given_and_weights_are_the_routers() -> None:
-    """Probabilities 1/10 to 4/10. Of the experts 0 and 3 the weights are 1/5 and 4/5, and those of experts 2
-    and 3, the router's own choice, 3/7 and 4/7."""
+    """The probabilities are 1/10 to 4/10. Of the experts 0 and 3 the weights are 1/5 and 4/5, and those of
+    experts 2 and 3, the router's own choice, 3/7 and 4/7."""
     _, layer = router_of(MixtralTopKRouter)
     hidden = torch.ones(3, 1)
     _, weights, chosen = layer(hidden, routing=routing([0, 3], [3, 0], [OWN, OWN]))
@@ -87,8 +87,8 @@ def test_the_choice_is_given_and_weights_are_the_routers() -> None:
 
 
 def test_groups_and_biases_of_deepseek_only_choose() -> None:
-    """Sigmoids of 0, log 2, log 3 and log 4: 1/2, 2/3, 3/4 and 4/5. Its own choice has experts of one group,
-    and the bias moves it there; neither changes a weight."""
+    """The sigmoids of 0, log 2, log 3 and log 4 are 1/2, 2/3, 3/4 and 4/5. The router's own choice has
+    experts of one group, and the bias moves it there; neither changes a weight."""
     options = {"routed_scaling_factor": 2.0, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
     _, layer = router_of(DeepseekV3TopkRouter, **options)
     layer.router.e_score_correction_bias.copy_(torch.tensor([1.0, 1.0, 0.0, 0.0]))
@@ -129,7 +129,7 @@ def row(seed: int = 0) -> PackedRow:
 
 
 def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
-    """(N, M, K) the choices of its own routers."""
+    """Returns (N, M, K) the choices of its own routers."""
     replay = present(reading_of(policy.model).replay)
     chosen = torch.full((len(row.token_ids), *replay.shape), OWN, dtype=torch.uint8)
     hooks = []
@@ -149,13 +149,13 @@ def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
 
 
 def others(policy: PolicyModel, row: PackedRow) -> Tensor:
-    """(N, M, K) the first experts, for every token."""
+    """Returns (N, M, K) the first experts, for every token."""
     layers, top_k = present(reading_of(policy.model).replay).shape
     return torch.arange(top_k, dtype=torch.uint8).expand(len(row.token_ids), layers, top_k)
 
 
 def passed(policy: PolicyModel, row: PackedRow) -> tuple[Tensor, list[Tensor | None]]:
-    """Log-probs, and the gradients of their sum."""
+    """Returns log-probs, and the gradients of their sum."""
     policy.zero_grad()
     log_probs = policy(row).log_probs
     log_probs.sum().backward()
@@ -181,7 +181,7 @@ def test_their_own_choice_gives_the_same_bits(model_type: str) -> None:
     assert (other - expected[0]).abs().max() > 0.01
     routers = [m for m in policy.modules() if ROUTER.search(type(m).__name__)]
     assert all(float(m.weight.grad.abs().max()) > 0 for m in routers)
-    check_same(passed(policy, row()), expected)  # a row that says nothing is not replayed
+    check_same(passed(policy, row()), expected)  # a row without routing is not replayed
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_every_architecture_replays_or_is_refused(model_type: str) -> None:
     try:
         resolve_reading(policy, policy)
     except ValueError as error:
-        assert model_type == "longcat_flash", error  # chooses among more experts than it has
+        assert model_type == "longcat_flash", error  # it chooses among more experts than it has
         assert "remove --algo.router_replay" in str(error)
         return
     assert reading.replay is not None and reading.replay.choices
@@ -235,7 +235,7 @@ def test_one_sequence_at_a_time_has_its_own_part(checkpointing: bool) -> None:
         enable_checkpointing(policy.model, reentrant=False, dropout=False)
         policy.train()
     found = passed(policy, replayed)
-    # Sums of some hundred terms, in whatever order: 2^-24 each, of gradients of up to some tens.
+    # Sums of some hundred terms, in whatever order, err by 2^-24 each, of gradients of up to some tens.
     torch.testing.assert_close(found[0], expected[0], atol=1e-4, rtol=1e-4)
     for one, other in zip(found[1], expected[1], strict=True):
         torch.testing.assert_close(one, other, atol=1e-3, rtol=1e-3)
@@ -256,7 +256,7 @@ def test_ranks_that_share_a_row_have_their_slices(threads: Any) -> None:
         with torch.no_grad():
             return policy(replayed).log_probs
 
-    for found in threads(3, part):  # 16 tokens, filled up to 18
+    for found in threads(3, part):  # 16 tokens, padded to 18
         torch.testing.assert_close(found, expected)
 
 
@@ -288,7 +288,7 @@ def test_a_model_whose_layers_are_not_told_is_refused_once_loaded(monkeypatch: A
 
 
 def experts(*numbers: int) -> np.ndarray:
-    """(L, 2, 1) a routing that tells its tokens apart."""
+    """Returns a (L, 2, 1) routing that differs between tokens."""
     return np.array([[[n], [n]] for n in numbers], np.uint8)
 
 
@@ -310,7 +310,7 @@ def first_experts(of_tokens: np.ndarray | None) -> list[int]:
 
 FIRST = turn([1, 2], [5, 6], experts(1, 2, 3, OWN))
 SECOND = turn([1, 2, 5, 6, 8], [7, 9], experts(11, 12, 13, 14, 15, 16, OWN))
-"""Goes on with the first, and has read its tokens too."""
+"""Turn that continues the first one, and has read its tokens too."""
 
 
 def episode(*turns: Turn) -> Episode:
@@ -396,8 +396,8 @@ def test_there_is_room_for_no_expert(num_experts: int, dtype: Any) -> None:
 
 
 class Runner:
-    """Of two blocks of four tokens for each of two requests; the experts of a step are the tokens that it
-    reads."""
+    """Runner with two blocks of four tokens for each of two requests; the experts of a step are the tokens
+    that it reads."""
 
     max_num_tokens, vllm_config, model = 16, None, None
 
@@ -442,9 +442,9 @@ def test_a_worker_says_whose_tokens_were_read(monkeypatch: Any) -> None:
         }
 
     step(a_=(0, [1, 2, 3, 4, 5]))
-    step(a_=(5, [6]), b_=(4, [15, 16]))  # its first block is one of the other's
+    step(a_=(5, [6]), b_=(4, [15, 16]))  # its first block is one of the other request's
     step()
-    step(a_=(0, [21, 22, 23, 24, 25, 26, 27]))  # starts over
+    step(a_=(0, [21, 22, 23, 24, 25, 26, 27]))  # it starts over
     assert taken("a_") == {0: [1, 2, 3, 4, 5, 6, 27]}
     assert taken("b_") == {0: [1, 2, 3, 4, 15, 16]}
     assert taken("a_") == taken("b_") == {}

@@ -1,4 +1,4 @@
-"""The memory that a row is said to need, against what passes keep."""
+"""The predicted memory of a row, compared with what passes keep."""
 
 from functools import partial
 
@@ -42,7 +42,7 @@ def model_of(name: str, layers: int, dtype: torch.dtype) -> hf.PreTrainedModel:
 
 
 def kept_bytes(model: hf.PreTrainedModel) -> int:
-    """Of a pass for the backward pass, beside the weights."""
+    """Returns the bytes that a pass keeps for the backward pass, beside the weights."""
     found = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def test_what_a_layer_keeps_of_a_token(name, dtype):
     one, three = (model_of(name, layers, dtype) for layers in (1, 3))
     found = (kept_bytes(three) - kept_bytes(one)) / 2 / TOKENS
     shape = shape_of(one.config)
-    # Uncounted: a float32 number for each norm, and one for each head of attention.
+    # The prediction leaves out a float32 number for each norm, and one for each head of attention.
     heads = one.config.num_attention_heads
     norms = 2 + (heads + one.config.num_key_value_heads if shape.normed_heads else 0)
     assert found == layer_bytes(shape, dtype.itemsize) + 4 * (norms + heads)
@@ -138,7 +138,7 @@ def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expe
 @pytest.mark.parametrize("vocabulary", [32_000, 151_936])
 @pytest.mark.parametrize("gpu", [8 * 2**30, H100])
 def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> None:
-    """Counts on the meta device what the head of a model without layers makes, by the rules of a GPU."""
+    """Counts on the meta device the memory of the head of a model without layers, by a GPU's rules."""
     tokens, hidden = 16_384, 2048
     sizes = dict.fromkeys(("weight_bytes", "trainable", "layers", "intermediate", "queries", "keys"), 0)
     shape = ModelShape(**sizes, vocabulary=vocabulary, hidden=hidden, normed_heads=False)
@@ -153,7 +153,7 @@ def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> No
         states, weight = (torch.empty(n, hidden, **options, requires_grad=True) for n in (tokens, vocabulary))
         with Work() as work:
             compute(states, weight, torch.empty(tokens, dtype=torch.int64, device="meta")).backward()
-        # Both without what is counted of states: their gradient, and once more of a chunk.
+        # Both sides leave out what is counted with the hidden states: their gradient, and a chunk's again.
         made = work.peak - tokens * hidden * size - chunk * hidden * size
         assert made == pytest.approx(said - tokens * hidden * (4 + 5 * size), rel=0.03)
 

@@ -116,7 +116,7 @@ def test_a_resumed_run_keeps_every_configuration_it_had(tmp_path):
 
 
 def test_each_step_is_there_once_after_100_restarts(tmp_path):
-    """Killed somewhere, with a checkpoint every 7 steps and often half a line at the end."""
+    """Each run is killed somewhere, with a checkpoint every 7 steps and often half a line at the end."""
     restored = 0
     for restart in range(100):
         folder = RunFolder(tmp_path) if restart % 10 else create(tmp_path, resume=True)

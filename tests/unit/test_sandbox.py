@@ -27,7 +27,8 @@ DENIED = "Operation not permitted"
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[], set[str]]]:
-    """The numbers of processes that this test's sandboxes have."""
+    """Returns a function that gives the numbers of the processes of this test's sandboxes; checks that none
+    is left."""
     program = tmp_path / "isolation.py"
     program.write_bytes(Path(isolation.__file__).read_bytes())
     monkeypatch.setattr(isolation, "__file__", str(program))
@@ -36,7 +37,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     def processes() -> set[str]:
         found = set()
         for folder in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # the process has ended
                 words = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
                 if str(program).encode() in words:
                     found.add(folder.name)
@@ -52,7 +53,7 @@ def run(code: str, **limits) -> SandboxResult:
 
 
 def errors_of(*attempts: str, before: str = "") -> list[str]:
-    """What the sandbox answers to each of the expressions; "done" where it does not mind."""
+    """Returns the sandbox's answer to each of the expressions; "done" if it allows one."""
     code = f"""
 import ctypes, os, socket, sys
 {before}
@@ -144,7 +145,7 @@ def test_memory() -> None:
 
 
 def test_a_fork_bomb() -> None:
-    """It has its few processes, and ends with the first."""
+    """The code may have few processes, and all end with the first."""
     code = """
         import os, time
         children = 0
@@ -191,7 +192,7 @@ def test_orphans_end_with_it() -> None:
 
 
 def test_others_cannot_be_killed() -> None:
-    """Not those of the machine, nor the first process of its own namespace."""
+    """Neither processes of the machine nor the first process of its own namespace can be killed."""
     assert "No such process" in run(f"import os; os.kill({os.getpid()}, 9)").stderr
     ignored = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     killed = errors_of("os.kill(1, 15)", "os.kill(0, 15)", "os.kill(-1, 15)", "os.kill(1, 9)", before=ignored)
@@ -220,7 +221,7 @@ def test_what_listens_on_this_machine_is_not_reached() -> None:
 
 
 def test_no_secrets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of the environment, of files, of other processes, of what is open."""
+    """The code sees no secrets of the environment, of files, of other processes, or of open descriptors."""
     monkeypatch.setenv("API_KEY", "secret")
     (tmp_path / "key").write_text("secret")
     assert run("import os; print(*sorted(os.environ))").stdout.split() == [
@@ -278,7 +279,7 @@ def test_system_calls_that_no_limit_counts() -> None:
 
 
 def test_many_at_a_time() -> None:
-    """Each prints its own, in a folder of its own."""
+    """Each prints its own output, in a folder of its own."""
     sandbox = Sandbox(seconds=60)
 
     async def all_of_them() -> list[SandboxResult]:
@@ -295,7 +296,7 @@ def test_the_tool() -> None:
 
 
 def test_it_ends_with_whoever_started_it(nothing_is_left: Callable[[], set[str]]) -> None:
-    """By kill -9."""
+    """The parent is killed by kill -9."""
     code = f"""
         from openrlhf.agents import isolation
         from openrlhf.agents.sandbox import ENVIRONMENT, Sandbox
@@ -306,7 +307,7 @@ def test_it_ends_with_whoever_started_it(nothing_is_left: Callable[[], set[str]]
     """
     with subprocess.Popen([sys.executable, "-c", dedent(code)], stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"made\n"
-        wait_until(lambda: len(nothing_is_left()) == 4)  # it, and two that isolate the code
+        wait_until(lambda: len(nothing_is_left()) == 4)  # the code, and two processes that isolate it
         process.kill()
     wait_until(lambda: not nothing_is_left())
 
@@ -319,7 +320,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def test_who_ends_what_isolates_it_is_killed() -> None:
-    """It is code that did it, once it has started; before, the sandbox has failed."""
+    """Once the code has started, the code has done it; before, the sandbox has failed."""
     sandbox, program = Sandbox(seconds=7), Path(isolation.__file__)
     program.write_text("import os, sys\nos.write(int(sys.argv[1]), b'started\\n')\nos.kill(os.getpid(), 9)")
     result = sandbox.run("")
@@ -337,7 +338,8 @@ def test_on_another_system_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root, who may give rights up")
 def test_where_the_kernel_says_no_nothing_runs(tmp_path: Path) -> None:
-    """As in a container without CAP_SYS_ADMIN: an agent with a sandbox is refused before its run starts."""
+    """A container without CAP_SYS_ADMIN is such a place: an agent with a sandbox is refused before its run
+    starts."""
     code = """
         from openrlhf.agents import isolation
         from openrlhf.agents.base import AgentExecutorBase
@@ -360,8 +362,8 @@ def test_where_the_kernel_says_no_nothing_runs(tmp_path: Path) -> None:
     reason="root, and a Python that all may start",
 )
 def test_a_user_who_is_not_root() -> None:
-    """Is isolated by a namespace of users, in which each sandbox counts its own processes. Its own files are
-    not the code's."""
+    """The user is isolated by a namespace of users, in which each sandbox counts its own processes. The
+    user's files are not the code's."""
     python = os.path.realpath("/usr/bin/python3")
     code = """
         import os, time
@@ -391,7 +393,7 @@ def test_a_user_who_is_not_root() -> None:
 
 
 def as_user(user: int, python: str, task: str) -> tuple[str, subprocess.CompletedProcess[str]]:
-    """What isolation.py reports, and what its code prints."""
+    """Returns the report of isolation.py, and the output of its code."""
     reader, report = os.pipe()
     with open(reader) as told:
         ended = subprocess.run(

@@ -23,7 +23,7 @@ LENGTHS = st.lists(st.integers(2, 50), min_size=1, max_size=40)
 
 
 def schedule_of(lengths: Sequence[int], **options: Any) -> list[list[list[int]]]:
-    """Of all samples."""
+    """Schedules all samples."""
     return training_schedule(lengths, range(len(lengths)), **options)
 
 
@@ -67,7 +67,7 @@ def test_the_order_is_that_of_the_seed():
 
 
 def test_batches_do_not_depend_on_the_number_of_ranks():
-    """So that a run on more ranks takes the same optimizer steps."""
+    """A run on more ranks therefore takes the same optimizer steps."""
     lengths = [(7 * i) % 23 + 2 for i in range(24)]
 
     def batches(num_ranks):
@@ -93,7 +93,7 @@ def test_mean_metrics():
 
 @st.composite
 def runs(draw) -> tuple[PPOConfig, int]:
-    """Flags of a run, and the number of its prompts."""
+    """Draws the flags of a run, and the number of its prompts."""
     prompts, samples = draw(st.integers(1, 12)), draw(st.integers(1, 3))
     divisors = [n for n in range(1, prompts * samples + 1) if prompts * samples % n == 0]
     config = PPOConfig(
@@ -111,7 +111,7 @@ def runs(draw) -> tuple[PPOConfig, int]:
 
 
 class Solved:
-    """A rollout in which nothing is filtered out."""
+    """Rollout in which nothing is filtered out."""
 
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -125,8 +125,8 @@ class Solved:
 
 
 def updates_of(config: PPOConfig, num_prompts: int) -> list[int]:
-    """Optimizer steps of each RL step, counted while the batches of a run are dealt. Nothing is filtered
-    out."""
+    """Returns the optimizer steps of each RL step, counted while the batches of a run are dealt. Nothing is
+    filtered out."""
     samples = config.rollout.n_samples_per_prompt
 
     dataset = PromptDataset([Prompt(prompt_id=i, text="") for i in range(num_prompts)])

@@ -1,4 +1,4 @@
-"""Reward models against what everybody else makes of their files: transformers' own sequence classifier."""
+"""Reward models score as transformers' own sequence classifier does with their files."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ TEXTS = [
 
 
 def make_folder(folder: Path, **special_tokens: str) -> Path:
-    """An untrained language model, and a tokenizer with only these special tokens."""
+    """Writes an untrained language model, and a tokenizer with only these special tokens."""
     own = tiny_tokenizer()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=own.backend_tokenizer, eos_token="<|end|>", **special_tokens
@@ -45,7 +45,7 @@ def folder_padded_by_eos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train_like(folder: Path, **options) -> tuple[ScoreModel, PreTrainedTokenizerBase]:
-    """A scorer with a new head, as `train_rm` begins."""
+    """Returns a scorer with a new head, as `train_rm` begins."""
     tokenizer = load_tokenizer(str(folder), flag="--model")
     torch.manual_seed(3)
     model = load_scorer(
@@ -66,7 +66,7 @@ def load(folder: Path) -> ScoreModel:
 
 @torch.no_grad()
 def packed_scores(model: ScoreModel, tokenizer: PreTrainedTokenizerBase) -> Tensor:
-    """One score for each text, read off its last token."""
+    """Returns one score for each text, read off its last token."""
     samples = []
     for text in TEXTS:
         ids = torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -76,7 +76,7 @@ def packed_scores(model: ScoreModel, tokenizer: PreTrainedTokenizerBase) -> Tens
 
 @torch.no_grad()
 def padded_scores(folder: Path, side: str) -> Tensor:
-    """The same from the files alone, with nothing but transformers."""
+    """Computes the scores from the files alone, with nothing but transformers."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     batch = tokenizer(TEXTS, padding=True, padding_side=side, add_special_tokens=False, return_tensors="pt")

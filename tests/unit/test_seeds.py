@@ -4,7 +4,7 @@ from openrlhf.rollout.seeds import seed_at
 
 
 def test_a_seed_is_a_fact():
-    """The same on every machine and in every release: journals are replayed from addresses."""
+    """A seed is the same on every machine and in every release: journals are replayed from addresses."""
     assert seed_at(42, "train", 0, 7, 3) == 3809089003153826366
     assert seed_at(42, "train", 0, 7, 3) == seed_at(42, "train", 0, 7, 3)
 

@@ -1,7 +1,7 @@
 """Ranks that share rows compute what one rank computes of whole rows.
 
-The ranks are threads; their gradients are averaged as DeepSpeed does. In float64, but for norms, heads of
-judges and scores of attention that are computed one by one, which are float32 in every model.
+The ranks are threads; their gradients are averaged as DeepSpeed does. Everything is float64, except norms,
+heads of judges and scores of attention that are computed one by one, which are float32 in every model.
 """
 
 import copy
@@ -53,8 +53,8 @@ from openrlhf.types import (
 )
 
 LENGTHS = (5, 23, 2, 11)
-"""41 tokens: a slice of 2 ranks ends in the second sequence, of 4 in the second and the last, and is filled
-up."""
+"""Lengths of the sequences, 41 tokens: a slice of 2 ranks ends in the second sequence, of 4 in the second and
+the last, and is padded."""
 NORM = LossNorm(40.0, 8.0)
 
 
@@ -72,7 +72,7 @@ NORM = LossNorm(40.0, 8.0)
     ],
 )
 def test_what_of_a_row_is_in_a_slice(start: int, end: int, expected: Cut) -> None:
-    """Sequences at 0-5, 5-6, 6-13, 13-15 and 15-16."""
+    """The sequences are at 0-5, 5-6, 6-13, 13-15 and 15-16."""
     assert cut((5, 1, 7, 2, 1), start, end) == expected
 
 
@@ -109,15 +109,16 @@ def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(
 
 
 def test_where_the_actions_of_a_slice_are(threads: Callable) -> None:
-    """11 tokens, filled up to 12: chunks of 3, of which the first rank of two has the first and the last."""
+    """The row has 11 tokens, padded to 12: chunks of 3, of which the first rank of two has the first and the
+    last."""
     places = torch.tensor([1, 2, 3, 5, 6, 9, 10])
     found = threads(2, lambda: [x.tolist() for x in sharing().located(places, 11)])
     assert found == [[[0, 1, 5, 6], [1, 2, 3, 4]], [[2, 3, 4], [0, 2, 3]]]
 
 
 def test_gathering_is_differentiated_as_the_sum_over_ranks(threads: Callable) -> None:
-    """L_r = (r + 1) sum_i i w_i over the gathered w: of sum_r L_r the i-th derivative is 3 i. The first of
-    two ranks has the first and the last of four."""
+    """The loss of rank r is L_r = (r + 1) sum_i i w_i over the gathered w: of sum_r L_r the i-th derivative
+    is 3 i. The first of two ranks has the first and the last of four."""
 
     def gradient() -> tuple[list[float], list[float], float]:
         rank = dist.get_rank()
@@ -149,8 +150,8 @@ def test_some_heads_of_the_whole_row_and_back(threads: Callable) -> None:
     ("mode", "num_heads", "num_kv", "expected"),
     [
         ("auto", 8, 8, True),
-        ("auto", 8, 2, True),  # each twice
-        ("auto", 24, 6, True),  # each twice, so that a rank has three
+        ("auto", 8, 2, True),  # each head is on two ranks
+        ("auto", 24, 6, True),  # each head is on two ranks, so that a rank has three
         ("auto", 6, 6, False),
         ("auto", 12, 6, True),
         ("auto", 6, 2, False),
@@ -198,7 +199,8 @@ ARCHITECTURES = {
     "qwen3 moe": hf.Qwen3MoeConfig(**SHAPE, **MOE),  # pyrefly: ignore[unexpected-keyword]
 }
 ROUNDING = 1e-6
-"""Of sums of some hundred terms of at most the largest gradient's size, each rounded to 2^-24 of it."""
+"""Absolute error of sums of some hundred terms of at most the largest gradient's size, each rounded to 2^-24
+of it."""
 
 
 def language_model(
@@ -227,7 +229,7 @@ def samples(seed: int = 0) -> list[Sample]:
 
 
 def scored(seed: int = 0) -> list[Sample]:
-    """With the last token as the only action."""
+    """Returns samples with the last token as the only action."""
     return [replace(s, action_mask=torch.arange(s.length) == s.length - 1) for s in samples(seed)]
 
 
@@ -275,7 +277,7 @@ def steps() -> StepsRow:
 
 
 def distillation(module: RowModel) -> Objective:
-    """From a teacher that shares the student's rows."""
+    """Distils from a teacher that shares the student's rows."""
     teacher = copy.deepcopy(TEACHER)
     reading_of(teacher.model).sharing = reading_of(module.model).sharing
     head = LinearHead(*(x if not isinstance(x, Tensor) else x.detach() for x in linear_head(teacher.model)))
@@ -310,7 +312,8 @@ OBJECTIVES: dict[str, tuple[Callable, Callable, Callable]] = {
 
 
 def passed(module: RowModel, row: Any, objective_of: Callable) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(metrics, gradients) of two rows, the second one without actions, as DeepSpeed averages them."""
+    """Returns (metrics, gradients) of two rows, the second one without actions, as DeepSpeed averages
+    them."""
     objective, metrics = objective_of(module), {}
     for part in (row, row.empty()):
         loss, found = objective(module, part, NORM)
@@ -383,12 +386,12 @@ def test_layers_that_are_computed_again(
 def test_a_rank_keeps_its_share_of_the_activations(
     threads: Callable, mode: SequenceParallelMode, most: float
 ) -> None:
-    """Of four ranks a quarter; beside that, but in the ring, a copy of its keys, of which there are 2 heads,
-    or the keys of the others."""
+    """Four ranks keep a quarter each; beside that, in every mode but the ring, a copy of the rank's keys, of
+    which there are 2 heads, or the keys of the others."""
     module, row = PolicyModel(policy()), row_of(*[50] * 20)
 
     def kept(module: RowModel) -> int:
-        """Bytes that a pass keeps for the backward pass, beside the weights."""
+        """Returns the bytes that a pass keeps for the backward pass, beside the weights."""
         found = {}
 
         def keep(x: Tensor) -> Tensor:
@@ -396,7 +399,7 @@ def test_a_rank_keeps_its_share_of_the_activations(
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            states = hidden_states(module.model, row)  # while it lives, so does what it keeps
+            states = hidden_states(module.model, row)  # the variable keeps the pass's memory alive
         assert states.requires_grad
         weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
         return sum(size for place, size in found.items() if place not in weights)
@@ -413,7 +416,7 @@ def test_a_rank_keeps_its_share_of_the_activations(
 
 
 def resolved(module: RowModel) -> str:
-    """What is said of a model whose rows two ranks share."""
+    """Returns the message about a model whose rows two ranks share."""
     own = copy.deepcopy(module).float()
     reading_of(own.model).sharing = sharing()
     try:

@@ -77,7 +77,7 @@ def build(rows, tokenizer, **changes):
 
 
 def learned_texts(sample, tokenizer):
-    """The texts of the learned stretches, in order."""
+    """Returns the texts of the learned stretches, in order."""
     texts, stretch = [], []
     for token, learned in zip(
         [*sample.token_ids.tolist(), 0], [*sample.action_mask.tolist(), False], strict=True
@@ -95,7 +95,7 @@ def encode(tokenizer, text):
 
 
 def test_rows_of_a_prompt_and_a_response_name_the_flag_and_the_columns(tokenizer):
-    """They were told to leave rows without an assistant's message out."""
+    """The message says to leave rows without an assistant's message out."""
     with pytest.raises(ValueError) as refusal:
         build([{"input": "1 + 1?", "output": "2", "source": "x"}], tokenizer, output_key=None)
     assert str(refusal.value) == (
@@ -136,7 +136,8 @@ def test_an_end_that_is_there_is_not_doubled_and_nothing_is_overwritten(tokenize
 @settings(max_examples=40, deadline=None)
 @given(prompt=st.text(min_size=1, max_size=12), response=st.text(max_size=12))
 def test_the_prompt_is_read_as_the_policy_reads_it(template, trim_offsets, prompt, response):
-    """Whatever merges at the border, and whether or not offsets leave out the space before a word."""
+    """This holds whatever merges at the border, and whether or not offsets leave out the space before a
+    word."""
     tokenizer = (TRIMMED if trim_offsets else TINY)()
     before = prompt if template is None else template.format(prompt)
     response = response.rstrip("\n") + "."
@@ -380,7 +381,7 @@ def test_settings_that_do_not_fit_together(tokenizer):
 
 
 class LetterTokenizer(PreTrainedTokenizer):
-    """A tokenizer in Python: no offsets."""
+    """Tokenizer in Python, which has no offsets."""
 
     def __init__(self, **options):
         super().__init__(eos_token="$", **options)

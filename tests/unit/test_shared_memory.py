@@ -1,4 +1,4 @@
-"""A trainer's buffer on the GPU that it shares with an engine: who can open it, and when it is free again."""
+"""A trainer's buffer on the GPU that it shares with an engine: who can open it, and when it is freed."""
 
 import weakref
 from contextlib import nullcontext
@@ -22,7 +22,7 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("name", ["layer.weight", "layer.lora_A.weight"])
 def test_what_was_mapped_is_let_go(monkeypatch, name: str) -> None:
-    """Also where nothing but adapters came, whose updates vLLM's own part sees nothing of."""
+    """A sync of adapters alone is covered too, whose updates vLLM's own part does not see."""
     mapped = []
 
     def rebuild(*_) -> Tensor:
@@ -65,7 +65,8 @@ def test_what_was_mapped_is_let_go(monkeypatch, name: str) -> None:
 def test_a_buffer_is_not_of_expandable_segments(
     monkeypatch, variable: str, asked: str, inside: str | None, fails: bool
 ) -> None:
-    """Whose handle an engine could open only where it may trace the trainer. They are back afterwards."""
+    """An engine could open the handle of such a segment only where it may trace the trainer. The
+    setting is restored afterwards."""
     for name in alloc_conf.ALLOC_CONF_ENV_VARS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, asked)

@@ -113,7 +113,7 @@ UNREADABLE = {
 
 @pytest.mark.parametrize("name", UNREADABLE)
 def test_what_is_no_row_is_left_out_and_counted(tmp_path, name, caplog):
-    """The first few are named."""
+    """The message names the first few."""
     content, told, count = UNREADABLE[name]
     path = tmp_path / name
     path.write_bytes(content)
@@ -130,7 +130,7 @@ def test_what_is_no_row_is_left_out_and_counted(tmp_path, name, caplog):
 
 
 def test_values_of_a_rarer_type_are_left_out_and_counted(tmp_path, caplog):
-    """Also where the first row has it, and over all files."""
+    """This holds where the first row has the rarer type, and over all files."""
     write_lines(tmp_path / "a.jsonl", [{"label": 1}, {"label": "2"}])
     write_lines(tmp_path / "b.jsonl", [{"label": "3"}, {"label": None}])
     rows = load(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", columns=("label",), bad_rows="skip")
@@ -150,7 +150,7 @@ def test_a_column_of_two_types_is_refused_with_both_rows(tmp_path):
         ValueError, match=r"--data.label_key label: a number at .*:501, but text at .*a.jsonl:1\."
     ):
         load(path, columns=("input", "label"))
-    assert len(load(path)) == 501  # nobody asked for that column
+    assert len(load(path)) == 501  # the column was not asked for
 
 
 def test_two_datasets_must_agree_on_the_type_of_a_column(tmp_path):
@@ -210,7 +210,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_files_are_read_as_what_is_in_them(tmp_path, monkeypatch, name):
-    """Also in a folder, and after another file of the same name has taken their place."""
+    """This holds in a folder, and after another file of the same name has taken their place."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows").mkdir()
     path, plain = tmp_path / "rows" / name, tmp_path / name.removesuffix(".gz")
@@ -402,7 +402,7 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     for i in range(200):
         write_lines(tmp_path / f"{i:03}.jsonl", [{"input": f"{i}"}])
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    are_open = len(os.listdir("/proc/self/fd"))  # by tests before this one too
+    are_open = len(os.listdir("/proc/self/fd"))  # tests before this one may have left some open
     resource.setrlimit(resource.RLIMIT_NOFILE, (are_open + 100, hard))
     try:
         assert [row["input"] for row in load(tmp_path)] == [str(i) for i in range(200)]
@@ -424,7 +424,8 @@ NESTED = [{"input": "a", "m": [{"role": "user"}], "n": None}, {"input": None, "m
 
 @pytest.fixture
 def decoded_on_disk(tmp_path, monkeypatch):
-    """The folder that large parquet files are decoded to, and a limit that makes every file large."""
+    """Returns the folder that large parquet files are decoded to, and sets a limit that makes every file
+    large."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder))
     monkeypatch.setattr("openrlhf.data.files.PARQUET_IN_MEMORY", 0)

@@ -1,4 +1,4 @@
-"""Weights that an engine in stages is sent: every stage is told all of them, and keeps its own."""
+"""Weights for an engine in pipeline stages: every stage is told all of them, and keeps its own."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +14,7 @@ from openrlhf.backends.weight_sync.checksum import Checksum
 
 
 class Stage(nn.Module):
-    """One of two: a layer of its own, and vLLM's stand-ins for what others have."""
+    """One of two stages: a layer of its own, and vLLM's stand-ins for the layers of others."""
 
     def __init__(self, own: int) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Stage(nn.Module):
 
 
 class Idle(WeightTransferEngine):
-    """vLLM's part of a transfer."""
+    """vLLM's part of a transfer, which does nothing."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

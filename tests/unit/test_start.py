@@ -1,4 +1,4 @@
-"""What a run settles before it loads a model."""
+"""Checks of a run before it loads a model."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -39,7 +39,7 @@ def test_a_critic_is_looked_for_where_one_will_be_written(tmp_path: Path, saved:
 def test_a_model_that_a_run_reads_is_never_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the folder is called: an adapter would remove the weights that it needs."""
+    """The name of the folder does not matter: an adapter would remove the weights that it needs."""
     (tmp_path / "base").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "base" / "config.json").touch()

@@ -165,7 +165,8 @@ def test_a_bad_row_is_named_or_skipped(case, caplog):
 
 
 def byte_level():
-    """As Qwen's and Llama 3's: a space belongs to the word behind it, newlines to the punctuation before."""
+    """Makes a tokenizer like Qwen's and Llama 3's: a space belongs to the word behind it, newlines to the
+    punctuation before."""
     backend = Tokenizer(models.BPE())
     split = Regex(r" ?[^\s\p{L}\p{N}]+[\r\n]*| ?\p{L}+|\p{N}|\s+")
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -184,8 +185,8 @@ TOKENIZERS = {"tiny": tiny_tokenizer(), "byte level": byte_level(), "llama 2": l
 @pytest.mark.parametrize("placeholder", ["<step>", "ки", "\n\n", "#"])
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_any_text_ends_a_step_with_any_tokenizer(name, placeholder):
-    """It is read at its last token, behind exactly the text up to there: also where the next line's newline,
-    or another placeholder, would melt into it."""
+    """The step is read at its last token, behind exactly the text up to there: also where the next line's
+    newline, or another placeholder, would merge with it."""
     tokenizer = TOKENIZERS[name]
     text = f"2 + 2 = 4 {placeholder}\nso it is{placeholder}{placeholder} end"
     options = {"placeholder_token": placeholder, "reward_tokens": ("4", "2"), "max_len": 256}
@@ -200,7 +201,7 @@ def test_any_text_ends_a_step_with_any_tokenizer(name, placeholder):
 
 
 def test_tokens_are_those_of_the_whole_text_where_none_reaches_beyond_a_step():
-    """As a server that tokenises a solution at once reads it."""
+    """A server that tokenises a solution at once reads the same tokens."""
     tokenizer = llama_2_style()
     text = "2 + 2 = 4 ки\nthe answer is 4 ки\n"
     options = {"placeholder_token": "ки", "reward_tokens": ("4", "2")}

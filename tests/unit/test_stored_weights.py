@@ -1,4 +1,4 @@
-"""Which differences between an engine's log-probs and the trainer's stop a run, and what is said of them."""
+"""Differences between an engine's log-probs and the trainer's that stop a run, and their message."""
 
 import math
 
@@ -100,7 +100,7 @@ def test_the_probe_is_made_of_ordinary_tokens():
 
 
 def test_an_adapter_that_moves_nothing_proves_nothing():
-    limit = ON_GPU["bf16"]  # allows an eighth
+    limit = ON_GPU["bf16"]  # an eighth is allowed
     check_adapter(OURS, OURS + 0.51, limit)
     with pytest.raises(RuntimeError, match=r"differ by 0.49 nats on average, and 0.5 was expected"):
         check_adapter(OURS, OURS + 0.49, limit)
@@ -110,7 +110,8 @@ WEIGHTS = {"norm": (5,), "up": (7, 5), "down": (5, 7), "experts": (2, 5, 7)}
 
 
 def test_weights_that_layers_hold_otherwise_are_named():
-    """Rolled, of an earlier sync, or of another layer; rounded to bfloat16 they are the same."""
+    """The weights are rolled, of an earlier sync, or of another layer; rounded to bfloat16 they are the
+    same."""
     torch.manual_seed(0)
     sent = {name: torch.randn(shape) for name, shape in WEIGHTS.items()}
     ours = sketches(sent.items())

@@ -1,4 +1,4 @@
-"""The objectives of the supervised family on packed rows, with real models, against plain formulas over
+"""The objectives of the supervised family on packed rows, with real models, equal plain formulas over
 transformers' forward of one sequence at a time."""
 
 import math
@@ -43,7 +43,7 @@ REWARD_TOKENS = (7, 5, 200)
 
 
 def make_sample(length: int, num_actions: int, seed: int) -> Sample:
-    """A prompt, and an answer of `num_actions` tokens with a token of feedback in its middle."""
+    """Returns a prompt, and an answer of `num_actions` tokens with a token of feedback in its middle."""
     random = torch.Generator().manual_seed(seed)
     mask = torch.arange(length) >= length - num_actions - 1
     mask[length - 1 - num_actions // 2] = False
@@ -79,7 +79,7 @@ def labelled_steps(make_label: Callable[[int], Any]) -> list[Steps]:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A policy, a reference not far from it, a wider teacher, and a reward model."""
+    """Writes a policy, a reference not far from it, a wider teacher, and a reward model."""
     made = {name: tmp_path_factory.mktemp(name) for name in ("policy", "reference", "teacher", "scorer")}
     policy = tiny_model(tiny_tokenizer(), hidden_size=48)
     random = torch.Generator().manual_seed(1)
@@ -111,12 +111,12 @@ def plain(folder: Path, auto=AutoModelForCausalLM, **options):
 
 
 def logits_before(model, sample: Sample) -> Tensor:
-    """(A, V): what predicts each action."""
+    """Returns the (A, V) logits that predict each action."""
     return model(sample.token_ids[None]).logits[0][sample.action_mask.nonzero()[:, 0] - 1]
 
 
 def log_probs(model, sample: Sample) -> Tensor:
-    """(A,)"""
+    """Returns the (A,) log-probs of the actions."""
     targets = sample.token_ids[sample.action_mask]
     return logits_before(model, sample).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
 
@@ -135,7 +135,7 @@ class Case:
     objective: Callable[[dict[str, Path]], Any]
     build_plain: Callable[[dict[str, Path]], Any]
     expected: Callable[[Any, dict[str, Path]], Tensor]
-    """The loss of all items, from the plain model."""
+    """Computes the loss of all items from the plain model."""
 
 
 def reward_loss(model, folders):
@@ -443,7 +443,7 @@ def test_kto_metrics_by_hand(desirable):
         [UnpairedExample(sample=one, mismatched=one, desirable=d, ref_log_probs=known) for d in desirable]
     )
     model = lambda row, temperature, with_entropy: TokenScores(torch.tensor([0.0, -0.5, -3.0]), None)
-    norm = LossNorm(6, 6)  # as many answers again in other rows, of the same kinds
+    norm = LossNorm(6, 6)  # other rows have as many answers again, of the same kinds
     share = MismatchedLogRatio()(model, row, norm)[1]["desirable_fraction"].item()
     assert share == pytest.approx(sum(desirable) / 6)
     objective = KTOObjective(beta=0.1, kl=0.3, desirable_fraction=2 * share)
@@ -497,7 +497,8 @@ def test_a_student_that_is_its_teacher_learns_nothing(folders, kind):
 
 
 def pair_row(*log_probs: tuple[float, float]) -> tuple[Callable, PairRow]:
-    """Pairs whose answers have these log-probs in their only action, and a reference that finds all -1."""
+    """Returns pairs whose answers have these log-probs in their only action, and a reference that finds all
+    -1."""
     one = Sample(token_ids=torch.tensor([3, 4]), action_mask=torch.tensor([False, True]))
     row = PairRow.of(
         [Pair(chosen=one, rejected=one, ref_log_probs=torch.tensor([-1.0, -1.0]))] * len(log_probs)

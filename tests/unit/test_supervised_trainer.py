@@ -19,7 +19,7 @@ from openrlhf.types import PackedRow, Sample
 
 
 class Numbers:
-    """Sample i is the token i, three times."""
+    """Dataset whose sample i is the token i, three times."""
 
     lengths = (3,) * 10
 
@@ -31,7 +31,7 @@ class Numbers:
 
 
 class Engine:
-    """Remembers which samples were in which step."""
+    """Engine that remembers which samples were in which step."""
 
     def __init__(self, disk: dict[str, dict]) -> None:
         self.disk = disk
@@ -128,7 +128,8 @@ def test_every_epoch_visits_everything_in_an_order_of_its_own(tmp_path):
 
 @pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5, 6, 8])
 def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
-    """Killed before the step after `kill_at`, saved every 2 steps: also in the middle of an epoch of 3."""
+    """The run is killed before the step after `kill_at` and saves every 2 steps, also in the middle of an
+    epoch of 3."""
     whole = trainer_of(tmp_path / "whole", {})
     whole.fit()
     disk: dict[str, dict] = {}
@@ -146,7 +147,7 @@ def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
 
 @pytest.mark.parametrize("told", ["10 samples", "11 samples"])
 def test_a_checkpoint_whose_origin_is_in_its_state(tmp_path, told):
-    """Then its data, batch size and seed are compared."""
+    """The run compares data, batch size and seed with the checkpoint's."""
     first = trainer_of(tmp_path, {}, kill_at=3, save_steps=2)
     with pytest.raises(Killed):
         first.fit()
@@ -193,7 +194,7 @@ def test_max_steps_cuts_a_run_short(tmp_path, max_steps, steps, evaluations):
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(2, 2), (4, 4), (7, 7), (None, 9)])
 def test_a_resumed_run_stops_where_max_steps_says(tmp_path, max_steps, steps):
-    """Also where it has made more steps already."""
+    """It stops there too if it has made more steps already."""
     disk: dict[str, dict] = {}
     first = trainer_of(tmp_path, disk, save_steps=2, max_steps=4)
     first.fit()

@@ -1,7 +1,7 @@
 """Ranks that share a model's matrices compute what one rank computes with all of them.
 
-The ranks are threads. In float64, but for norms, heads of judges and scores of attention that are computed
-one by one, which are float32 in every model.
+The ranks are threads. Everything is float64, except norms, heads of judges and scores of attention that are
+computed one by one, which are float32 in every model.
 """
 
 import copy
@@ -49,7 +49,7 @@ from openrlhf.models.tensor_parallel import (
 )
 
 EVEN = SHAPE | {"vocab_size": 64, "num_key_value_heads": 4}
-"""What divides among four."""
+"""Sizes that divide among four ranks."""
 QWEN = hf.Qwen3Config(**EVEN, tie_word_embeddings=True)
 LLAMA = hf.LlamaConfig(**EVEN, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
 
@@ -60,7 +60,7 @@ def group() -> dist.ProcessGroup:
 
 
 def passed(module: RowModel, row: Any, objective_of: Callable) -> tuple[dict, dict]:
-    """(metrics, gradients in full) of two rows, the second one without actions."""
+    """Returns (metrics, gradients in full) of two rows, the second one without actions."""
     objective, metrics = objective_of(module), {}
     for part in (row, row.empty()):
         loss, found = objective(module, part, NORM)
@@ -70,7 +70,7 @@ def passed(module: RowModel, row: Any, objective_of: Callable) -> tuple[dict, di
 
 
 def in_full(p: torch.nn.Parameter) -> Tensor:
-    """The gradient."""
+    """Returns the full gradient of a parameter that ranks share."""
     grad = copy.copy(p.grad)
     if hasattr(p, "shard"):
         grad.shard = p.shard
@@ -89,7 +89,7 @@ def on_ranks(threads: Callable, module: RowModel, row: Any, objective_of: Callab
 def check_equal(found: list, expected: tuple) -> None:
     largest = max(float(g.nan_to_num().abs().max()) for g in expected[1].values())
     assert largest > 1e-2
-    close = {"atol": ROUNDING * max(1, largest), "rtol": 0, "equal_nan": True}  # of a random Gemma 3n
+    close = {"atol": ROUNDING * max(1, largest), "rtol": 0, "equal_nan": True}  # a random Gemma 3n has NaN
     for metrics, gradients in found:
         torch.testing.assert_close(metrics, expected[0], atol=ROUNDING, rtol=0, check_dtype=False)
         torch.testing.assert_close(gradients, expected[1], **close)
@@ -97,7 +97,7 @@ def check_equal(found: list, expected: tuple) -> None:
 
 @pytest.mark.parametrize("name", [n for n in OBJECTIVES if n != "balance"])
 def test_every_objective(threads: Callable, name: str) -> None:
-    """Of a vocabulary of 61 tokens, which does not divide."""
+    """The vocabulary has 61 tokens, which do not divide."""
     build, row, objective_of = OBJECTIVES[name]
     module, row = build(), row()
     expected = passed(copy.deepcopy(module), row, objective_of)
@@ -132,7 +132,7 @@ def test_layers_that_are_computed_again(threads: Callable, reentrant: bool) -> N
 def test_layers_with_the_same_input_sum_its_gradients_once(
     threads: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a layer two sums forward, after attention and MLP, and two backward, before them."""
+    """In a layer there are two sums forward, after attention and MLP, and two backward, before them."""
     module, row = BUILT["qwen3, tied"](), experiences().row
     of_states: list[int] = []
     own = tensor_parallel._sum
@@ -157,7 +157,8 @@ def test_layers_with_the_same_input_sum_its_gradients_once(
 
 
 FAST = ("gemma2", "phi3", "qwen3_5_text")
-"""Capped scores; fused matrices, whose outputs are gathered; linear attention."""
+"""Architectures with capped scores; with fused matrices, whose outputs are gathered; with linear
+attention."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ALL])
@@ -171,7 +172,7 @@ def test_every_architecture_is_right_or_refused(threads: Callable, name: str) ->
     module, row = readable(config), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
     check_equal(on_ranks(threads, module, row, lambda m: PPO, 2), expected)
-    assert shared_rightly(threads, module.to(torch.bfloat16)) == ["", ""]  # and is found right once loaded
+    assert shared_rightly(threads, module.to(torch.bfloat16)) == ["", ""]  # a loaded model passes the check
 
 
 def readable(config: hf.PreTrainedConfig) -> PolicyModel:
@@ -185,7 +186,7 @@ def readable(config: hf.PreTrainedConfig) -> PolicyModel:
 
 
 def test_the_check_of_a_loaded_model(threads: Callable) -> None:
-    """Of its logits too, of which each rank has some."""
+    """The check covers the logits, of which each rank has some."""
 
     def resolved() -> bool:
         module = PolicyModel(language_model(QWEN).float())
@@ -204,7 +205,7 @@ SINGLE = {
 
 
 def shared_rightly(threads: Callable, module: RowModel, **plan: str | None) -> list[str]:
-    """What each of two ranks is told. `plan`: other styles of some layers."""
+    """Returns the message of the check on each of two ranks. `plan`: other styles of some layers."""
 
     def told() -> str:
         model = copy.deepcopy(module).model
@@ -225,7 +226,7 @@ def shared_rightly(threads: Callable, module: RowModel, **plan: str | None) -> l
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_right_plan_passes(threads: Callable, name: str, dtype: torch.dtype) -> None:
-    """In half precision too: the check computes in float32."""
+    """It passes in half precision too: the check computes in float32."""
     assert shared_rightly(threads, SINGLE[name]().to(dtype)) == ["", ""]
 
 
@@ -247,7 +248,7 @@ REFUSED = "--ds.tensor_parallel_size 2: ranks cannot share the matrices of Qwen3
 def test_a_wrong_plan_is_refused(
     threads: Callable, monkeypatch: pytest.MonkeyPatch, plan: dict, reason: str
 ) -> None:
-    """Also where each rank computes something of the right shape."""
+    """It is refused even where each rank computes something of the right shape."""
     no_sum = partial(tensor_parallel._shard_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
     for dtype in (torch.float32, torch.bfloat16):
@@ -257,7 +258,7 @@ def test_a_wrong_plan_is_refused(
 
 
 def test_one_layer_without_its_sum_shows(threads: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the last layer's MLP, in bfloat16."""
+    """The layer is the last layer's MLP, in bfloat16."""
     own, layers = tensor_parallel._planned, QWEN.num_hidden_layers
 
     def planned(model: Any) -> Any:
@@ -286,7 +287,8 @@ def test_a_head_whose_tokens_are_mixed_up_is_refused(
 
 
 def test_what_each_rank_keeps(threads: Callable) -> None:
-    """Of two: halves of matrices, of biases of what is split by outputs, and of the vocabulary."""
+    """Each of two ranks keeps halves of matrices, of biases of layers that are split by outputs, and of the
+    vocabulary."""
 
     original = PolicyModel(language_model(LLAMA))
 
@@ -331,7 +333,7 @@ def test_what_is_new_is_the_same_on_every_rank(threads: Callable) -> None:
 
 
 def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
-    """As that of hidden states which are read as a transposed matrix."""
+    """The gradient of hidden states that are read as a transposed matrix is such a one."""
 
     model, states = language_model(LLAMA), torch.randn(32, 5).double()
 
@@ -381,7 +383,7 @@ def test_refusals(config: hf.PreTrainedConfig, size: int, reason: str, tmp_path)
 
 
 def scores(vocabulary: Vocabulary, part: slice, **options: Any) -> dict[str, Tensor | None]:
-    """Log-probs of 7 actions among 12 tokens, and gradients of them and of their entropy."""
+    """Returns the log-probs of 7 actions among 12 tokens, and gradients of them and of their entropy."""
     random = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=random, dtype=torch.float64)
     hidden, weight, bias, targets = draw(7, 5), draw(12, 5), draw(12), torch.tensor([0, 3, 4, 5, 7, 8, 11])
@@ -406,7 +408,7 @@ def scores(vocabulary: Vocabulary, part: slice, **options: Any) -> dict[str, Ten
 
 
 KEPT = torch.tensor([[0, 3, 9], [3, 3, 2], [4, 5, 4], [-1, -1, -1], [7, 0, 1], [8, 11, 8], [11, 6, 2]])
-"""Of every shard some, or none; one twice; all."""
+"""Kept sets with some tokens of every shard, or none; with one token twice; with all."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tokens as text: what was written, and nothing else, wherever it is read."""
+"""Tokens as text: the text that was written, and nothing else, wherever it is read."""
 
 import asyncio
 import subprocess
@@ -31,7 +31,7 @@ def ids_of(tokenizer, text: str) -> list[int]:
 
 
 def split(tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens of prompt and response."""
+    """Returns the tokens of prompt and response."""
     whole, prompt = ids_of(tokenizer, PROMPT + RESPONSE), ids_of(tokenizer, PROMPT)
     assert whole[: len(prompt)] == prompt
     return prompt, whole[len(prompt) :]
@@ -46,7 +46,7 @@ def test_a_response_begins_as_it_was_written(tokenizer) -> None:
 
 
 def test_the_first_word_of_a_text_has_no_space_before_it() -> None:
-    """Which is why the tests above are no tests of `decode` alone."""
+    """The tests above are therefore no tests of `decode` alone."""
     assert LLAMA.decode(split(LLAMA)[1]) == RESPONSE.removeprefix(" ")
 
 
@@ -76,7 +76,7 @@ def test_a_prompt_may_end_within_a_character(tokenizer, character: str) -> None:
 
 
 def test_half_a_character_behind_a_prompt_is_half_a_character() -> None:
-    """A decoder with byte tokens finds all bytes invalid that stand together; the prompt stays what it is."""
+    """A decoder with byte tokens finds all bytes invalid that stand together; the prompt stays as it is."""
     prompt = ids_of(LLAMA, "ah é")
     assert decode(LLAMA, prompt[-2:-1], after=prompt) == "\ufffd"
 
@@ -84,7 +84,7 @@ def test_half_a_character_behind_a_prompt_is_half_a_character() -> None:
 @settings(deadline=None)
 @given(prompt=st.text("Qu2+ é🍋\n"), response=st.text("Qu2+ é🍋\n"), tokens=st.lists(st.integers(0, 367)))
 def test_parts_are_the_whole(prompt: str, response: str, tokens: list[int]) -> None:
-    """Behind a prompt of whole characters; with byte-level tokens whatever is sampled."""
+    """The prompt has whole characters; with byte-level tokens any tokens may be sampled."""
     for tokenizer, ids in ((LLAMA, ids_of(LLAMA, response)), (BYTES, tokens)):
         before = ids_of(tokenizer, prompt)
         text = decode(tokenizer, before) + decode(tokenizer, ids, after=before)
@@ -102,7 +102,7 @@ def test_users_import_it_without_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
-# Whoever reads responses
+# Code that reads responses
 
 
 def test_a_reward_function_reads_what_the_policy_wrote() -> None:

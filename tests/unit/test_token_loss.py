@@ -8,7 +8,7 @@ from openrlhf.algorithms.token_loss import label_cross_entropy, negative_log_lik
 
 
 def logits_of(*rows: list[float]) -> Tensor:
-    """Logits of distributions, each with its own constant added."""
+    """Returns logits of distributions, each with its own constant added."""
     return torch.tensor(rows, dtype=torch.float64).log() + torch.arange(1.0, len(rows) + 1)[:, None]
 
 

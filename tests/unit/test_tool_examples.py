@@ -1,4 +1,4 @@
-"""The agents of examples/python that call tools or run code."""
+"""Agents of examples/python that call tools or run code."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_the_calculator() -> None:
 
 @needs_namespaces
 def test_code_with_feedback() -> None:
-    """What the shown tests say is read; the hidden ones decide."""
+    """The policy reads the output of the shown tests; the hidden ones decide."""
     tests = json.dumps([["1", "2"], ["5", "10"]])
     wrong, right = "print(2)", "Better:\n```python\nprint(2 * int(input()))\n```"
     t = episode("agent_code.py", wrong, label=tests)

@@ -47,7 +47,8 @@ said = partial(tool_episodes.said, tools=[add, divide])
 
 
 def test_an_episode_is_one_stream_of_tokens() -> None:
-    """Answers as they were sampled, with what the template writes behind them; only they are trained on."""
+    """Answers stand as they were sampled, with what the template writes behind them; only they are trained
+    on."""
     first = call("add", a=1, b=2) + call("divide", a=3, b=2)
     t, engine = play(f"Well. {first}{END}", f"{call('add', a=1)}{END}", f"It is 2{END}")
     assert t.outcome is Outcome.OK, t.error
@@ -67,7 +68,7 @@ def test_an_episode_is_one_stream_of_tokens() -> None:
 
 
 def test_calls_of_an_answer_run_at_a_time() -> None:
-    """Each waits for the other; results stand in the order of the calls."""
+    """Each call waits for the other; results stand in the order of the calls."""
     met = asyncio.Barrier(2)
 
     async def meet(who: str) -> str:
@@ -100,7 +101,7 @@ def test_calls_of_an_answer_run_at_a_time() -> None:
     ],
 )
 def test_mistakes_of_the_policy(asked: str, answer: str) -> None:
-    """It is told, and goes on; they are counted."""
+    """The policy is told, and goes on; the mistakes are counted."""
     (heard,) = said(asked + END, f"2{END}")
     assert heard.startswith(answer)
     t, _ = play(asked + END, f"2{END}")
@@ -108,7 +109,8 @@ def test_mistakes_of_the_policy(asked: str, answer: str) -> None:
 
 
 def test_failures_of_a_tool() -> None:
-    """Are no feedback: the episode failed. What is a mistake of the policy, the executor may say."""
+    """They are no feedback: the episode fails. The executor may declare which errors are mistakes of the
+    policy."""
     bad = call("divide", a=1, b=0) + END
     t, _ = play(bad, f"2{END}")
     assert t.outcome is Outcome.ENV_ERROR and "ZeroDivisionError" in t.error
@@ -133,7 +135,7 @@ def test_a_failure_ends_the_other_calls() -> None:
 
 
 def test_what_ends_an_episode_before_the_policy_does() -> None:
-    """The reward has what there is."""
+    """The reward function gets the messages so far."""
     ask = call("add", a=1) + END
     t, engine = play(ask, max_turns=2)
     assert (len(engine.asked), t.truncated, t.reward) == (2, True, 1)  # the last message is a tool's 2
@@ -200,7 +202,7 @@ def test_what_the_policy_reads_of_a_function() -> None:
 
 
 def test_results() -> None:
-    """Text as it is, anything else as JSON; the middle of a long one is left out."""
+    """Text stays as it is, anything else becomes JSON; the middle of a long result is left out."""
 
     def look() -> dict:
         """Looks."""
@@ -265,7 +267,8 @@ def deaf_to_tools() -> PreTrainedTokenizerBase:
 
 
 def test_templates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One that leaves results out is refused before a run; one that leaves the tools out is remarked upon."""
+    """A template that leaves results out is refused before a run; one that leaves the tools out is remarked
+    upon."""
     (path := tmp_path / "agent.py").write_text(AGENT)
     check = partial(load_agent, str(path))
     assert check(tokenizer=tiny_tokenizer)

@@ -24,7 +24,7 @@ SECRET = "0123456789abcdef0123456789abcdefMARKER00"
 
 
 class Recorder:
-    """A tracker that keeps what it gets, after whatever `before` does."""
+    """Tracker that keeps what it gets, after whatever `before` does."""
 
     def __init__(self, before=lambda step: None):
         self.before, self.rows, self.closed = before, [], False
@@ -176,7 +176,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
     resumed.log(3, {"rollout/reward_mean": 9.0})
     resumed.close()
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
-    # What came after the restored step is hidden.
+    # Steps after the restored one are hidden.
     assert [(e.step, e.value) for e in events.Scalars("rollout/reward_mean")] == [
         (0, 0),
         (1, 0.25),
@@ -188,7 +188,7 @@ def test_tensorboard_files_hold_the_numbers(tmp_path):
 def test_tensorboard_tables_are_markdown(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tracker = opened(TensorBoardTracker, tmp_path)  # without logger.tensorboard_dir in the run folder
+    tracker = opened(TensorBoardTracker, tmp_path)  # without logger.tensorboard_dir it is in the run folder
     tracker.table(4, "samples", ["prompt", "reward"], [["a|b\nc", 1.0]])
     tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -210,7 +210,7 @@ def test_tensorboard_tables_are_markdown(tmp_path):
     ],
 )
 def test_a_missing_package_is_named_with_the_remedy(monkeypatch, package, logger, flag):
-    """Before anything starts."""
+    """The message comes before anything starts."""
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ValueError, match="pip install") as caught:
         trackers_of(logger)
@@ -271,7 +271,8 @@ class Aside:
 
 @pytest.fixture
 def csv_file(tmp_path, monkeypatch):
-    """A file with trackers, in the folder where the run starts; and an installed package with the same."""
+    """Writes a file with trackers in the folder where the run starts, and installs a package with the
+    same."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(CSV)
     site = tmp_path / "site"
@@ -294,7 +295,7 @@ def observe(folder, logger):
 
 @pytest.mark.parametrize("name", ["mine.py:CsvTracker", "watch_csv:CsvTracker", "csv"])
 def test_a_tracker_of_a_users(csv_file, tmp_path, name):
-    """From a file, from a module, and by the name under which a package registers it."""
+    """The tracker comes from a file, from a module, and by the name under which a package registers it."""
     logger = LoggerConfig(trackers=(name,), tracker_options=("delimiter=;", "every=2"))
     trackers_of(logger)
     observe(tmp_path / "run", logger)

@@ -1,4 +1,4 @@
-"""What rows say of an algorithm is what its function does, and the words of the flags say the same."""
+"""The row of an algorithm states what its function does, and the help of the flags says the same."""
 
 import math
 import re
@@ -34,7 +34,7 @@ def test_what_a_whole_group_earns_teaches_nothing(data, gifts, name):
         torch.tensor([g for _, g in data]),
         lambda r: ESTIMATORS[name]().shape(step_view(r, groups)),
     )
-    rewards = torch.tensor([r for r, _ in data], dtype=torch.float64).round()  # where float64 is exact
+    rewards = torch.tensor([r for r, _ in data], dtype=torch.float64).round()  # float64 is exact for these
     torch.testing.assert_close(shape(rewards + torch.tensor(gifts)[groups]), shape(rewards))
 
 

@@ -1,4 +1,4 @@
-"""From turns to sequences: by hand, and whatever the histories are."""
+"""Sequences made of turns: by hand, and for any histories."""
 
 from dataclasses import replace
 
@@ -28,7 +28,8 @@ def turn(prompt: list[int], actions: list[int], log_probs=None, versions=None, f
 
 
 def sets_by_log_prob(log_probs: list[float]) -> KeptSets:
-    """That tell from which action they are: one to three times its log-prob."""
+    """Returns kept sets that identify their actions: an action's set has its log-prob once, twice and three
+    times."""
     return kept_sets(*([int(-x)] * (1 + int(-x) % 3) for x in log_probs))
 
 
@@ -111,7 +112,8 @@ tokens = st.lists(st.integers(0, 2), max_size=3)
 
 @st.composite
 def histories(draw) -> list[Turn]:
-    """Turns that go on with any earlier one, or with none, of so few tokens that histories look alike."""
+    """Draws turns that go on with any earlier one, or with none, of so few tokens that histories look
+    alike."""
     turns: list[Turn] = []
     for i in range(draw(st.integers(1, 6))):
         prompt = draw(tokens)
@@ -134,7 +136,7 @@ def actions_of(t: Trajectory) -> list[tuple]:
 
 @given(histories())
 def test_every_action_is_there_once_with_what_was_recorded_of_it(turns: list[Turn]) -> None:
-    """Log-probs are different for every action, and say which it is."""
+    """Log-probs differ between all actions, and identify them."""
     recorded = {}
     for each in turns:
         versions = np.repeat(*each.weight_versions.T).tolist()
@@ -198,7 +200,7 @@ def test_action_ranges_say_what_is_trained_on(ranges, log_probs, versions, start
     assert t.turn_starts.tolist() == starts
     known = sets_of(sets_by_log_prob(log_probs), len(log_probs))
     assert sets_of(t.kept, t.num_actions) == [[] if 3 in one else one for one in known]
-    assert t.token_ids.tolist() == [1, 2, 5, 6, 8, 7][: ranges[-1][1]]  # nothing is behind the last action
+    assert t.token_ids.tolist() == [1, 2, 5, 6, 8, 7][: ranges[-1][1]]  # no token follows the last action
 
 
 def test_a_range_over_several_turns() -> None:
@@ -208,7 +210,7 @@ def test_a_range_over_several_turns() -> None:
 
 
 def test_the_best_of_several_answers() -> None:
-    """Those that begin alike do not get mixed up."""
+    """Answers that begin alike do not get mixed up."""
     others = turn([1, 2], [5, 9], [-7.0, -8.0]), turn([1, 2], [4], [-9.0])
     for turns in ((FIRST, *others), (*others, FIRST)):
         (t,), read = choose([1, 2, 5, 6], [(2, 4)], *turns)

@@ -1,4 +1,4 @@
-"""The same batches through TRL: what both call by the same name is the same number."""
+"""The same batches through TRL: metrics of the same name have the same value."""
 
 import math
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def answers_of(*shapes: tuple[int, int], seed: int = 0) -> list[Answer]:
-    """Prompts and answers of these lengths; the prompts are the same for every seed."""
+    """Returns prompts and answers of these lengths; the prompts are the same for every seed."""
     return [
         Answer(tokens(prompt, seed=i), tokens(answer, seed=100 * (seed + 1) + i))
         for i, (prompt, answer) in enumerate(shapes)
@@ -77,7 +77,7 @@ EQUALLY_LONG = list(zip(answers_of(*EQUAL_SHAPES), answers_of(*EQUAL_SHAPES, see
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A policy, a reference not far from it, a wider teacher, and a reward model."""
+    """Writes a policy, a reference not far from it, a wider teacher, and a reward model."""
     made = {name: tmp_path_factory.mktemp(name) for name in ("policy", "reference", "teacher", "scorer")}
     policy, teacher = tiny_model(TOKENIZER, hidden_size=48), tiny_model(TOKENIZER, seed=2)
     random = torch.Generator().manual_seed(1)
@@ -103,12 +103,13 @@ def our(folder: Path):
 
 
 def their(folder: Path, auto=AutoModelForCausalLM, **options):
-    """TRL changes the forward of the model that it is given, so each trainer has its own."""
+    """Loads a model for one trainer alone: TRL changes the forward of the model that it is given."""
     return auto.from_pretrained(folder, dtype=torch.float32, **options)
 
 
 def trainer(trainer_type, config_type, rows: list[dict], folder: Path, **models) -> Any:
-    """A TRL trainer on the CPU. Its data only has to be there; losses are computed on our batches."""
+    """Builds a TRL trainer on the CPU. Its data only has to be there; losses are computed on the tests'
+    batches."""
     args = config_type(
         output_dir=str(folder),
         report_to=[],
@@ -189,7 +190,7 @@ def test_dpo(folders, dpo_trainer, beta):
 @pytest.mark.parametrize("e", [0.1, 0.3])
 def test_label_smoothing(folders, dpo_trainer, e):
     """TRL has robust DPO, ((1 - e) l(h) - e l(-h)) / (1 - 2 e), in the place of cDPO, (1 - e) l(h) + e l(-h).
-    So cDPO = 2 (1 - e) l(h) - (1 - 2 e) robust."""
+    Hence cDPO = 2 (1 - e) l(h) - (1 - 2 e) robust."""
     weights = (2 * (1 - e), -(1 - 2 * e))
     expected = their_dpo(dpo_trainer, PAIRS, "sigmoid", "robust", beta=0.2, weights=weights, smoothing=e)
     found = our_dpo(folders, PAIRS, beta=0.2, label_smoothing=e)["dpo/loss"]
@@ -197,8 +198,8 @@ def test_label_smoothing(folders, dpo_trainer, e):
 
 
 def test_ipo(folders, dpo_trainer):
-    """TRL divides the log-ratio of an answer by its n tokens, the paper does not. For answers of n tokens
-    (h - n / (2 beta))^2 = n^2 (h / n - 1 / (2 beta))^2: the paper's with beta / n is n^2 times TRL's."""
+    """TRL divides the log-ratio of an answer by its n tokens, the paper does not. For answers of n tokens (h
+    - n / (2 beta))^2 = n^2 (h / n - 1 / (2 beta))^2: the paper's with beta / n is n^2 times TRL's."""
     n, beta = 5, 2.0
     expected = n**2 * their_dpo(dpo_trainer, EQUALLY_LONG, "ipo", beta=beta)
     found = our_dpo(folders, EQUALLY_LONG, beta=beta / n, ipo=True)["dpo/loss"]
@@ -206,7 +207,8 @@ def test_ipo(folders, dpo_trainer):
 
 
 def test_dpo_with_likelihood_of_the_chosen_answers(folders, dpo_trainer):
-    """TRL averages over the tokens of all answers, we over answers: the same where they are equally long."""
+    """TRL averages over the tokens of all answers, openrlhf over answers: the same where they are equally
+    long."""
     expected = their_dpo(dpo_trainer, EQUALLY_LONG, "sigmoid", "sft", beta=0.1, weights=(1.0, 0.3))
     found = our_dpo(folders, EQUALLY_LONG, beta=0.1, nll_coef=0.3)["dpo/loss"]
     assert found == pytest.approx(expected, abs=1e-5)
@@ -214,7 +216,7 @@ def test_dpo_with_likelihood_of_the_chosen_answers(folders, dpo_trainer):
 
 @pytest.mark.parametrize(("mismatched_seed", "sign"), [(3, 1), (6, -1)])
 def test_kto(folders, kto_trainer, mismatched_seed, sign):
-    """With the KL estimate of the batch, also where it is cut at 0."""
+    """The KL estimate is that of the batch, also where it is cut at 0."""
     others = answers_of((4, 9), (9, 6), (3, 5), (6, 7), seed=mismatched_seed)
     labels = [True, False, False, False]
     batch = DataCollatorForUnpairedPreference(pad_token_id=PAD)(
@@ -286,7 +288,7 @@ def test_reward_model(folders, reward_trainer, margins):
 
 @pytest.mark.parametrize("others", [0, 29])
 def test_supervised_fine_tuning(folders, sft_trainer, others):
-    """Over the tokens of this batch, and of a step with `others` more of them."""
+    """The loss is a mean over the tokens of this batch, and of a step with `others` more of them."""
     examples = [
         {"input_ids": a.prompt + a.answer, "labels": [-100] * len(a.prompt) + a.answer} for a in CHOSEN
     ]
@@ -304,7 +306,7 @@ def test_supervised_fine_tuning(folders, sft_trainer, others):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize(("kind", "beta"), [("forward_kl", 0), ("reverse_kl", 1)])
 def test_distillation(folders, kind, beta, temperature):
-    """TRL leaves out the factor T^2, which is no part of our KL but of our loss."""
+    """TRL leaves out the factor T^2, which is no part of openrlhf's KL but of its loss."""
     row, divergences = PackedRow.of([a.sample for a in CHOSEN]), []
     student, teacher = their(folders["policy"]), their(folders["teacher"])
     own_teacher = TeacherModel(our(folders["teacher"]))

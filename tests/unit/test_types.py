@@ -1,4 +1,4 @@
-"""Records of a rollout: how they are cut, joined and sent."""
+"""Records of a rollout are cut, joined and sent."""
 
 import base64
 import pickle
@@ -61,7 +61,7 @@ def test_what_a_trajectory_knows_of_its_actions():
 
 
 def group(size: int) -> PromptGroup:
-    """Samples of different lengths, the first without a turn or an action."""
+    """Returns samples of different lengths, the first without a turn or an action."""
     prompt = Prompt(prompt_id=4, text="why?", messages=[{"role": "user", "content": "why?"}])
     samples = [
         trajectory(
@@ -83,7 +83,8 @@ def group(size: int) -> PromptGroup:
 
 
 def sent(group: PromptGroup) -> tuple[PromptGroup, list[pickle.PickleBuffer]]:
-    """As processes send it, and the arrays that travelled apart from the rest."""
+    """Returns the group after a transfer between processes, and the arrays that travelled apart from the
+    rest."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(group, protocol=5, buffer_callback=buffers.append)
     return pickle.loads(text, buffers=buffers), buffers
@@ -131,8 +132,8 @@ def test_a_batch_by_hand():
 
 @st.composite
 def batches(draw) -> Batch:
-    """Sequences whose first token is their number, of 0 to 4 actions each, where every action has another
-    value in each column."""
+    """Draws sequences whose first token is their number, of 0 to 4 actions each, where every action has
+    another value in each column."""
     counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=9))
     with_sets = draw(st.booleans())
     samples = [
@@ -151,7 +152,7 @@ def batches(draw) -> Batch:
 
 
 def test_staleness_by_hand():
-    """Actions of versions 4, 5, 5 and of 3, 5, and a sample without one, for weights of version 5."""
+    """Actions have versions 4, 5, 5 and 3, 5, one sample has none, and the weights are of version 5."""
     samples = [
         trajectory(1.0, (5, 6, 7), versions=[4, 5, 5]),
         trajectory(1.0, (), versions=[]),
@@ -173,7 +174,7 @@ def indices(batch: Batch) -> st.SearchStrategy[list[int]]:
 
 @given(batches(), st.data())
 def test_what_is_said_of_shares_is_put_together_in_the_order_of_the_batch(batch, data):
-    """Whatever the shares, also empty ones."""
+    """The shares may be empty."""
     owners = data.draw(st.lists(st.integers(0, 3), min_size=len(batch), max_size=len(batch)))
     order = data.draw(st.permutations(range(len(batch))))
     shares = [[i for i in order if owners[i] == owner] for owner in range(4)]
@@ -243,7 +244,7 @@ def test_columns_that_are_not_known_are_not_in_the_row():
 
 
 def test_images_go_with_their_sequences():
-    """Also through a row, and in one copy for all samples of a prompt."""
+    """They go through a row too, and in one copy for all samples of a prompt."""
     a, b = Image("a", b"a" * 10_000), Image("b", b"b")
     own = [(a,), (), (b, a)]
     samples = [replace(trajectory(i / 2, range(i + 2)), images=images) for i, images in enumerate(own)]
@@ -269,7 +270,7 @@ GROUP_OF_VERSION_1 = """
     y7XVG/q++GD69kaMKyWVJXiYyhcyi1PsE4hPJSUrtMJRrkt5pt9zdL0Z9OaXQvfd7d7dX+XaK/2n6gSrDtTh9aaKh77G49Ff
     P6hHxw==
 """
-"""A group of a checkpoint of release 0.1, which calls an epoch episode: its pickle, packed, as base64."""
+"""Group of a checkpoint of release 0.1, which calls an epoch episode: its pickle, packed, as base64."""
 
 
 def test_groups_in_checkpoints_of_earlier_versions_are_read():

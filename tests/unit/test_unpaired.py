@@ -140,7 +140,7 @@ def test_the_other_row_depends_on_the_seed_and_on_nothing_else():
 
 
 def test_every_other_prompt_is_as_likely():
-    """Of three prompts, each row meets both others about equally often: 1000 ± 5 deviations of 22."""
+    """With three prompts, each row meets both others about equally often: 1000 ± 5 deviations of 22."""
     counts = np.zeros((3, 3), dtype=int)
     for seed in range(2000):
         counts[np.arange(3), other_prompts(np.arange(3), seed)] += 1

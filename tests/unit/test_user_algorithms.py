@@ -48,7 +48,7 @@ def parsed(*words: str) -> PPOConfig:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """The lines of what is wrong."""
+    """Returns the lines of the refusal."""
     with pytest.raises(SystemExit):
         parsed(*words)
     return re.findall(r"^error: (.*)", capsys.readouterr().err, re.MULTILINE)
@@ -58,7 +58,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
 
 
 def test_opo_in_the_credit_of_a_step():
-    """Lengths 1, 3 and 2, 2: baselines (4 + 3 * 0) / 4 = 1 and (2 * 1 + 2 * 3) / 4 = 2; one sample alone."""
+    """Lengths 1, 3 and 2, 2 give baselines (4 + 3 * 0) / 4 = 1 and (2 * 1 + 2 * 3) / 4 = 2; one sample is
+    alone."""
     config = parsed(ESTIMATOR, OPO)
     samples = [(0, 4.0, 1), (0, 0.0, 3), (1, 1.0, 2), (2, 5.0, 2), (1, 3.0, 2)]
     trajectories = [
@@ -93,7 +94,7 @@ def test_opo_of_samples_without_actions():
 
 
 def test_a_step_as_an_estimator_sees_it():
-    """An episode of two sequences and three turns, one of one turn, and one without a name of the first's."""
+    """One episode has two sequences and three turns, one has one turn, and one sequence names no episode."""
     trajectories = [
         trajectory(1.0, [7] * 3, sample_index=0, turn_starts=[1, 3], extra_logs={"style": 0.5}),
         trajectory(1.0, [7] * 2, sample_index=0, part=1, turn_starts=[1], extra_logs={"style": 0.5}),
@@ -114,7 +115,8 @@ def test_a_step_as_an_estimator_sees_it():
 
 
 def sapo_loss(*words: str) -> tuple[float, torch.Tensor]:
-    """The loss of two actions with ratios 1.5 and 0.5 and advantages 2 and -1, and its gradient by log pi."""
+    """Returns the loss of two actions with ratios 1.5 and 0.5 and advantages 2 and -1, and its gradient by
+    log pi."""
     config = parsed(LOSS, SAPO, ESTIMATOR, "reinforce", "--algo.kl.init_coef", "0", *words)
     log_probs = torch.tensor([1.5, 0.5]).log().requires_grad_()
     batch = batch_of([trajectory(1.0, [2, 3])], log_probs=0.0, advantages=[2.0, -1.0])
@@ -129,8 +131,8 @@ def sapo_loss(*words: str) -> tuple[float, torch.Tensor]:
 
 
 def test_the_options_of_a_loss_reach_the_objective():
-    """-4 / tau * sigmoid(tau * (ratio - 1)) * A, whose derivative by log pi is
-    -4 * s * (1 - s) * ratio * A, and the mean over both actions."""
+    """The loss is -4 / tau * sigmoid(tau * (ratio - 1)) * A, its derivative by log pi -4 * s * (1 - s) *
+    ratio * A, and both are means over both actions."""
     for negative, words in ((1.05, ()), (3.0, ("--algo.options.tau_negative", "3"))):
         above, below = 1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(negative * 0.5))
         loss, gradient = sapo_loss(*words)
@@ -238,7 +240,7 @@ def test_an_estimator_that_reads_log_probs_gets_them(tmp_path, capsys):
     ],
 )
 def test_a_file_with_something_wrong(tmp_path, monkeypatch, capsys, text, problem):
-    """The option is not also told to be unknown."""
+    """The option is not also reported as unknown."""
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(text)
     (line,) = refused(capsys, ESTIMATOR, "mine.py:Mine", "--algo.options.beta", "1")
@@ -382,8 +384,8 @@ class Running(AdvantageEstimator):
 
 @pytest.mark.parametrize("knows_state", [True, False])
 def test_a_resumed_estimator_goes_on_where_it_was(tmp_path, knows_state):
-    """Rewards 0 and 1 of each prompt: baselines 0, 1/4, 3/8, 7/16. Without a state it
-    begins anew."""
+    """Each prompt has rewards 0 and 1: baselines 0, 1/4, 3/8, 7/16. Without a state the estimator begins
+    anew."""
     (tmp_path / "mine.py").write_text(RUNNING)
     config = config_of(tmp_path, save_steps=2, best_metric_key="none")
     algo = AlgoConfig(
@@ -411,7 +413,7 @@ def test_a_resumed_estimator_goes_on_where_it_was(tmp_path, knows_state):
 
 
 def test_another_machine_gets_the_files(tmp_path, monkeypatch):
-    """Also where one of the same name lies there with another content."""
+    """This holds where a file of the same name lies there with another content."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "opo.py").write_text((EXAMPLES / "opo.py").read_text())
@@ -452,7 +454,7 @@ def test_a_checkpoint_is_of_the_file_and_its_options(tmp_path):
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed package `house` that registers OPO and SAPO."""
+    """Installs a package `house` that registers OPO and SAPO."""
     folder = tmp_path / "site" / "house"
     folder.mkdir(parents=True)
     for name in ("opo.py", "sapo.py"):
@@ -484,7 +486,7 @@ def test_names_that_a_package_registers(package, capsys):
 def test_two_files_of_a_package_with_one_name_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a subclass forgets to say its own name."""
+    """This happens if a subclass forgets to say its own name."""
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "__init__.py").write_text("")
     (tmp_path / "twice" / "one.py").write_text(f'{BASE}class One(AdvantageEstimator):\n    name = "one"\n')

@@ -1,5 +1,5 @@
-"""Environments of verifiers with the real package and its own server between, the policy's answers by hand.
-The package's import takes seconds."""
+"""Environments of verifiers with the real package and its own server between, and the policy's answers by
+hand. The package's import takes seconds."""
 
 import json
 import re
@@ -20,7 +20,7 @@ EXAMPLE = EXAMPLES / "agent_verifiers.py"
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the package keeps a folder for each episode."""
+    """Sets the folder where the package keeps a folder for each episode."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
 
 
@@ -93,7 +93,7 @@ __all__ = ["Guesses", "Game"]
 
 @pytest.fixture
 def guessing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentExecutorBase]:
-    """An installed package with an environment of several turns."""
+    """Installs a package with an environment of several turns."""
     from openrlhf.environments.verifiers import CHAT, VerifiersExecutor
 
     (tmp_path / "guessing_v1.py").write_text(GUESSING)
@@ -147,7 +147,7 @@ def test_an_agent_that_is_not_trained_needs_a_model(guessing: AgentExecutorBase)
 
 
 def test_sixteen_episodes_never_mix(guessing: AgentExecutorBase) -> None:
-    """Each begins with a number of its own, and is told what belongs to its own stream."""
+    """Each episode begins with a number of its own, and is told what belongs to its own stream."""
     start = iter(range(16))
 
     def climb(stream: str) -> str:

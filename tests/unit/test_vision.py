@@ -1,4 +1,5 @@
-"""Rows with images against transformers' own forward of one sequence at a time; what is frozen of a tower."""
+"""Rows with images equal transformers' own forward of one sequence at a time; some parts of a tower are
+frozen."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.types import Image, PackedRow, Sample
 
 ROUNDING = 256 * 2.0**-24
-"""Of a float32 sum of as many products as the widest layer has, relative."""
+"""Relative error of a float32 sum of as many products as the widest layer has."""
 LAYERS = 8
 """Attention and MLP of two layers of the tower and of two layers of the language model."""
 SHAPES = ((56, 56), (84, 140), (200, 70))
@@ -36,7 +37,8 @@ SHAPES = ((56, 56), (84, 140), (200, 70))
 
 
 def qwen3_vl(folder: Path) -> Path:
-    """With patches that also go into later layers, beside the files of the tiny Qwen2.5-VL."""
+    """Makes a Qwen3-VL, with patches that also go into later layers, beside the files of the tiny
+    Qwen2.5-VL."""
     tiny = AutoModelForImageTextToText.from_pretrained(tiny_vision_model(folder)).config
     text, vision_config = tiny.text_config, tiny.vision_config
     same = (
@@ -111,7 +113,7 @@ TEXTS = (
 
 
 def samples(folder: Path) -> list[Sample]:
-    """The last 6 tokens of each are actions. Expanded by the processor itself."""
+    """Returns samples whose last 6 tokens are actions, expanded by the processor itself."""
     processor, made = AutoProcessor.from_pretrained(folder), []
     for text, shapes in TEXTS:
         images = tuple(noise(shape) for shape in shapes)
@@ -123,7 +125,7 @@ def samples(folder: Path) -> list[Sample]:
 
 @contextmanager
 def as_transformers_reads(folder: Path) -> Iterator[tuple[PreTrainedModel, list[Tensor]]]:
-    """The plain model, and its log-probs of the actions of each sample, from text and pictures."""
+    """Yields the plain model, and its log-probs of the actions of each sample, from text and pictures."""
     model, processor = (
         AutoModelForImageTextToText.from_pretrained(folder),
         AutoProcessor.from_pretrained(folder),
@@ -139,7 +141,7 @@ def as_transformers_reads(folder: Path) -> Iterator[tuple[PreTrainedModel, list[
 
 @pytest.mark.parametrize("attention", ["auto", "sdpa", "eager", "one by one"])
 def test_a_row_is_what_transformers_reads_one_by_one(folder: Path, attention: str) -> None:
-    """Pictures of several sizes, two in one sequence, none in another: log-probs, and every gradient."""
+    """Pictures have several sizes; one sequence has two, another none. Log-probs and every gradient agree."""
     module = policy(folder, "auto" if attention == "one by one" else attention)
     assert reading_of(module.model).packed
     if attention == "one by one":
@@ -158,7 +160,7 @@ def test_a_row_is_what_transformers_reads_one_by_one(folder: Path, attention: st
 
 
 def test_a_row_without_images_passes_through_the_tower(folder: Path) -> None:
-    """So that ranks make the same collectives. What it adds is nothing, also to gradients."""
+    """Ranks then make the same collectives. The pass adds nothing, also to gradients."""
     module = policy(folder)
     text = samples(folder)[1]
     with as_transformers_reads(folder) as (_, expected):
@@ -174,7 +176,7 @@ def test_a_row_without_images_passes_through_the_tower(folder: Path) -> None:
 
 
 def test_positions_that_are_wrong_are_found(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of text, which go on through an image."""
+    """The wrong positions are those of text, which go on through an image."""
     model = load_causal_lm(str(tiny), flag="--model", dtype="fp32", attention="auto", images=True).eval()
     monkeypatch.setattr(vision, "_positions", lambda backbone, row, reader: row.position_ids[None])
     with torch.no_grad():
@@ -204,7 +206,8 @@ def test_what_is_frozen(folder: Path) -> None:
 
 
 def test_a_critic_reads_images(folder: Path, tmp_path: Path) -> None:
-    """Made of a language model; the values of a row are those of its sequences, and survive a file."""
+    """The critic is made of a language model; the values of a row are those of its sequences, and survive a
+    file."""
 
     def critic(path: Path) -> RowModel:
         options = {"flag": "--critic", "dtype": "fp32", "attention": "auto", "images": True}
@@ -224,4 +227,4 @@ def test_a_critic_reads_images(folder: Path, tmp_path: Path) -> None:
         black = [encoded(PILImage.new("RGB", (56, 56)))]
         row = PackedRow.of([Sample(token_ids=s.token_ids, action_mask=s.action_mask, images=tuple(black))
                             for s in samples(folder)[:1]])  # fmt: skip
-        assert (critic(tmp_path)(row) - values[:6]).abs().max() > 1e-3  # it does see
+        assert (critic(tmp_path)(row) - values[:6]).abs().max() > 1e-3  # the critic depends on the image

@@ -37,7 +37,8 @@ def check(config, **changes):
 
 def test_the_lists_are_read_from_vllms_source():
     assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "GPTNeoXForCausalLM"} <= registered_architectures()
-    assert "MptForCausalLM" not in registered_architectures()  # that of models that were removed
+    # the list leaves out architectures whose models were removed
+    assert "MptForCausalLM" not in registered_architectures()
     assert {32, 64, 128} <= set(cpu_head_sizes()) and not {8, 48} & set(cpu_head_sizes())
 
 
@@ -103,7 +104,8 @@ def test_an_architecture_that_vllm_does_not_have():
         llama(architectures=["OfMyOwnForCausalLM"], auto_map={"AutoModelForCausalLM": "own.Own"}),
         llama(architectures=["LlamaModel"]),  # vLLM finds it as LlamaForCausalLM
         llama(architectures=None),
-        CTRLConfig(architectures=["CTRLLMHeadModel"], n_embd=64, n_head=2),  # through transformers
+        # vLLM reads it through transformers
+        CTRLConfig(architectures=["CTRLLMHeadModel"], n_embd=64, n_head=2),
         DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], qk_rope_head_dim=8),
         MambaConfig(architectures=["MambaForCausalLM"]),
     ],

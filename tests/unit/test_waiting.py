@@ -1,5 +1,5 @@
 """A micro-batch queues its work on the GPU and never waits for it. Tensors without data stand for those of a
-GPU: whoever asks one for a value raises."""
+GPU: reading a value of one raises."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +49,8 @@ NORM = LossNorm(12.0, 4.0)
 
 
 class CopiesThatWait(TorchFunctionMode):
-    """Tensors without data also take what a GPU would wait for: values of Python and of host tensors that are
-    copied without `non_blocking`."""
+    """Counts as a wait, on tensors without data, also copies that a GPU would wait for: values of Python and
+    of host tensors without `non_blocking`."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -65,7 +65,7 @@ class CopiesThatWait(TorchFunctionMode):
 def waits(func: Callable, args: tuple, kwargs: dict) -> bool:
     if func in (torch.tensor, torch.as_tensor, Tensor.new_tensor):
         return not isinstance(args[-1], Tensor)
-    if func in (torch.where, Tensor.where):  # which makes a host tensor of a number
+    if func in (torch.where, Tensor.where):  # `where` makes a host tensor of a number
         return not all(isinstance(x, Tensor) for x in (*args, *kwargs.values()))
     return func is Tensor.to and not args[0].is_meta and not kwargs.get("non_blocking")
 
@@ -106,7 +106,7 @@ class Case(NamedTuple):
     model: type[RowModel]
     row: Any
     objective: Callable[[str], Any]
-    """From the folder of a model, which references and teachers are too."""
+    """Makes the objective from the folder of a model, which references and teachers are too."""
 
 
 def frozen(folder: str) -> Callable[[PackedRow], Tensor]:
@@ -164,11 +164,11 @@ def test_no_objective_waits_for_the_gpu(folder: str, name: str) -> None:
         loss, metrics = objective(model, case.row.to("meta"), NORM)
         loss.backward()
     assert loss.is_meta and metrics and all(value.is_meta for value in metrics.values())
-    assert case.row.to("meta").num_tokens == case.row.num_tokens  # which a balance loss asks for
+    assert case.row.to("meta").num_tokens == case.row.num_tokens  # a balance loss asks for it
 
 
 def test_nor_does_a_mixture_of_experts_in_half_precision(tmp_path: Path) -> None:
-    """With the kernel that transformers chooses; the eager one asks which experts were hit."""
+    """The kernel is the one that transformers chooses; the eager one asks which experts were hit."""
     config = tiny_config("qwen3_moe")
     tiny_model(config).save_pretrained(tmp_path)
     options = {"flag": "--model", "dtype": "bf16", "attention": "auto"}

@@ -118,7 +118,7 @@ def test_a_checksum_sees_every_fault(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checksum_sees_the_uppermost_bits(dtype):
-    """Signs of one element, of two that share no place, and of all."""
+    """The signs of one element, of two that share no place, and of all change it."""
     weight = torch.randn(3 * PLACES * 8, generator=torch.Generator().manual_seed(0)).to(dtype)
     sums = {checksum(("w", weight)), checksum(("w", -weight))}
     for first, second in itertools.product((3, 7, 11), (8 * 5 + 3, 8 * 6 + 3, 8 * 8 + 7)):
@@ -140,7 +140,7 @@ def test_a_checksum_sees_a_missing_tensor_of_zeros():
 
 
 def test_a_checksum_takes_little_memory():
-    """1 MB at a time."""
+    """A checksum holds 1 MB at a time."""
     embedding = torch.ones(60_000_007, dtype=torch.bfloat16)  # 120 MB
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         Checksum().add("embed_tokens", embedding)
@@ -166,7 +166,7 @@ def test_a_checksum_does_not_depend_on_the_order(order):
 
 
 class Weights:
-    """The trainer's engine, as a sender sees it."""
+    """Trainer's engine, as a sender sees it."""
 
     def __init__(self, tensors: dict[str, Tensor], adapter: dict[str, Tensor] | None = None) -> None:
         self.tensors, self.parts = tensors, {"merged": tensors, "base": tensors, "adapter": adapter or {}}
@@ -194,7 +194,7 @@ class Receivers:
 
     def init_weight_transfer_engine(self, info: dict) -> None:
         self.calls.append("init")
-        if not info:  # they are handed everything
+        if not info:  # without information they are handed everything
             return
         meeting, size = (info["master_address"], info["master_port"]), self.workers_per_engine
 
@@ -244,7 +244,7 @@ class Receivers:
         return {i: sums[i * size : (i + 1) * size] for i in living}
 
     def _all(self, work) -> None:
-        """In the workers of engines that have not failed."""
+        """Calls the workers of engines that have not failed."""
         workers = [i for i in range(len(self.loaded)) if i // self.workers_per_engine not in self.failures]
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in workers]
         for thread in threads:
@@ -287,7 +287,7 @@ def test_exactly_the_tensors_are_delivered(engines, workers, backend):
     weights.tensors["norm"] += 1
     sender.send(2)
     assert all(torch.equal(loaded["norm"], torch.full((3,), 2.0)) for loaded in receivers.loaded)
-    # Of three buckets: what comes before the large one, it, and what comes after it.
+    # There are three buckets: what comes before the large tensor, it, and what comes after it.
     update = ["start", *["update"] * (3 if backend == "ray" else 1)]
     assert receivers.calls == ["init", *update, "finish 1", *update, "finish 2"]
 
@@ -306,8 +306,8 @@ def test_an_engine_that_loads_something_else_is_an_error(backend):
 @BACKENDS
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 8}, {*range(9)}])
 def test_an_engine_that_fails_leaves_the_others_whole(failing, backend):
-    """In the second of four buckets. Nobody waits for it, nor does who shares a thread with it: the first
-    and the last."""
+    """The engine fails in the second of four buckets. The first and the last engine do not wait for it, nor
+    does one that shares a thread with it."""
     weights = Weights({name: torch.full((1 << 18,), i + 0.5) for i, name in enumerate("abcd")})  # 1 MiB each
     receivers = Receivers(9)
     sender = sender_of(weights, receivers, backend=backend, bucket_bytes=1 << 20)
@@ -326,7 +326,7 @@ def test_an_engine_that_fails_leaves_the_others_whole(failing, backend):
     for engine in {*range(9)} - failing:
         assert receivers.loaded[engine].keys() == weights.tensors.keys()
         assert all(torch.equal(receivers.loaded[engine][name], t) for name, t in weights.tensors.items())
-    copied = pickle.loads(pickle.dumps(told.value))  # as Ray hands it to the trainer
+    copied = pickle.loads(pickle.dumps(told.value))  # Ray hands it to the trainer in this form
     assert str(copied) == str(told.value) and copied.failures == told.value.failures
 
 
@@ -354,7 +354,7 @@ def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expecte
 
 
 def test_connections_to_many_engines_share_threads():
-    """Each engine has one; rank 0 has eight for all of them."""
+    """Each engine has one connection; rank 0 has eight for all of them."""
     receivers = Receivers(12)
     with patch.object(gloo, "_gloo_device", wraps=gloo._gloo_device) as devices:
         sender = sender_of(Weights({"a": torch.arange(5.0)}), receivers)

@@ -1,4 +1,4 @@
-"""The table of who runs where."""
+"""The table of processes and their nodes."""
 
 from types import SimpleNamespace
 
@@ -33,5 +33,5 @@ def test_there_is_a_line_for_each_role_on_each_node(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_on_one_node_has_none() -> None:
-    """Its processes are not even asked."""
+    """The processes are not even asked."""
     assert who_runs_where({"policy": [None]}, {"actor": SimpleNamespace(nodes=["a", "a"])}) == ""

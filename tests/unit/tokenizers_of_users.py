@@ -7,8 +7,9 @@ from transformers import PreTrainedTokenizerFast
 
 
 def llama_2_style() -> PreTrainedTokenizerFast:
-    """Words carry the space before them, and the decoder drops the one before the first word; bytes where a
-    character is unknown. As Llama 2, Mistral, Phi 3 and TinyLlama."""
+    """Makes a tokenizer whose words carry the space before them, and whose decoder drops the one before the
+    first word; unknown characters become bytes. Llama 2, Mistral, Phi 3 and TinyLlama have such
+    tokenizers."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -30,7 +31,7 @@ def llama_2_style() -> PreTrainedTokenizerFast:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """One whose `decode` cleans up: it takes the space before punctuation away."""
+    """Makes a tokenizer whose `decode` cleans up: it takes the space before punctuation away."""
     words = ["[UNK]", "[EOS]", "x", "=", "3", ",", "y", "4", ".", "[", "]"]
     backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

@@ -44,7 +44,7 @@ def run_episode(
     max_turns: int | None = None,
     step_timeout: float | None = None,
 ) -> tuple[Trajectory, Engine]:
-    """Its one sequence."""
+    """Runs an episode and returns its one sequence."""
     engine = Engine(*map(tokens, answers), finish_reason=finish_reason)
     rollout = RolloutConfig(n_samples_per_prompt=1, max_new_tokens=None)
     sampling = replace(Sampling.for_training(PPOConfig(rollout=rollout)), max_len=max_len)
@@ -77,7 +77,7 @@ def play(
 
 
 def said(*answers: str, **options: Any) -> list[str]:
-    """What tools said in an episode."""
+    """Returns the answers of the tools in an episode."""
     found: list[str] = []
 
     def reward(prompt, label, messages):
