@@ -1,5 +1,7 @@
-"""Ends a command on an error or a signal with a short message. `OPENRLHF_DEBUG=1` shows the whole
-traceback."""
+"""Errors for users: their codes, their form, and how a command ends on one or on a signal.
+
+`OPENRLHF_DEBUG=1` shows the whole traceback.
+"""
 
 import os
 import signal
@@ -8,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from types import FrameType
 
 EXIT_USAGE = 2
@@ -19,6 +22,107 @@ launcher has ended them."""
 GRACE = 20.0
 """Seconds that a stopped run has to end before it is forced to: if the signal also ended Ray's servers, calls
 to them never return."""
+
+
+class ErrorCode(StrEnum):
+    """Kinds of errors that a user can act on. Each is printed behind the error's first line, and
+    docs/errors.md has its usual causes and remedies."""
+
+    UNKNOWN_FLAG = "unknown-flag"
+    """No flag, option or command has this name."""
+    INVALID_VALUE = "invalid-value"
+    """The value of a flag, of an option or of a variable has a wrong type, form or range."""
+    MISSING_FLAG = "missing-flag"
+    """A required flag is not set."""
+    CONFLICT = "conflict"
+    """Two settings contradict each other, or one needs another."""
+    UNSUPPORTED = "unsupported"
+    """No implementation exists for this model, engine, backend or combination."""
+    MISSING_PACKAGE = "missing-package"
+    """An optional package is not installed, or has the wrong version."""
+    NOT_FOUND = "not-found"
+    """A file, a folder, a model or a URL does not exist."""
+    UNREADABLE = "unreadable"
+    """A file or a URL exists, and its content is damaged, empty, of another format or cannot be fetched."""
+    NOT_WRITABLE = "not-writable"
+    """A place that the run writes to refuses it: permissions, space, or a finished result that it would
+    replace."""
+    MISSING_COLUMN = "missing-column"
+    """A dataset has no column of this name."""
+    INVALID_ROW = "invalid-row"
+    """A row of a dataset has a wrong type or content."""
+    NO_ROWS = "no-rows"
+    """Every row of a dataset was skipped."""
+    TOO_LONG = "too-long"
+    """A sequence does not fit a length: of a flag or of the model."""
+    CHAT_TEMPLATE = "chat-template"
+    """A chat template does not fit the messages or the agent."""
+    INVALID_MODEL = "invalid-model"
+    """A folder holds no model or tokenizer of the expected kind, or two models do not belong together."""
+    USER_CODE = "user-code"
+    """A user's reward function, agent, environment, algorithm or tracker cannot be imported, or breaks its
+    contract."""
+    RESOURCES = "resources"
+    """The machine or the cluster has too few GPUs, too little memory or too few ranks."""
+    CLUSTER = "cluster"
+    """Ray, a port or a node of the cluster cannot be used."""
+    IN_USE = "in-use"
+    """Another living process owns a folder."""
+    OTHER_RUN = "other-run"
+    """A checkpoint or a result belongs to a run with other settings, data or code."""
+    DAMAGED_CHECKPOINT = "damaged-checkpoint"
+    """A checkpoint is incomplete, or differs from what was saved."""
+    REWARDS_FAILED = "rewards-failed"
+    """Too many rewards of a step failed, or a reward source does not answer."""
+    EPISODES_FAILED = "episodes-failed"
+    """Too many episodes of a step failed, or too few samples are left of one."""
+    NOT_FINITE = "not-finite"
+    """A loss, a gradient or a weight is NaN or infinite."""
+    ENGINE_FAILED = "engine-failed"
+    """A rollout engine died or stopped answering."""
+    WORKER_FAILED = "worker-failed"
+    """A training rank died or stopped answering."""
+    WRONG_WEIGHTS = "wrong-weights"
+    """After a weight sync or a load, a model computes other numbers than the one it should equal."""
+
+
+class CodedError(Exception):
+    """An error that a user can act on. `str()` gives `FLAG VALUE:ROW: TEXT`, without the parts that are not
+    set."""
+
+    def __init__(
+        self, code: ErrorCode, text: str, *, flag: str = "", value: object = "", row: int | None = None
+    ) -> None:
+        """`text`: description and remedy; `flag`: the flag with its dashes; `value`: its value or the file;
+        `row`: number of the row or line in the file."""
+        super().__init__(code, text)  # pickled with these arguments, and with the attributes
+        self.code = code
+        self.text = text
+        self.flag = flag
+        self.value = str(value)
+        self.row = row
+
+    def __str__(self) -> str:
+        place = " ".join(part for part in (self.flag, self.value) if part)
+        place += "" if self.row is None else f":{self.row}"
+        return f"{place}: {self.text}" if place else self.text
+
+
+class UsageError(CodedError, ValueError):
+    """Raised for flags, files and models that cannot be used. Exit status 2."""
+
+
+class RunError(CodedError, RuntimeError):
+    """Raised for what fails while a run is under way. Exit status 1."""
+
+
+def describe(error: BaseException) -> str:
+    """Returns an error's message, with its code in brackets behind the first line if it has one."""
+    text = str(error)
+    if not isinstance(error, CodedError):
+        return text
+    first, newline, rest = text.partition("\n")
+    return f"{first} [{error.code}]{newline}{rest}"
 
 
 class Stopped(KeyboardInterrupt):
@@ -69,7 +173,8 @@ def telling(position: Callable[[], str]) -> Iterator[None]:
 @contextmanager
 def short_errors() -> Iterator[None]:
     """Ends the process on an error inside: with its text alone for the error types that are written for users
-    (ValueError, RuntimeError, FloatingPointError), with the traceback for any other."""
+    (CodedError, and plain ValueError, RuntimeError, FloatingPointError), with the traceback for any
+    other."""
     try:
         try:
             yield
@@ -85,12 +190,16 @@ def short_errors() -> Iterator[None]:
 
 def _end_with(error: Exception) -> None:
     cause = getattr(error, "cause", None) or error  # a Ray task's error carries the worker's
-    written_for_people = type(cause) in (ValueError, RuntimeError, FloatingPointError)
-    if os.environ.get("OPENRLHF_DEBUG") or not written_for_people:
+    is_for_users = isinstance(cause, CodedError) or type(cause) in (
+        ValueError,
+        RuntimeError,
+        FloatingPointError,
+    )
+    if os.environ.get("OPENRLHF_DEBUG") or not is_for_users:
         raise error
     if _rank() > 0:
         time.sleep(PATIENCE)
-    print("\n".join([f"error: {cause}", *_notes(error)]), file=sys.stderr, flush=True)
+    print("\n".join([f"error: {describe(cause)}", *_notes(error)]), file=sys.stderr, flush=True)
     sys.exit(EXIT_USAGE if isinstance(cause, ValueError) else EXIT_FAILURE)
 
 

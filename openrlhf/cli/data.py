@@ -5,9 +5,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
 
 from openrlhf.config.parse import parse
+from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.training.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
 
@@ -29,27 +29,30 @@ counts and lengths of the whole dataset. Loads no model, only its tokenizer."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    match list(sys.argv[1:] if argv is None else argv):
-        case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
-            print(USAGE)
-        case ["preview", name, *flags] if name in TASKS:
-            module, task_type = TASKS[name]
-            preview(getattr(import_module(f"openrlhf.cli.{module}"), task_type), flags)
-        case ["preview", name, *_]:
-            _exit(f"openrlhf data preview {name!r}: there is no such dataset; choose {', '.join(TASKS)}")
-        case [name, *_]:
-            _exit(f"openrlhf data {name!r}: there is no such command; there is `openrlhf data preview`")
+    with short_errors():
+        match list(sys.argv[1:] if argv is None else argv):
+            case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
+                print(USAGE)
+            case ["preview", name, *flags] if name in TASKS:
+                module, task_type = TASKS[name]
+                preview(getattr(import_module(f"openrlhf.cli.{module}"), task_type), flags)
+            case ["preview", name, *_]:
+                raise _unknown("data preview", name, f"it previews {', '.join(TASKS)}")
+            case [name, *_]:
+                raise _unknown("data", name, "there is `openrlhf data preview`")
+
+
+def _unknown(command: str, name: str, remedy: str) -> UsageError:
+    text = f"there is no such command; {remedy}"
+    return UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=f"openrlhf {command}", value=repr(name))
 
 
 def preview(task_type: type[Task], flags: Sequence[str]) -> None:
     num_samples, no_color, rest = _take_own(flags)
     task = task_type(parse(task_type.command, rest).config)
     choose_hub(task.config.use_ms)
-    from openrlhf.errors import short_errors
-
-    with short_errors():
-        check_files(task)
-        show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
+    check_files(task)
+    show(task, num_samples=num_samples, coloured=not no_color and shows_colours())
 
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
@@ -78,7 +81,8 @@ def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
         if name == "__samples":
             value = value if equals else next(words, "")
             if not value.isdecimal():
-                _exit(f"--samples {value}: expects a whole number")
+                text = "expects a whole number"
+                raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--samples", value=value)
             num_samples = int(value)
         elif name == "__no_color":
             no_color = True
@@ -90,8 +94,3 @@ def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
 def shows_colours() -> bool:
     """Tells whether stdout is a terminal that shows colours, and NO_COLOR is unset."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _exit(problem: str) -> NoReturn:
-    print(f"error: {problem}", file=sys.stderr)
-    sys.exit(2)

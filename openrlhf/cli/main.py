@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
+from openrlhf.errors import ErrorCode, UsageError, short_errors
+
 COMMANDS = {
     "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
     "sft": ("train_sft", "supervised fine-tuning"),
@@ -39,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         remedy = (
             f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else "see `openrlhf --help`"
         )
-        print(f"error: openrlhf {name!r}: there is no such command; {remedy}", file=sys.stderr)
-        sys.exit(2)
+        text = f"there is no such command; {remedy}"
+        with short_errors():
+            raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="openrlhf", value=repr(name))
 
 
 def _usage() -> str:

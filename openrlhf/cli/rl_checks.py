@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def problems_outside(config: PPOConfig) -> list[str]:
+def problems_outside(config: PPOConfig) -> list[ValueError]:
     """Returns the problems of the cluster and of files, before anything is loaded or started: the first one
     of each flag."""
     from openrlhf.observability.progress import checking
     from openrlhf.observability.trackers.load import trackers_of
 
     choose_hub(config.use_ms)  # before models are looked up, and before Ray's processes inherit it
-    problems: list[str] = []
+    problems: list[ValueError] = []
     wrong: set[str] = set()
 
     def ask(flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
@@ -31,7 +31,7 @@ def problems_outside(config: PPOConfig) -> list[str]:
         try:
             check(*args, **options)
         except ValueError as error:
-            problems.append(str(error))
+            problems.append(error)
             wrong.add(flag)
 
     ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)

@@ -17,6 +17,7 @@ from openrlhf.config.command import Explicit, NotYet, Problem, remark
 from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.plugins import file_of, is_reference, registered
 
 SCATTERED = (
@@ -160,7 +161,8 @@ def required(config: Any, *keys: str) -> Iterator[Problem]:
     values = values_of(config)
     for key in keys:
         if not values[key]:
-            yield Problem(key, f"is required: {fields_of(type(config))[key].help.removesuffix(' Required.')}")
+            text = f"is required: {fields_of(type(config))[key].help.removesuffix(' Required.')}"
+            yield Problem(key, text, ErrorCode.MISSING_FLAG)
 
 
 def local_models(config: Any, *keys: str) -> Iterator[Problem]:
@@ -169,7 +171,7 @@ def local_models(config: Any, *keys: str) -> Iterator[Problem]:
         for name in (values[key] or "").split(","):
             if _looks_local(name) and not os.path.isdir(name):
                 text = f"{missing(name, values[key])}; give the folder of a model, or a name on the hub"
-                yield Problem(key, text)
+                yield Problem(key, text, ErrorCode.NOT_FOUND)
 
 
 def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Problem]:
@@ -178,7 +180,7 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
         items = split_spec(values[key] or "")
         for item in items:
             if _looks_local(item) and not os.path.exists(path := _dataset_path(item)):
-                yield Problem(key, missing(path, values[key]))
+                yield Problem(key, missing(path, values[key]), ErrorCode.NOT_FOUND)
         if probs and values[probs] is not None:
             try:
                 parse_probabilities(values[probs], len(items), key)
@@ -289,7 +291,7 @@ def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
     """Checks the name of a user's object without importing it. `form`: the expected form of the value."""
     if file := file_of(name):
         if not os.path.isfile(file):
-            yield Problem(key, missing(file, name))
+            yield Problem(key, missing(file, name), ErrorCode.NOT_FOUND)
     elif not is_reference(name) and name not in (names := registered(kind)):
         known = f"; installed packages register {', '.join(names)}" if names else ""
         yield Problem(key, f"{form} or package.module:NAME{known}")
@@ -321,7 +323,8 @@ def package(key: str, name: str, *, extra: str, otherwise: str = "") -> Iterator
     """Refuses a flag whose package is not installed. `extra`: the project's extra that installs it;
     `otherwise`: an alternative."""
     if importlib.util.find_spec(name.replace("-", "_")) is None:
-        yield Problem(key, f'needs the package {name}: pip install "openrlhf[{extra}]"{otherwise}')
+        text = f'needs the package {name}: pip install "openrlhf[{extra}]"{otherwise}'
+        yield Problem(key, text, ErrorCode.MISSING_PACKAGE)
 
 
 def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from openrlhf.config.old_flags import OldFlag
+from openrlhf.errors import ErrorCode
 
 ConfigT = TypeVar("ConfigT")
 
@@ -36,6 +37,7 @@ class Problem:
     """Key of the flag."""
     text: str
     """Description of the problem and the remedy."""
+    code: ErrorCode = ErrorCode.CONFLICT
     fatal: bool = True
     """False for a remark."""
 

@@ -19,7 +19,7 @@ from openrlhf.config.fields import Field, convert, fields_of, to_words, values_o
 from openrlhf.config.old_flags import OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
-from openrlhf.errors import tell
+from openrlhf.errors import ErrorCode, UsageError, describe, tell
 
 ConfigT = TypeVar("ConfigT")
 
@@ -38,7 +38,7 @@ def parse(
     argv: Sequence[str] | None = None,
     *,
     resolve: Resolve[ConfigT] = lambda config, explicit, cluster: {},
-    inspect: Callable[[ConfigT], list[str]] = lambda config: [],
+    inspect: Callable[[ConfigT], Sequence[ValueError]] = lambda config: [],
     plan: Plan[ConfigT] = lambda config, cluster: "",
 ) -> Invocation[ConfigT]:
     """Parses the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
@@ -69,27 +69,27 @@ def parse(
     notes = [*_in_one_line(renamed), *hints]
     found = _problems(command, config, explicit, bad)
     only_prints = line.print_config or line.print_command or line.print_plan
-    refused = _said(found, config, explicit, fatal=True)
+    refused = _refusals(found, config, explicit)
     if problems or (refused and not only_prints):
-        _refuse(problems + refused, command, notes + _said(found, config, explicit, fatal=False))
+        _refuse([*problems, *refused], command, notes + _remarks(found, config, explicit))
     resolved = resolve(config, explicit, line.cluster)
     config = with_values(config, resolved)
     found = _problems(command, config, explicit) + command.placed(config, explicit)
     if resolved:
         flags = " ".join(_spelled(key, value) for key, value in resolved.items())
-        notes.append(f"not set, so chosen by what there is: {flags}")
-    notes += _said(found, config, explicit, fatal=False)
+        notes.append(f"auto-selected for this hardware: {flags}")
+    notes += _remarks(found, config, explicit)
     if line.print_config:
         write(to_yaml(config))
     if line.print_command:
         write(to_command(command, values))
-    problems = _said(found, config, explicit, fatal=True)
-    if line.print_plan and not problems:
-        problems = _print_plan(command, config, line.cluster, plan)
-    if problems:
-        _refuse(problems, command, notes)
-    if not only_prints and (problems := inspect(config)):
-        _refuse(problems, command, notes)
+    unfit: Sequence[ValueError] = _refusals(found, config, explicit)
+    if line.print_plan and not unfit:
+        unfit = _print_plan(command, config, line.cluster, plan)
+    if not unfit and not only_prints:
+        unfit = inspect(config)
+    if unfit:
+        _refuse(unfit, command, notes)
     for note in notes:
         tell(f"note: {note}")
     if only_prints:
@@ -111,7 +111,8 @@ def _not_yet(command: Command[ConfigT], config: ConfigT) -> Iterator[Problem]:
     values, defaults = values_of(config), values_of(command.config_type())
     for key, feature in command.not_yet.items():
         if values[key] != defaults[key]:
-            yield Problem(key=key, text=f"{feature.what} is {feature.state}; {_back_to(defaults[key])}")
+            text = f"{feature.what} is {feature.state}; {_back_to(defaults[key])}"
+            yield Problem(key, text, ErrorCode.UNSUPPORTED)
 
 
 def _back_to(default: Any) -> str:
@@ -119,8 +120,12 @@ def _back_to(default: Any) -> str:
     return "remove it" if unset else f"leave it at {' '.join(to_words(default))}"
 
 
-def _said(found: Sequence[Problem], config: Any, explicit: Explicit, *, fatal: bool) -> list[str]:
-    return [_said_by(problem, config, explicit) for problem in found if problem.fatal == fatal]
+def _refusals(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[UsageError]:
+    return [_error_of(problem, config, explicit) for problem in found if problem.fatal]
+
+
+def _remarks(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[str]:
+    return [str(_error_of(problem, config, explicit)) for problem in found if not problem.fatal]
 
 
 def to_yaml(config: Any) -> str:
@@ -210,7 +215,7 @@ class _Setting:
 class _Line:
     settings: list[_Setting] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
+    problems: list[UsageError] = field(default_factory=list)
     help: str | None = None
     """Word that `--help` searches for; "": all flags; None: no `--help`."""
     print_config: bool = False
@@ -237,7 +242,7 @@ def _read_argv(argv: Sequence[str]) -> _Line:
         word, i = ("--help" if argv[i] == "-h" else argv[i]), i + 1
         flag = _FLAG.fullmatch(word)
         if flag is None:
-            problems.append(f"{_show(word)}: unexpected; flags start with --")
+            problems.append(_invalid("unexpected; flags start with --", _show(word)))
             continue
         words = [] if flag["value"] is None else [flag["value"]]
         while i < len(argv) and not _FLAG.fullmatch(argv[i]) and argv[i] != "-h":
@@ -254,29 +259,33 @@ def _read_argv(argv: Sequence[str]) -> _Line:
         elif name == "config":
             files += words
             if not words:
-                problems.append("--config: expects the name of a YAML file")
+                problems.append(_invalid("expects the name of a YAML file", "--config"))
         else:
             settings.append(_Setting(name=name, words=tuple(words), shown="--" + flag["name"]))
     asked = dict.fromkeys(printed, True)
     return _Line(settings=settings, files=files, problems=problems, help=help_word, cluster=cluster, **asked)
 
 
-def _cluster(words: Words) -> tuple[list[int], list[str]]:
+def _cluster(words: Words) -> tuple[list[int], list[UsageError]]:
     """Parses words such as `2x8` (nodes x GPUs). Returns the number of GPUs of each node, and problems."""
     found = [re.fullmatch(r"([1-9]\d{0,3})x(\d{1,3})", word) for word in words]
     if not all(found):
-        return [], [f"--print_plan {_show(*words)}: expects NODESxGPUS, such as 2x8, or nothing"]
+        text = "expects NODESxGPUS, such as 2x8, or nothing"
+        return [], [_invalid(text, "--print_plan", *words)]
     return [gpus for match in found if match for gpus in [int(match[2])] * int(match[1])], []
 
 
-def _print_plan(command: Command, config: ConfigT, cluster: Sequence[int], plan: Plan[ConfigT]) -> list[str]:
+def _print_plan(
+    command: Command, config: ConfigT, cluster: Sequence[int], plan: Plan[ConfigT]
+) -> list[ValueError]:
     """Prints the plan and returns problems."""
     if not command.has_plan:
-        return ["--print_plan: there is no plan to print; only ppo places its processes on a cluster"]
+        text = "there is no plan to print; only ppo places its processes on a cluster"
+        return [UsageError(ErrorCode.UNSUPPORTED, text, flag="--print_plan")]
     try:
         write(plan(config, cluster))
     except ValueError as error:
-        return [str(error)]
+        return [error]
     return []
 
 
@@ -307,7 +316,7 @@ def _say_who_wins(variables: Sequence[_Setting], chosen: Mapping[str, _Setting])
     return lines
 
 
-def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[str]]:
+def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting], list[UsageError]]:
     sections = {key.rpartition(".")[0] for key in fields_of(config_type)} - {""} | {PREFIX.rstrip(".")}
     sections |= {section.rpartition(".")[0] for section in sections} - {""}
     settings, problems = [], []
@@ -318,32 +327,32 @@ def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting]
     return settings, problems
 
 
-def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[str]]:
+def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[UsageError]]:
     """Reads the settings of a file with nested, dotted or flat keys, in order, and its problems. Values stay
     text: `5e-7` becomes a number only for a flag that takes one."""
     import yaml
 
     settings: list[_Setting] = []
-    problems: list[str] = []
+    problems: list[UsageError] = []
 
     def visit(node: yaml.Node, prefix: str) -> None:
         where = f"{path}:{node.start_mark.line + 1}"
         if not isinstance(node, yaml.MappingNode):
             if node.tag != "tag:yaml.org,2002:null":
-                problems.append(
-                    f"{where}: {prefix.rstrip('.') or 'the file'} must be a mapping of keys to values"
-                )
+                name = prefix.rstrip(".") or "the file"
+                problems.append(_invalid(f"{name} must be a mapping of keys to values", where))
             return
         for key, value in node.value:
             where = f"{path}:{key.start_mark.line + 1}"
             if not isinstance(key, yaml.ScalarNode):
-                problems.append(f"{where}: a key must be a name")
+                problems.append(_invalid("a key must be a name", where))
                 continue
             name = prefix + key.value.replace("-", "_")
             if name in sections:
                 visit(value, name + ".")
             elif (words := _yaml_words(value)) is None:
-                problems.append(f"{where}: {_show(name)}: expects a value or a list of values")
+                text = "expects a value or a list of values"
+                problems.append(_invalid(text, f"{where}: {_show(name)}"))
             else:
                 shown = f"{where}: {_show(prefix + key.value)}"
                 settings.append(_Setting(name=name, words=words, shown=shown, source=Source(file=where)))
@@ -352,9 +361,11 @@ def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[str]
         with open(path, encoding="utf-8") as file:
             node = yaml.compose(file, yaml.SafeLoader)
     except OSError as error:
-        return [], [f"--config {_show(path)}: {error.strerror}"]
+        text = error.strerror or str(error)
+        return [], [UsageError(ErrorCode.NOT_FOUND, text, flag="--config", value=_show(path))]
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        return [], [f"--config {_show(path)}: not YAML: {' '.join(str(error).split())[:200]}"]
+        text = f"not YAML: {' '.join(str(error).split())[:200]}"
+        return [], [UsageError(ErrorCode.UNREADABLE, text, flag="--config", value=_show(path))]
     if node is not None:
         visit(node, "")
     return settings, problems
@@ -372,7 +383,7 @@ def _yaml_words(node: Any) -> Words | None:
 
 def _translate(
     settings: Sequence[_Setting], command: Command
-) -> tuple[dict[str, _Setting], dict[str, str], list[str], list[str]]:
+) -> tuple[dict[str, _Setting], dict[str, str], list[str], list[UsageError]]:
     """Resolves settings to the last one of each flag. Returns these, the old spellings with their current
     names, hints on spellings with another or no effect, and problems."""
     fields = fields_of(command.config_type)
@@ -381,12 +392,13 @@ def _translate(
     chosen: dict[str, _Setting] = {}
     renamed: dict[str, str] = {}
     hints: list[str] = []
-    problems: list[str] = []
+    problems: list[UsageError] = []
 
     def choose(key: str, setting: _Setting) -> None:
         before = chosen.get(key)
         if before and _same_file(before, setting) and before.words != setting.words:
-            problems.append(f"{setting.shown}: already set in {before.source.file}")
+            text = f"already set in {before.source.file}"
+            problems.append(UsageError(ErrorCode.CONFLICT, text, flag=setting.shown))
         chosen.pop(key, None)  # keeps the order of the last settings
         chosen[key] = setting
 
@@ -395,13 +407,17 @@ def _translate(
         if setting.name in fields or (has_options and setting.name.startswith(PREFIX)):
             choose(setting.name, setting)
         elif old is not None:
-            new, text = _translate_old(setting, old, said)
+            try:
+                new, text = _translate_old(setting, old, said)
+            except UsageError as error:
+                problems.append(error)
+                continue
             if text.startswith(_RENAMED):
                 renamed[setting.shown] = text
             else:
-                (problems if new is None else hints).append(f"{setting.shown}{text}")
-            for key, words in (new or {}).items():
-                source = Source(file=setting.source.file, old=setting.shown, shared=len(new or {}) > 1)
+                hints.append(f"{setting.shown}{text}")
+            for key, words in new.items():
+                source = Source(file=setting.source.file, old=setting.shown, shared=len(new) > 1)
                 choose(key, _Setting(name=key, words=words, shown=setting.shown, source=source))
         elif (key := _positive(setting.name, fields)) is not None:
             words = {"": "false", "true": "false", "false": "true"}.get(" ".join(setting.words).lower(), "?")
@@ -409,7 +425,8 @@ def _translate(
         else:
             near = [key if setting.source.file else f"--{key}" for key in suggest(setting.name, command)]
             remedy = f"did you mean {' or '.join(near)}?" if near else "see --help"
-            problems.append(f"{setting.shown}: there is no such flag; {remedy}")
+            text = f"there is no such flag; {remedy}"
+            problems.append(UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=setting.shown))
     return chosen, renamed, hints, problems
 
 
@@ -420,15 +437,16 @@ def _same_file(one: _Setting, other: _Setting) -> bool:
 
 def _translate_old(
     setting: _Setting, old: OldFlag, said: Mapping[str, Words]
-) -> tuple[Mapping[str, Words] | None, str]:
-    """Translates an old flag. Returns the words of current flags and a hint, or None and the problem."""
+) -> tuple[Mapping[str, Words], str]:
+    """Translates an old flag to the words of current flags and a hint. Raises UsageError for one that cannot
+    be translated."""
     if old.removed:
-        return None, f": {old.removed}"
+        raise UsageError(ErrorCode.UNKNOWN_FLAG, old.removed, flag=setting.shown)
     if old.bare:
         try:
             convert(setting.words, bool)
         except ValueError:
-            return None, f" {_show(*setting.words)}: takes no value"
+            raise _invalid("takes no value", setting.shown, *setting.words) from None
     if old.ignored:
         return {}, f" does nothing: {old.ignored}"
     new = old.translate(setting.words, said)
@@ -460,18 +478,18 @@ def _positive(name: str, fields: Mapping[str, Field]) -> str | None:
 
 def _convert(
     chosen: Mapping[str, _Setting], fields: Mapping[str, Field]
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[dict[str, Any], dict[str, UsageError]]:
     """Converts settings to values. Returns values and problems, both by key."""
     values: dict[str, Any] = {}
-    bad: dict[str, str] = {}
+    bad: dict[str, UsageError] = {}
     for key, setting in chosen.items():
         if key not in fields:  # an option, see _read_options
             continue
         try:
             values[key] = convert(setting.words, fields[key].type)
         except ValueError as error:
-            words = _show(*("***" if key in SECRETS else word for word in setting.words))
-            bad[key] = f"{setting.shown} {words}".rstrip() + f": {error}"
+            words = ("***" if key in SECRETS else word for word in setting.words)
+            bad[key] = _invalid(str(error), setting.shown, *words)
     return values, bad
 
 
@@ -480,35 +498,40 @@ NO_OPTIONS = PREFIX + "*"
 
 
 def _read_options(
-    chosen: Mapping[str, _Setting], selected: Mapping[str, type], bad: Mapping[str, str]
-) -> tuple[dict[str, Any], dict[str, str]]:
+    chosen: Mapping[str, _Setting], selected: Mapping[str, type], bad: Container[str]
+) -> tuple[dict[str, Any], dict[str, UsageError]]:
     """Converts settings of options. Returns values and problems, both by key. `selected`: maps flags to
     classes; `bad`: flags with invalid words, so that the options of their classes are unknown."""
     said = {key: setting for key, setting in chosen.items() if key.startswith(PREFIX)}
     try:
         fields = option_fields(selected)
     except ValueError as error:
-        return {}, {NO_OPTIONS: str(error)}
+        return {}, {NO_OPTIONS: UsageError(ErrorCode.CONFLICT, str(error))}
     known = {key: setting for key, setting in said.items() if key in fields}
     values, wrong = _convert(known, fields)
-    if not bad.keys() & selected.keys():
+    if not any(key in bad for key in selected):
         there = ", ".join(f"{field.name} (of {field.owner.__name__})" for field in fields.values())
+        there = f"there are {there}" if there else "they have none"
         for key in (key for key in said if key not in known):
-            wrong[key] = f"{said[key].shown}: no class that the flags select has this option; " + (
-                f"there are {there}" if there else "they have none"
-            )
+            text = f"no class that the flags select has this option; {there}"
+            wrong[key] = UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=said[key].shown)
     return values, wrong
 
 
-def _said_by(problem: Problem, config: Any, explicit: Explicit) -> str:
-    """Formats a problem as `--flag value: text`, with the file where the flag was set."""
+def _error_of(problem: Problem, config: Any, explicit: Explicit) -> UsageError:
+    """Returns a problem as an error with the flag's value, and with the file where the flag was set."""
     value, source = values_of(config)[problem.key], explicit.get(problem.key, Source())
     silent = value is None or value is True or value == "" or problem.key in SECRETS
-    words = "" if silent else " " + _show(*to_words(value))
+    words = "" if silent else _show(*to_words(value))
     if words and problem.key not in explicit and value == values_of(type(config)()).get(problem.key):
         words += " (default)"
     place = f"{source.file}: " if source.file else ""
-    return f"{place}--{problem.key}{words}: {problem.text}"
+    return UsageError(problem.code, problem.text, flag=f"{place}--{problem.key}", value=words)
+
+
+def _invalid(text: str, shown: str, *words: str) -> UsageError:
+    """Returns the error for the value `words` of a flag, shown as it was written."""
+    return UsageError(ErrorCode.INVALID_VALUE, text, flag=shown, value=_show(*words))
 
 
 def _show(*words: str) -> str:
@@ -517,9 +540,9 @@ def _show(*words: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _refuse(problems: Sequence[str], command: Command, notes: Sequence[str] = ()) -> NoReturn:
+def _refuse(problems: Sequence[ValueError], command: Command, notes: Sequence[str] = ()) -> NoReturn:
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
-    lines = [*(f"note: {note}" for note in notes), *(f"error: {problem}" for problem in problems)]
+    lines = [*(f"note: {note}" for note in notes), *(f"error: {describe(problem)}" for problem in problems)]
     end = f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."
     tell("\n".join([*lines, end]))
     sys.exit(2)
@@ -530,11 +553,10 @@ def _show_help(command: Command, config: Any, word: str) -> NoReturn:
     text = help_text(command, config, word.lstrip("-").replace("-", "_"))
     if not text:
         near = suggest(word, command)
+        hint = f"; near: {' '.join(f'--{key}' for key in near)}" if near else ""
+        text = "no flag has that in its name"
         _refuse(
-            [
-                f"--help {_show(word)}: no flag has that in its name"
-                + (f"; near: {' '.join(f'--{key}' for key in near)}" if near else "")
-            ],
+            [UsageError(ErrorCode.UNKNOWN_FLAG, text + hint, flag="--help", value=_show(word))],
             command,
         )
     write(text)

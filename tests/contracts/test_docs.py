@@ -17,6 +17,7 @@ from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
+from openrlhf.errors import ErrorCode
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -226,3 +227,8 @@ def test_structure_names_every_module() -> None:
     modules = {p for p in (ROOT / "openrlhf").rglob("*.py") if p.parent.name not in folders}
     names = {p.name for p in modules} - {"__init__.py"}
     assert not {name for name in names if f"`{name}`" not in text}
+
+
+def test_the_page_of_errors_explains_every_code():
+    rows = re.findall(r"^\| `([a-z-]+)` \|", (ROOT / "docs/errors.md").read_text(), re.MULTILINE)
+    assert rows == list(ErrorCode)

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import random
+import re
 import shlex
 import string
 import subprocess
@@ -79,9 +80,14 @@ def say(tmp_path, capsys, monkeypatch):
         except SystemExit as exit_:
             assert exit_.code == 2
             config = None
-        return config, capsys.readouterr().err.splitlines()
+        return config, uncoded(capsys.readouterr().err).splitlines()
 
     return say
+
+
+def uncoded(stderr):
+    """stderr without the codes of its errors."""
+    return re.sub(r" \[[a-z-]+\]$", "", stderr, flags=re.MULTILINE)
 
 
 def refused(command, argv, capsys):
@@ -89,7 +95,7 @@ def refused(command, argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(command, argv)
     assert exit_.value.code == 2
-    return capsys.readouterr().err
+    return uncoded(capsys.readouterr().err)
 
 
 def problems_of(lines):

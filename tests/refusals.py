@@ -1,0 +1,45 @@
+"""Refusals as tests look at them: the code, the flag, the value and the row. Their prose may change."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import pytest
+
+from openrlhf.errors import CodedError, ErrorCode
+
+_LINE = re.compile(r"error: (?P<text>.*?) \[(?P<code>[a-z-]+)\]$")
+
+
+class Refusal(NamedTuple):
+    """An error as a command prints it."""
+
+    code: ErrorCode
+    place: str
+    """Flag and value, or file and row, up to the first colon with a space behind it."""
+    text: str
+    """Description and remedy, all lines of it."""
+
+
+def printed(stderr: str) -> list[Refusal]:
+    """Returns the errors with a code among the lines of stderr, in order."""
+    found: list[Refusal] = []
+    for line in stderr.splitlines():
+        if match := _LINE.match(line):
+            place, _, text = match["text"].partition(": ")
+            found.append(Refusal(ErrorCode(match["code"]), place, text))
+        elif found and not line.startswith(("error: ", "note: ")):
+            found[-1] = found[-1]._replace(text=f"{found[-1].text}\n{line}")
+    return found
+
+
+@contextmanager
+def refused(code: ErrorCode, **expected: object) -> Iterator[pytest.ExceptionInfo[CodedError]]:
+    """Expects an error of this code inside, whose `flag`, `value` and `row` are those of `expected`."""
+    with pytest.raises(CodedError) as raised:
+        yield raised
+    error = raised.value
+    found = {name: getattr(error, name) for name in expected}
+    wanted = {name: str(value) if name == "value" else value for name, value in expected.items()}
+    assert (error.code, found) == (code, wanted), f"[{error.code}] {error}"

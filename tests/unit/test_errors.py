@@ -1,0 +1,42 @@
+"""Errors for users: their form, their code, and that both survive a process border."""
+
+import pickle
+
+import pytest
+from refusals import printed, refused
+
+from openrlhf.errors import ErrorCode, RunError, UsageError, describe, short_errors
+
+
+def test_a_message_names_what_is_set() -> None:
+    error = UsageError(ErrorCode.INVALID_ROW, "it is null.", flag="--data.dataset", value="a.jsonl", row=3)
+    assert str(error) == "--data.dataset a.jsonl:3: it is null."
+    assert str(UsageError(ErrorCode.CLUSTER, "no Ray cluster answers.")) == "no Ray cluster answers."
+
+
+def test_the_code_stands_behind_the_first_line() -> None:
+    assert describe(RunError(ErrorCode.NOT_FINITE, "NaN.\nResume.")) == "NaN. [not-finite]\nResume."
+    assert describe(ValueError("x\ny")) == "x\ny"
+
+
+def test_an_error_keeps_its_parts_in_a_pickle() -> None:
+    error = UsageError(ErrorCode.INVALID_ROW, "null", flag="--data.dataset", value="a.jsonl", row=3)
+    copied = pickle.loads(pickle.dumps(error))
+    assert (type(copied), str(copied), vars(copied)) == (UsageError, str(error), vars(error))
+
+
+@pytest.mark.parametrize(("kind", "status"), [(UsageError, 2), (RunError, 1)])
+def test_a_command_ends_with_the_code_and_its_exit_status(kind, status, capsys) -> None:
+    with pytest.raises(SystemExit) as stop, short_errors():
+        raise kind(ErrorCode.NOT_FOUND, "there is none.\nName another.", flag="--x", value="y")
+    assert stop.value.code == status
+    (refusal,) = printed(capsys.readouterr().err)
+    assert (refusal.code, refusal.place) == (ErrorCode.NOT_FOUND, "--x y")
+    assert refusal.text.splitlines() == ["there is none.", "Name another."]
+
+
+def test_an_expected_error_is_compared_by_its_parts() -> None:
+    with refused(ErrorCode.NOT_FOUND, flag="--x"):
+        raise UsageError(ErrorCode.NOT_FOUND, "any text", flag="--x")
+    with pytest.raises(AssertionError), refused(ErrorCode.NOT_FOUND, flag="--x"):
+        raise UsageError(ErrorCode.NOT_FOUND, "any text", flag="--y")
