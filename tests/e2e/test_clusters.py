@@ -149,7 +149,7 @@ def test_a_run_starts_ray_where_a_dead_cluster_left_its_file(machine: Machine) -
     assert code == 0, output
     assert f"{folder}/ray_current_cluster names a cluster that is gone (127.0.0.1:1): started Ray" in output
     chosen = "--actor.num_gpus_per_node 1 --train.colocate_all"
-    assert f"note: not set, so chosen by what there is: {chosen}\n" in output
+    assert f"note: auto-selected for this hardware: {chosen}\n" in output
     assert not re.search(r"pid=|Triton|WARNING|\x1b", output), output
     assert not (machine.folder / ".ray").exists()
     (saved,) = machine.folder.glob("policy/runs/*/config.yaml")

@@ -204,7 +204,7 @@ def test_what_nobody_set_is_resolved_checked_and_shown(tmp_path, monkeypatch, ca
     printed = capsys.readouterr()
     assert stop.value.code == 0
     assert yaml.safe_load(printed.out)["actor"]["num_gpus_per_node"] == 1
-    assert printed.err == "note: not set, so chosen by what there is: --actor.num_gpus_per_node 1\n"
+    assert printed.err == "note: auto-selected for this hardware: --actor.num_gpus_per_node 1\n"
 
 
 @pytest.mark.parametrize(("gpus", "told"), [(0, True), (1, False)])

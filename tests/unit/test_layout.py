@@ -243,7 +243,7 @@ def test_a_plan_for_a_cluster_that_is_described(capsys: pytest.CaptureFixture) -
 
 def test_ranks_that_nobody_counted_are_those_of_the_described_cluster(capsys: pytest.CaptureFixture) -> None:
     code, out, err = printed(capsys, "--print_plan 1x4 --train.colocate_all")
-    assert code == 0 and "not set, so chosen by what there is: --actor.num_gpus_per_node 4\n" in err
+    assert code == 0 and "auto-selected for this hardware: --actor.num_gpus_per_node 4\n" in err
     assert "4 of the 4 GPUs of 1 node\n" in out
 
 
