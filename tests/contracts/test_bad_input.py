@@ -225,7 +225,7 @@ def test_columns_are_looked_at_without_transformers():
         ("ppo", "--data.label_key"),
     ],
 )
-def test_other_columns(refused, files, command, flag):
+def test_a_missing_column_is_refused(refused, files, command, flag):
     text = refused(command, flag, "solution")
     assert (
         f"error: {flag} solution: {files['data']} has no such column.\nIts columns: question, answer" in text

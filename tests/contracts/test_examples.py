@@ -184,7 +184,7 @@ def test_names_of_older_versions_are_told() -> None:
 
 
 @pytest.mark.parametrize("name", names_of_today())
-def test_what_older_names_are_today(
+def test_an_older_name_maps_to_a_script_of_today(
     name: str, run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = names_of_today()[name]

@@ -37,7 +37,7 @@ def test_an_estimator_and_a_loss_are_one_new_file() -> None:
     assert all(f"--- /dev/null\n+++ b/{name}" in diff for name, diff in zip(new, DIFFS, strict=False))
 
 
-def test_what_they_add_works(tmp_path: Path) -> None:
+def test_the_code_that_the_diffs_add_works(tmp_path: Path) -> None:
     """With all diffs applied, their own tests pass, and so do the tests of all algorithm rows and of the
     formula page."""
     for name in SOURCES:

@@ -146,7 +146,7 @@ def test_the_order_changes_with_the_epoch():
     assert orders[0] == orders[2]
 
 
-def test_one_of_the_two_sizes():
+def test_exactly_one_size_of_a_row_is_required():
     for sizes in ({}, {"micro_batch_size": 1, "max_tokens": 8}):
         with pytest.raises(ValueError, match="one of micro_batch_size and max_tokens"):
             Windows(make_dataset([2]), PackedRow.of, batch_size=1, data_rank=0, data_size=1, seed=0, **sizes)

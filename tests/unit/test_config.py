@@ -1655,12 +1655,12 @@ def test_checkpoints_lie_in_the_output_folder_unless_they_are_named(config_type)
     assert dataclasses.replace(ckpt, output_dir="out", path="elsewhere").folder == "elsewhere"
 
 
-def test_interval():
+def test_an_interval_is_due_at_its_multiples():
     assert [step for step in range(1, 8) if is_due(step, 3)] == [3, 6]
     assert not any(is_due(step, every) for step in range(1, 8) for every in (-1, 0))
 
 
-def test_words_of_a_value():
+def test_a_value_becomes_words_of_the_command_line():
     assert to_words((0.5, None, True)) == ("0.5", "None", "true")
 
 

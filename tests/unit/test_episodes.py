@@ -65,7 +65,7 @@ def run_executor(
     return group.trajectories
 
 
-def test_every_field():
+def test_every_field_of_an_episode_is_recorded():
     spans = [WeightVersionSpan("4", start=0, end=1), WeightVersionSpan("5", start=1, end=2)]
     first, *others = run_group(Engine(ANSWER, spans=spans))
     assert first.prompt is PROMPT

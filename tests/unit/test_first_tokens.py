@@ -136,7 +136,7 @@ def test_plain_text(tokenizer):
 
 
 @ALL
-def test_steps(tokenizer):
+def test_rows_of_steps_begin_with_the_first_tokens(tokenizer):
     end = tokenizer.eos_token
 
     def build(text: str):
@@ -244,7 +244,7 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [(), ("--data.apply_chat_template",)])
-def test_chat(model, monkeypatch, flags):
+def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, flags):
     asked = []
 
     class Engine:

@@ -94,7 +94,7 @@ def test_a_run_whose_rewards_never_differ_ends_with_the_likely_cause(tmp_path, c
     assert [row["step"] for row in read_jsonl(folder.health_path)] == [1, 3]
 
 
-def test_below_a_limit():
+def test_a_rule_may_have_a_lower_limit():
     assert spoken([0, -1, -1, 0, -1], (LOW,), "kl") == [1, 4]
 
 

@@ -70,7 +70,7 @@ def test_without_the_flag_names_are_those_of_hugging_face(modelscope):
     assert not modelscope.exists()
 
 
-def test_a_dataset(modelscope, site):
+def test_a_dataset_is_downloaded_from_modelscope(modelscope, site):
     columns = {"--data.input_key": "input"}
     load = lambda item, **options: load_rows(item, flag="--data.dataset", required_columns=columns, **options)
     check_columns("nobody/rows", flag="--data.dataset", required_columns=columns)

@@ -121,7 +121,7 @@ def test_where_images_stand(case):
 
 
 @pytest.mark.parametrize("content, count", [("<image>", 2), ("<image><image>", 1), ("<image>", 0)])
-def test_as_many_places_as_images(content, count):
+def test_another_number_of_places_than_images_is_refused(content, count):
     found = content.count("<image>")
     with pytest.raises(BadRow, match=rf"{found} places for images .*column 'pics' has {count} images"):
         place_images([{"role": "user", "content": content}], count, "pics")

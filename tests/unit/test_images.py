@@ -95,7 +95,7 @@ def test_a_picture_of_pil_becomes_a_png(folder):
 
 
 @pytest.mark.parametrize("format", ["PNG", "JPEG", "WEBP"])
-def test_formats(format):
+def test_every_format_is_read(format):
     data = encoded(picture(31, 17), format)
     assert both(data, ImageSources()).data == data
     assert both(base64.b64encode(data).decode(), ImageSources()).data == data
@@ -125,7 +125,7 @@ def test_what_is_transparent_is_white():
         assert shown(image).mode == "RGB" and shown(image).getpixel((3, 3)) == (255, 255, 255)
 
 
-def test_inks_become_light():
+def test_cmyk_becomes_rgb():
     image = both(encoded(picture(mode="CMYK", colour=(0, 0, 0, 255)), "JPEG"), ImageSources())
     assert shown(image).mode == "RGB" and np.array(shown(image)).max() < 10
 

@@ -215,7 +215,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("flags", "texts"), [(row[0], row[1:]) for row in REFUSED])
-def test_what_is_refused(files, flags, texts, capsys):
+def test_wrong_flags_are_refused(files, flags, texts, capsys):
     with pytest.raises(SystemExit) as stop:
         parse(BATCH_INFERENCE, flags)
     printed = capsys.readouterr().err

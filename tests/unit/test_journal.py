@@ -89,7 +89,7 @@ def rewarded(reward, **changes) -> Trajectory:
     return replace(TWO_TURNS, reward=reward, **changes)
 
 
-def test_what_a_row_says(tmp_path):
+def test_a_row_holds_the_fields_of_a_sample(tmp_path):
     path = write(tmp_path, 12, [TWO_TURNS, FAILED], decode=DECODE)
     assert path == tmp_path / "step_000012.parquet"
     first, second = read_table(path).to_pylist()
@@ -279,7 +279,7 @@ def test_a_few_samples(tmp_path):
     assert num_samples(table) == 400
 
 
-def test_no_journal(tmp_path):
+def test_mode_off_writes_nothing(tmp_path):
     journal = Journal(tmp_path, mode="off")
     assert journal.write(1, [TWO_TURNS]) is None
     journal.close()

@@ -46,7 +46,7 @@ def test_equal_answers(prediction, truth):
 @pytest.mark.parametrize(
     ("prediction", "truth"), [("41", "42"), (None, "42"), ("", "42"), ("x+2", "x+1"), ("(1,2)", "(2,1)")]
 )
-def test_other_answers(prediction, truth):
+def test_wrong_answers_are_rejected(prediction, truth):
     assert not grade_answer(prediction, truth)
 
 

@@ -154,7 +154,7 @@ def test_several_choices_are_branches() -> None:
     assert sorted(len(t.turn_starts) for t in found) == [1, 1, 2]
 
 
-def test_streams() -> None:
+def test_streamed_answers_are_recorded() -> None:
     async def agent(prompt, label, session):
         stream = await chat(session, [user(prompt)], stream=True, stream_options={"include_usage": True})
         text, usage = "", None

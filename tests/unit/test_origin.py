@@ -54,7 +54,7 @@ def test_the_tables_name_flags_that_exist():
         ("sft", "a.flag_of_tomorrow", Change.REFUSED),
     ],
 )
-def test_class_of(command, key, expected):
+def test_a_flag_has_its_class_of_change(command, key, expected):
     assert change_of(command, key) is expected
 
 
@@ -97,7 +97,7 @@ def test_all_differences_are_in_one_list():
     ]
 
 
-def test_another_command():
+def test_a_checkpoint_of_another_command_is_refused():
     differences, remarks = compare(origin_of("dpo"), origin_of("sft"))
     assert differences == ["it is of `openrlhf dpo`, and this is `openrlhf sft`"] and remarks == []
 

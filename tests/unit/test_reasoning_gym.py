@@ -207,7 +207,7 @@ def configured(prompts, evaluation=None, url=None, label_key=None):
     )
 
 
-def test_who_gives_the_reward():
+def test_the_verifier_gives_the_reward_unless_a_function_is_named():
     assert configured(f"{LEGS},{CHAIN}").reward_function == GYM_VERIFIER
     assert configured(LEGS, evaluation=CHAIN).label_key == "label"
     assert configured(LEGS, label_key="other").label_key == "other"

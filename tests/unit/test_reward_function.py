@@ -105,7 +105,7 @@ def test_one_sample_needs_no_list(answer):
         ("11", "1 rewards for 2 samples"),
     ],
 )
-def test_what_may_not(answer, text):
+def test_a_wrong_return_value_is_refused(answer, text):
     with pytest.raises(RewardError, match=text):
         read_rewards(answer, 2)
 

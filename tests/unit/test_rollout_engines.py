@@ -32,7 +32,7 @@ def test_the_contract(check: Callable, model: Path) -> None:
         torch.set_num_threads(threads)
 
 
-def test_what_it_does_not_have(model: Path) -> None:
+def test_options_that_the_engine_lacks_are_refused(model: Path) -> None:
     options = options_of("transformers", model)
     with pytest.raises(ValueError, match="several workers, the routing of experts"):
         TransformersEngine(replace(options, tensor_parallel_size=2, returns_routing=True))

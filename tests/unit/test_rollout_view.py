@@ -117,7 +117,7 @@ def test_plain_text(folder, capsys):
         (["--name", "eval"], [7]),
     ],
 )
-def test_what_is_chosen(folder, capsys, flags, prompts):
+def test_flags_select_the_shown_prompts(folder, capsys, flags, prompts):
     assert [int(i) for i in re.findall(r"· prompt (\d+)", output(capsys, folder, *flags))] == prompts
 
 

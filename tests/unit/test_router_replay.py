@@ -260,7 +260,7 @@ def test_ranks_that_share_a_row_have_their_slices(threads: Any) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def test_who_cannot_be_told(tmp_path: Any) -> None:
+def test_a_model_without_replayable_routers_is_refused(tmp_path: Any) -> None:
     for model_type in ("qwen3", "phimoe", "jamba"):  # no experts, other routers
         with pytest.raises(ValueError, match=f"--algo.router_replay: a {model_type} .* has no routers that"):
             check_replay(tiny_config(model_type), "--actor.model_name_or_path", "m")
@@ -382,7 +382,7 @@ def test_only_the_policy_is_told() -> None:
 
 
 @pytest.mark.parametrize(("num_experts", "dtype"), [(255, np.uint8), (256, np.int16), (300, np.int16)])
-def test_there_is_room_for_no_expert(num_experts: int, dtype: Any) -> None:
+def test_a_number_beyond_all_experts_means_the_routers_own_choice(num_experts: int, dtype: Any) -> None:
     found = np.array([[[num_experts - 1]]], np.uint8 if num_experts <= 256 else np.uint16)
     answer = SimpleNamespace(index=0, routed_experts=found)
     output: Any = SimpleNamespace(outputs=[answer, SimpleNamespace(index=1, routed_experts=None)])

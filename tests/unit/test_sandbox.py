@@ -69,7 +69,7 @@ for attempt in {list(attempts)!r}:
     return result.stdout.splitlines()
 
 
-def test_a_program() -> None:
+def test_a_program_reads_stdin_and_returns_its_output() -> None:
     code = "import sys\nprint(int(input()) ** 2)\nprint('é', file=sys.stderr)"
     result = Sandbox().run(code, stdin="7\n")
     assert (result.status, result.exit_code) == ("ok", 0)
@@ -77,7 +77,7 @@ def test_a_program() -> None:
     assert Sandbox().run("").text == "[no output]"
 
 
-def test_an_error() -> None:
+def test_an_error_has_a_traceback() -> None:
     result = Sandbox().run("x = 1\nprint(x)\nx / 0")
     assert (result.status, result.exit_code, result.stdout) == ("error", 1, "1\n")
     assert 'File "/sandbox/main.py", line 3' in result.stderr
@@ -139,7 +139,7 @@ def test_infinite_output() -> None:
     assert result.text.endswith("[stopped: too much output]")
 
 
-def test_memory() -> None:
+def test_memory_beyond_the_limit_raises_memory_error() -> None:
     assert "MemoryError" in run("x = bytearray(10 << 30)").stderr
     assert "MemoryError" in run("x = []\nwhile True: x.append(bytearray(1 << 20))", memory=128 << 20).stderr
 
@@ -162,7 +162,7 @@ def test_a_fork_bomb() -> None:
     assert run(for_ever, seconds=1).status == "timeout"
 
 
-def test_threads_are_processes() -> None:
+def test_threads_count_as_processes() -> None:
     code = """
         import threading, time
         started = 0
@@ -191,7 +191,7 @@ def test_orphans_end_with_it() -> None:
     assert (result.status, result.stdout) == ("ok", "gone\n"), result.text
 
 
-def test_others_cannot_be_killed() -> None:
+def test_other_processes_cannot_be_killed() -> None:
     """Neither processes of the machine nor the first process of its own namespace can be killed."""
     assert "No such process" in run(f"import os; os.kill({os.getpid()}, 9)").stderr
     ignored = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
@@ -253,7 +253,7 @@ def test_a_disk_of_its_own() -> None:
     assert "No space left on device" in many.stderr
 
 
-def test_it_is_nobody_and_becomes_nobody_else() -> None:
+def test_the_code_is_nobody_and_cannot_change_its_user() -> None:
     assert errors_of("os.setuid(0)", "os.chroot('/')", "os.setgroups([0])", "os.nice(-1)") == [DENIED] * 4
     code = """
         import ctypes, os
@@ -278,7 +278,7 @@ def test_system_calls_that_no_limit_counts() -> None:
     assert run(code).stdout == f"-1 {DENIED}\n" * len(numbers)
 
 
-def test_many_at_a_time() -> None:
+def test_concurrent_programs_do_not_mix() -> None:
     """Each prints its own output, in a folder of its own."""
     sandbox = Sandbox(seconds=60)
 
@@ -291,7 +291,7 @@ def test_many_at_a_time() -> None:
         assert [result.text for result in threads.map(sandbox.run, ["print(1)"] * 2)] == ["1"] * 2
 
 
-def test_the_tool() -> None:
+def test_the_python_tool_returns_the_output() -> None:
     assert asyncio.run(Sandbox().python("print(1 + 1)")) == "2"
 
 

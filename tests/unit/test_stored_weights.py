@@ -128,7 +128,7 @@ def test_weights_that_layers_hold_otherwise_are_named():
     assert differing_weights(ours, {"up": Sketch(7, 1.0, (math.nan,) * 16)}, relative) == ["up"]
 
 
-def test_reasons():
+def test_reasons_name_the_tensors():
     assert reason_of(["a", "b", "c", "d", "e"], [], 0).startswith(
         "The sync did not write a, b, c and 2 more:"
     )

@@ -159,7 +159,7 @@ def test_a_checkpoint_whose_origin_is_in_its_state(tmp_path, told):
 
 
 @pytest.mark.parametrize(("every", "steps"), [(-1, [3, 6, 9]), (2, [2, 4, 6, 8]), (0, [])])
-def test_when_it_evaluates(tmp_path, every, steps):
+def test_evaluations_run_every_eval_steps(tmp_path, every, steps):
     trainer = trainer_of(tmp_path, {}, eval_steps=every, eval_rows=[PackedRow.empty()])
     trainer.fit()
     assert trainer.engine.evaluations == steps

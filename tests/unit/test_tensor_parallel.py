@@ -113,7 +113,7 @@ BUILT = {
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", BUILT)
-def test_with_a_shared_vocabulary(threads: Callable, name: str, num_ranks: int) -> None:
+def test_gradients_with_a_shared_vocabulary(threads: Callable, name: str, num_ranks: int) -> None:
     module = BUILT[name]()
     objective_of = OBJECTIVES["critic" if name == "critic" else "ppo"][2]
     expected = passed(copy.deepcopy(module), experiences(), objective_of)
@@ -369,7 +369,7 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_refusals(config: hf.PreTrainedConfig, size: int, reason: str, tmp_path) -> None:
+def test_a_model_that_ranks_cannot_share_is_refused(config: hf.PreTrainedConfig, size: int, reason: str, tmp_path) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError) as refused:
         check_tensor_parallel(str(tmp_path), "--model.model_name_or_path", size)

@@ -45,7 +45,7 @@ def test_code_with_feedback() -> None:
     assert (t.reward, t.extra_logs) == (0, {"tries": 3, "shown_right": 0})
 
 
-def test_the_shop() -> None:
+def test_the_example_of_mcp_calls_its_server() -> None:
     calls = call("price", fruit="plum") + call("price", fruit="pear")
     t = episode("agent_mcp.py", calls, "It is 3", label="3")
     assert (t.reward, t.extra_logs) == (1, {"tool_calls": 2, "tool_errors": 1})
@@ -54,5 +54,5 @@ def test_the_shop() -> None:
 @pytest.mark.parametrize(
     "file", ["agent_tools.py", pytest.param("agent_code.py", marks=needs_namespaces), "agent_mcp.py"]
 )
-def test_they_are_accepted(file: str) -> None:
+def test_examples_with_tools_are_accepted(file: str) -> None:
     assert check_agent_file(str(EXAMPLES / file), "--train.agent_func_path", limits=["max_turns"]) == ""

@@ -201,7 +201,7 @@ def test_what_the_policy_reads_of_a_function() -> None:
     }
 
 
-def test_results() -> None:
+def test_results_become_text() -> None:
     """Text stays as it is, anything else becomes JSON; the middle of a long result is left out."""
 
     def look() -> dict:

@@ -323,7 +323,7 @@ def test_ours_are_named_by_their_files(tmp_path):
         ("mine.py:Needy", "{file}: line 25: Needy: give the option where a default"),
     ],
 )
-def test_what_is_no_tracker(csv_file, name, text):
+def test_a_name_that_is_no_tracker_is_refused(csv_file, name, text):
     with pytest.raises(ValueError) as error:
         trackers_of(LoggerConfig(trackers=(name,)))
     text = text.format(file=csv_file, base="openrlhf.observability.trackers.base.Tracker")
@@ -339,7 +339,7 @@ def test_what_is_no_tracker(csv_file, name, text):
         ("evry=2", "no tracker has this option; there are delimiter (of CsvTracker), every (of CsvTracker)"),
     ],
 )
-def test_what_is_no_option(csv_file, word, text):
+def test_a_wrong_option_is_refused(csv_file, word, text):
     with pytest.raises(ValueError) as error:
         trackers_of(LoggerConfig(trackers=("csv",), tracker_options=(word,)))
     assert str(error.value) == f"--logger.tracker_options {word}: {text}"

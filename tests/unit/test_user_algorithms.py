@@ -270,7 +270,7 @@ def test_an_option_of_two_classes_is_refused(tmp_path, capsys):
     assert "both have an option" in capsys.readouterr().err
 
 
-def test_a_name_that_is_none(capsys):
+def test_an_unknown_name_is_refused(capsys):
     (line,) = refused(capsys, ESTIMATOR, "grpo")
     assert line.startswith(f"{ESTIMATOR} grpo: must be one of dr_grpo, gae, group_norm, ")
     assert line.endswith("or package.module:NAME, or folder/file.py:NAME")

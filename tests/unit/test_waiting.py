@@ -179,7 +179,7 @@ def test_nor_does_a_mixture_of_experts_in_half_precision(tmp_path: Path) -> None
     assert loss.is_meta
 
 
-def test_what_waits_is_found(folder: str) -> None:
+def test_the_check_finds_operations_that_wait(folder: str) -> None:
     ids = PACKED.to("meta").token_ids
     for ask in (
         lambda: ids.sum().item(),
