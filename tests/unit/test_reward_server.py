@@ -51,7 +51,9 @@ def config_of(*flags: str) -> ServeRMConfig:
         (("--ds.attn_implementation", "paged"), "is not known to keep packed sequences apart"),
     ],
 )
-def test_wrong_flags_are_refused(flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(
+    flags: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stop:
         config_of(*flags)
     assert stop.value.code == 2

@@ -369,7 +369,9 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_a_model_that_ranks_cannot_share_is_refused(config: hf.PreTrainedConfig, size: int, reason: str, tmp_path) -> None:
+def test_a_model_that_ranks_cannot_share_is_refused(
+    config: hf.PreTrainedConfig, size: int, reason: str, tmp_path
+) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(ValueError) as refused:
         check_tensor_parallel(str(tmp_path), "--model.model_name_or_path", size)
