@@ -77,7 +77,7 @@ async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
     """Plays the episodes with a run's rollout engine, in this process."""
     from openrlhf.observability.progress import waiting
 
-    with waiting("starting 1 vLLM engine", key=config.actor.model_name_or_path):
+    with waiting("starting 1 rollout engine", key=config.actor.model_name_or_path):
         from openrlhf.backends.rollout import engine_class
         from openrlhf.device import DEVICE_TYPE
         from openrlhf.rollout.worker import RolloutWorker, engine_options

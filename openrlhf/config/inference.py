@@ -62,6 +62,9 @@ class InferenceDataConfig:
 class AnswerConfig:
     """How answers are sampled."""
 
+    engine: EngineName | None = None
+    """Library that samples. None: vllm for task generate_vllm, transformers for task generate. transformers
+    needs no vLLM."""
     n_samples_per_prompt: Count = 1
     """Answers to each prompt. Each has a seed of its own, so it does not depend on what else is sampled."""
     batch_size: Count = 2048
@@ -123,7 +126,7 @@ class InferenceTrainConfig:
     """Batches and seeds."""
 
     micro_batch_size: Count = 16
-    """Sequences in one forward pass of tasks generate and rm."""
+    """Sequences in one forward pass of task rm, and of rollout.engine transformers."""
     seed: CountOrZero = 1234
     """Seed of everything random."""
     full_determinism_enable: bool = False
@@ -140,8 +143,8 @@ class InferenceDsConfig:
     param_dtype: ParamDtype = "bf16"
     """Type of the weights."""
     load_in_4bit: bool = False
-    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). In tasks
-    generate and rm."""
+    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). In task rm,
+    and with rollout.engine transformers."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
     that this machine has."""
@@ -161,7 +164,8 @@ class BatchInferenceConfig:
 
     task: InferenceTask | None = None
     """generate_vllm: answers, sampled by vLLM. generate: answers, sampled by transformers, on one or several
-    ranks. rm: rewards of answers, on one or several ranks. Required."""
+    ranks. rollout.engine names another library for both. rm: rewards of answers, on one or several ranks.
+    Required."""
     output_path: str = ""
     """The .jsonl file to write: rows {"input", "output"} with "finish_reason", or "reward" in task rm, and
     "prompt_id", "sample_index". Results are appended as they come; the same command continues after a stop,
@@ -186,6 +190,13 @@ class BatchInferenceConfig:
     """Set by the launchers; torchrun and deepspeed say the same in the environment."""
     use_ms: bool = False
     """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
+
+    @property
+    def engine(self) -> EngineName:
+        """Library that samples the answers; transformers for task rm, which scores them with it."""
+        if self.task == "rm":
+            return "transformers"
+        return self.rollout.engine or ("vllm" if self.task == "generate_vllm" else "transformers")
 
     @property
     def raw_path(self) -> str:
@@ -217,6 +228,9 @@ class ChatDataConfig:
 class ChatSamplingConfig:
     """How answers are sampled."""
 
+    engine: EngineName = "transformers"
+    """Library that samples. vllm: an engine in a process of its own, which samples faster and starts more
+    slowly."""
     max_new_tokens: Count | None = None
     """Longest answer, tokens. None: what the conversation leaves of data.max_len."""
     greedy: bool = False
@@ -232,7 +246,7 @@ class ChatSamplingConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatVllmConfig:
-    """The vLLM engine, with engine vllm."""
+    """The vLLM engine, with rollout.engine vllm."""
 
     tensor_parallel_size: Count | None = None
     """GPUs of the engine. None: all; without GPUs 1."""
@@ -260,18 +274,16 @@ class ChatDsConfig:
     """Type of the weights."""
     attn_implementation: str = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
-    that this machine has. Read by engine transformers."""
+    that this machine has. With rollout.engine transformers."""
     load_in_4bit: bool = False
-    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). With engine
-    transformers."""
+    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). With
+    rollout.engine transformers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChatConfig:
     """A conversation with a model, on a terminal or with lines from a pipe."""
 
-    engine: EngineName = "transformers"
-    """What samples the answers."""
     ta_prompt: str | None = None
     """A text file that every conversation starts with: the system message with data.apply_chat_template."""
     model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
@@ -283,3 +295,8 @@ class ChatConfig:
     ds: ChatDsConfig = field(default_factory=ChatDsConfig)
     use_ms: bool = False
     """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
+
+    @property
+    def engine(self) -> EngineName:
+        """Library that samples the answers."""
+        return self.rollout.engine

@@ -21,7 +21,7 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *_processing(config),
             *_answers(config),
             *checks.attention_packages(config.ds),
-            *_four_bits(config.ds.load_in_4bit, config.task == "generate_vllm", "--task generate"),
+            *_engine(config, explicit),
             *checks.unread(config, explicit, SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
         ]
     )
@@ -37,7 +37,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *_initial_prompt(config),
             *_room(config),
             *checks.attention_packages(config.ds),
-            *_four_bits(config.ds.load_in_4bit, config.engine == "vllm", "--engine transformers"),
+            *_engine(config, explicit),
             *checks.unread(config, explicit, SAMPLING_UNREAD + CHAT_UNREAD),
         ]
     )
@@ -77,12 +77,12 @@ BATCH_INFERENCE_UNREAD = (
     ),
     Unread(
         keys=("vllm.",),
-        when=lambda c: c.task != "generate_vllm",
-        why="only task generate_vllm starts an engine",
+        when=lambda c: c.engine != "vllm",
+        why="no vLLM engine starts (task, rollout.engine)",
     ),
     Unread(
         keys=("train.micro_batch_size", "ds.attn_implementation", "train.full_determinism_enable"),
-        when=lambda c: c.task == "generate_vllm",
+        when=lambda c: c.engine == "vllm",
         why="vLLM makes its own batches and chooses its own kernels",
     ),
 )
@@ -90,7 +90,7 @@ CHAT_UNREAD = (
     Unread(
         keys=("vllm.",),
         when=lambda c: c.engine != "vllm",
-        why="engine is transformers",
+        why="rollout.engine is transformers",
     ),
     Unread(
         keys=("ds.attn_implementation",),
@@ -133,23 +133,30 @@ def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
             "rollout.n_samples_per_prompt",
             "rollout.greedy gives the same answer every time; remove one of the two",
         )
-    if config.task == "generate_vllm" and ranks != "1":
+    if config.engine == "vllm" and ranks != "1":
         yield Problem(
-            "task",
+            "rollout.engine" if config.rollout.engine else "task",
             f"is one process, but the launcher started {ranks}; start it with python.\n"
             "vllm.tensor_parallel_size says how many GPUs it takes",
         )
 
 
-def _four_bits(is_used: bool, in_vllm: bool, instead: str) -> Iterator[Problem]:
-    """Refuses NF4 weights with vLLM. `instead`: the flag with which transformers generates."""
-    if is_used and in_vllm:
+def _engine(config: BatchInferenceConfig | ChatConfig, explicit: Explicit) -> Iterator[Problem]:
+    """Refuses what the engine that samples does not have, and vLLM where it is not installed."""
+    yield from checks.bitsandbytes(config.ds.load_in_4bit)
+    if config.engine == "transformers":
+        if "rollout.engine" in explicit and (config.vllm.tensor_parallel_size or 1) > 1:
+            yield Problem(
+                "vllm.tensor_parallel_size", "--rollout.engine transformers cannot; remove one of them"
+            )
+        return
+    if config.ds.load_in_4bit:
         yield Problem(
             "ds.load_in_4bit",
-            f"vLLM has no NF4 weights; use {instead}, or without this flag a model that was saved\n"
-            "in four bits for vLLM (AWQ or GPTQ, of which its config.json tells)",
+            "vLLM has no NF4 weights; use --rollout.engine transformers, or without this flag a model that\n"
+            "was saved in four bits for vLLM (AWQ or GPTQ, of which its config.json tells)",
         )
-    yield from checks.bitsandbytes(is_used)
+    yield from checks.vllm("rollout.engine" if config.rollout.engine else "task")
 
 
 def _initial_prompt(config: ChatConfig) -> Iterator[Problem]:

@@ -324,5 +324,5 @@ SERVE_RM: dict[str, OldFlag] = _HEAD | {
     **_into("data", "max_len", "disable_fast_tokenizer"),
     **{name: _COMMON[name] for name in (*_PRECISION, "load_in_4bit", "packing_samples")},
 }
-CHAT = _INFERENCE | _into("ds", "load_in_4bit")
+CHAT = _INFERENCE | _into("ds", "load_in_4bit") | _into("rollout", "engine")
 LORA_COMBINER: dict[str, OldFlag] = {name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")}

@@ -555,8 +555,9 @@ def _ahead(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _engine(config: PPOConfig) -> Iterator[Problem]:
-    """Refuses features that only vLLM's engines have."""
+    """Refuses vLLM where it is not installed, and with other engines features that only vLLM's have."""
     if config.rollout.engine == "vllm":
+        yield from checks.vllm("rollout.engine")
         return
     needs = {
         "vllm.tensor_parallel_size": config.vllm.tensor_parallel_size > 1,

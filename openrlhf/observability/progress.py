@@ -399,7 +399,7 @@ def waiting(
     """Reports on stderr that the block runs, its elapsed time, and its duration the last time. Only the first
     rank prints.
 
-    title: name of the operation: `starting 2 vLLM engines`.
+    title: name of the operation: `starting 2 rollout engines`.
     key: what else determines the duration, such as the model. Durations are kept in the cache folder by both.
     patience: seconds before the first line in a file, `WAIT_PATIENCE` on a terminal and for None.
     """

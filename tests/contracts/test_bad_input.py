@@ -352,7 +352,7 @@ def test_a_model_that_vllm_does_not_have(refused, tmp_path_factory):
     ("main", "flags"),
     [
         (batch_inference.main, ["--task", "generate_vllm", "--data.input_key", "question"]),
-        (interactive_chat.main, ["--engine", "vllm", "--data.max_len", "128"]),
+        (interactive_chat.main, ["--rollout.engine", "vllm", "--data.max_len", "128"]),
     ],
 )
 def test_a_head_size_that_vllm_has_no_kernel_for(files, tmp_path, capsys, main, flags):

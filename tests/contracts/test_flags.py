@@ -196,13 +196,14 @@ OURS = {
     "batch_inference": {
         "data.bad_rows",
         "ds.load_in_4bit",
+        "rollout.engine",
         "vllm.enforce_eager",
         "vllm.gpu_memory_utilization",
         "vllm.kv_cache_gb",
     },
     "chat": {
         "data.tokenizer_chat_template",
-        "engine",
+        "rollout.engine",
         "rollout.max_new_tokens",
         "train.seed",
         "vllm.enforce_eager",
@@ -284,6 +285,7 @@ OTHER_SPELLINGS = [
     ("kto", "--learning_rate 5e-7", {"adam.lr": 5e-7}),
     ("batch_inference", "--flash_attn --bf16", {"ds.attn_implementation": "flash_attention_2"}),
     ("batch_inference", "--head_prefix head", {"ds.value_head_prefix": "head"}),
+    ("chat", "--engine vllm", {"rollout.engine": "vllm"}),
     ("serve_rm", "--flash_attn --bf16", {"ds.attn_implementation": "flash_attention_2"}),
     ("serve_rm", "--head_prefix head", {"ds.value_head_prefix": "head"}),
     ("lora_combiner", "--bf16", {"ds.param_dtype": "bf16"}),

@@ -21,6 +21,8 @@ from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
 
 NUM_PROMPTS = 12
+WITHOUT_VLLM = str(Path(__file__).parent / "workers" / "without_vllm.py")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 
 
 def flags(task: TaskFiles, output: Path, more: str) -> list[str]:
@@ -63,8 +65,8 @@ def one_engine(
     with pytest.MonkeyPatch.context() as patch:
         for name, value in os.environ.items():
             patch.setenv(name, value)
-        with batch_inference.LOADERS["generate_vllm"](config, tokenizer) as work:
-            patch.setitem(batch_inference.LOADERS, "generate_vllm", lambda *_: nullcontext(work))
+        with batch_inference.LOADERS["vllm"](config, tokenizer) as work:
+            patch.setitem(batch_inference.LOADERS, "vllm", lambda *_: nullcontext(work))
             yield
 
 
@@ -127,6 +129,32 @@ def test_ranks_and_batches_do_not_change_answers(task: TaskFiles, tmp_path: Path
     assert keys(alone) == ALL_KEYS
     assert "1 of 24 rows are in" in printed and "\x1b" not in printed
     assert sorted(p.name for p in tmp_path.glob("both*")) == ["both.jsonl", "both.jsonl.meta.json"]
+
+
+def test_every_command_samples_without_vllm(task: TaskFiles, tmp_path: Path) -> None:
+    """The rows of task generate_vllm by transformers are those of task generate; an agent plays an episode;
+    a chat answers."""
+    engine = "--rollout.engine transformers"
+    output, log = tmp_path / "answers.jsonl", tmp_path / "log"
+    agent = [
+        "try",
+        str(EXAMPLES / "agent_retry.py"),
+        "--model",
+        str(task.model),
+        "--prompt",
+        "Tom has 3 apples.",
+    ]
+    agent += f"--data.apply_chat_template --rollout.max_new_tokens 8 --data.max_len 500 {engine}".split()
+    chat = f"--model.model_name_or_path {task.model} --data.max_len 128 --ds.param_dtype fp32 {engine}"
+    commands = [
+        ["batch_inference", flags(task, output, f"--task generate_vllm {engine}")],
+        ["agent", agent],
+        ["interactive_chat", chat.split()],
+    ]
+    run_ranks([WITHOUT_VLLM, json.dumps(commands)], log=log)
+    assert read(output) == infer(flags(task, tmp_path / "generate.jsonl", "--task generate"))
+    printed = log.read_text()
+    assert "episode 0: ok" in printed and "clear forgets the conversation" in printed, printed
 
 
 def test_greedy_answers_are_those_of_the_model(task: TaskFiles, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def flags(task: TaskFiles, *more: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def engine(cpu_engines: None, task: TaskFiles) -> Iterator[VLLMStream]:
-    config = parse(CHAT, flags(task, "--engine", "vllm")).config
+    config = parse(CHAT, flags(task, "--rollout.engine", "vllm")).config
     with closing(interactive_chat._load(config, load_tokenizer(str(task.model), flag=""))) as engine:
         assert isinstance(engine, VLLMStream)
         yield engine
@@ -59,7 +59,7 @@ def test_both_engines_answer_the_same_and_clear_forgets(task: TaskFiles, engine,
     assert done.returncode == 0, done.stderr[-3000:]
     monkeypatch.setattr(sys, "stdin", io.StringIO(LINES))
     monkeypatch.setattr(interactive_chat, "_load", lambda *_: Shared(engine))
-    interactive_chat.main(flags(task, "--engine", "vllm"))
+    interactive_chat.main(flags(task, "--rollout.engine", "vllm"))
     answers = capsys.readouterr().out
     assert done.stdout == answers
     first, again, later = answers.removesuffix("\n").split("\n")
@@ -80,7 +80,7 @@ def test_an_answer_can_be_stopped(task: TaskFiles, engine) -> None:
 def test_the_input_may_end_without_exit(task: TaskFiles, engine, monkeypatch, capsys, tmp_path: Path) -> None:
     """The chat has a text before the conversation, no chat template, and grows too long."""
     (tmp_path / "start.txt").write_text("You count.\n")
-    argv = [flag for flag in flags(task, "--engine", "vllm") if flag != "--data.apply_chat_template"]
+    argv = [flag for flag in flags(task, "--rollout.engine", "vllm") if flag != "--data.apply_chat_template"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("How many?\n" + "many " * 200 + "\n"))
     monkeypatch.setattr(interactive_chat, "_load", lambda *_: Shared(engine))
     interactive_chat.main([*argv, "--ta_prompt", str(tmp_path / "start.txt")])

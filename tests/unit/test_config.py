@@ -1442,10 +1442,35 @@ def test_setting_a_default_is_no_mistake(say):
     assert config is not None
 
 
+@pytest.fixture
+def installed(monkeypatch) -> set[str]:
+    """The optional packages that a command finds."""
+    names = {"deepspeed", "vllm"}
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in names or None)
+    return names
+
+
+@pytest.mark.parametrize("command", [SFT, RM, PRM, DPO, KTO, KD, PPO])
+def test_without_deepspeed(command, say, installed):
+    installed.remove("deepspeed")
+    flag, install = "--train.backend deepspeed (default)", 'pip install "openrlhf[deepspeed]"'
+    said = f"{flag}: needs the package deepspeed: {install}; or use --train.backend torch"
+    assert problems_of(say(command, "")[1]) == [said]
+    assert say(command, "--train.backend torch --ds.zero_stage 2")[0] is not None
+
+
+def test_rl_without_vllm(say, installed):
+    installed.remove("vllm")
+    install = 'pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+    flag = "--rollout.engine vllm (default)"
+    said = f"{flag}: needs the package vllm: {install}; or use --rollout.engine transformers"
+    assert problems_of(say(PPO, "")[1]) == [said]
+    assert say(PPO, "--rollout.engine transformers")[0] is not None
+
+
 @pytest.mark.parametrize("command", [SFT, PPO])
-def test_packages_are_looked_for_before_anything_starts(command, say, monkeypatch):
-    installed = {"flash_attn"}
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+def test_packages_are_looked_for_before_anything_starts(command, say, monkeypatch, installed):
+    installed.add("flash_attn")
     found = problems_of(say(command, "--flash_attn --ds.param_dtype fp32 --use_wandb True")[1])
     assert len(found) == 2
     assert found[0].endswith("flash attention has no float32; use auto, or ds.param_dtype bf16")
@@ -1458,16 +1483,14 @@ def test_packages_are_looked_for_before_anything_starts(command, say, monkeypatc
     monkeypatch.delenv("WANDB_MODE")
     installed.add("wandb")
     assert say(command, "--flash_attn --use_wandb True")[0] is not None
-    installed.clear()
+    installed.remove("flash_attn")
     _, lines = say(command, "--flash_attn --ds.param_dtype fp32")
     assert any("the package flash_attn is not installed: auto takes its place" in line for line in lines)
     assert not problems_of(lines)
 
 
 @pytest.mark.parametrize("command", [SFT, PPO, SERVE_RM, BATCH_INFERENCE, CHAT])
-def test_kernels_of_the_hub(command, say, monkeypatch):
-    installed = set()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+def test_kernels_of_the_hub(command, say, installed):
     line = "--ds.attn_implementation kernels-community/flash-attn2"
     assert problems_of(say(command, line)[1]) == [
         f'{line}: needs the package kernels: pip install "openrlhf[kernels]"; or use auto'
@@ -1477,9 +1500,7 @@ def test_kernels_of_the_hub(command, say, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [SFT, RM, PPO])
-def test_modelscope(command, say, monkeypatch):
-    installed = set()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+def test_modelscope(command, say, installed):
     found = problems_of(say(command, "--use_ms")[1])
     assert found == ['--use_ms: needs the package modelscope: pip install "openrlhf[modelscope]"']
     installed.add("modelscope")
@@ -1487,9 +1508,7 @@ def test_modelscope(command, say, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [SFT, RM, PPO])
-def test_liger_kernels(command, say, monkeypatch):
-    installed = set()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in installed or None)
+def test_liger_kernels(command, say, installed):
     found = problems_of(say(command, "--use_liger_kernel")[1])
     assert found == ['--ds.use_liger_kernel: needs the package liger-kernel: pip install "openrlhf[liger]"']
     installed.add("liger_kernel")

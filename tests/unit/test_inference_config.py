@@ -1,6 +1,7 @@
 """Flags of batch_inference and chat: today's names, old ones, and refusals."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ CHAT_DEFAULTS = {
     "ta_prompt": None,
     "csft.enable": False,
     "csft.prompt": "<rm_score>: 5.00",
-    "engine": "transformers",
+    "rollout.engine": "transformers",
 }
 
 
@@ -230,6 +231,56 @@ def test_vllm_under_a_launcher_is_refused(files, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         config_of(*GENERATE, "--task", "generate_vllm")
     assert "--task generate_vllm: is one process, but the launcher started 2" in capsys.readouterr().err
+    config_of(*GENERATE, "--task", "generate_vllm", "--rollout.engine", "transformers")
+    with pytest.raises(SystemExit):
+        config_of(*GENERATE, "--rollout.engine", "vllm")
+    assert "--rollout.engine vllm: is one process, but the launcher started 2" in capsys.readouterr().err
+
+
+VLLM = (*NAMES, "--task", "generate_vllm")
+TRANSFORMERS = ("--rollout.engine", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("read", "flags", "engine"),
+    [
+        (config_of, GENERATE, "transformers"),
+        (config_of, (*GENERATE, "--rollout.engine", "vllm"), "vllm"),
+        (config_of, VLLM, "vllm"),
+        (config_of, (*VLLM, *TRANSFORMERS), "transformers"),
+        (config_of, (*RM, "--rollout.engine", "vllm"), "transformers"),
+        (chat_of, (), "transformers"),
+        (chat_of, ("--engine", "vllm"), "vllm"),  # as older versions spell it
+    ],
+)
+def test_the_engine(files, read, flags, engine):
+    assert read(*flags).engine == engine
+
+
+@pytest.mark.parametrize(
+    ("read", "flags", "selects"),
+    [
+        (config_of, VLLM, "--task generate_vllm"),
+        (config_of, (*GENERATE, "--rollout.engine", "vllm"), "--rollout.engine vllm"),
+        (chat_of, ("--rollout.engine", "vllm"), "--rollout.engine vllm"),
+    ],
+)
+def test_without_vllm(files, monkeypatch, capsys, read, flags, selects):
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert read(*flags, *TRANSFORMERS).engine == "transformers"
+    with pytest.raises(SystemExit):
+        read(*flags)
+    install = 'pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+    said = f"error: {selects}: needs the package vllm: {install}; or use --rollout.engine transformers"
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("read", "flags"), [(config_of, VLLM), (chat_of, ())])
+def test_an_engine_of_transformers_has_one_gpu(files, capsys, read, flags):
+    with pytest.raises(SystemExit):
+        read(*flags, *TRANSFORMERS, "--vllm.tensor_parallel_size", "2")
+    said = capsys.readouterr().err
+    assert "--vllm.tensor_parallel_size 2: --rollout.engine transformers cannot; remove one of them" in said
 
 
 UNREAD = [
@@ -272,7 +323,7 @@ def test_what_nothing_reads_is_remarked_upon(files, read, flags, text, capsys):
 CHAT_REFUSED = [
     (("--ta_prompt", "strat.txt"), "--ta_prompt strat.txt: does not exist; near it: start.txt"),
     (("--rollout.max_new_tokens", "4096"), "--rollout.max_new_tokens 4096: leaves no room for a prompt"),
-    (("--engine", "sglang"), "--engine sglang: expects one of transformers, vllm"),
+    (("--rollout.engine", "sglang"), "--rollout.engine sglang: expects one of transformers, vllm"),
 ]
 
 
