@@ -212,7 +212,7 @@ def test_the_glossary_names_what_there_is() -> None:
 
 def test_the_walks_of_the_structure_pass_through_files_that_exist_and_few_of_them() -> None:
     text = (ROOT / "docs" / "structure.md").read_text()
-    _, ppo, sft = re.split("^## One .* step$", text.partition("## What the shapes mean")[0], flags=re.M)
+    _, ppo, sft = re.split("^## One .* step$", text.partition("## Shapes")[0], flags=re.M)
     for walk, longest in ((ppo, 20), (sft, 12)):
         files = re.findall(r"^\| \d+ \| `(.+?)` \|", walk, re.M)
         assert 10 < len(files) <= longest

@@ -17,7 +17,7 @@ from openrlhf.training.worker import PHASES
 from openrlhf.types import Batch, ForwardOutputs, Outcome, Trajectory, runs
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## What looks unhealthy")[0]
+PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## Health warnings")[0]
 SECTIONS = "rollout|reward|advantage|kl|teacher|mismatch|policy|critic|eval|memory"
 DOCUMENTED = set(re.findall(rf"`((?:{SECTIONS})/[\w{{}}]+|grad_norm|lr|num_tokens)`", PAGE))
 PATTERNS = [re.compile(re.sub(r"{\w+}", r"\\w+", name)) for name in DOCUMENTED if name != "rollout/{name}"]

@@ -169,10 +169,12 @@ def submitted(machine: Machine, command: str) -> tuple[int, str]:
 def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
     """The cluster has a token, which the second run finds by itself. The first run is a submitted job."""
     assert machine.run("ray get-auth-token --generate")[0] == 0
-    (start, _, _), (named,) = commands("A cluster that stays")
+    (start, _, _), (named,) = commands("A long-running cluster")
     assert machine.run(start)[0] == 0
     flags = "--actor.num_gpus_per_node 16 --rollout.batch_size 8 --train.batch_size 16"
-    submit = commands("A token")[0][3].replace('"working_dir"', '"setup_commands": ["exit 1"], "working_dir"')
+    submit = commands("Token authentication")[0][3].replace(
+        '"working_dir"', '"setup_commands": ["exit 1"], "working_dir"'
+    )
     code, output = submitted(machine, f"RAY_AUTH_MODE=token {submit} {flags}")
     assert code == 1, output  # as `ray job submit` says of every job that failed
     assert "note: --runtime-env-json: Ray ignores setup_commands; it reads " in output
@@ -201,7 +203,7 @@ def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_engines")
 def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
-    (start, run, stop), _ = commands("A cluster that stays")
+    (start, run, stop), _ = commands("A long-running cluster")
     assert machine.run(start.replace("--num-gpus 8", "--num-gpus 0"))[0] == 0
     code, output = machine.run(run)
     assert code == 0, output
@@ -214,15 +216,15 @@ def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cpu_engines")
-@pytest.mark.parametrize("heading", ["Jobs", "A token"])
+@pytest.mark.parametrize("heading", ["Ray jobs", "Token authentication"])
 def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
-    (block,) = commands(heading)
+    block, *_ = commands(heading)
     for command in block:
         code, output = submitted(machine, command.replace("--num-gpus 8", "--num-gpus 0"))
         assert code == 0, output
         if "submit" in command:
             assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
-    assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "A token")
+    assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "Token authentication")
     assert (machine.folder / "policy" / "config.json").exists()
 
 

@@ -124,11 +124,11 @@ def test_every_rule_can_speak_names_flags_that_exist_and_is_documented(rule):
     named = re.findall(r"--[\w.]*\w", rule.text)
     assert set(named) <= flags_of(PPOConfig())
     assert f"| `{rule.metric}` {rule.condition.removeprefix(rule.metric).strip()} | {rule.text} |" in PAGE
-    assert f"`{rule.metric}`" in PAGE.partition("## What looks unhealthy")[0]
+    assert f"`{rule.metric}`" in PAGE.partition("## Health warnings")[0]
 
 
 def test_no_metric_has_two_rules_and_the_page_has_no_others():
-    table = PAGE.partition("## What looks unhealthy")[2]
+    table = PAGE.partition("## Health warnings")[2]
     assert re.findall(r"^\| `(.*?)`", table, re.MULTILINE) == [rule.metric for rule in RULES]
     assert len({rule.metric for rule in RULES}) == len(RULES)
 
@@ -153,14 +153,14 @@ def test_what_looks_unhealthy_is_printed_kept_and_shown(tmp_path, capsys):
     rows = list(read_jsonl(tmp_path / "health.jsonl"))
     assert [row["step"] for row in rows] == [1, 3] and [row["text"] for row in rows] == said
     report = (tmp_path / "report.html").read_text()
-    assert "What looks unhealthy" in report and "(last 0.25)" in report
+    assert "Health warnings" in report and "(last 0.25)" in report
 
 
 def test_a_healthy_run_says_nothing(tmp_path, capsys):
     observe(tmp_path, [0.0, 0.1]).close()
     assert "unhealthy" not in capsys.readouterr().out
     assert not (tmp_path / "health.jsonl").exists()
-    assert "What looks unhealthy" not in (tmp_path / "report.html").read_text()
+    assert "Health warnings" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_resumed_run_forgets_what_was_said_after_its_checkpoint(tmp_path):

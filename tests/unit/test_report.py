@@ -146,11 +146,11 @@ def test_a_curve_is_where_its_numbers_are(tmp_path):
 
 def test_what_looked_unhealthy_is_shown_newest_last(tmp_path):
     folder = make_run(tmp_path)
-    assert "looks unhealthy" not in Page(write_report(folder.path).read_text()).text
+    assert "Health warnings" not in Page(write_report(folder.path).read_text()).text
     rows = [{"step": step, "text": f"metric {step} {HOSTILE}"} for step in range(1, 31)]
     folder.health_path.write_text("".join(to_json(row) + "\n" for row in rows))
     page = Page(write_report(folder.path).read_text())
-    assert "What looks unhealthy10 earlier ones are in health.jsonl" in page.text
+    assert "Health warnings10 earlier ones are in health.jsonl" in page.text
     assert re.findall(r"step (\d+) metric (\d+)", page.text) == [(str(i), str(i)) for i in range(11, 31)]
     assert not {"script", "img"} & {tag for tag, _ in page.tags}
 
