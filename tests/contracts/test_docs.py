@@ -30,7 +30,8 @@ BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)```", re.DOTALL)
 CODE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 OPTIONS = {
     *("config", "help", "print_command", "print_config", "print_plan"),  # options of all commands
-    *("address", "dashboard-host", "node-ip-address", "runtime-env-json"),  # options of Ray
+    *("address", "dashboard-agent-listen-port", "dashboard-host"),  # options of Ray
+    *("node-ip-address", "runtime-env-json"),
     *("cap-add", "device", "network", "security-opt", "ulimit"),  # options of docker
     *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
     *("budget", "out"),  # options of benchmarks/gpu.py
