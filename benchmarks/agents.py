@@ -1,9 +1,9 @@
 """Sampled tokens per second of episodes of several turns, on the same engine.
 
-bare         vLLM's AsyncLLM, asked for just what the episodes asked for: each request as soon as the one
+bare         vLLM's AsyncLLM with the requests of the episodes: each request is sent as soon as the one
              before it in its episode is answered
-environment  an environment of MultiTurnAgentExecutor, which answers after --latency milliseconds
-openai       the same conversation by an agent with the `openai` client, over HTTP
+environment  an environment of MultiTurnAgentExecutor that answers after --latency milliseconds
+openai       the same conversations by an agent with the `openai` client, over HTTP
 
 All run in one process, one after the other, for each number of episodes that are in flight at a time, and
 then --calls single calls, one at a time: of the engine, of an episode's session without HTTP, of its server
@@ -55,13 +55,17 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", help="a Hugging Face name or folder (default: a tiny one, made here)")
-    parser.add_argument("--episodes", type=int, nargs="+", default=[64, 256], help="in flight at a time")
-    parser.add_argument("--latency", type=float, nargs="+", default=[0, 50, 500], help="of a step, ms")
+    parser.add_argument(
+        "--episodes", type=int, nargs="+", default=[64, 256], help="numbers of concurrent episodes"
+    )
+    parser.add_argument(
+        "--latency", type=float, nargs="+", default=[0, 50, 500], help="latencies of an environment step, ms"
+    )
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="of a turn")
-    parser.add_argument("--rounds", type=int, default=3, help="of which the median is told")
-    parser.add_argument("--calls", type=int, default=100, help="single calls, one at a time")
-    parser.add_argument("--threads", type=int, default=1, help="of the engine without a GPU")
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="longest answer of a turn")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is printed")
+    parser.add_argument("--calls", type=int, default=100, help="number of single calls, one at a time")
+    parser.add_argument("--threads", type=int, default=1, help="threads of the engine on a CPU")
     return parser.parse_args()
 
 
@@ -102,12 +106,12 @@ WAYS: dict[str, Callable[[int, float], AgentExecutorBase]] = {
     "openai": with_a_client,
 }
 Request = tuple[list[int], Any]
-"""Prompt and SamplingParams."""
+"""Prompt and SamplingParams of a request."""
 
 
 @dataclass
 class Recorder:
-    """The engine, which remembers what it was asked, by prompt."""
+    """Engine that remembers its requests by prompt."""
 
     engine: VLLMEngine
     asked: dict[tuple[int, ...], list[Request]] = field(default_factory=dict)
@@ -117,7 +121,7 @@ class Recorder:
         return await self.engine.generate(token_ids, params)
 
     def requests(self, t: Trajectory) -> list[Request]:
-        """Those of an episode, one after the other."""
+        """Returns the requests of an episode, one after the other."""
         return [self.asked[tuple(t.token_ids[:start].tolist())].pop() for start in t.turn_starts]
 
 
@@ -153,7 +157,8 @@ def make_engine(model: str) -> VLLMEngine:
 async def of_many(
     options: argparse.Namespace, engine: VLLMEngine, tokenizer: Any, stops: list[int], episodes: int
 ) -> None:
-    """What was asked is recorded in a first round, which also warms the engine up."""
+    """Measures `episodes` concurrent episodes in each way. A first round records the requests and warms the
+    engine up."""
     print(f"\n{episodes} episodes in flight")
     for name, way in WAYS.items():
         recorder = Recorder(engine)
@@ -210,14 +215,14 @@ async def replay(engine: VLLMEngine, requests: Sequence[Sequence[Request]]) -> N
 async def one_at_a_time(
     options: argparse.Namespace, engine: VLLMEngine, tokenizer: Any, stops: list[int]
 ) -> None:
-    """What a call costs beside the engine's work."""
+    """Measures the overhead of a call beside the engine's own work."""
     times: dict[str, list[float]] = {"engine": [], "session": [], "bare client": [], "openai": []}
 
     class AgentExecutor(OpenAIAgentExecutor):
         async def run_agent(self, prompt: str, label: Any, session: Any) -> float:
             messages = [{"role": "user", "content": QUESTION}]
             prompt_ids = session.prompt_of(messages)
-            params = copy.copy(session.sampling_params)  # which asks for one token
+            params = copy.copy(session.sampling_params)  # they ask for one token
             body = {"model": session.model, "messages": messages, "max_tokens": 1}
             headers = {"Authorization": f"Bearer {session.api_key}"}
             async with aiohttp.ClientSession(headers=headers) as bare:

@@ -1,12 +1,12 @@
-"""How evenly `data/packing.py` deals sequences to the ranks of a step, and in what time, for lengths as
-reasoning has them, 16 to 32768 tokens:
+"""Balance and speed of `data/packing.py`, which deals sequences to the ranks of a step, for lengths as in
+reasoning, 16 to 32768 tokens:
 
     log-normal   median 1800 tokens
     groups       the same, 8 answers to each prompt of about its length
     bimodal      70 % short answers, and chains of thought from 16000 tokens
 
-Of each, the worst of the seeds: the most tokens of a rank, by the mean of all ranks and by what no way of
-dealing can beat (`least_possible`); and seconds. Exits with an error where a sequence is lost.
+The table shows the worst of the seeds: the most tokens of a rank, divided by the mean of all ranks and by a
+lower bound for any way of dealing (`least_possible`); and seconds. Exits with an error if a sequence is lost.
 
     python benchmarks/balance.py
 """
@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from openrlhf.data.packing import partition
 
 SIZES = [(128, 8), (512, 64), (1024, 64), (4096, 128), (4096, 512), (8192, 512)]
-"""(sequences, ranks)"""
+"""(sequences, ranks) of each measurement."""
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--largest", type=int, default=8192, help="sequences")
+    parser.add_argument("--largest", type=int, default=8192, help="largest number of sequences")
     options = parser.parse_args()
     print("| sequences | ranks | lengths | most / mean | most / least possible | seconds |")
     print("|---|---|---|---|---|---|")
@@ -46,14 +46,14 @@ def measure(lengths: Sequence[int], ranks: int) -> tuple[float, float, float]:
     parts = partition(lengths, ranks)
     seconds = time.perf_counter() - start
     if sorted(i for part in parts for i in part) != list(range(len(lengths))):
-        sys.exit("a sequence is lost")
+        sys.exit("error: a sequence is lost")
     most = max(sum(lengths[i] for i in part) for part in parts)
     return most / (sum(lengths) / ranks), most / least_possible(lengths, ranks), seconds
 
 
 def least_possible(costs: Sequence[int], k: int) -> float:
-    """Of `k` parts the costliest has at least the mean; and, for every j, the cheapest j + 1 of the j k + 1
-    costliest, because some part has so many of them."""
+    """Returns a lower bound of the costliest of `k` parts: the mean, and for every j the cost of the cheapest
+    j + 1 of the j k + 1 costliest sequences, because some part has so many of them."""
     order = sorted(costs, reverse=True)
     crowded = [sum(order[j * (k - 1) : j * k + 1]) for j in range((len(costs) - 1) // k + 1)]
     return max(sum(costs) / k, *crowded)

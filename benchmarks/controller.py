@@ -1,16 +1,16 @@
-"""What the controller of an RL run does to each token, in one process and without any model: nanoseconds of
-CPU time for each stage, and the peak of its memory.
+"""Cost of an RL controller's work for each token, in one process and without any model: nanoseconds of CPU
+time for each stage, and the peak of its memory.
 
     collect   groups as engines send them, from bytes to one batch
-    score     each rank's share of the batch as bytes, and what the ranks of two models answer
+    score     each rank's share of the batch as bytes, and the answers of the ranks of two models
     credit    rewards, KL and group baselines to advantages (GRPO with a reference)
     update    each rank's share of the batch with credit as bytes
-    metrics   what the samples say about the run
+    metrics   statistics of the samples
     journal   every sample with its credit in Parquet, without texts; in a thread of its own: not in the sums
 
-Beside each stage its floor, measured in the same round: the same content moved as often, as bare flat arrays;
-for credit its shortest arithmetic on flat tensors. Kept sets are ours alone. Exits with
-an error where what was dealt is not what comes back.
+Each stage is compared with its floor, measured in the same round: the same content moved as often, as bare
+flat arrays; for credit the shortest arithmetic on flat tensors. The floor has no kept sets. Exits with an
+error if the dealt samples do not come back unchanged.
 
     python benchmarks/controller.py --samples 8192 --tokens 512
     python benchmarks/controller.py --samples 2048 --tokens 8192 --rounds 3
@@ -61,7 +61,7 @@ def main() -> None:
     num_tokens = sum(len(t.token_ids) for group in groups for t in group.trajectories)
     print(f"{options.samples} samples, {num_tokens / 1e6:.1f} M tokens, {RANKS} ranks", end="")
     print(f", load {os.getloadavg()[0]:.1f}")
-    ours(groups), floor(groups)  # warm
+    ours(groups), floor(groups)  # warms up
     report([(ours(groups), floor(groups)) for _ in range(options.rounds)], num_tokens)
 
 
@@ -71,7 +71,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=512, help="mean length of a response")
-    parser.add_argument("--kept", type=int, default=0, help="tokens of each action's kept set; 0: all")
+    parser.add_argument(
+        "--kept", type=int, default=0, help="tokens in each action's kept set; 0: no kept sets"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()
 
@@ -116,7 +118,7 @@ Bytes = tuple[bytes, list[bytes]]
 
 
 def dump(record: object) -> Bytes:
-    """As Ray does: arrays apart from the record that holds them."""
+    """Pickles a record as Ray does: arrays apart from the record that holds them."""
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(record, protocol=5, buffer_callback=buffers.append)
     return data, [bytes(buffer.raw()) for buffer in buffers]
@@ -127,12 +129,12 @@ def load(sent: Bytes) -> Any:
 
 
 class Clock:
-    """CPU seconds of each stage of one round."""
+    """Records CPU seconds of each stage of one round."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.peak = 0.0
-        """Bytes above what there was before."""
+        """Peak memory in bytes, above the memory in use at the start."""
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -142,14 +144,14 @@ class Clock:
 
     @contextmanager
     def watching_memory(self) -> Iterator[None]:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before = memory("VmRSS")
         yield
         self.peak = memory("VmHWM") - before
 
 
 def memory(name: str) -> float:
-    """Bytes, as the kernel counts them."""
+    """Returns a figure of the kernel about this process's memory, bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith(name))
 
@@ -179,14 +181,14 @@ def ours(groups: Sequence[PromptGroup]) -> Clock:
         journal.write(1, trajectories, trained=Trained(batch=batch, schedule=[step], first_update=0))
         journal.close()
     if num_dealt != len(batch.token_ids):
-        sys.exit(f"{num_dealt} of {len(batch.token_ids)} tokens were dealt")
+        sys.exit(f"error: {num_dealt} of {len(batch.token_ids)} tokens were dealt to the ranks")
     if not np.array_equal(present(batch.log_probs), batch.rollout_log_probs):
-        sys.exit("what the ranks answered is not in the batch's order")
+        sys.exit("error: the answers of the ranks are not in the batch's order")
     return now
 
 
 def answers(batch: Batch) -> np.ndarray:
-    """Of a model whose ranks answer with the log-probs that came with their shares."""
+    """Returns the answers of a model whose ranks echo the log-probs that came with their shares."""
     shares = partition(batch.lengths.tolist(), RANKS)
     parts = [load(dump(batch.select(share))).rollout_log_probs for share in shares]
     return batch.put_together(shares, [load(dump(part)) for part in parts])
@@ -245,7 +247,7 @@ def flat_arrays(group: PromptGroup) -> Arrays:
 
 
 def cut(whole: Arrays, share: np.ndarray) -> Arrays:
-    """The share's parts of every array."""
+    """Returns the share's parts of every array."""
     found: Arrays = {}
     for name, array in whole.items():
         if name in OF_SEQUENCES:

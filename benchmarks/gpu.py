@@ -1,16 +1,17 @@
 """Checks and measures every part of openrlhf on a GPU, without a network, by any Python that has torch.
 
-Stages run one after the other, each in processes of its own with a limit of time. None can end the others:
-what raises, hangs or crashes leaves a verdict, its output and the stacks of its processes. Models have random
-weights and the shapes of Qwen3. A stage whose packages or GPUs are missing is skipped and says which.
+Stages run one after the other, each in processes of its own with a limit of time. No stage can end the
+others: one that raises, hangs or crashes leaves a verdict, its output and the stacks of its processes. Models
+have random weights and the shapes of Qwen3. A stage whose packages or GPUs are missing is skipped and names
+them.
 
     python3 benchmarks/gpu.py                           every stage
-    python3 benchmarks/gpu.py --out DIR --budget 540    what nine minutes allow, by value
-    python3 benchmarks/gpu.py facts kernels             only these
-    python3 benchmarks/gpu.py --rehearse                tiny shapes on a CPU: that stages run, never how fast
+    python3 benchmarks/gpu.py --out DIR --budget 540    the most valuable stages in nine minutes
+    python3 benchmarks/gpu.py facts kernels             only these stages
+    python3 benchmarks/gpu.py --rehearse                tiny shapes on a CPU, to see that stages run
 
-DIR gets gpu_report.md, gpu_report.json and logs.txt, renewed after every stage, and stacks.txt where a stage
-was stopped. Ends with 1 where a stage failed.
+DIR gets gpu_report.md, gpu_report.json and logs.txt, renewed after every stage, and stacks.txt if a stage
+was stopped. The exit code is 1 if a stage failed.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from gpukit.report import Report
 from gpukit.stage import Setting, Stage, Verdict
 
 RESERVE_S = 10
-"""Part of the budget that is kept for the stacks and the report of a stage that is stopped."""
+"""Seconds of the budget that are kept for the stacks and the report of a stage that is stopped."""
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     if options.inside:
         perform(stages[options.inside], Setting(rehearsal=options.rehearse), options.result)
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the stage under way is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the stage under way too
     deadline = time.monotonic() + options.budget - RESERVE_S
     report = Report(options.out, sys.argv, rehearsal=options.rehearse)
     for name in options.stages or stages:
@@ -58,11 +59,17 @@ def parse_options(stages: dict[str, Stage]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\n{listed}", formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("stages", nargs="*", metavar="STAGE", help="default: all, those of most value first")
-    parser.add_argument("--out", type=Path, default=Path("gpu_report"), metavar="DIR", help="of the report")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds of all stages together")
-    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds of a stage")
-    parser.add_argument("--rehearse", action="store_true", help="on a CPU")
+    parser.add_argument(
+        "stages", nargs="*", metavar="STAGE", help="stages to run (default: all, most valuable first)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu_report"), metavar="DIR", help="folder of the report"
+    )
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="most seconds of all stages together"
+    )
+    parser.add_argument("--limit", type=float, default=float("inf"), help="most seconds of a stage")
+    parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -74,7 +81,7 @@ def parse_options(stages: dict[str, Stage]) -> argparse.Namespace:
 def judge(
     name: str, stage: Stage, options: argparse.Namespace, left: float, report: Report
 ) -> tuple[Verdict, str]:
-    """Returns the verdict of a stage, and the stacks of its processes where it had to be stopped."""
+    """Returns the verdict of a stage, and the stacks of its processes if it had to be stopped."""
     expected = 0 if options.rehearse else stage.seconds
     if left <= expected:
         reason = f"{max(left, 0):.0f} s left of --budget, and it takes about {stage.seconds:.0f}"
@@ -85,7 +92,7 @@ def judge(
         with tempfile.TemporaryDirectory(prefix="gpukit-", ignore_cleanup_errors=True) as folder:
             flags = ["--rehearse"] * options.rehearse
             ended = run_stage(name, flags, folder=Path(folder), log=log, limit=limit)
-    except OSError as error:  # a full disk, no process left
+    except OSError as error:  # a full disk, or no process left
         return Verdict(stage=name, outcome="fail", reason=f"could not be run: {error}"), ""
     return verdict_of(name, ended, limit, log.read_text(errors="replace")), ended.stacks
 

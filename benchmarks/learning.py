@@ -1,9 +1,9 @@
-"""Learning curves of RL: mean reward against samples, of several seeds, for those ways of `rl_step.py` that
+"""Learning curves of RL: mean reward against samples, over several seeds, for the ways of `rl_step.py` that
 learn.
 
 Every way trains the demo's policy, after its supervised phases, on the same problems with the same learning
-rate, batch and group size. A reward is that of the policy which sampled, so a curve of samples that are a
-step old lies a step behind also where nothing is lost.
+rate, batch and group size. A reward belongs to the policy that sampled, so a curve of samples that are one
+step old lies one step behind even if nothing is lost.
 
     python benchmarks/learning.py --seeds 3 --steps 20
 """
@@ -35,27 +35,31 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--modes", nargs="+", default=list(WAYS), choices=WAYS, help="default: all")
+    parser.add_argument(
+        "--modes", nargs="+", default=list(WAYS), choices=WAYS, help="ways to run (default: all)"
+    )
     parser.add_argument("--model", default="tiny", choices=["tiny"], help=argparse.SUPPRESS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--learning_rate", type=float, default=5e-4)
-    parser.add_argument("--prompts", type=int, default=32, help="of a step")
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument(
-        "--target", type=float, default=0.9, help="mean reward of a step that is to be reached"
+        "--target", type=float, default=0.9, help="mean reward of a step; the table shows when it is reached"
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--every", type=int, default=4, help="steps of one row of the table")
-    parser.add_argument("--folder", type=Path, help="where the policy is kept, to be trained only once")
-    parser.add_argument("--sft_rows", type=int, default=20_000, help="that the policy learns from")
+    parser.add_argument("--every", type=int, default=4, help="steps in a row of the table")
+    parser.add_argument(
+        "--folder", type=Path, help="folder that keeps the policy, so that it is trained once"
+    )
+    parser.add_argument("--sft_rows", type=int, default=20_000, help="rows that the policy learns from")
     parser.set_defaults(warmup=1)
     return parser.parse_args()
 
 
 def report(options: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
-    """Mean over seeds of the mean reward since the row above, and the spread of seeds."""
+    """Prints the mean over seeds of the mean reward since the row above, and the spread of seeds."""
     print(f"{'samples':>8}" + "".join(f"{way:>22}" for way in runs))
     for end in range(options.every, options.steps + 1, options.every):
         cells = [
@@ -74,7 +78,8 @@ def report(options: argparse.Namespace, runs: dict[str, list[Run]]) -> None:
 
 
 def steps_until(target: float, rewards: list[float]) -> int:
-    """The first step whose mean reward is that; one more than there are where none is."""
+    """Returns the first step whose mean reward is at least the target; one more than the number of steps if
+    there is none."""
     return next((step for step, reward in enumerate(rewards, 1) if reward >= target), len(rewards) + 1)
 
 

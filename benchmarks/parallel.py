@@ -1,19 +1,19 @@
-"""What it costs that ranks share a row, in each `--ds.sequence_parallel_mode`, or the matrices of the model
+"""Overhead of ranks that share a row, in each `--ds.sequence_parallel_mode`, or the model's matrices
 (tensor), for 2 and 4 ranks in one run:
 
-    overhead       CPU time of a rank, by that of one rank with the whole row over the number of ranks
-    imbalance      CPU time of the busiest rank, by the mean
-    kept           bytes that a rank keeps of the row for the backward pass, by those of one rank over the
+    overhead       CPU time of a rank, divided by that of one rank with the whole row over the number of ranks
+    imbalance      CPU time of the busiest rank, divided by the mean
+    kept           bytes that a rank keeps for the backward pass, divided by those of one rank over the
                    number of ranks: 1 is a fall as 1 / ranks
     MB sent        by each rank, forward and backward, counted in the collectives: by ranks that share rows
                    for attention; where they share matrices a sum of hidden states (N, H) counts as what is
                    sent round a ring, 2 (ranks - 1) / ranks of it
 
 A pass is the SFT loss of one packed row and its gradients, in float32 over gloo, without an optimizer. Rows
-are one long sequence, or short ones. A round is a pass of every way, in random order. Ranks share the cores
-of the machine, so CPU time is what counts; that of gloo's threads is in it. Exits with an error where a way
-has another loss or other gradients than one rank, sends other bytes than its formula says (`FORMULAS`), or
-where a rank of the ring keeps more than its share.
+are one long sequence, or many short ones. A round is a pass of every way, in random order. Ranks share the
+cores of the machine, so CPU time is what counts; it includes that of gloo's threads. Exits with an error if a
+way has another loss or other gradients than one rank, sends another number of bytes than its formula
+(`FORMULAS`), or if a rank of the ring keeps more than its share.
 
     python benchmarks/parallel.py
 """
@@ -53,13 +53,13 @@ MODES: Any = ("allgather", "ring", "ulysses")
 TENSOR: Any = "tensor"
 RANKS = (2, 4)
 LAYERS, HEADS, KV_HEADS, SIZE = 4, 8, 4, 32
-"""Of attention. Ranks divide the heads."""
+"""Layers and shape of attention. Ranks divide the heads."""
 SHORT = 128
-"""Tokens of a short sequence."""
+"""Length of a short sequence, in tokens."""
 FLOAT = 4
-"""Bytes."""
+"""Bytes of a float32 number."""
 TOLERANCE = 1e-4
-"""Relative, of a loss and of the norm of its gradients."""
+"""Relative tolerance of a loss and of the norm of its gradients."""
 
 
 class Way(NamedTuple):
@@ -69,35 +69,38 @@ class Way(NamedTuple):
 
 
 class Pass(NamedTuple):
-    """Of one rank."""
+    """Figures of one rank in one pass."""
 
     loss: float
     norm: float
     cpu: float
     wall: float
     sent: int
-    """Bytes, for attention."""
+    """Bytes sent by attention."""
 
 
 def _by_allgather(tokens: int, ranks: int) -> float:
-    """Keys and values of every other rank, and their gradients back to it."""
+    """Returns the bytes of the keys and values of every other rank, and of their gradients on the way
+    back."""
     return LAYERS * 2 * (ranks - 1) / ranks * tokens * 2 * KV_HEADS * SIZE * FLOAT
 
 
 def _by_ring(tokens: int, ranks: int) -> float:
-    """Keys and values past every other rank, twice, and the second time with gradients."""
+    """Returns the bytes of keys and values that travel past every other rank, twice, the second time with
+    gradients."""
     return LAYERS * 3 * (ranks - 1) / ranks * tokens * 2 * KV_HEADS * SIZE * FLOAT
 
 
 def _by_ulysses(tokens: int, ranks: int) -> float:
-    """All heads but a rank's own, of queries, outputs, and of keys and values, which each rank has at least
-    one of; and of the gradients of all."""
+    """Returns the bytes of all heads but a rank's own, of queries, outputs, and of keys and values, which
+    each rank has at least one of; and of the gradients of all."""
     heads = 2 * HEADS + 2 * math.lcm(KV_HEADS, ranks)
     return LAYERS * 2 * (ranks - 1) / ranks * tokens / ranks * heads * SIZE * FLOAT
 
 
 def _by_tensor(tokens: int, ranks: int) -> float:
-    """Embeddings, and of each layer what attention and MLP answer, and the gradients of what they read."""
+    """Returns the bytes of embeddings, of each layer's attention and MLP outputs, and of the gradients of
+    their inputs."""
     return (1 + 4 * LAYERS) * 2 * (ranks - 1) / ranks * tokens * HEADS * SIZE * FLOAT
 
 
@@ -107,14 +110,14 @@ FORMULAS: dict[str, Callable[[int, int], float]] = {
     "ulysses": _by_ulysses,
     TENSOR: _by_tensor,
 }
-"""(tokens of a row, ranks) -> bytes that a rank sends in a pass."""
+"""Function (tokens of a row, ranks) -> bytes that a rank sends in a pass, by mode."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, default=4096, help="of a row, a multiple of 8")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of a row, a multiple of 8")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +125,7 @@ def main() -> None:
 
 
 def run(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
-    """All ranks meet for every way, and those that it does not need wait."""
+    """Runs every way on one rank. All ranks meet for every way; those that a way does not need wait."""
     torch.set_num_threads(1)
     logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=meeting_place, rank=rank, world_size=max(RANKS))
@@ -201,7 +204,7 @@ def one_pass(model: PolicyModel, row: PackedRow) -> Pass:
 
 
 def norm_of_gradients(model: PolicyModel) -> float:
-    """Put together as DeepSpeed does."""
+    """Returns the norm over all ranks, combined as DeepSpeed does."""
     sharing = reading_of(model.model).sharing
     gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
     flat = torch.cat([x.flatten() for x in gradients.values()])
@@ -217,8 +220,8 @@ def norm_of_gradients(model: PolicyModel) -> float:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Inside, every collective of attention, and every sum of hidden states, appends the bytes that this rank
-    sends to others."""
+    """Patches every collective of attention, and every sum of hidden states, to append the bytes that this
+    rank sends to others."""
     sent: list[int] = []
     names = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "all_reduce")
     own = {name: getattr(dist, name) for name in names}
@@ -252,7 +255,7 @@ def counted() -> Iterator[list[int]]:
 
 
 def kept_bytes(model: PolicyModel, row: PackedRow) -> int:
-    """Of a pass for its backward pass, beside the weights; also warms up."""
+    """Returns the bytes that a pass keeps for its backward pass, beside the weights; also warms up."""
     found: dict[int, int] = {}
 
     def keep(x: Tensor) -> Tensor:
@@ -260,7 +263,7 @@ def kept_bytes(model: PolicyModel, row: PackedRow) -> int:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        states = hidden_states(model.model, row)  # while it lives, so does what it keeps
+        states = hidden_states(model.model, row)  # the variable keeps the pass's memory alive
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     assert states.requires_grad
     return sum(size for place, size in found.items() if place not in weights)
@@ -287,7 +290,7 @@ def report(
         wall = statistics.median(max(rank.wall for rank in ranks) for ranks in rounds)
         share = max(kept[way]) * way.ranks / kept[Way(way.row, 1)][0]
         if way.mode == "ring" and share > 1 + TOLERANCE:
-            sys.exit(f"{way}: a rank keeps {share:.2f} of its share")
+            sys.exit(f"error: {way}: a rank keeps {share:.2f} times its share")
         print(
             f"| {way.row} | {way.ranks} | {way.mode} | {statistics.median(ratios):.2f} "
             f"({ratios[0]:.2f} - {ratios[-1]:.2f}) | {busiest:.2f} | {wall:.2f} | {share:.2f} | "
@@ -300,7 +303,7 @@ def check(way: Way, rounds: list[list[Pass]], alone: list[list[Pass]], tokens: i
     for rank in (rank for ranks in rounds for rank in ranks):
         for found, wanted in ((rank.loss, expected.loss), (rank.norm, expected.norm)):
             if not math.isclose(found, wanted, rel_tol=TOLERANCE):
-                sys.exit(f"{way}: {found} where one rank has {wanted}: not the same training")
+                sys.exit(f"error: {way} has {found}, one rank has {wanted}: not the same training")
         if rank.sent != FORMULAS[way.mode](tokens, way.ranks):
             sys.exit(f"{way}: sent {rank.sent} bytes, not {FORMULAS[way.mode](tokens, way.ranks)}")
 

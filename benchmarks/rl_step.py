@@ -1,23 +1,23 @@
 """Seconds of an RL step: GRPO on word problems with a verifier, as in `openrlhf demo`.
 
-ours       openrlhf ppo, its steps as they are in metrics.jsonl
-unchecked  the same, but engines show what they compute with after the first weight sync alone
+ours       openrlhf ppo, with its steps from metrics.jsonl
+unchecked  the same, but engines are compared with the trainer only after the first weight sync
 async      the same, with the next batch sampled while the models train
 partial    async, where weight syncs pause requests instead of waiting for them
 trl        TRL's GRPOTrainer, which samples with transformers
-floor      what a step cannot go below with these libraries: vLLM's AsyncLLM without anything else, with our
-           engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
-           neither DeepSpeed nor Ray. One after the other a step takes their sum; at the same time, on cores
-           of their own, the longer of the two
+floor      the least time of a step with these libraries: vLLM's AsyncLLM without anything else, with the
+           same engine arguments, prompts and seeds; and a PyTorch loop over packed rows of the answers, with
+           neither DeepSpeed nor Ray. One after the other, both take their sum; at the same time, on cores
+           of their own, they take the longer of the two
 
 Every run has processes of its own, one run at a time. A round is one run of every way with every number of
-threads, in an order that turns around, so load on the machine meets all of them; trust the ratios, not the
+threads, in alternating order, so that load on the machine meets all of them; trust the ratios, not the
 seconds. A run's step is the median of its steps after the warm-up.
 
 The policy of `--model tiny` is the demo's, after its supervised phases: it ends its answers itself. `small`
 has about 30 million random weights, so nearly all of its answers are cut at --max_new_tokens. The learning
-rate is next to nothing, so every step of every way samples from the same policy; the answers must have the
-same length on average, or this ends with an error.
+rate is close to 0, so every step of every way samples from the same policy; the answers must have the same
+length on average, or the benchmark ends with an error.
 
     python benchmarks/rl_step.py --model tiny
     python benchmarks/rl_step.py --model small --steps 4 --warmup 1 --rounds 2
@@ -52,17 +52,17 @@ from openrlhf.types import present
 SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}
 """Arguments of `tiny_chat_model`."""
 LENGTHS_AGREE = 0.15
-"""Relative difference that the mean lengths of two ways may have: both are means over random answers."""
+"""Largest relative difference of the mean lengths of two ways: both are means over random answers."""
 PHASES = ("generate", "logprobs", "update", "sync")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all ways share."""
+    """Options that all ways share."""
 
     model: str
     prompts: str
-    """A file with `input` and `label`."""
+    """Path of a file with `input` and `label`."""
     batch_size: int
     num_samples: int
     max_new_tokens: int
@@ -73,7 +73,7 @@ class Setting:
 
     @property
     def flags(self) -> str:
-        """Of `openrlhf ppo`: those of the demo, and what differs."""
+        """Flags of `openrlhf ppo`: those of the demo, and the differences from it."""
         samples = self.batch_size * self.num_samples
         return (
             f"{demo.RL} --actor.model_name_or_path {self.model} --data.prompt_dataset {self.prompts} "
@@ -96,18 +96,18 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run of one way took."""
+    """Measurements of one run of one way."""
 
     step: float
-    """Seconds."""
+    """Seconds of a step."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of those that are known."""
+    """Seconds of each phase that is known."""
     samples: float
-    """Of a step."""
+    """Number of samples of a step."""
     length: float
-    """Tokens of an answer, on average."""
+    """Mean length of an answer, in tokens."""
     rewards: list[float] = field(default_factory=list)
-    """Mean of each step, from the first on."""
+    """Mean reward of each step, from the first on."""
 
 
 def main() -> None:
@@ -130,16 +130,24 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny", choices=["tiny", *SIZES])
-    parser.add_argument("--modes", nargs="+", default=list(WAYS), choices=WAYS, help="default: all")
-    parser.add_argument("--threads", nargs="+", type=int, default=[0, 1, 2], help="0: as each way chooses")
+    parser.add_argument(
+        "--modes", nargs="+", default=list(WAYS), choices=WAYS, help="ways to run (default: all)"
+    )
+    parser.add_argument(
+        "--threads",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="numbers of threads; 0: the way's own choice",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way with each number of threads")
-    parser.add_argument("--steps", type=int, default=12, help="of each run")
+    parser.add_argument("--steps", type=int, default=12, help="steps of each run")
     parser.add_argument("--warmup", type=int, default=3, help="steps of a run that do not count")
-    parser.add_argument("--prompts", type=int, default=32, help="of a step")
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--prompts", type=int, default=32, help="prompts of a step")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=48)
-    parser.add_argument("--folder", type=Path, help="where the tiny policy is kept, to be trained only once")
-    parser.add_argument("--sft_rows", type=int, default=20_000, help="that the tiny policy learns from")
+    parser.add_argument("--folder", type=Path, help="folder that keeps the tiny policy, trained once")
+    parser.add_argument("--sft_rows", type=int, default=20_000, help="rows that the tiny policy learns from")
     parser.add_argument("--json", type=Path, help="a file for the median seconds of each way")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
@@ -169,7 +177,7 @@ def prepare(options: argparse.Namespace, folder: Path) -> Setting:
 
 
 def train_policy(files: Any, folder: Path) -> None:
-    """The supervised phases of the demo."""
+    """Trains the policy by the demo's supervised phases."""
     for flags in (
         f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
         f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} {demo.PRETRAIN}",
@@ -185,12 +193,12 @@ def measure(options: argparse.Namespace, setting: Setting) -> dict[tuple[str, in
     for _ in range(options.rounds):
         for way, threads in order:
             runs[way, threads].append(in_process(way, setting, threads))
-        order.reverse()  # nobody is always the first
+        order.reverse()  # no way always comes first
     return runs
 
 
 def in_process(way: str, setting: Setting, threads: int) -> Run:
-    """In a process of its own."""
+    """Runs a way in a process of its own."""
     command = [__file__, "--way", way, "--setting", json.dumps(asdict(setting))]
     run = Run(**json.loads(run_process(command, threads).splitlines()[-1]))
     print(f"{way:8} {threads} threads: {run.step:.3f} s", file=sys.stderr)
@@ -198,11 +206,12 @@ def in_process(way: str, setting: Setting, threads: int) -> Run:
 
 
 def run_process(command: list[str], threads: int) -> str:
-    """What Python with these words prints; ends this process where it fails."""
+    """Returns the output of Python with these arguments; ends this process if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
-    with tempfile.TemporaryDirectory() as folder:  # what a run writes where it is
+    # the folder takes what a run writes to its working directory
+    with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(
             [sys.executable, *command], env=environment, capture_output=True, text=True, cwd=folder
         )
@@ -220,7 +229,7 @@ AHEAD = {
 }
 """Flags of the ways that sample while they train."""
 UNCHECKED = "--vllm.sync_check_steps 1000000"
-"""Engines show what they compute with after the first weight sync alone."""
+"""Flag by which engines are compared with the trainer after the first weight sync only."""
 
 
 def ours(setting: Setting, more: str = "") -> Run:
@@ -303,7 +312,7 @@ def verifier(completions: list[list[dict]], label: list[str], **others) -> list[
 
 
 def new_stopwatch() -> Any:
-    """A callback with the `seconds` of each step, from the end of the one before."""
+    """Returns a callback with the `seconds` of each step, from the end of the one before."""
     from transformers import TrainerCallback
 
     class Stopwatch(TrainerCallback):
@@ -323,7 +332,7 @@ def new_stopwatch() -> Any:
 
 
 def floor(setting: Setting) -> Run:
-    """Generation and update; the sum is the step."""
+    """Measures generation and update; the sum is the step."""
     rng = random.Random(0)
     batches = [rng.sample(setting.problems, setting.batch_size) for _ in range(setting.steps)]
     generate, answers = asyncio.run(sampled(setting, batches))
@@ -345,7 +354,7 @@ Answers = list[tuple[list[int], list[int]]]
 
 
 async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list[float], list[Answers]]:
-    """Seconds and answers of each batch."""
+    """Returns the seconds and the answers of each batch."""
     from rollout import BareEngine
 
     from openrlhf.backends.vllm.engine import engine_environment
@@ -382,7 +391,7 @@ async def sampled(setting: Setting, batches: Sequence[list[dict]]) -> tuple[list
 
 
 def trained(setting: Setting, batches: Sequence[Answers]) -> list[float]:
-    """Seconds of an optimizer step on each batch: policy gradient, clipping, AdamW."""
+    """Returns the seconds of an optimizer step on each batch: policy gradient, clipping, AdamW."""
     import torch
     from supervised import adamw, packed, sample_of, token_log_probs, update
     from transformers import AutoModelForCausalLM
@@ -443,20 +452,20 @@ def describe(options: argparse.Namespace, setting: Setting) -> None:
 
 
 def check(setting: Setting, runs: dict[tuple[str, int], list[Run]]) -> None:
-    """Exits where the ways do not do the same work."""
+    """Exits if the ways do not do the same work."""
     count = setting.batch_size * setting.num_samples
     lengths = {key: statistics.mean(run.length for run in done) for key, done in runs.items()}
     expected = statistics.median(lengths.values())
     for key, done in runs.items():
         name = f"{key[0]} with {key[1]} threads"
         if wrong := {run.samples for run in done} - {count}:
-            sys.exit(f"{name}: steps of {wrong} samples, not of {count}")
+            sys.exit(f"error: {name} has steps of {wrong} samples, not of {count}")
         if abs(lengths[key] / expected - 1) > LENGTHS_AGREE:
-            sys.exit(f"{name}: {lengths[key]:.1f} tokens an answer, the others have {expected:.1f}")
+            sys.exit(f"error: {name} has {lengths[key]:.1f} tokens an answer, the others {expected:.1f}")
 
 
 def report(options: argparse.Namespace, runs: dict[tuple[str, int], list[Run]]) -> None:
-    """Medians of the rounds; ratios are of runs of the same round."""
+    """Prints medians of the rounds; ratios compare runs of the same round."""
     rival = next(iter(runs))
     columns = "".join(f"{name:>10}" for name in (*PHASES, "step"))
     head = f"{'seconds':8}{'threads':>8}{columns}{'tokens':>8}"
@@ -473,7 +482,7 @@ def report(options: argparse.Namespace, runs: dict[tuple[str, int], list[Run]]) 
 
 
 def figures(runs: dict[tuple[str, int], list[Run]]) -> dict[str, float]:
-    """Median seconds of a step and of its phases, of each way."""
+    """Returns median seconds of a step and of its phases, of each way."""
     found = {}
     for (way, threads), done in runs.items():
         name = f"{way}, {threads} threads" if threads else way
@@ -484,12 +493,12 @@ def figures(runs: dict[tuple[str, int], list[Run]]) -> dict[str, float]:
 
 
 def at_least(way: str, floor: Run) -> float:
-    """Seconds of a step of that way, with phases as fast as those of the floor."""
+    """Returns the seconds of a step of that way, with phases as fast as those of the floor."""
     return (max if way in AHEAD else sum)(floor.phases.values())
 
 
 def compared(runs: Sequence[Run], seconds: Sequence[float]) -> str:
-    """The median, the smallest and the largest ratio to the seconds of the same round."""
+    """Formats the median, the smallest and the largest ratio to the seconds of the same round."""
     if not seconds:
         return ""
     ratios = [run.step / other for run, other in zip(runs, seconds, strict=True)]

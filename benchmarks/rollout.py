@@ -1,14 +1,14 @@
 """Sampled tokens per second of a rollout, in several ways on the same model, prompts and seeds.
 
 ours      EnginePool: from prompts to trajectories with rewards in the controller, through the Ray
-          actor, the agent and the reward process that train_ppo_ray uses
+          actor, the agent and the reward process of train_ppo_ray
 bare      vLLM's AsyncLLM in a Ray actor, with the same engine arguments and token ids as input: one request
           for each sample, all at once, log-probs of sampled tokens; it returns the tokens
 defaults  the same with vLLM's own engine arguments
 
-Every repeat runs every way, and they must sample the same tokens. On a GPU, where results depend on what else
-is in the batch, they must begin alike: a seed or a prompt that was lost shows in the first tokens already.
-With VLLM_BATCH_INVARIANT=1 they must be the same to the end. Trust the ratios, not the absolute figures.
+Every repeat runs every way, and all must sample the same tokens. On a GPU, where results depend on the rest
+of the batch, answers must begin alike: a lost seed or prompt shows in the first tokens. With
+VLLM_BATCH_INVARIANT=1 whole answers must be equal. Trust the ratios, not the absolute figures.
 
     python benchmarks/rollout.py --model tiny --prompts 32 --samples 8
     python benchmarks/rollout.py --model tiny --prompts 32 --samples 8 --top_p 0.95
@@ -52,11 +52,11 @@ MODELS = {
 REWARD = "def reward_func(queries, prompts, labels):\n    return {'rewards': [0.0] * len(queries)}\n"
 
 BEGINNING = 8
-"""Tokens. In bf16 about one in a hundred falls otherwise where another kernel computes it: with equal seeds
-nine answers in ten then begin alike, with other seeds none."""
+"""Number of first tokens that are compared. In bf16 about one token in a hundred differs if another kernel
+computes it: with equal seeds nine answers in ten then begin alike, with other seeds none."""
 
 Way = Callable[[], list[list[int]]]
-"""Samples everything and returns the sampled tokens, prompt by prompt."""
+"""Function that samples everything and returns the sampled tokens, prompt by prompt."""
 
 
 def main() -> None:
@@ -82,14 +82,14 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny", help="tiny, small, or a Hugging Face name or folder")
-    parser.add_argument("--repeats", type=int, default=7, help="ratios to take the median of")
+    parser.add_argument("--repeats", type=int, default=7, help="repeats; their median ratio is printed")
     parser.add_argument("--prompts", type=int, default=32)
-    parser.add_argument("--samples", type=int, default=8, help="of each prompt")
+    parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--max_len", type=int, default=512, help="prompt and response together")
-    parser.add_argument("--top_p", type=float, default=1.0, help="below 1 ours records what it keeps")
-    parser.add_argument("--max_kept_tokens", type=int, default=32, help="at most so many of each set")
-    parser.add_argument("--threads", type=int, default=1, help="of each engine without a GPU")
+    parser.add_argument("--max_len", type=int, default=512, help="longest prompt and response together")
+    parser.add_argument("--top_p", type=float, default=1.0, help="top-p; below 1, ours records kept sets")
+    parser.add_argument("--max_kept_tokens", type=int, default=32, help="most recorded tokens of a kept set")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each engine on a CPU")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--ways", nargs="+", default=["ours", "bare"], choices=WAYS)
     return parser.parse_args()
@@ -141,7 +141,7 @@ def ours(config: PPOConfig, bundles: Bundles, on_gpu: bool, prompts: list[Prompt
     pool.start().result()
 
     def sample() -> list[list[int]]:
-        """In the order of the prompts, however they finish."""
+        """Returns samples in the order of the prompts, however they finish."""
         pool.submit(prompts, "train")
         groups = sorted((pool.next_group("train") for _ in prompts), key=lambda g: g.prompt.prompt_id)
         return [t.action_ids.tolist() for group in groups for t in group.trajectories]
@@ -176,7 +176,8 @@ def bare(
 
 
 class BareEngine(VLLMEngine):
-    """Started as ours is, so that the engine arguments are the same; then used without anything of ours."""
+    """Engine that starts like the package's, so that the engine arguments are the same, and is then used
+    without the package's code."""
 
     async def sample(
         self,
@@ -202,14 +203,14 @@ class BareEngine(VLLMEngine):
             )
             prompt = {"prompt_token_ids": token_ids}
             outputs = self.llm.generate(prompt, params, request_id=uuid.uuid4().hex)
-            (answer,) = [output async for output in outputs]  # FINAL_ONLY: there is one
+            (answer,) = [output async for output in outputs]  # with FINAL_ONLY there is one output
             return list(answer.outputs[0].token_ids)
 
         return await asyncio.gather(*(one(*request) for request in requests))
 
 
 class DefaultEngine(BareEngine):
-    """Started as users of vLLM start it."""
+    """Engine that starts as users of vLLM start it."""
 
     async def start(self, free_fraction: float | None = None) -> None:
         from vllm.config.model import ModelDType
@@ -240,13 +241,13 @@ WAYS: dict[str, Callable[[PPOConfig, Bundles, bool, list[Prompt]], Way]] = {
 
 
 def exact(on_gpu: bool) -> bool:
-    """Whether equal seeds give equal tokens whatever else is in the batch."""
+    """Says whether equal seeds give equal tokens whatever else is in the batch."""
     return not on_gpu or os.environ.get("VLLM_BATCH_INVARIANT") == "1"
 
 
 def check_same(name: str, expected: list[list[int]], found: list[list[int]], *, exact: bool) -> None:
-    """Ends this process where a way does other work than the first: other tokens, or where kernels depend on
-    the batch, another beginning of more than half of the answers."""
+    """Ends this process if a way does other work than the first: if its tokens differ, or, where kernels
+    depend on the batch, the beginnings of more than half of the answers."""
     pairs = list(zip(expected, found, strict=True))
     alike = sum(a[:BEGINNING] == b[:BEGINNING] for a, b in pairs) / len(pairs)
     equal = sum(a == b for a, b in pairs) / len(pairs)
@@ -258,7 +259,7 @@ def check_same(name: str, expected: list[list[int]], found: list[list[int]], *, 
 
 
 def measure(ways: dict[str, Way], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each repeat. Both ways have run once before."""
+    """Returns the seconds of each repeat. All ways have run once before."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for _ in range(repeats):
@@ -266,7 +267,7 @@ def measure(ways: dict[str, Way], repeats: int) -> dict[str, list[float]]:
             start = time.perf_counter()
             ways[name]()
             seconds[name].append(time.perf_counter() - start)
-        names.reverse()  # nobody is always the first
+        names.reverse()  # no way always comes first
     return seconds
 
 

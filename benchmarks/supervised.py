@@ -1,21 +1,21 @@
 """Real tokens per second and peak memory of SFT, RM, DPO and KTO, in several ways on the same model and data.
 
-ours              DeepSpeedEngine.train_step over packed rows: what the train_* commands run
+ours              DeepSpeedEngine.train_step over packed rows, as in the train_* commands
 bare              a PyTorch loop over the same rows and attention: logits and cross-entropy, no DeepSpeed
 padded            a PyTorch loop over padded batches of a plain transformers model (SFT)
 padded-sorted     the same with the samples of a step sorted by length and split in four (SFT)
 trl               TRL's trainer as it comes: padded batches
-trl-grouped       with batches of samples of about the same length, which KTO cannot
-trl-padding-free  with the samples of a batch end to end, which only SFT can
+trl-grouped       TRL with batches of samples of about the same length, which KTO does not support
+trl-padding-free  TRL with the samples of a batch end to end, which only SFT supports
 
-The reference model of DPO and KTO is asked in every step, or with `-precomputed` in the name once before the
-first one, which is not timed. TRL runs without gradient checkpointing, like all others.
+The reference model of DPO and KTO runs in every step, or, for names with `-precomputed`, once before the
+first step, which is not timed. TRL runs without gradient checkpointing, like all others.
 
 Each way has a process of its own, and works while all others wait. A round is one pass over the data by every
 way, in random order, so load on the machine meets all of them; trust the ratios, not the absolute figures.
-Making rows or batches is part of the time. All ways start from the same weights, and the first losses of ours
-and bare must agree; trl-grouped begins with other samples. Peak memory is over what the process held before
-the model was built: weights, gradients, optimizer states and activations.
+The time includes making rows or batches. All ways start from the same weights, and the first losses of ours
+and bare must agree; trl-grouped begins with other samples. Peak memory is counted above the process's memory
+before the model was built: weights, gradients, optimizer states and activations.
 
     python benchmarks/supervised.py --model tiny
     python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32
@@ -76,7 +76,7 @@ VOCABULARIES = {"tiny": 368, "small": 4096, "medium": 32768}
 PRECISION = "bf16" if DEVICE_TYPE == "cuda" else "fp32"
 DTYPE = torch.bfloat16 if DEVICE_TYPE == "cuda" else torch.float32
 TOLERANCE = 2e-2 if DEVICE_TYPE == "cuda" else 1e-4
-"""Between the first losses of ours and bare."""
+"""Largest difference between the first losses of ours and bare."""
 LEARNING_RATE = 1e-4
 MAX_NORM = 1.0
 BETA = 0.1
@@ -89,16 +89,17 @@ PAD, EOS = "<pad>", "<eos>"
 FORKSERVER = multiprocessing.get_context("forkserver")
 PRELOADED = ["openrlhf.backends.deepspeed.engine"]
 PRELOADED += [f"trl.trainer.{task}_trainer" for task in ("sft", "reward", "dpo", "kto") if find_spec("trl")]
-"""What every process imports, so that it takes its time only once and counts for no peak of memory."""
+"""Modules that every process imports first, so that imports take time once and count for no peak of
+memory."""
 
 
 class Pass(NamedTuple):
-    """Once over the data."""
+    """One pass over the data."""
 
     seconds: float
     first_loss: float
     peak: float = 0.0
-    """MiB, of all passes so far."""
+    """Peak memory of all passes so far, MiB."""
 
 
 Way = Callable[[], Pass]
@@ -106,7 +107,8 @@ Build = Callable[[], Way]
 
 
 class Text(NamedTuple):
-    """Token ids. Answers end with the end-of-sequence token; SFT and KTO know only the first one."""
+    """Token ids of a sample. Answers end with the end-of-sequence token; SFT and KTO know only the first
+    one."""
 
     prompt: list[int]
     chosen: list[int]
@@ -115,14 +117,14 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What all ways of a task share."""
+    """Options that all ways of a task share."""
 
     options: argparse.Namespace
 
     @cached_property
     def texts(self) -> list[Text]:
-        """Random tokens. A prompt and an answer have a lognormal length (median 100, mean 128), a quarter of
-        it the prompt's."""
+        """Random tokens. A prompt and an answer together have a lognormal length (median 100, mean 128), and
+        a quarter of it is the prompt's."""
         rng = random.Random(0)
         tokens = lambda count: [rng.randrange(2, self.vocab_size) for _ in range(count)]
         length = lambda: min(MAX_LEN, max(8, round(rng.lognormvariate(4.6, 0.7))))
@@ -141,7 +143,7 @@ class Setting:
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerFast:
-        """A word for each token id: its number."""
+        """Tokenizer with a word for each token id: its number."""
         words = {PAD: 0, EOS: 1} | {str(i): i for i in range(2, self.vocab_size)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token=PAD))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -165,20 +167,20 @@ class Setting:
 class Task:
     unit: str
     examples: Callable[[Sequence[Text], int], list]
-    """(texts, batch size) -> ours"""
+    """Function (texts, batch size) -> the package's examples."""
     collate: Callable[[list], Any]
     num_tokens: Callable[[Any], int]
-    """Of one example, padding and mismatched answers not counted."""
+    """Number of tokens of one example, without padding and mismatched answers."""
     objective: Callable[[Any], Any]
-    """reference or None -> ours"""
+    """Function (reference or None) -> the package's objective."""
     bare_losses: Callable[..., Iterator[Tensor]]
-    """(model, reference or None, the rows of a step) -> each row's share of the loss"""
+    """Function (model, reference or None, the rows of a step) -> each row's share of the loss."""
     trl: str
-    """`trl.{trl}Trainer` and `trl.{trl}Config`."""
+    """Name in `trl.{trl}Trainer` and `trl.{trl}Config`."""
     columns: Callable[[Text, int], dict]
-    """(text, index) -> a row of TRL's dataset"""
+    """Function (text, index) -> a row of TRL's dataset."""
     read: Callable | None = None
-    """(model, row) -> (P, 2) log-probs of the reference, for tasks with one."""
+    """Function (model, row) -> (P, 2) log-probs of the reference, for tasks with one."""
     is_scorer: bool = False
 
 
@@ -195,12 +197,14 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny", choices=SIZES)
-    parser.add_argument("--vocab", type=int, help="tokens of the vocabulary instead of the model's own")
+    parser.add_argument("--vocab", type=int, help="size of the vocabulary (default: the model's own)")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument("--modes", nargs="+", help="only these, and what they are compared with")
+    parser.add_argument(
+        "--modes", nargs="+", help="ways to run, with those they are compared with (default: all)"
+    )
     parser.add_argument("--rows", type=int, default=256, help="samples or pairs of a pass over the data")
     parser.add_argument("--batch_size", type=int, default=16, help="samples or pairs of an optimizer step")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a packed row")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens of a packed row")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--zero_stage", type=int, default=0)
@@ -221,11 +225,13 @@ def benchmark(name: str, options: argparse.Namespace) -> None:
 def check_losses(name: str, first_losses: dict[str, float]) -> None:
     for way, loss in first_losses.items():
         if way.startswith("bare") and abs(loss - first_losses[rival(way)]) > TOLERANCE:
-            sys.exit(f"{name}: the first losses of {way} and {rival(way)} differ: not the same training")
+            sys.exit(
+                f"error: {name}: the first losses of {way} and {rival(way)} differ: not the same training"
+            )
 
 
 def ways(name: str, setting: Setting) -> dict[str, Build]:
-    """The ways of doing a task, not yet built."""
+    """Returns functions that build the ways of doing a task."""
     task, modes = TASKS[name], setting.options.modes
     found: dict[str, Build] = {}
     for suffix, precomputed in {"": False, "-precomputed": True}.items():
@@ -247,12 +253,13 @@ def ways(name: str, setting: Setting) -> dict[str, Build]:
 
 
 def rival(way: str) -> str:
-    """Which of ours a way is compared with: the one with the same use of the reference."""
+    """Returns the way of the package that this way is compared with: the one with the same use of the
+    reference."""
     return "ours-precomputed" if way.endswith("-precomputed") else "ours"
 
 
 def measure(workers: dict[str, "Worker"], rounds: int) -> dict[str, list[Pass]]:
-    """A first pass that warms up, and the passes of all rounds."""
+    """Returns a first pass that warms up, and the passes of all rounds."""
     passes = {name: [worker.run()] for name, worker in workers.items()}
     names, rng = list(workers), random.Random(0)
     for _ in range(rounds):
@@ -276,7 +283,7 @@ class Worker:
             self.connection.send("again")
             return self.connection.recv()
         except (EOFError, BrokenPipeError):
-            sys.exit(f"{self.name} failed, see above")
+            sys.exit(f"error: {self.name} failed, see above")
 
     def stop(self) -> None:
         self.connection.close()
@@ -284,10 +291,10 @@ class Worker:
 
 
 def serve(connection: Connection, task: str, way: str, options: argparse.Namespace) -> None:
-    """Build a way, then a pass whenever asked for."""
+    """Builds a way, then makes a pass whenever it is asked to."""
     torch.set_num_threads(options.threads)
     be_quiet()
-    if not way.startswith("trl"):  # which would wrap its model for the group
+    if not way.startswith("trl"):  # TRL would wrap its model for the group
         init_distributed()
     setting = Setting(options=options)
     build = ways(task, setting)[way]
@@ -312,14 +319,14 @@ def be_quiet() -> None:
 
 
 class Memory:
-    """Peak memory over what this process holds when this is made, MiB."""
+    """Peak memory over what this process holds when the object is made, MiB."""
 
     def __init__(self) -> None:
         gc.collect()
         self.before = self._read("VmRSS")
 
     def reset_peak(self) -> None:
-        """What only building needed does not count."""
+        """Forgets the memory that only building needed."""
         gc.collect()
         if DEVICE_TYPE == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -397,7 +404,7 @@ def frozen_log_probs(setting: Setting) -> Callable[[PackedRow], Tensor]:
 
 
 def frozen(setting: Setting) -> DeepSpeedFrozen:
-    """The reference: other weights than the policy's, so that the first losses say something."""
+    """Builds the reference with other weights than the policy's, so that the first losses depend on it."""
     ds = DeepSpeedConfig(zero_stage=setting.options.zero_stage, param_dtype=PRECISION)
     return DeepSpeedFrozen(lambda: policy(setting, seed=1), ds=ds, offload=False)
 
@@ -407,7 +414,7 @@ def policy(setting: Setting, seed: int = 0) -> PolicyModel:
 
 
 def packed(model: Any) -> Any:
-    """The model, reading packed rows."""
+    """Makes the model read packed rows."""
     model.set_attn_implementation(PACKED)
     return model
 
@@ -415,7 +422,7 @@ def packed(model: Any) -> Any:
 def timed(step: Callable[[Any], float], batches) -> Pass:
     start = time.perf_counter()
     losses = [step(batch) for batch in (batches.epoch(0) if isinstance(batches, Windows) else batches())]
-    return Pass(time.perf_counter() - start, losses[0])  # a loss is a number, so the device is done
+    return Pass(time.perf_counter() - start, losses[0])  # the loss is a number, so the device has finished
 
 
 # A PyTorch loop over packed rows
@@ -476,7 +483,7 @@ def kto_losses(model, reference, rows: list[UnpairedRow]) -> Iterator[Tensor]:
 
 
 def log_ratios(model, reference, row: PackedRow, known: Tensor | None) -> Tensor:
-    """(B,) log-prob of each answer under the policy less that under the reference."""
+    """Returns the (B,) log-prob of each answer under the policy less that under the reference."""
     if known is None:
         with torch.no_grad():
             known = answer_log_probs(reference, row)
@@ -488,7 +495,7 @@ def answer_log_probs(model, row: PackedRow) -> Tensor:
 
 
 def token_log_probs(model, row: PackedRow) -> Tensor:
-    """(N,), 0 where there is no loss."""
+    """Returns (N,) log-probs, 0 for tokens without a loss."""
     logits = model(**packed_inputs(row)).logits[0, :-1].float()
     labels = row.token_ids.where(row.action_mask, -100)[1:]
     return F.pad(-F.cross_entropy(logits, labels, reduction="none"), (1, 0))
@@ -614,7 +621,7 @@ def trl_settings(setting: Setting, task: Task) -> dict[str, Any]:
 
 
 def new_stopwatch():
-    """A callback: `begin` and `end` of the steps of the last run, and its `first_loss`."""
+    """Returns a callback with the `begin` and `end` of the steps of the last run, and its `first_loss`."""
 
     class Stopwatch(transformers.TrainerCallback):
         begin = end = first_loss = 0.0
@@ -655,7 +662,7 @@ def rm_pairs(texts: Sequence[Text], batch_size: int) -> list[Pair]:
 
 
 def kto_answers(texts: Sequence[Text], batch_size: int) -> list[UnpairedExample]:
-    """Mismatched are the answers of the step's previous prompts, as in TRL."""
+    """Returns examples whose mismatched answers are those of the step's previous prompts, as in TRL."""
     found = []
     for k in range(0, len(texts), batch_size):
         step = texts[k : k + batch_size]
@@ -680,7 +687,7 @@ def last_token(sample: Sample) -> Sample:
 
 
 def words(tokens: list[int]) -> str:
-    """The text of these tokens, of which TRL adds the last one by itself."""
+    """Returns the text of these tokens, without the last one, which TRL adds by itself."""
     return "".join(f"{token} " for token in tokens if token != 1)
 
 

@@ -1,9 +1,9 @@
-"""Seconds of a weight sync against the bandwidth of this machine's memory.
+"""Seconds of a weight sync, compared with the bandwidth of this machine's memory.
 
-sync    a transformers model's weights to vLLM engines in Ray actors over gloo: as after a step of
-        train_ppo_ray, checksums included, without the gathering of sharded weights
-floor   every engine needs a copy: the bytes, once for each engine, at the speed at which one core copies
-        a large tensor in the same round
+sync    a transformers model's weights go to vLLM engines in Ray actors over gloo, as after a step of
+        train_ppo_ray, with checksums, but without the gathering of sharded weights
+floor   copying the bytes once for each engine, at the speed at which one core copies a large tensor in the
+        same round
 
     python benchmarks/weight_sync.py --sizes 1 50 500 --dtypes fp32 bf16 --engines 1 2
 """
@@ -35,14 +35,14 @@ from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 SHAPES = {1: (128, 4, 512), 50: (512, 10, 32_000), 500: (1536, 12, 64_000)}
-"""Millions of parameters, about: hidden size, layers, vocabulary."""
+"""Hidden size, layers and vocabulary by the approximate number of parameters, in millions."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 COPIED = 256 << 20
 """Bytes of the tensor that is copied for the floor: more than caches hold."""
 
 
 class Trainer:
-    """What a sender asks of an engine in training."""
+    """Training engine as a weight sender sees it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.tensors = {name: t.detach() for name, t in checkpoint_tensors(model).items()}
@@ -79,11 +79,20 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1, 50], choices=SHAPES, help="millions")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        default=[1, 50],
+        choices=SHAPES,
+        help="parameters of the models, in millions",
+    )
     parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=DTYPES)
     parser.add_argument("--engines", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--bucket_mb", type=int, default=None, help="as --vllm.sync_bucket_mb")
+    parser.add_argument(
+        "--bucket_mb", type=int, default=None, help="bucket size in MB, as --vllm.sync_bucket_mb"
+    )
     return parser.parse_args()
 
 
@@ -112,7 +121,7 @@ def report(options: argparse.Namespace, size: int, dtype: str, num_engines: int,
 
 
 def model_of(size: int, dtype: str, folder: Path) -> PreTrainedModel:
-    """Untrained. In `folder` is what an engine needs of it to start."""
+    """Builds an untrained model, and writes what an engine needs to start to `folder`."""
     hidden, layers, vocabulary = SHAPES[size]
     config = Qwen3Config(
         architectures=["Qwen3ForCausalLM"],
@@ -149,7 +158,7 @@ def start_engines(count: int, dtype: str, folder: Path) -> list[Any]:
 
 
 def copies_per_second() -> float:
-    """Bytes."""
+    """Returns the bytes that one core copies per second."""
     source = torch.ones(COPIED, dtype=torch.uint8)
     target = torch.empty_like(source).copy_(source)
     start = time.perf_counter()

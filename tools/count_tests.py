@@ -1,4 +1,4 @@
-"""Says how many tests ran, of the reports that several runs of pytest wrote: the last line of `make test`."""
+"""Counts the tests in the reports of several runs of pytest: the last line of `make test`."""
 
 import sys
 from collections import Counter

@@ -1,7 +1,7 @@
-"""Make or renew the environment `.venv` for this machine. Standard library only; run by `make`.
+"""Makes or renews the environment `.venv` for this machine. Standard library only; run by `make`.
 
-vLLM is chosen by what the machine has: its CUDA build where an NVIDIA driver answers, else its CPU build. A
-second run finds everything in place and does nothing.
+The machine decides on vLLM's build: CUDA if an NVIDIA driver answers, else CPU. A second run finds everything
+in place and does nothing.
 """
 
 import ctypes
@@ -20,7 +20,8 @@ PYTHON = VENV / "bin" / "python"
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 11), (3, 13)
 STAMP = VENV / "openrlhf-installed"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
-"""NVIDIA's, by the CUDA release that torch is built for: minor version compatibility of its release notes."""
+"""Oldest NVIDIA driver for each CUDA release that torch is built for, by minor version compatibility of
+CUDA's release notes."""
 CUDA = "13"
 """CUDA release of PyPI's build of the torch that pyproject.toml pins."""
 
@@ -61,7 +62,7 @@ def has_nvidia_driver() -> bool:
 
 
 def driver_version() -> str:
-    """Returns the release of NVIDIA's driver, as 535.104.05; "" where none answers."""
+    """Returns the release of NVIDIA's driver, as 535.104.05; "" if none answers."""
     if shutil.which("nvidia-smi") is None:
         return ""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -69,7 +70,7 @@ def driver_version() -> str:
 
 
 def check_driver() -> None:
-    """Ends before anything is downloaded where the driver is too old for it."""
+    """Ends before anything is downloaded if the driver is too old."""
     driver, needed = driver_version(), OLDEST_DRIVER[CUDA]
     release = driver.partition(".")[0]
     if not release.isdecimal() or int(release) >= int(needed) or cuda_of_driver() >= int(CUDA):
@@ -85,7 +86,7 @@ def check_driver() -> None:
 
 
 def cuda_of_driver() -> int:
-    """The CUDA release that the driver's library has; with NVIDIA's forward compatibility package that is
+    """Returns the CUDA release of the driver's library, which NVIDIA's forward compatibility package makes
     newer than the driver. 0: there is no library."""
     version = ctypes.c_int()
     try:
@@ -96,7 +97,7 @@ def cuda_of_driver() -> int:
 
 
 def what_triton_lacks() -> list[str]:
-    """Lists what Triton needs at its first use, which is vLLM's start, and does not find here."""
+    """Lists what Triton needs at its first use, when vLLM starts, and does not find here."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     lacking = [] if headers.exists() else [f"{headers} (install python3.{sys.version_info[1]}-dev)"]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
@@ -105,7 +106,7 @@ def what_triton_lacks() -> list[str]:
 
 
 def check_gpu() -> None:
-    """End with what is missing where torch cannot compute on a GPU that has a driver."""
+    """Ends with what is missing if torch cannot compute on a GPU that has a driver."""
     ask = "import torch; print(torch.__version__, torch.version.cuda, flush=True); torch.cuda.init()"
     asked = subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True)
     if asked.returncode == 0:
@@ -121,14 +122,14 @@ def check_gpu() -> None:
 
 
 def fingerprint(kind: str) -> str:
-    """Changes with the requirements, with this file, and with the Python that the environment was made
-    from."""
+    """Returns a text that changes with the requirements, this file, and the Python that the environment was
+    made from."""
     content = b"".join(file.read_bytes() for file in (ROOT / "pyproject.toml", Path(__file__)))
     return f"{kind} {sys.version.split()[0]} {hashlib.sha256(content).hexdigest()}"
 
 
 def leave_out_foreign_constraints() -> None:
-    """Clears PIP_CONSTRAINT where its file pins torch: NVIDIA's image holds pip to its own build by one."""
+    """Clears PIP_CONSTRAINT if its file pins torch; NVIDIA's image holds pip to its own build in this way."""
     file = Path(os.environ.get("PIP_CONSTRAINT", ""))
     if file.is_file() and (held := re.search(r"(?m)^torch *(==|@).*", file.read_text())):
         say(f"leaving out PIP_CONSTRAINT={file}: it has {held[0]}, and pyproject.toml pins another torch")
@@ -136,7 +137,8 @@ def leave_out_foreign_constraints() -> None:
 
 
 def install_cpu_torch() -> None:
-    """Asks pip's own indexes first. The CPU build has a name of its own, so no CUDA build is downloaded."""
+    """Installs torch's CPU build; asks pip's own indexes first. The build has a version of its own, so no
+    CUDA build is downloaded."""
     torch, cpu_wheels = cpu_torch()
     asked = pip("install", torch, stderr=subprocess.PIPE, text=True)
     if asked.returncode == 0:
@@ -151,7 +153,7 @@ def install_cpu_torch() -> None:
 
 def cpu_torch() -> tuple[str, str]:
     """Returns the CPU build that pyproject.toml asks for, and the address of PyTorch's CPU wheels."""
-    import tomllib  # absent from a Python that is too old
+    import tomllib  # a Python that is too old has no tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
     (torch,) = [need for need in settings["project"]["optional-dependencies"]["cpu"] if "+cpu" in need]

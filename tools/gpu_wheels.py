@@ -1,14 +1,14 @@
-"""Gather the wheels that `benchmarks/gpu.py` needs on a machine with torch and transformers but no index.
+"""Gathers the wheels that `benchmarks/gpu.py` needs on a machine with torch and transformers but no index.
 
     python3 tools/gpu_wheels.py --python 3.12 DIR
 
-DIR gets about 5 MB of wheels for Linux on x86-64, among them, where vLLM is installed here, its one file that
-packs weights. DIR goes to that machine beside the project, where
+DIR gets about 5 MB of wheels for Linux on x86-64; if vLLM is installed here, one wheel holds its file that
+packs weights. Copy DIR and the project to that machine, and run there
 
     python3 -m pip install --no-index --no-deps --target DIR/site DIR/*.whl
     PYTHONPATH=DIR/site python3 benchmarks/gpu.py --budget 540
 
-Needs an index and pip.
+The program itself needs pip and an index.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PACKED_TENSOR = "vllm/distributed/weight_transfer/packed_tensor.py"
-"""Needs nothing but torch."""
+"""vLLM's file that packs weights, which needs nothing but torch."""
 PURE = ("annotated-types", "typing-inspection")
 """Packages that pydantic needs beside its own compiled half, whose version it pins."""
 
@@ -33,9 +33,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--python", default="3.12", help="of that machine; default: %(default)s")
+    parser.add_argument("--python", default="3.12", help="Python of that machine (default: %(default)s)")
     parser.add_argument(
-        "--also", action="append", default=[], metavar="NAME", help="one more package, such as pytest"
+        "--also",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="name of a further package, such as pytest",
     )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -52,8 +56,8 @@ def main() -> None:
 
 
 def gather(folder: Path, python: str, also: list[str]) -> None:
-    """hjson and DeepSpeed have no wheels. Built here they have no compiled parts: DeepSpeed compiles its own
-    at first use."""
+    """Gathers the wheels in `folder`. hjson and DeepSpeed have no wheels; built here they have no compiled
+    parts, and DeepSpeed compiles its own at first use."""
     for name in ("hjson", requirement("deepspeed")):
         pip("wheel", "--no-deps", "--wheel-dir", str(folder), name)
     download(folder, python, "pydantic", *PURE, *also)
@@ -65,7 +69,7 @@ def carry_packing(folder: Path) -> None:
     """Makes a wheel of one file of the vLLM that is installed here."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
-        print("vLLM is not installed here: the stage ipc will be skipped there")
+        print("note: vLLM is not installed here, so the stage ipc will be skipped on the other machine")
         return
     name = "vllm_packed_tensor-0"
     files = {

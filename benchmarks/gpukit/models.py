@@ -55,7 +55,7 @@ def config_of(shape: str, setting: Setting, **changes: Any) -> Qwen3Config:
 
 
 def language_model(config: Qwen3Config, setting: Setting) -> Any:
-    """Random bf16 weights, the same every time, on the device."""
+    """Builds a model with random bf16 weights, the same every time, on the device."""
     torch.manual_seed(0)
     with torch.device(setting.device):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -64,8 +64,8 @@ def language_model(config: Qwen3Config, setting: Setting) -> Any:
 
 
 def packed_rows(setting: Setting, count: int, *, prompt: float = 0.0) -> list[PackedRow]:
-    """Rows of random tokens. Documents have lognormal lengths with a median of 700 tokens; of each, the share
-    `prompt` has no loss."""
+    """Makes rows of random tokens. Documents have lognormal lengths with a median of 700 tokens; the share
+    `prompt` of each document has no loss."""
     random = torch.Generator().manual_seed(0)
     capacity, median = setting.size((ROW_TOKENS, 700), (256, 30))
     rows = []
@@ -83,11 +83,11 @@ def packed_rows(setting: Setting, count: int, *, prompt: float = 0.0) -> list[Pa
 
 
 def training_flops(config: Qwen3Config, row: PackedRow, *, frozen: bool = False) -> float:
-    """Operations of the products of matrices, without what checkpointing computes again.
+    """Returns the operations of the matrix products, without those that checkpointing repeats.
 
     Forward: two for each token and weight of a product, and attention's two products for each pair of tokens
-    of a document; the head reads the tokens that have a loss. Backward: twice that; where weights are frozen
-    (LoRA) once, for the gradients of what goes in.
+    of a document; the head reads the tokens that have a loss. Backward: twice that; with frozen weights
+    (LoRA) once, for the gradients of the inputs.
     """
     heads = config.num_attention_heads * config.head_dim
     keys = (config.num_key_value_heads or config.num_attention_heads) * config.head_dim

@@ -1,4 +1,4 @@
-"""A stage's processes: started, watched, and ended with all of their descendants. Standard library only."""
+"""Processes of a stage: started, watched, and ended with all of their descendants. Standard library only."""
 
 import contextlib
 import json
@@ -17,13 +17,14 @@ from typing import IO, Any
 ROOT = Path(__file__).resolve().parents[2]
 STACKS = Path(__file__).with_name("stacks")
 MARK = "GPUKIT_STAGE"
-"""A variable that descendants inherit, also those that leave the process group, as Ray's and vLLM's do."""
+"""Environment variable that descendants inherit, even those that leave the process group, as Ray's and vLLM's
+do."""
 POLL_S = 0.1
 STACKS_S = 5.0
-"""The time that processes get to write their stacks."""
+"""Seconds that processes get to write their stacks."""
 LARGEST_LOG = 8 * 2**20
 KEPT_LOG = 2**20
-"""Bytes that stay at the end of a log that grows beyond the largest."""
+"""Bytes that stay at the end of a log that grows too long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,18 +32,18 @@ class Ended:
     """Result, exit and stacks of a stage that has ended."""
 
     result: dict[str, Any] | None
-    """Content of its result file; None where there is none."""
+    """Content of its result file; None if it wrote none."""
     code: int | None
-    """None: it was stopped at its limit."""
+    """Exit code; None if it was stopped at its limit."""
     seconds: float
     stacks: str
-    """Stacks of its processes where it was stopped, else empty."""
+    """Stacks of its processes if it was stopped, else empty."""
 
 
 def run_stage(name: str, options: list[str], *, folder: Path, log: Path, limit: float) -> Ended:
     """Runs one stage in processes of its own, which have all ended when this returns or raises.
 
-    folder: an empty one, for the result and the stacks. log: gets what they print, as it comes.
+    folder: an empty folder for the result and the stacks. log: file that receives the output as it comes.
     """
     (folder / "stacks").mkdir()
     result = folder / "result.json"
@@ -71,13 +72,14 @@ def run_stage(name: str, options: list[str], *, folder: Path, log: Path, limit: 
 
 
 def environment(folder: Path, mark: str) -> dict[str, str]:
-    """Variables of a stage. PYTHONPATH keeps what it has, such as wheels that were carried along."""
+    """Returns the variables of a stage. PYTHONPATH keeps its entries, such as wheels that were carried
+    along."""
     carried = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     path = [str(STACKS), str(ROOT), *map(os.path.abspath, carried)]
     return os.environ | {
         MARK: mark,
         "GPUKIT_STACKS": str(folder / "stacks"),
-        "SPT_NOENV": "1",  # a process that gives itself a name (setproctitle) keeps its variables
+        "SPT_NOENV": "1",  # processes that name themselves (setproctitle) keep their variables
         "PYTHONPATH": os.pathsep.join(path),
         "PYTHONFAULTHANDLER": "1",
         "PYTHONUNBUFFERED": "1",
@@ -88,14 +90,15 @@ def environment(folder: Path, mark: str) -> dict[str, str]:
 
 
 def wait(process: subprocess.Popen, deadline: float) -> int | None:
-    """Returns the exit code, or None where the process lives beyond the deadline."""
+    """Returns the exit code, or None if the process lives beyond the deadline."""
     while (code := process.poll()) is None and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return code
 
 
 def write_log(output: IO[bytes], log: Path) -> None:
-    """Writes what the stage prints as it comes. Of a log that grows too long the middle is cut out."""
+    """Writes the stage's output to the log as it comes, and cuts out the middle of a log that grows too
+    long."""
     with log.open("r+b") as file:
         while printed := os.read(output.fileno(), 2**16):
             file.write(printed)
@@ -111,7 +114,7 @@ def all_stacks(mark: str, folder: Path) -> str:
     """Asks every Python process of the stage for the stacks of its threads."""
     living = dict(processes_of(mark))
     for pid in living:
-        if (folder / str(pid)).exists():  # others have no handler, and would end
+        if (folder / str(pid)).exists():  # other processes have no handler, and would end
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR2)
     time.sleep(min(STACKS_S, 1 + 0.1 * len(living)))
@@ -128,7 +131,8 @@ def end_all(process: subprocess.Popen, mark: str) -> None:
     """Kills the stage's processes until none is left."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # inside a driver that hangs no signal reaches it
+    # no signal reaches a process inside of a driver that hangs
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STACKS_S)
     deadline = time.monotonic() + STACKS_S
     while (left := dict(processes_of(mark))) and time.monotonic() < deadline:
@@ -146,7 +150,7 @@ def processes_of(mark: str) -> Iterator[tuple[int, str]]:
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ")
                 yield int(folder.name), command.decode(errors="replace")[:300]
-        except OSError:  # it ended, or belongs to somebody else
+        except OSError:  # the process ended, or belongs to another user
             continue
 
 

@@ -1,4 +1,4 @@
-"""Runs of `openrlhf ppo` on a GPU, and its rollout and step beside vLLM, a PyTorch loop and TRL alone."""
+"""Runs of `openrlhf ppo` on a GPU; its rollout and step compared with vLLM, a PyTorch loop and TRL alone."""
 
 import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
 
@@ -26,7 +26,8 @@ from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import prepare
 
 MISMATCH = 0.02
-"""Nats: sampler and trainer compute the same weights in bf16, whose unit roundoff is 2^-8 = 0.004."""
+"""Limit in nats: sampler and trainer compute the same weights in bf16, whose unit roundoff is 2^-8 =
+0.004."""
 
 
 def run(
@@ -38,7 +39,8 @@ def run(
     moe: bool = False,
     reaches: dict[str, float] | None = None,
 ) -> Figures:
-    """Trains from random weights. Sampler and trainer must agree in every step, so weights arrive.
+    """Trains from random weights. Sampler and trainer must agree in every step, which shows that weights
+    arrive.
 
     reaches: metrics that must be at least so large in some step, which shows that a feature was used.
     Figures: the phases of the last step, the rate at which the phase `sync` delivers the weights, and the
@@ -74,7 +76,7 @@ def sizes(setting: Setting, prompts: int, tokens: int, steps: int) -> str:
 
 
 def random_policy(folder: Path, setting: Setting, *, moe: bool = False) -> Any:
-    """The demo's task, and a model of 0.6B shape whose vocabulary is as large as a real one's."""
+    """Writes the demo's task, and a model of 0.6B shape whose vocabulary is as large as a real one's."""
     task = prepare(folder / "task", num_pretrain=8, num_sft=8, num_prompts=1024, num_eval=8)
     fill_vocabulary(task.model / "tokenizer.json", setting.size(VOCABULARY, 512))
     shape = setting.size("0.6B", "tiny")
@@ -88,7 +90,7 @@ def random_policy(folder: Path, setting: Setting, *, moe: bool = False) -> Any:
 
 
 def mixture(shape: str, setting: Setting) -> Any:
-    """Eight experts, of which a token visits two."""
+    """Writes a model with eight experts, two of which read each token."""
     config = Qwen3MoeConfig(
         vocab_size=setting.size(VOCABULARY, 512),
         num_experts=8,
@@ -136,17 +138,17 @@ def metrics_of(run: Path) -> list[dict[str, float]]:
 
 @contextmanager
 def memory_watch(path: Path, setting: Setting) -> Iterator[Figures]:
-    """Filled when it ends: GiB in use on the fullest GPU at its worst, of all processes, beyond what was in
-    use when it began."""
+    """Yields figures that are filled at the end: the most GiB in use on the fullest GPU, by all processes,
+    beyond what was in use at the beginning."""
     most: Figures = {}
     if setting.rehearsal:
         yield most
         return
-    torch.cuda.empty_cache()  # the model was built in this process
+    torch.cuda.empty_cache()  # frees the memory of building the model in this process
     query = "--query-gpu=memory.used --format=csv,noheader,nounits -lms 100"
     with path.open("w") as file:
         watch = subprocess.Popen(["nvidia-smi", *query.split()], stdout=file)
-        time.sleep(0.5)  # for its first line
+        time.sleep(0.5)  # time for its first line
         try:
             yield most
         finally:
@@ -161,7 +163,8 @@ def memory_watch(path: Path, setting: Setting) -> Iterator[Figures]:
 
 
 def rollout(setting: Setting, invariant: bool = False) -> Figures:
-    """benchmarks/rollout.py: ours beside bare vLLM with our engine arguments, and with vLLM's own.
+    """Runs benchmarks/rollout.py: the package compared with bare vLLM, with the package's engine arguments
+    and with vLLM's own.
 
     invariant: with vLLM's batch-invariant kernels, by which both sample the same tokens.
     """
@@ -178,7 +181,7 @@ def rollout(setting: Setting, invariant: bool = False) -> Figures:
 
 
 def floor(setting: Setting) -> Figures:
-    """benchmarks/rl_step.py: a step beside TRL's, and beside vLLM and a PyTorch loop alone."""
+    """Runs benchmarks/rl_step.py: a step compared with TRL's, and with vLLM and a PyTorch loop alone."""
     flags = setting.size(
         "--model small --steps 4 --warmup 1 --rounds 2 --threads 0 --modes ours floor trl",
         "--model small --steps 2 --warmup 1 --rounds 1 --prompts 2 --samples 2 --max_new_tokens 8 "

@@ -1,4 +1,4 @@
-"""Files that a run of the kit leaves: at most five, each below 16 MiB. Standard library only."""
+"""Files of a run of the kit: at most five, each below 16 MiB. Standard library only."""
 
 import json
 import sys
@@ -9,12 +9,12 @@ from pathlib import Path
 from gpukit.stage import Verdict, shown
 
 HEAD, TAIL = 96 * 2**10, 288 * 2**10
-"""Bytes of a stage's log that are kept: 40 stages fit in 16 MiB."""
+"""Bytes that are kept of the beginning and the end of a stage's log: 40 stages fit in 16 MiB."""
 
 
 class Report:
-    """Writes `gpu_report.json`, `gpu_report.md` and `logs.txt` after every stage, `stacks.txt` of those that
-    were stopped, and `under_way.log` of the one that runs. A kill loses nothing but that one's verdict."""
+    """Writes `gpu_report.json`, `gpu_report.md` and `logs.txt` after every stage, `stacks.txt` of stopped
+    stages, and `under_way.log` of the running one. A kill loses only the verdict of the running stage."""
 
     def __init__(self, folder: Path, command: list[str], *, rehearsal: bool) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ class Report:
         write_whole(self.folder / "gpu_report.md", self.page())
 
     def page(self) -> str:
-        """The verdicts as a table of Markdown."""
+        """Returns the verdicts as a table of Markdown."""
         lines = [
             "# GPU report\n",
             f"`{self.head['command']}`, {self.head['date']}, Python {self.head['python']}"

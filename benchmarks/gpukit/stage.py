@@ -8,10 +8,10 @@ Figures = dict[str, float | int | str]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a stage computes."""
+    """Device and shapes of a stage's computations."""
 
     rehearsal: bool = False
-    """On a CPU, with tiny shapes."""
+    """Tiny shapes on a CPU."""
 
     @property
     def device(self) -> str:
@@ -24,16 +24,16 @@ class Setting:
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     shows: str
-    """One line of `--help`."""
+    """Line of the stage in `--help`."""
     work: str
-    """`module:function`. Called with the setting and `options` in the stage's own process;
-    returns figures, raises AssertionError where something is wrong."""
+    """`module:function`, called with the setting and `options` in the stage's own process. It returns
+    figures, or raises AssertionError if something is wrong."""
     options: dict[str, Any] = field(default_factory=dict)
     packages: tuple[str, ...] = ()
-    """Imported before the work starts; the stage is skipped where one is not installed."""
+    """Packages that are imported before the work starts; the stage is skipped if one is not installed."""
     gpus: int = 1
     seconds: float = 60
-    """Expected on an H100. The stage starts only where the budget has as many left."""
+    """Expected seconds on an H100. The stage starts only if the budget has as many left."""
     limit: float = 300
     """Seconds after which the stage is stopped."""
     rehearsed: bool = True
@@ -43,7 +43,7 @@ class Stage:
 class Verdict:
     stage: str
     outcome: str
-    """pass, fail or skip"""
+    """One of pass, fail and skip."""
     seconds: float = 0.0
     figures: Figures = field(default_factory=dict)
     reason: str = ""

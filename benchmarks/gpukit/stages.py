@@ -1,4 +1,4 @@
-"""The stages, those of most value first: a budget of time takes them from the top."""
+"""The stages, most valuable first: a budget of time takes them from the top."""
 
 from typing import Any
 

@@ -1,4 +1,5 @@
-"""Supervised and policy training beside a bare PyTorch loop: the same first loss, tokens a second, memory."""
+"""Supervised and policy training compared with a bare PyTorch loop: the first loss, tokens per second,
+memory."""
 
 import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
 
@@ -41,16 +42,18 @@ from openrlhf.types import ExperienceRow, PackedRow
 FREE = 0.9
 """Fraction of a GPU's memory that a model may be planned to fill: an allocator fragments."""
 LOSSES_AGREE = 0.05
-"""Nats. bf16 rounds by up to 2^-8 = 0.4 %; of losses of about 12 nats, their mean by less than that."""
+"""Largest difference of losses, nats. bf16 rounds by up to 2^-8 = 0.4 %; the mean of losses of about 12 nats
+differs by less than that."""
 
 Step = Callable[[list[Any]], float]
-"""One optimizer step; returns the loss before it."""
+"""Optimizer step; returns the loss before it."""
 
 
 def sft(
     setting: Setting, shape: str, checkpointing: bool, ways: tuple[str, ...] = ("ours", "bare")
 ) -> Figures:
-    """Tokens a second of packed SFT, and what share of a rate its arithmetic takes (MFU), in several ways."""
+    """Measures tokens per second of packed SFT, and the share of a rate that its arithmetic takes (MFU), in
+    several ways."""
     layers = layers_that_fit(setting.size(shape, "tiny"), setting, checkpointing)
     found = {way: in_new_process(train, way, layers, setting, checkpointing) for way in ways}
     losses = [figures["loss"] for figures in found.values()]
@@ -85,7 +88,7 @@ def zero_two(**changes: Any) -> DeepSpeedConfig:
 
 
 def train(way: str, layers: tuple[str, int], setting: Setting, checkpointing: bool) -> dict[str, float]:
-    """A few steps of one way."""
+    """Measures a few steps of one way."""
     shape, count = layers
     config = config_of(shape, setting, num_hidden_layers=count)
     with distributed():
@@ -106,7 +109,7 @@ def measured(
         if math.isfinite(sheet := data_sheet_rate()):
             figures["MFU, % of the data sheet"] = 100 * rate / sheet
         figures["peak GiB"] = torch.cuda.max_memory_allocated() / 2**30
-    print(figures, flush=True)  # in the log also where another way fails
+    print(figures, flush=True)  # the log then has them even if another way fails
     return figures
 
 
@@ -138,7 +141,7 @@ def ours(
 
 
 def experience(row: PackedRow) -> ExperienceRow:
-    """The row with advantages of both signs, as the first update of a step sees it."""
+    """Returns the row with advantages of both signs, as the first update of a step sees it."""
     zeros = torch.zeros(len(row.actions))
     return ExperienceRow(
         row=row,
@@ -150,8 +153,8 @@ def experience(row: PackedRow) -> ExperienceRow:
 
 
 def bare(config: Any, setting: Setting, checkpointing: bool) -> Step:
-    """AdamW on float32 copies of the bf16 weights, as ZeRO keeps them; the head by our function, so that both
-    ways do the same products."""
+    """Builds a step of AdamW on float32 copies of the bf16 weights, as ZeRO keeps them. The head is the
+    package's function, so that both ways compute the same products."""
     model = language_model(config, setting).train()
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -178,7 +181,7 @@ def bare(config: Any, setting: Setting, checkpointing: bool) -> Step:
 
 
 def bare_log_probs(model: Any, row: PackedRow) -> torch.Tensor:
-    """The sum over the row's actions."""
+    """Returns the sum of the log-probs of the row's actions."""
     packing = packing_kwargs(PACKED, row.lengths, row.token_ids.device)
     inputs = {"input_ids": row.token_ids[None], "position_ids": row.position_ids[None], "use_cache": False}
     hidden = model.model(**inputs, **packing).last_hidden_state[0]
@@ -195,9 +198,9 @@ TRAINERS: dict[str, Callable[[Any, Setting, bool], Step]] = {
 
 
 def policy(setting: Setting, shape: str, lora: bool = False) -> Figures:
-    """An optimizer step of RL on rows whose second halves are answers, with checkpointing: prime-rl publishes
-    for one H100 and rows of 16k 11.9k tokens/s and 11.1 % of the data sheet (0.6B), 6.23k and 21.7 % (4B with
-    LoRA); in SFT of 0.6B 25.5k and 23.7 %."""
+    """Measures an optimizer step of RL on rows whose second halves are answers, with checkpointing. prime-rl
+    publishes for one H100 and rows of 16k 11.9k tokens/s and 11.1 % of the data sheet (0.6B), 6.23k and 21.7
+    % (4B with LoRA); in SFT of 0.6B 25.5k and 23.7 %."""
     way = "rl-lora" if lora else "rl"
     name = setting.size(shape, "tiny")
     # Adapters: the optimizer's states are small, so all layers fit.
@@ -206,7 +209,8 @@ def policy(setting: Setting, shape: str, lora: bool = False) -> Figures:
 
 
 def waits(setting: Setting) -> Figures:
-    """How often the CPU waits for the GPU in an optimizer step: as often with ten passes as with two."""
+    """Counts how often the CPU waits for the GPU in an optimizer step: as often with ten passes as with
+    two."""
     few, many = (in_new_process(count_waits, passes, setting) for passes in (2, 10))
     assert many == few, f"{few} times in a step of 2 passes, {many} times in one of 10: some pass waits"
     return {"waits of a step": few}
@@ -226,7 +230,8 @@ def count_waits(passes: int, setting: Setting) -> int:
 
 
 def trl(setting: Setting) -> Figures:
-    """benchmarks/supervised.py: TRL's SFT as it comes and padding-free, with ours and the bare loop."""
+    """Runs benchmarks/supervised.py: TRL's SFT as it comes and padding-free, compared with the package and
+    the bare loop."""
     sizes = setting.size(
         "--model small --vocab 151936 --rows 256 --batch_size 16 --rounds 3",
         "--model tiny --rows 4 --batch_size 2 --rounds 1",
@@ -253,6 +258,6 @@ def distributed() -> Iterator[None]:
 
 
 def in_new_process(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Its memory is free when this returns."""
+    """Calls a function in a new process, whose memory is free when this returns."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()

@@ -1,8 +1,8 @@
 """Weights from one process to another on one GPU, as a weight sync sends them: through vLLM's packed producer
 and consumer, with the checksum of `openrlhf/backends/weight_sync/checksum.py` on both sides.
 
-Without vLLM its one file that does this is enough, which tools/gpu_wheels.py carries: it needs nothing but
-torch. On a CPU the buffer is a file that both processes map, whose name is the handle.
+Without vLLM its one file that does this is enough; tools/gpu_wheels.py carries it, and it needs nothing but
+torch. On a CPU the buffer is a file that both processes map, and the file's name is the handle.
 """
 
 import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
@@ -34,13 +34,13 @@ TIMEOUT = 240.0
 
 
 def ipc(setting: Setting) -> Figures:
-    """How fast weights reach another process, packed into a buffer that is opened anew each time, copied out
-    and summed up on both sides; beside it, how fast the same bytes are copied. Raises RuntimeError where
+    """Measures how fast weights reach another process, packed into a buffer that is opened anew each time,
+    copied out and summed up on both sides; and how fast the same bytes are copied. Raises RuntimeError if
     other bytes arrive."""
     with _device(setting) as device:
         weights = _weights(device, layers=setting.size(16, 4), width=setting.size(4096, 128))
         num_bytes = sum(weight.nbytes for _, weight in weights)
-        context = multiprocessing.get_context("spawn")  # CUDA is lost to a fork
+        context = multiprocessing.get_context("spawn")  # a fork would lose CUDA
         ours, theirs = context.Pipe()
         consumer = context.Process(target=consume, args=(theirs, setting), name="consumer")
         consumer.start()
@@ -61,7 +61,7 @@ def ipc(setting: Setting) -> Figures:
 
 
 def produce(connection: Connection, weights: list[tuple[str, Tensor]], capacity: int) -> None:
-    """Send all weights through a buffer of so many bytes, and compare what the other side says of them."""
+    """Sends all weights through a buffer of `capacity` bytes, and compares the other side's checksum."""
     from vllm.distributed.weight_transfer.packed_tensor import packed_ipc_producer
 
     checksum = Checksum()
@@ -73,23 +73,25 @@ def produce(connection: Connection, weights: list[tuple[str, Tensor]], capacity:
     gpu = str(torch.cuda.get_device_properties(0).uuid)
     for chunk in packed_ipc_producer(iter(weights), gpu, summed_up, capacity):
         connection.send((chunk.ipc_handle, chunk.names, chunk.shapes, chunk.dtype_names, chunk.tensor_sizes))
-        _answer(connection)  # the buffer is filled again
+        _answer(connection)  # waits for the checksum before it fills the buffer again
     connection.send("sum")
     arrived = _answer(connection)
-    torch.cuda.ipc_collect()  # the other side has let go of the buffer
+    torch.cuda.ipc_collect()  # the other side has released the buffer
     if arrived != checksum.value:
-        raise RuntimeError(f"sent weights with the checksum {checksum.value:#x}, {arrived:#x} arrived")
+        raise RuntimeError(
+            f"the weights sent have the checksum {checksum.value:#x}, those that arrived {arrived:#x}"
+        )
 
 
 def consume(connection: Connection, setting: Setting) -> None:
-    """Takes chunks until it is sent None, and tells the checksum where it is asked for."""
+    """Takes chunks until it receives None, and sends the checksum when asked."""
     from vllm.distributed.weight_transfer.packed_tensor import PackedBufferImporter, packed_ipc_consumer
 
     with _device(setting):
         importer, checksum = PackedBufferImporter(), Checksum()
         while (message := connection.recv()) is not None:
             if message == "sum":
-                importer.close()  # as an update of vLLM's ends
+                importer.close()  # vLLM closes it at the end of an update
                 connection.send(checksum.value)
                 checksum = Checksum()
             else:
@@ -100,7 +102,7 @@ def consume(connection: Connection, setting: Setting) -> None:
 
 
 def _weights(device: torch.device, layers: int, width: int) -> list[tuple[str, Tensor]]:
-    """Makes named random bfloat16 weights with shapes as a model has them."""
+    """Makes named random bfloat16 weights with the shapes of a model."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {"norm.weight": (width,), "qkv.weight": (3 * width, width), "down.weight": (width, 4 * width)}
     return [
@@ -112,16 +114,16 @@ def _weights(device: torch.device, layers: int, width: int) -> list[tuple[str, T
 
 def _answer(connection: Connection) -> Any:
     if not connection.poll(TIMEOUT):
-        raise RuntimeError(f"the consumer did not answer for {TIMEOUT:.0f} s")
+        raise RuntimeError(f"the receiving process did not answer for {TIMEOUT:.0f} s")
     try:
         return connection.recv()
     except EOFError:
-        raise RuntimeError("the consumer died") from None
+        raise RuntimeError("the receiving process died") from None
 
 
 @contextmanager
 def _device(setting: Setting) -> Iterator[torch.device]:
-    """The GPU; in a rehearsal the CPU, with what vLLM asks of CUDA replaced."""
+    """Yields the GPU; in a rehearsal the CPU, with the calls of CUDA that vLLM makes replaced."""
     if not setting.rehearsal:
         torch.cuda.set_device(0)
         yield torch.device("cuda", 0)
@@ -149,7 +151,8 @@ def _as_files(folder: str) -> list[tuple[Any, str, Any]]:
         return mapped(f"{folder}/{next(names)}", size[0])
 
     def reduce(tensor: Tensor) -> tuple[Any, tuple]:
-        """In the places of the real one, which end with the handle and the bytes behind it."""
+        """Returns the arguments in the places of the real function's, which end with the handle and the byte
+        offset."""
         storage = tensor.untyped_storage()
         path = os.fsencode(str(storage.filename))
         return None, (

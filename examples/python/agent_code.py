@@ -36,12 +36,12 @@ class AgentExecutor(OpenAIAgentExecutor):
 
 
 def program(text):
-    """The last block of code, or the whole answer."""
+    """Returns the last block of code, or the whole answer."""
     return (re.findall(r"```(?:python)?\n(.*?)```", text, re.DOTALL) or [text])[-1]
 
 
 async def failures(code, tests):
-    """Why tests fail, one text for each that does."""
+    """Returns why tests fail, one text for each failing test."""
     results = await asyncio.gather(*(SANDBOX.run_async(code, stdin) for stdin, _ in tests))
     return [
         f"Input:\n{stdin}\nYour program:\n{result.text[-1000:]}\nIt should print:\n{output}"

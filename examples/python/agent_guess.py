@@ -16,8 +16,8 @@ HIGHEST, MAX_TRIES = 8, 4
 
 
 class Guess:
-    """The seed decides the number, so that all samples of a prompt look for the same one. A guess that the
-    hints have excluded costs something."""
+    """Environment whose seed decides the number, so that all samples of a prompt look for the same one. A
+    guess that the hints have excluded costs something."""
 
     def reset(self, *, seed):
         self.secret, self.tries = random.Random(seed).randint(1, HIGHEST), 0

@@ -12,7 +12,8 @@ from openrlhf.environments.rows import write_rows
 
 AGENTS = {"simple_agent": os.environ.get("NEMO_GYM_AGENT", "http://127.0.0.1:8001")}
 MODEL_PORT = int(os.environ.get("NEMO_GYM_MODEL_PORT", "8100"))
-"""Its model server's base_url is http://127.0.0.1:8100/v1."""
+"""Port that the policy answers on: set the base_url of NeMo Gym's model server to
+http://127.0.0.1:8100/v1."""
 
 
 class AgentExecutor(NeMoGymExecutor):

@@ -14,7 +14,7 @@ from openrlhf.environments.textarena import TextArenaExecutor
 
 
 def any_move(told):
-    """One object of any pile that has some."""
+    """Takes one object of any pile that has some."""
     board = told.rpartition("Current Pile:")[2]
     piles = [pile for pile, objects in re.findall(r"pile (\d+): (\d+)", board) if int(objects)]
     return f"[{random.choice(piles)} 1]"

@@ -1,12 +1,13 @@
-"""A reward function for mathematics, for --reward.remote_url: 1 where the boxed answer equals the label, as
+"""Reward function for mathematics, for --reward.remote_url: 1 if the boxed answer equals the label, as
 numbers and formulas are equal."""
 
 from openrlhf.utils import extract_boxed_answer, grade_answer
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-    """queries: prompt and response as text; labels: the right answers, as LaTeX or plain numbers. Lists of
-    the same length. extra_logs: the share of responses with an answer in \\boxed{...}."""
+    """Returns the reward of each response. queries: prompt and response as text; labels: the right answers,
+    as LaTeX or plain numbers; all lists have the same length. extra_logs: the share of responses with an
+    answer in \\boxed{...}."""
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     answers = [extract_boxed_answer(response) for response in responses]
     rewards = [float(grade_answer(answer, label)) for answer, label in zip(answers, labels, strict=True)]

@@ -1,5 +1,5 @@
-"""A server of one tool, by the official package of the Model Context Protocol: `python mcp_shop.py` speaks
-on stdin and stdout."""
+"""MCP server with one tool, by the official package of the Model Context Protocol: `python mcp_shop.py`
+speaks on stdin and stdout."""
 
 try:
     from mcp.server.mcpserver import MCPServer
@@ -12,7 +12,7 @@ server = MCPServer("shop")
 
 @server.tool()
 def price(fruit: str) -> int:
-    """What a fruit costs."""
+    """Returns what a fruit costs."""
     if fruit not in PRICES:
         raise ValueError(f"no {fruit}; there are {', '.join(PRICES)}")
     return PRICES[fruit]

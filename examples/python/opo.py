@@ -1,4 +1,4 @@
-"""An estimator for --algo.advantage.estimator examples/python/opo.py:OPO."""
+"""Advantage estimator for --algo.advantage.estimator examples/python/opo.py:OPO."""
 
 import torch
 from torch import Tensor

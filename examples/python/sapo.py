@@ -1,4 +1,4 @@
-"""A policy loss for --actor.policy_loss_type examples/python/sapo.py:SAPO, with options of its own:
+"""Policy loss for --actor.policy_loss_type examples/python/sapo.py:SAPO, with options of its own:
 --algo.options.tau_negative 1.1."""
 
 from typing import Annotated

@@ -1,5 +1,6 @@
-"""Imported by every Python process of a stage as it starts: SIGUSR2 makes it write the stacks of its threads
-to a file of its own. The signal's handler needs no GIL, so it answers also inside a call that hangs."""
+"""Signal handler for every Python process of a stage, imported at its start: SIGUSR2 makes the process write
+the stacks of its threads to a file of its own. The handler needs no GIL, so it answers inside of a call that
+hangs, too."""
 
 import contextlib
 import faulthandler
@@ -9,7 +10,7 @@ import os
 import signal
 import sys
 
-with contextlib.suppress(OSError):  # the folder is gone: a process that outlived its stage
+with contextlib.suppress(OSError):  # the folder is gone: the process outlived its stage
     _file = open(f"{os.environ['GPUKIT_STACKS']}/{os.getpid()}", "w")  # noqa: SIM115  open to the end
     _file.write(" ".join(sys.orig_argv)[:300] + "\n")
     _file.flush()
@@ -17,6 +18,7 @@ with contextlib.suppress(OSError):  # the folder is gone: a process that outlive
 
 _folder = os.path.dirname(os.path.abspath(__file__))
 _others = [path for path in sys.path if os.path.abspath(path) != _folder]
-_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)  # the machine's own
+# the machine's own module of this name
+_spec = importlib.machinery.PathFinder.find_spec("sitecustomize", _others)
 if _spec and _spec.loader:
     _spec.loader.exec_module(importlib.util.module_from_spec(_spec))
