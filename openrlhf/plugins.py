@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from openrlhf.user_file import import_place, import_problem, source_of, split
+from openrlhf.user_file import import_place, import_remedy, source_of, split
 
 
 def is_reference(name: str) -> bool:
@@ -37,23 +37,23 @@ def resolve(name: str, kind: str) -> str:
     return f"{point.module}:{point.attr}"
 
 
-def load(reference: str, *, flag: str) -> Any:
+def load(reference: str) -> Any:
     """Imports the object that `reference` names.
 
-    Raises ValueError if the module cannot be imported or lacks the object. The message names the flag, the
-    file and line, and the objects that the module has.
+    Raises ValueError if the module cannot be imported or lacks the object. The message has the line of the
+    file, or the objects that the module has; the caller adds the flag and its value.
     """
     place, name = split(reference)
     if file_of(reference) and not Path(place).is_file():
-        raise ValueError(f"{flag} {reference}: there is no file {place}")
+        raise ValueError(f"there is no file {place}")
     try:
         module = import_place(*_as_module(place))
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{flag} {import_problem(error, reference)}") from error
+        raise ValueError(import_remedy(error, reference)) from error
     if not hasattr(module, name):
         own = [n for n, x in vars(module).items() if inspect.getmodule(x) is module and not n.startswith("_")]
         problem = f"{place} has no {name}" if name else f"say which object of {place}"
-        raise ValueError(f"{flag} {reference}: {problem}. It has {', '.join(own) or 'nothing'}.")
+        raise ValueError(f"{problem}. It has {', '.join(own) or 'nothing'}.")
     return getattr(module, name)
 
 

@@ -112,10 +112,7 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         return len(self.ours)
 
     def _load(self, reference: str) -> type[KindT]:
-        try:
-            found = plugins.load(reference, flag="")
-        except ValueError as error:  # the caller names the flag and the reference
-            raise ValueError(str(error).removeprefix(f" {reference}: ")) from error
+        found = plugins.load(reference)
         base = f"{self.base.__module__}.{self.base.__name__}"
         if not inspect.isclass(found) or not issubclass(found, self.base):
             raise ValueError(f"{_place(found)} must be a subclass of {base}")

@@ -146,25 +146,36 @@ def _run(module: ModuleType) -> ModuleType:
 
 
 def import_problem(error: BaseException, reference: str) -> str:
-    """Returns a message for `error`, raised by the import of a file or module: the problem and the remedy."""
+    """Returns a message for `error`, raised by the import of a file or module: the reference, the problem and
+    the remedy."""
+    return f"{reference}: {import_remedy(error, reference)}"
+
+
+def import_remedy(error: BaseException, reference: str) -> str:
+    """Returns the problem and the remedy, for callers that name the reference themselves."""
     place, name = split(reference)
     if isinstance(error, UnusableFile):
-        return f"{reference}: {error}"
+        return str(error)
     if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
-        return f"{reference}: {headline(error)}.\n{NOT_FOUND.format(name or 'NAME')}"
-    return f"{located(error, reference)}\n{IMPORTED}"
+        return f"{headline(error)}.\n{NOT_FOUND.format(name or 'NAME')}"
+    return f"{line_and_error(error, reference)}\n{IMPORTED}"
 
 
 def located(error: BaseException, reference: str) -> str:
     """Returns one line: the reference, the line of its file that raised or led to the error, and the
     error."""
+    return f"{reference}: {line_and_error(error, reference)}"
+
+
+def line_and_error(error: BaseException, reference: str) -> str:
+    """Returns the line of the reference's file that raised or led to the error, and the error."""
     source = source_of(split(reference)[0]) or ""
     files = os.path.abspath(source), os.path.realpath(source)  # the forms in tracebacks
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     if isinstance(error, SyntaxError) and error.filename in files:
         lines = [error.lineno]
     place = f"line {lines[-1]}: " if lines else ""
-    return f"{reference}: {place}{headline(error)}"
+    return f"{place}{headline(error)}"
 
 
 def headline(error: BaseException) -> str:
