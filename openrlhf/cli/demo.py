@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.errors import short_errors
+from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
@@ -90,12 +90,11 @@ def run(folder: Path, seed: int, steps: int) -> None:
 
 
 def _check_packages() -> None:
-    """Raises ValueError if DeepSpeed or vLLM, which the demo's commands use, is not installed."""
+    """Raises UsageError if DeepSpeed or vLLM, which the demo's commands use, is not installed."""
     if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
-        raise ValueError(
-            f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
-            'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
-        )
+        text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
+        text += 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+        raise UsageError(ErrorCode.MISSING_PACKAGE, text)
 
 
 def _engine_memory() -> str:

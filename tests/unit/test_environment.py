@@ -240,7 +240,10 @@ def test_the_demo_needs_what_its_commands_use(monkeypatch, tmp_path, capsys) -> 
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemExit):
         demo.main(["--folder", str(tmp_path / "demo")])
-    assert "samples with vLLM; not installed: vllm.\nRun: pip install" in capsys.readouterr().err
+    assert (
+        "samples with vLLM; not installed: vllm. [missing-package]\nRun: pip install"
+        in capsys.readouterr().err
+    )
     assert not (tmp_path / "demo").exists()
 
 
