@@ -39,9 +39,10 @@ fast: env  ## The tests that start nothing: a few minutes
 quick: env  ## Formulas, credit, collection, configuration: half a minute
 	.venv/bin/pytest $(PARALLEL) --durations=5 $(QUICK)
 
-lint: env  ## Style, types and import layers
+lint: env  ## Style, prose, spelling, types and import layers
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/codespell openrlhf tools benchmarks examples tests docs dockerfile README.md CONTRIBUTING.md Makefile
 	.venv/bin/pyrefly check
 	.venv/bin/lint-imports
 

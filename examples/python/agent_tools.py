@@ -15,8 +15,7 @@ OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 
 
 def calculate(expression: str) -> str:
-    """
-    Computes the value of an expression.
+    """Computes the value of an expression.
 
     Args:
         expression: Numbers, + - * / and brackets, at most 100 characters.

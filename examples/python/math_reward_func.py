@@ -5,9 +5,9 @@ from openrlhf.utils import extract_boxed_answer, grade_answer
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-    """Returns the reward of each response. queries: prompt and response as text; labels: the right answers,
+    r"""Returns the reward of each response. queries: prompt and response as text; labels: the right answers,
     as LaTeX or plain numbers; all lists have the same length. extra_logs: the share of responses with an
-    answer in \\boxed{...}."""
+    answer in \boxed{...}."""
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     answers = [extract_boxed_answer(response) for response in responses]
     rewards = [float(grade_answer(answer, label)) for answer, label in zip(answers, labels, strict=True)]

@@ -1,9 +1,9 @@
-"""Sandbox for untrusted Python code: a process without network, secrets or the machine's files.
+r"""Sandbox for untrusted Python code: a process without network, secrets or the machine's files.
 
 The result has the code's output and how it ended:
 
     result = Sandbox(seconds=5).run("print(int(input()) ** 2)", stdin="7")
-    result.status, result.stdout  # "ok", "49\\n"
+    result.status, result.stdout  # "ok", "49\n"
 """
 
 import asyncio
@@ -93,8 +93,7 @@ class Sandbox:
         return await asyncio.wrap_future(self._start(code, stdin))
 
     async def python(self, code: str) -> str:
-        """
-        Runs a Python program and returns what it prints.
+        """Runs a Python program and returns what it prints.
 
         Args:
             code: The program. It has the standard library, no network, and no files but its own.

@@ -213,7 +213,7 @@ class Block(NamedTuple):
 
 
 class RowShard(NamedTuple):
-    """This rank's slice of a row, and the parts of the row that it sees."""
+    """Slice of a row that this rank holds, and the parts of the row that it sees."""
 
     sharing: SequenceParallel
     chunks: tuple[Chunk, ...]

@@ -23,8 +23,8 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
 
 
 def extract_answer(response: str) -> tuple[str | None, bool]:
-    """Returns (answer, whether it is marked): the content of the last <answer>...</answer>, else of the last
-    \\boxed{...}, else the last non-blank line, after the thoughts and without special tokens."""
+    r"""Returns (answer, whether it is marked): the content of the last <answer>...</answer>, else of the last
+    \boxed{...}, else the last non-blank line, after the thoughts and without special tokens."""
     said = response.rpartition("</think>")[2]
     if tagged := _TAGGED.findall(said):
         return tagged[-1].strip(), True

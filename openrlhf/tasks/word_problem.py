@@ -1,7 +1,7 @@
-"""A task that a tiny model learns in a minute: chains of small sums told as a story.
+r"""A task that a tiny model learns in a minute: chains of small sums told as a story.
 
     Sam has 49 limes, drops 1, sells 9 and sells 7. How many limes now?
-    <think>49-1=48; 48-9=39; 39-7=32</think>\\boxed{32}
+    <think>49-1=48; 48-9=39; 39-7=32</think>\boxed{32}
 
 A careful answer writes every step down, a hasty one leaves <think></think> empty. A small model that thinks
 is right nearly always, one that does not is right rarely. So a policy that starts from both kinds of answers,
@@ -91,7 +91,7 @@ def worked_problem(problem: Problem) -> str:
 
 
 def boxed_answer(text: str) -> str | None:
-    """Returns the content of the last \\boxed{} of a text, or None."""
+    r"""Returns the content of the last \boxed{} of a text, or None."""
     found = _BOXED.findall(text)
     return found[-1] if found else None
 

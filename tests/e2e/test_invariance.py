@@ -151,8 +151,8 @@ def test_no_supervised_command_depends_on_layout(
     num_ranks: int,
     stage: int,
 ) -> None:
-    """This covers KTO's KL estimate of the whole batch, the statistics of a reward model's scores, and
-    sharded references and teachers. The commands run with all their flags except those of the layout."""
+    """The commands run with all their flags except those of the layout, with KTO's KL estimate of the whole
+    batch, the statistics of a reward model's scores, and sharded references and teachers."""
     (report, *_) = run_worker(
         "supervised_gradients",
         num_ranks,

@@ -401,7 +401,8 @@ assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
 
 
 def test_commands_refuse_flags_before_they_import_anything_heavy():
-    """This holds for a flag that does not exist, one of the wrong type and one that is missing."""
+    """A flag that does not exist, one of the wrong type and a missing one are refused before heavy
+    imports."""
     heavy = "{'torch', 'ray', 'vllm', 'deepspeed', 'transformers', 'datasets', 'pandas'}"
     code = f"""
 import sys

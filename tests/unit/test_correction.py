@@ -103,7 +103,7 @@ def test_staleness_weights_by_hand():
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=5), min_size=1, max_size=5), st.data())
 def test_the_weight_of_an_action_depends_on_no_other_sequence(sequences, data):
-    """This holds however rows are packed, and in whatever order."""
+    """Weights are the same however rows are packed, and in whatever order."""
     order = data.draw(st.permutations(range(len(sequences))))
     for ratio in ("token", "sequence"):
 

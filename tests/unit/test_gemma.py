@@ -77,7 +77,7 @@ def as_processed(folder: Path, row: dict):
 
 
 def test_samples_have_the_tokens_that_the_processor_writes(folder, rows, images) -> None:
-    """This holds where newlines of the text meet those around an image, or images each other."""
+    """Tokens agree also where newlines of the text meet those around an image, or images each other."""
     for sample, row in zip(samples(folder, rows, images), ROWS, strict=True):
         whole, num_prompt = as_processed(folder, row)
         assert sample.token_ids.tolist() == whole["input_ids"][0].tolist()

@@ -220,7 +220,7 @@ def test_the_identity_of_a_file_changes_with_it(folder):
 
 
 def test_tables_give_files_and_decode_nothing(tmp_path):
-    """This holds even for a path that leads out of the folder."""
+    """Tables give even a path that leads out of the folder."""
     (tmp_path / "secret.png").write_bytes(PNG)
     values = [
         {"one": {"bytes": PNG, "path": None}, "list": [{"bytes": bomb(60_000, 60_000), "path": None}]},

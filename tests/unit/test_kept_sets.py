@@ -200,7 +200,8 @@ def test_the_share_of_a_set_that_is_too_large() -> None:
 @pytest.mark.parametrize("limit", [1, 2, 5, V])
 @pytest.mark.parametrize("params", [{"top_k": 4}, {"top_p": 0.8}, {"top_p": 0.9, "top_k": 6}])
 def test_with_the_samplers_weights_the_log_probs_are_the_samplers(limit: int, params: dict) -> None:
-    """This holds where sets are larger than what is recorded, and where logits are equal at their border."""
+    """Log-probs agree also where sets are larger than what is recorded, and where logits are equal at their
+    border."""
     torch.manual_seed(1)
     logits = (torch.randn(200, V) * 2).round()
     turn, sampler = recorded(logits, None, limit, **params)

@@ -65,7 +65,7 @@ def test_prompt_and_answers_are_in_the_sample() -> None:
 
 
 def test_episodes_of_several_engines_find_their_own() -> None:
-    """This holds whichever of the processes with the port a request reaches."""
+    """A request may reach any of the processes that share the port."""
     found, server, _ = play(add, labels=[row(i) for i in range(16)], processes=3)
     assert [t.reward for t in found] == [1] * 16, [t.error for t in found]
     for i, t in enumerate(found):

@@ -272,8 +272,8 @@ def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
 
 @pytest.mark.parametrize("train_batch", [4, 2])
 def test_a_clip_that_counts_from_the_sampler_asks_for_no_log_probs(tmp_path, train_batch):
-    """This holds however many optimizer steps a step makes. The first one reports the log-probs of its
-    samples, before it changes the policy."""
+    """No log-probs are asked for, however many optimizer steps a step makes. The first one reports the
+    log-probs of its samples, before it changes the policy."""
     config = config_of(tmp_path)
     advantage = replace(config.algo.advantage, proximal_policy="rollout")
     config = replace(

@@ -97,7 +97,7 @@ CHANGES_WHAT_IS_RECORDED = {"logprob_token_ids": [5], "routed_experts_prompt_sta
 
 @pytest.mark.parametrize(("name", "value"), {**CHANGES_WHAT_IS_SAMPLED, **CHANGES_WHAT_IS_RECORDED}.items())
 def test_an_executor_cannot_sample_from_another_distribution(name: str, value: Any) -> None:
-    """This holds for parameters of the executor's own, and for those that it was handed."""
+    """Parameters of the executor's own are refused, and so are changes of those that it was handed."""
     fake, handed = Engine([5]), copy.copy(GIVEN)
     setattr(handed, name, value)
     for params in (asked_with(**{name: value}), handed):

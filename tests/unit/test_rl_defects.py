@@ -385,8 +385,8 @@ REWARDS = {"compared": (0.0, 1.0), "solved": (1.0, 1.0), "alone": (0.5, None)}
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_every_accepted_sample_is_learned_from_once_in_each_epoch(data):
-    """This holds through filtering, batches that are sampled ahead, failures, a critic that warms up, a last
-    rollout of fewer samples than ranks, and any number of ranks."""
+    """Samples pass through filtering, batches that are sampled ahead, failures, a critic that warms up, a
+    last rollout of fewer samples than ranks, and any number of ranks."""
     filters, num_prompts = data.draw(st.booleans(), "filters"), data.draw(st.integers(1, 9), "prompts")
     kinds = data.draw(
         st.lists(st.sampled_from(sorted(REWARDS)), min_size=num_prompts, max_size=num_prompts), "kinds"
@@ -457,7 +457,7 @@ lengths_lists = st.lists(st.integers(2, 20), min_size=1, max_size=12)
 @settings(deadline=None, max_examples=60)
 @given(lengths_lists, st.integers(1, 5), st.booleans(), st.integers(2, 40), st.integers(1, 3))
 def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic, budget, most):
-    """This holds where models score and where they learn, also with fewer samples than ranks."""
+    """Rows are checked where models score and where they learn, also with fewer samples than ranks."""
     config = config_of(
         train_batch=len(lengths),
         dynamic_batch_enable=dynamic,
@@ -992,8 +992,8 @@ def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize("worker_class", [PolicyWorker, FrozenWorker])
 def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temperature):
-    """This holds for those before the update, of the policy and of its reference. The update computes them in
-    the same way, so that its first ratios are 1."""
+    """The log-probs are those before the update, of the policy and of its reference. The update computes them
+    in the same way, so that its first ratios are 1."""
     config = replace(PPOConfig(), rollout=RolloutConfig(temperature=temperature))
     policy = PolicyModel(tiny_model(tiny_config("qwen3"))).eval()
     batch = Batch.of([trajectory(0.0, [2, 3, 4]), trajectory(1.0, [7, 8])])

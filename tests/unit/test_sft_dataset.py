@@ -136,7 +136,7 @@ def test_an_end_that_is_there_is_not_doubled_and_nothing_is_overwritten(tokenize
 @settings(max_examples=40, deadline=None)
 @given(prompt=st.text(min_size=1, max_size=12), response=st.text(max_size=12))
 def test_the_prompt_is_read_as_the_policy_reads_it(template, trim_offsets, prompt, response):
-    """This holds whatever merges at the border, and whether or not offsets leave out the space before a
+    """Tokens agree whatever merges at the border, and whether or not offsets leave out the space before a
     word."""
     tokenizer = (TRIMMED if trim_offsets else TINY)()
     before = prompt if template is None else template.format(prompt)

@@ -130,7 +130,7 @@ def test_what_is_no_row_is_left_out_and_counted(tmp_path, name, caplog):
 
 
 def test_values_of_a_rarer_type_are_left_out_and_counted(tmp_path, caplog):
-    """This holds where the first row has the rarer type, and over all files."""
+    """The first row may have the rarer type, and the count is over all files."""
     write_lines(tmp_path / "a.jsonl", [{"label": 1}, {"label": "2"}])
     write_lines(tmp_path / "b.jsonl", [{"label": "3"}, {"label": None}])
     rows = load(f"{tmp_path}/a.jsonl,{tmp_path}/b.jsonl", columns=("label",), bad_rows="skip")
@@ -210,7 +210,7 @@ PACKED = {
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_files_are_read_as_what_is_in_them(tmp_path, monkeypatch, name):
-    """This holds in a folder, and after another file of the same name has taken their place."""
+    """Packed files may be in a folder, and another file of the same name may take their place."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows").mkdir()
     path, plain = tmp_path / "rows" / name, tmp_path / name.removesuffix(".gz")

@@ -289,7 +289,6 @@ def test_a_head_whose_tokens_are_mixed_up_is_refused(
 def test_what_each_rank_keeps(threads: Callable) -> None:
     """Each of two ranks keeps halves of matrices, of biases of layers that are split by outputs, and of the
     vocabulary."""
-
     original = PolicyModel(language_model(LLAMA))
 
     def kept() -> dict[str, tuple[int, ...]]:
@@ -334,7 +333,6 @@ def test_what_is_new_is_the_same_on_every_rank(threads: Callable) -> None:
 
 def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
     """The gradient of hidden states that are read as a transposed matrix is such a one."""
-
     model, states = language_model(LLAMA), torch.randn(32, 5).double()
 
     def gradient() -> Tensor | None:

@@ -18,8 +18,7 @@ from openrlhf.user_file import UnusableFile
 
 
 def add(a: int, b: int = 1) -> int:
-    """
-    Adds two numbers.
+    """Adds two numbers.
 
     Args:
         a: The first.
@@ -30,8 +29,7 @@ def add(a: int, b: int = 1) -> int:
 
 
 async def divide(a: float, b: float) -> str:
-    """
-    Divides.
+    """Divides.
 
     Args:
         a: Of this.
@@ -72,8 +70,7 @@ def test_calls_of_an_answer_run_at_a_time() -> None:
     met = asyncio.Barrier(2)
 
     async def meet(who: str) -> str:
-        """
-        Waits.
+        """Waits.
 
         Args:
             who: Who.
@@ -162,8 +159,7 @@ def test_arguments_are_what_the_hints_say() -> None:
     def kinds(
         number: int, pair: tuple[int, int], unit: Literal["m", "s"], names: list[str] | None = None
     ) -> str:
-        """
-        Says what it was handed.
+        """Says what it was handed.
 
         Args:
             number: A number.

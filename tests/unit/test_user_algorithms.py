@@ -413,7 +413,7 @@ def test_a_resumed_estimator_goes_on_where_it_was(tmp_path, knows_state):
 
 
 def test_another_machine_gets_the_files(tmp_path, monkeypatch):
-    """This holds where a file of the same name lies there with another content."""
+    """The other machine may have a file of the same name with another content."""
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "opo.py").write_text((EXAMPLES / "opo.py").read_text())
@@ -486,7 +486,7 @@ def test_names_that_a_package_registers(package, capsys):
 def test_two_files_of_a_package_with_one_name_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This happens if a subclass forgets to say its own name."""
+    """A subclass that forgets to say its own name causes the clash."""
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice" / "__init__.py").write_text("")
     (tmp_path / "twice" / "one.py").write_text(f'{BASE}class One(AdvantageEstimator):\n    name = "one"\n')
