@@ -53,10 +53,10 @@ def run(
             train_policy(folder, task, setting, f"{flags} {sizes(setting, prompts, tokens, steps)}")
         rows = metrics_of(folder / "run")
         num_bytes = sum(path.stat().st_size for path in task.model.glob("*.safetensors"))
-    assert len(rows) == steps, f"{len(rows)} of {steps} steps"
+    assert len(rows) == steps, f"the run made {len(rows)} of {steps} steps"
     for metric, least in (reaches or {}).items():
         most = max(row.get(metric, float("-inf")) for row in rows)
-        assert most >= least, f"{metric} reached {most:.3g} in no step more: the feature was not used"
+        assert most >= least, f"{metric} is at most {most:.3g}, not {least:.3g}: the feature was not used"
     worst = max(row["mismatch/abs_diff_mean"] for row in rows)
     assert worst < MISMATCH, f"sampler and trainer differ by {worst:.3g} nats a token"
     phases = {k.removeprefix("timing/"): v for k, v in rows[-1].items() if k.startswith("timing/")}

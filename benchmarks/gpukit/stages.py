@@ -63,9 +63,7 @@ def sft(
 
 
 STAGES = {
-    "facts": Stage(
-        shows="what the machine is, and its rates", work="gpukit.machine:facts", gpus=0, seconds=20
-    ),
+    "facts": Stage(shows="facts and rates of the machine", work="gpukit.machine:facts", gpus=0, seconds=20),
     "kernels": pytest("attention and head against float64", "tests/gpu/test_kernels.py"),
     "zero": pytest(
         "gradients at ZeRO 0 to 3, whatever the layout", "tests/gpu/test_training.py", "-k", "gradients"
@@ -89,7 +87,10 @@ STAGES = {
         shows="host synchronisations of a step", work="gpukit.training:waits", packages=ENGINE, seconds=40
     ),
     "sft-4B-checkpointing": sft(
-        "packed SFT with checkpointing, as many layers of a 4B as fit", "4B", checkpointing=True, seconds=90
+        "packed SFT with checkpointing, as many layers of a 4B model as fit",
+        "4B",
+        checkpointing=True,
+        seconds=90,
     ),
     "rl-0.6B": Stage(
         shows="an optimizer step of RL on rows of 16k",
@@ -99,7 +100,7 @@ STAGES = {
         seconds=40,
     ),
     "rl-4B-lora": Stage(
-        shows="the same of a 4B with adapters",
+        shows="an optimizer step of RL of a 4B model with adapters",
         work="gpukit.training:policy",
         options={"shape": "4B", "lora": True},
         packages=(*ENGINE, "peft"),
@@ -122,17 +123,22 @@ STAGES = {
         "weight syncs that pause requests", PARTIAL, tokens=256, steps=3, reaches={"rollout/staleness_max": 1}
     ),
     "kept-cache": rl(
-        "the same, going on with the old cache", f"{PARTIAL} --vllm.keep_cache", tokens=256, steps=3
+        "weight syncs that pause requests and keep their cache",
+        f"{PARTIAL} --vllm.keep_cache",
+        tokens=256,
+        steps=3,
     ),
-    "async": rl("sampling ahead", AHEAD, steps=3, reaches={"rollout/staleness_max": 1}),
-    "adapters": rl("adapters that engines keep", f"{HYBRID} --ds.lora.rank 8 --vllm.lora_sync adapter"),
+    "async": rl("asynchronous RL: sampling ahead", AHEAD, steps=3, reaches={"rollout/staleness_max": 1}),
+    "adapters": rl(
+        "RL with adapters that engines keep apart", f"{HYBRID} --ds.lora.rank 8 --vllm.lora_sync adapter"
+    ),
     "kept-sets": rl(
-        "top-p with the sets that it keeps",
+        "RL with top-p sampling and its kept sets",
         f"{HYBRID} --rollout.top_p 0.9",
         reaches={"rollout/kept_set_size_mean": 1.5},
     ),
     "routing": rl(
-        "experts chosen as they were in sampling",
+        "RL of a mixture of experts with router replay",
         f"{HYBRID} --algo.router_replay --vllm.enable_prefix_caching",
         moe=True,
     ),
@@ -140,7 +146,7 @@ STAGES = {
         shows="rollout beside bare vLLM", work="gpukit.reinforcement:rollout", packages=STACK, seconds=150
     ),
     "rollout-invariant": Stage(
-        shows="the same tokens by seeds, with vLLM's batch-invariant kernels",
+        shows="rollout with vLLM's batch-invariant kernels: the same tokens by seeds",
         work="gpukit.reinforcement:rollout",
         options={"invariant": True},
         packages=STACK,
@@ -159,7 +165,7 @@ STAGES = {
     "collectives": Stage(
         shows="a sum over all GPUs, and its bandwidth", work="gpukit.machine:collectives", gpus=2, seconds=40
     ),
-    "separate": rl("two steps of RL, a GPU each", SEPARATE, gpus=2),
+    "separate": rl("two steps of RL, trainer and engine on a GPU each", SEPARATE, gpus=2),
     "tensor-parallel": rl(
         "two steps of RL, an engine over two GPUs",
         f"{ON_TWO} --vllm.tensor_parallel_size 2",

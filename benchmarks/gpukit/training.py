@@ -212,7 +212,7 @@ def waits(setting: Setting) -> Figures:
     """Counts how often the CPU waits for the GPU in an optimizer step: as often with ten passes as with
     two."""
     few, many = (in_new_process(count_waits, passes, setting) for passes in (2, 10))
-    assert many == few, f"{few} times in a step of 2 passes, {many} times in one of 10: some pass waits"
+    assert many == few, f"the CPU waits {few} times in a step of 2 passes, {many} times in one of 10"
     return {"waits of a step": few}
 
 
