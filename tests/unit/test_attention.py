@@ -178,8 +178,8 @@ def test_queries_of_a_slice_of_a_row(
     limit: int,
     with_kernel: bool,
 ) -> None:
-    """They equal those of the same tokens in the whole row, with gradients; `limit` queries have their scores
-    in memory at a time."""
+    """Results equal those of the same tokens in the whole row, with gradients; `limit` queries have their
+    scores in memory at a time."""
     monkeypatch.setattr(varlen, "varlen_attn", by_the_rules)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda *_: with_kernel)
     monkeypatch.setattr(attention, "SCORES_BYTES", 4 * 4 * 7 * limit)

@@ -221,7 +221,8 @@ def test_a_run_from_the_beginning_is_told_of_a_checkpoint(tmp_path):
 
 
 def test_checkpoints_of_another_run_are_set_aside_whole(tmp_path):
-    """They can still be resumed from, with the critic's and the copies."""
+    """A run can still resume from the folder that is set aside, with the critic's checkpoints and the
+    copies."""
     assert run_of(tmp_path).set_aside() == []
     for number in ("001", "002"):
         save(run_of(tmp_path), "global_step2")

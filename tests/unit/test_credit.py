@@ -82,8 +82,8 @@ def test_reward_pipeline_in_order():
 
 
 def test_whitening_comes_last():
-    """After penalties, shaping, clip, KL and returns: penalised and whitened in another order, the advantages
-    would have neither this mean nor this deviation."""
+    """Advantages are whitened after penalties, shaping, clip, KL and returns; in another order they would
+    have neither this mean nor this deviation."""
     trajectories = [
         trajectory(2.0, 2),
         trajectory(8.0, 2, truncated=True),
@@ -303,8 +303,8 @@ def test_a_sample_of_two_parts_has_no_peers():
 
 
 def test_an_episode_is_as_long_as_all_its_parts():
-    """With 3 + 1 actions of 4: 6 - 2/2 * 4 = 2, and half of that if the last part is truncated; 3 actions: 5
-    - 1/2 * 4."""
+    """An episode of 3 + 1 actions earns 6 - 2/2 * 4 = 2, and half of that if its last part is truncated; one
+    of 3 actions earns 5 - 1/2 * 4."""
     trajectories = [
         trajectory(6.0, 3, sample_index=0),
         trajectory(6.0, 1, sample_index=0, part=1, truncated=True),

@@ -107,7 +107,7 @@ def test_only_samples_of_the_same_prompt_and_episode_repeat_each_other():
 
 
 def test_what_an_answer_said_before_is_repetition():
-    """In 1234 2341 3412 4123 1234 2345 the fifth run of four repeats; in four times 7777 all but one; 123 has
+    """The fifth run of four repeats in 1234 2341 3412 4123 1234 2345, all but one in four times 7777; 123 has
     no run of four."""
     answers = [(1, 2, 3, 4, 1, 2, 3, 4, 5), (7,) * 7, (1, 2, 3), (1, 2, 3, 4)]
     metrics = rollout_metrics([trajectory(1.0, actions) for actions in answers], 3)

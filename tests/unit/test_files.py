@@ -28,7 +28,7 @@ ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, adapter):
-    """Otherwise an adapter would be loaded on top of the model beside it, or in its place."""
+    """An adapter that was left would be loaded on top of the model beside it, or in its place."""
     others = ["README.md", "tokenizer.json", "checkpoints"]
     assert not holds_model(tmp_path) and not holds_model(tmp_path / "gone")
     for name in others:

@@ -200,7 +200,7 @@ def test_round_trip_of_any_trajectory(tmp_path_factory, data):
 
 
 def test_other_programs_read_it(tmp_path):
-    """They read it in a folder that looks like a partition, too."""
+    """Other programs read the file also in a folder that looks like a partition."""
     folder = tmp_path / "lr=0.1"
     folder.mkdir()
     trained = Trained(batch=Batch.of([TWO_TURNS]), schedule=[[[0]]], first_update=0)

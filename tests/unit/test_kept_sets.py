@@ -89,7 +89,7 @@ def test_log_probs_entropies_and_gradients_are_those_of_the_kept_tokens(
 
 
 def test_a_head_that_does_not_learn() -> None:
-    """Its gradients are made in the forward pass."""
+    """The gradients of a frozen head are made in the forward pass."""
     grads = []
     for compute in (
         lambda h, w, b: by_hand(h, w, b, 1.0, None)[0],

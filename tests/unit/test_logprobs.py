@@ -36,8 +36,8 @@ def inputs(dtype=torch.float64, num_actions=A):
 )
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_values_and_gradients(chunk, options, has_bias):
-    """They equal the plain computation, with different weights on the log-probs and entropies of all
-    actions."""
+    """Values and gradients equal the plain computation, with different weights on the log-probs and entropies
+    of all actions."""
     results = []
     for compute in (naive, linear_log_probs):
         hidden, weight, bias, targets = inputs()
@@ -141,7 +141,7 @@ def test_sum_of_no_log_probs():
 
 
 def test_gradients_made_in_the_forward_pass_are_used_once():
-    """They are scaled in place, so a second backward pass would be wrong."""
+    """Gradients are scaled in place, so a second backward pass would be wrong."""
     hidden, weight, _, targets = inputs()
     total = sum_of_log_probs(hidden, weight, targets)
     total.backward(retain_graph=True)

@@ -45,7 +45,7 @@ def test_two_steps_of_warm_up_in_five(name, expected):
 @pytest.mark.parametrize("total", [1, 2, 33, 34, 1000])
 @pytest.mark.parametrize("name", LR_SCHEDULERS)
 def test_no_step_is_wasted(name, total):
-    """Whatever its name and length, a run with the default warm-up makes no step with a learning rate of 0,
+    """A run with the default warm-up, of any length and schedule, makes no step with a learning rate of 0,
     and reaches the peak when the warm-up is over."""
     found, warmup = rates(name, total, OptimConfig().lr_warmup_ratio), math.ceil(0.03 * total)
     assert all(0 < rate <= 1 for rate in found)

@@ -130,8 +130,8 @@ def test_the_limit_of_a_user():
 
 
 def test_a_gap_that_grows_is_told_at_once_and_once():
-    """In float32 three steps have 1e-6: five times that is noise, a hundred times is reported, before any
-    limit that is right for all machines."""
+    """Three steps in float32 have a mean of 1e-6: five times that is noise, a hundred times is reported,
+    before any limit that is right for all machines."""
     watch = MismatchWatch(dtype="fp32")
     told = [watch.check(gap(mean)) for mean in (1e-6, 1e-6, 1e-6, 6e-6, 1.1e-4, 1.2e-4, 1e-6, 1e-4)]
     assert [bool(messages) for messages in told] == [False, False, False, False, True, False, False, True]

@@ -234,7 +234,7 @@ def test_generation_by_transformers(folders, samples, name, num_padded):
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_what_the_configuration_says_of_the_cache_is_exported(tmp_path, use_cache):
-    """Otherwise a trained model would be slow for everybody who generates with it."""
+    """A trained model without this setting would be slow for everybody who generates with it."""
     config = copy.deepcopy(MODELS["llama, untied"])
     config.use_cache = use_cache
     hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "loaded")

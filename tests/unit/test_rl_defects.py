@@ -486,7 +486,7 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
 
 
 def test_nine_samples_occupy_all_of_four_ranks():
-    """They are not put on three ranks with three samples each."""
+    """A wrong schedule would put the samples on three ranks with three samples each."""
     policy = group_of(PolicyRanks, config_of(), 4)
     batch = batch_of([sample_of(5, number) for number in range(9)], log_probs=0.0)
     policy.forward(batch).result()
@@ -517,7 +517,7 @@ def test_one_more_token_than_two_rows_hold_needs_a_third():
 
 
 def test_a_sample_travels_to_one_rank_only():
-    """It is sent once to be scored and once to be learned from, whatever the other ranks get."""
+    """A sample is sent once to be scored and once to be learned from, whatever the other ranks get."""
     policy = group_of(PolicyRanks, config_of(train_batch=4), 3)
     batch = batch_of([sample_of(3 + number % 5, number) for number in range(12)], log_probs=0.0)
     policy.forward(batch).result()
@@ -688,8 +688,8 @@ def test_whitened_advantages_have_the_mean_zero_over_actions(estimator):
 
 @pytest.mark.parametrize("use_loss", [False, True])
 def test_the_kl_counts_once(use_loss):
-    """With two actions, a coefficient of 0.1, and a policy 2 nats above its reference, the KL costs each
-    action 0.2 of reward, or adds 0.1 * 2^2 / 2 to the loss, and never both."""
+    """Two actions have a coefficient of 0.1 and a policy 2 nats above its reference: the KL costs each action
+    0.2 of reward, or adds 0.1 * 2^2 / 2 to the loss, and never both."""
     kl = KLConfig(init_coef=0.1, use_loss=use_loss, estimator="k2" if use_loss else "k1")
     config = config_of(kl=kl, estimator="dr_grpo")
     trajectories = [trajectory_of(Prompt(prompt_id=0, text=""), i, 1.0, 2) for i in range(2)]
@@ -927,7 +927,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
 
 @pytest.mark.parametrize("name", get_args(choices.ParamDtype))
 def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
-    """Otherwise weights could not be loaded bit by bit: fp16 is no exception."""
+    """Weights of another precision could not be loaded bit by bit: fp16 is no exception."""
 
     class Started(Exception):
         pass
@@ -979,7 +979,7 @@ def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_to
 
 @pytest.mark.parametrize(("own", "expected"), [(0.5, 0.5), (0.0, 0.0), (None, 0.25)])
 def test_the_critic_balances_its_experts_by_its_own_coefficient(own, expected):
-    """Without a coefficient of its own it takes the actor's; 0 is a coefficient."""
+    """A critic without a coefficient of its own takes the actor's; 0 is a coefficient."""
     config = replace(
         PPOConfig(), actor=ActorConfig(aux_loss_coef=0.25), critic=CriticConfig(aux_loss_coef=own)
     )

@@ -320,7 +320,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def test_who_ends_what_isolates_it_is_killed() -> None:
-    """Once the code has started, the code has done it; before, the sandbox has failed."""
+    """A death after the code has started is the code's doing; before that the sandbox has failed."""
     sandbox, program = Sandbox(seconds=7), Path(isolation.__file__)
     program.write_text("import os, sys\nos.write(int(sys.argv[1]), b'started\\n')\nos.kill(os.getpid(), 9)")
     result = sandbox.run("")

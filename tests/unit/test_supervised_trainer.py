@@ -194,7 +194,7 @@ def test_max_steps_cuts_a_run_short(tmp_path, max_steps, steps, evaluations):
 
 @pytest.mark.parametrize(("max_steps", "steps"), [(2, 2), (4, 4), (7, 7), (None, 9)])
 def test_a_resumed_run_stops_where_max_steps_says(tmp_path, max_steps, steps):
-    """It stops there too if it has made more steps already."""
+    """A run that has already made more steps stops there too."""
     disk: dict[str, dict] = {}
     first = trainer_of(tmp_path, disk, save_steps=2, max_steps=4)
     first.fit()

@@ -226,7 +226,7 @@ def shared_rightly(threads: Callable, module: RowModel, **plan: str | None) -> l
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_right_plan_passes(threads: Callable, name: str, dtype: torch.dtype) -> None:
-    """It passes in half precision too: the check computes in float32."""
+    """A right plan passes in half precision too: the check computes in float32."""
     assert shared_rightly(threads, SINGLE[name]().to(dtype)) == ["", ""]
 
 
@@ -248,7 +248,7 @@ REFUSED = "--ds.tensor_parallel_size 2: ranks cannot share the matrices of Qwen3
 def test_a_wrong_plan_is_refused(
     threads: Callable, monkeypatch: pytest.MonkeyPatch, plan: dict, reason: str
 ) -> None:
-    """It is refused even where each rank computes something of the right shape."""
+    """A wrong plan is refused even where each rank computes something of the right shape."""
     no_sum = partial(tensor_parallel._shard_rows, kind=type("NoSum", (torch.nn.Linear,), {}))
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
     for dtype in (torch.float32, torch.bfloat16):

@@ -106,8 +106,8 @@ def test_mistakes_of_the_policy(asked: str, answer: str) -> None:
 
 
 def test_failures_of_a_tool() -> None:
-    """They are no feedback: the episode fails. The executor may declare which errors are mistakes of the
-    policy."""
+    """A failure of a tool is no feedback: the episode fails. The executor may declare which errors are
+    mistakes of the policy."""
     bad = call("divide", a=1, b=0) + END
     t, _ = play(bad, f"2{END}")
     assert t.outcome is Outcome.ENV_ERROR and "ZeroDivisionError" in t.error

@@ -118,7 +118,8 @@ def test_failures_with_successes_between_them_are_forgiven(tmp_path, caplog):
 
 
 def test_the_last_failures_of_a_run_are_told(tmp_path, caplog):
-    """They are too few to switch the mirror off, and nothing after them shows that it has recovered."""
+    """These failures are too few to switch the mirror off, and nothing after them shows that it has
+    recovered."""
     flaky = Recorder(lambda step: refuse(step) if step > 7 else None)
     trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [flaky])
     for step in range(10):

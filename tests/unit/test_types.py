@@ -244,7 +244,7 @@ def test_columns_that_are_not_known_are_not_in_the_row():
 
 
 def test_images_go_with_their_sequences():
-    """They go through a row too, and in one copy for all samples of a prompt."""
+    """Images go through a row too, and in one copy for all samples of a prompt."""
     a, b = Image("a", b"a" * 10_000), Image("b", b"b")
     own = [(a,), (), (b, a)]
     samples = [replace(trajectory(i / 2, range(i + 2)), images=images) for i, images in enumerate(own)]
