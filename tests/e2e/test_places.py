@@ -266,7 +266,7 @@ def asleep_at(time: float, log: list[order.Event]) -> set[str]:
     return asleep
 
 
-def test_who_shares_a_gpu_takes_turns(tmp_path, monkeypatch) -> None:
+def test_processes_that_share_a_gpu_take_turns(tmp_path, monkeypatch) -> None:
     """The processes of a run with all its models on one GPU take two steps, with the real controllers of
     engines and models: they follow the table of engine_memory.py."""
     monkeypatch.setattr(order, "LOG", tmp_path / "log")

@@ -243,7 +243,7 @@ def refused(*flags: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_it_does_not_listen_to_everybody_without_a_key(model: Path) -> None:
+def test_a_server_without_a_key_listens_to_this_machine_only(model: Path) -> None:
     flags = ("--reward.model_name_or_path", str(model), "--host", "0.0.0.0")
     assert (
         f"error: --host 0.0.0.0: without a key only this machine may ask; set {KEY_VARIABLE} here"

@@ -63,7 +63,7 @@ def test_the_page_has_every_name():
     assert not [name for name in KL_ESTIMATORS if f"{name} = " not in text]
 
 
-def test_it_prints_the_table_without_loading_torch():
+def test_the_module_prints_the_table_without_loading_torch():
     code = (
         "import runpy, sys; runpy.run_module('openrlhf.config.algorithms', run_name='__main__'); "
         "assert 'torch' not in sys.modules"

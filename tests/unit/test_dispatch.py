@@ -229,7 +229,7 @@ def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
         dispatcher.next_group("train")
 
 
-def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
+def test_a_timeout_says_what_was_waited_for(dispatcher_of: Build):
     """Two engines have room for two groups each; three prompts of nine have finished."""
     engines = [FakeEngine(), FakeEngine()]
     dispatcher = dispatcher_of(engines, num_samples=SAMPLES_IN_FLIGHT // 2)
@@ -252,7 +252,7 @@ def test_who_waited_in_vain_learns_for_what(dispatcher_of: Build):
     received(dispatcher, 2)
 
 
-def test_who_waits_for_reward_models_is_told_so(dispatcher_of: Build):
+def test_a_timeout_names_reward_models_that_are_scoring(dispatcher_of: Build):
     engine, score = FakeEngine(), Score([])
     dispatcher = dispatcher_of([engine], score=score)
     dispatcher.submit(prompts(0), "eval")
@@ -349,7 +349,7 @@ def test_engines_keep_the_memory_until_somebody_needs_it(dispatcher_of: Build):
     assert calls == ["wake", "run 0", "run 1", "rest"] * 2
 
 
-def test_who_needs_the_memory_waits_for_what_engines_were_sent(dispatcher_of: Build):
+def test_sleep_waits_for_the_groups_that_engines_were_sent(dispatcher_of: Build):
     calls: list[str] = []
     engine = FakeEngine(calls)
     dispatcher = dispatcher_of([engine], calls=calls)
@@ -364,7 +364,7 @@ def test_who_needs_the_memory_waits_for_what_engines_were_sent(dispatcher_of: Bu
     assert not waiting.is_alive() and calls == ["wake", "run 0", "run 1", "rest"]
 
 
-def test_who_needs_the_memory_of_engines_that_are_gone_does_not_wait(dispatcher_of: Build):
+def test_sleep_raises_the_error_of_a_dead_engine(dispatcher_of: Build):
     engine = FakeEngine()
     dispatcher = dispatcher_of([engine])
     dispatcher.submit(prompts(0), "train")

@@ -308,7 +308,7 @@ def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> N
     assert log == ["sleep", *[*step, "reload", "update", "offload"] * 2]
 
 
-def test_who_sleeps_already_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sleeping_engine_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_memory.ray, "get", lambda refs: refs)
     log: list = []
     engines = EngineMemory([Sleeper(log)], sleep=True)

@@ -44,7 +44,7 @@ def test_a_dead_run_leaves_no_lock(tmp_path, holder):
         assert (tmp_path / ".lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_it_ends_with_the_run_also_where_that_fails(tmp_path):
+def test_a_lock_ends_with_a_run_that_fails(tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="of the run"), locked(tmp_path / "new", flag="--x"):
             raise RuntimeError("of the run")

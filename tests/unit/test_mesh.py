@@ -155,7 +155,7 @@ def test_one_rank_exports(threads: Callable) -> None:
     assert [mesh.is_first for mesh in found] == [True, False, False, False]
 
 
-def test_who_reduces_gradients_with_whom(threads: Callable) -> None:
+def test_ranks_with_the_same_part_of_matrices_reduce_together(threads: Callable) -> None:
     """Ranks with the same part of the matrices reduce gradients together, whether or not they have the same
     samples."""
 

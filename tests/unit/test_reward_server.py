@@ -248,7 +248,7 @@ def test_a_full_queue_takes_no_more() -> None:
     queue.close()
 
 
-def test_who_gave_up_is_not_scored() -> None:
+def test_a_cancelled_request_is_not_scored() -> None:
     score = Slow()
     queue = ScoreQueue(score, max_waiting=10)
     submit(queue, "a")

@@ -99,7 +99,7 @@ up in float32, and inputs, outputs and their gradients are rounded."""
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_it_is_the_attention_of_the_whole_row(
+def test_ring_attention_is_the_attention_of_the_whole_row(
     threads: Callable, num_ranks: int, lengths: tuple[int, ...], dtype: torch.dtype
 ) -> None:
     """The output and gradients of grouped heads, with values of another size, equal those of float64 numbers

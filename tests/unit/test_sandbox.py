@@ -295,7 +295,7 @@ def test_the_python_tool_returns_the_output() -> None:
     assert asyncio.run(Sandbox().python("print(1 + 1)")) == "2"
 
 
-def test_it_ends_with_whoever_started_it(nothing_is_left: Callable[[], set[str]]) -> None:
+def test_the_code_ends_with_its_parent(nothing_is_left: Callable[[], set[str]]) -> None:
     """The parent is killed by kill -9."""
     code = f"""
         from openrlhf.agents import isolation
@@ -319,7 +319,7 @@ def wait_until(is_so: Callable[[], bool], seconds: float = 30) -> None:
         time.sleep(0.02)
 
 
-def test_who_ends_what_isolates_it_is_killed() -> None:
+def test_code_that_kills_its_sandbox_is_killed() -> None:
     """A death after the code has started is the code's doing; before that the sandbox has failed."""
     sandbox, program = Sandbox(seconds=7), Path(isolation.__file__)
     program.write_text("import os, sys\nos.write(int(sys.argv[1]), b'started\\n')\nos.kill(os.getpid(), 9)")

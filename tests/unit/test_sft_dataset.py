@@ -213,7 +213,7 @@ def test_the_end_of_an_answer_is_learned_whatever_blanks_stand_around_it(end, an
         }
 
 
-def test_it_is_told_where_only_the_last_answer_learns_to_stop(caplog):
+def test_a_template_without_ends_of_turns_is_warned_of_once(caplog):
     tokenizer = tokenizer_with(NO_SPECIAL_TOKENS + "{# told once #}")
     (single,) = build([{"input": TALK}], tokenizer, output_key=None)
     assert learned_texts(single, tokenizer) == ["a2<|im_end|>"] and not caplog.records

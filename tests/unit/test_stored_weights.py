@@ -72,7 +72,7 @@ def test_the_message_names_engine_version_and_both_log_probs():
     )
 
 
-def test_what_is_no_number_is_a_difference():
+def test_nan_is_a_difference():
     broken = OURS.clone()
     broken[4] = math.nan
     with pytest.raises(DifferentWeightsError, match=r"At token 5 the engine says nan"):

@@ -86,7 +86,7 @@ def test_conversations_side_by_side() -> None:
     assert [t.token_ids.tolist() for t in parts] == [[1, 5, 3, 7], [2, 6, 3, 8]]
 
 
-def test_what_goes_on_goes_on_with_the_longest() -> None:
+def test_a_turn_continues_the_longest_sequence() -> None:
     parts = trajectories(episode(turn([1], [5, 6]), turn([1], [5]), turn([1, 5, 6, 3], [7])))
     assert [t.token_ids.tolist() for t in parts] == [[1, 5, 6, 3, 7], [1, 5]]
 

@@ -110,7 +110,7 @@ def test_an_architecture_that_vllm_does_not_have():
         MambaConfig(architectures=["MambaForCausalLM"]),
     ],
 )
-def test_what_is_not_certain_is_left_to_vllm(config):
+def test_an_uncertain_architecture_is_left_to_vllm(config):
     check(config)
 
 
