@@ -1,19 +1,18 @@
 """A run that resumes on another number of ranks, at another ZeRO stage, equals the uninterrupted run."""
 
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import sft_runs
 import torch
-from processes import run_ranks
 from safetensors.torch import load_file
+from sft_runs import PRECISION, TOKENS
 
 from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint
-from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
 
@@ -21,9 +20,6 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "scripts" / "ckpt_ds_zero_to_u
 STAGES = (0, 1, 2, 3)
 ADAM = {MASTER, "exp_avg", "exp_avg_sq"}
 MUON = {*ADAM, "momentum_buffer"}
-PRECISION = 10 * 2**-24
-"""Tolerance of weights and losses for each token of a step. A gradient, of norm 1 at most, is a sum over
-tokens in another order; Adam turns its error into one of up to lr / eps = 10 times as much in a weight."""
 
 
 @pytest.mark.slow
@@ -101,21 +97,10 @@ def check_same_model(one: Path, other: Path) -> None:
 
 @pytest.fixture
 def train(task: TaskFiles, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
-    """Returns a function that trains with these ranks and flags, in one folder of checkpoints, and returns
-    the metrics of each step."""
-
-    def run(name: str, num_ranks: int, flags: str) -> dict[int, Metrics]:
-        command = (
-            f"openrlhf.cli.train_sft --model.model_name_or_path {task.model} --data.dataset {task.sft} "
-            "--data.output_key output --data.apply_chat_template --data.max_len 128 --data.max_samples 22 "
-            "--train.batch_size 8 --train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-2 "
-            f"--adam.eps 1e-3 --ds.param_dtype fp32 --ckpt.path {tmp_path}/ckpt --ckpt.save_steps 2 "
-            f"--ckpt.output_dir {tmp_path}/{name} --logger.run_dir {tmp_path}/{name}/run {flags}"
-        )
-        run_ranks(shlex.split(command), num_ranks, log=tmp_path / f"{name}.log")
-        return read_metrics(tmp_path / name / "run" / "metrics.jsonl")
-
-    return run
+    """Returns `sft_runs.train` for float32 runs in one folder."""
+    return lambda name, ranks, more: sft_runs.train(
+        task, tmp_path, name, ranks, f"--ds.param_dtype fp32 {more}"
+    )
 
 
 @pytest.mark.slow
@@ -145,4 +130,4 @@ def test_the_same_command_with_other_ranks_goes_on(train: Callable, tmp_path: Pa
         for step, metrics in part.items():
             assert metrics["num_tokens"] == whole[step]["num_tokens"]
             assert metrics["lr"] == whole[step]["lr"]
-            assert metrics["sft/loss"] == pytest.approx(whole[step]["sft/loss"], abs=8 * 128 * PRECISION)
+            assert metrics["sft/loss"] == pytest.approx(whole[step]["sft/loss"], abs=TOKENS * PRECISION)

@@ -4,22 +4,17 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import sft_runs
 import torch
-from processes import run_ranks
 from safetensors.torch import load_file
+from sft_runs import PRECISION, TOKENS
 
-from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
-
-PRECISION = 10 * 2**-24
-"""Tolerance of weights and losses for each token of a step. A gradient, of norm 1 at most, is a sum over
-tokens in another order; Adam turns its error into one of up to lr / eps = 10 times as much in a weight."""
-TOKENS = 8 * 128
-"""Upper bound of the tokens of a step."""
 
 WITHOUT_DEEPSPEED = """
 import sys
@@ -43,43 +38,22 @@ print("trained without")
 
 
 @pytest.fixture
-def flags(task: TaskFiles) -> str:
-    return (
-        f"--model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
-        "--data.apply_chat_template --data.max_len 128 --data.max_samples 22 --train.batch_size 8 "
-        "--train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-2 --adam.eps 1e-3 "
-    )
+def train(task: TaskFiles, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
+    """Returns `sft_runs.train` for runs in one folder."""
+    return partial(sft_runs.train, task, tmp_path)
 
 
-@pytest.fixture
-def train(flags: str, tmp_path: Path) -> Callable[..., dict[int, Metrics]]:
-    """Returns a function that trains with these ranks and flags, in one folder of checkpoints, and returns
-    the metrics of each step."""
-
-    def run(name: str, num_ranks: int, more: str) -> dict[int, Metrics]:
-        command = (
-            f"openrlhf.cli.train_sft {flags} --ckpt.path {tmp_path}/ckpt --ckpt.save_steps 2 "
-            f"--ckpt.output_dir {tmp_path}/{name} --logger.run_dir {tmp_path}/{name}/run {more}"
-        )
-        run_ranks(shlex.split(command), num_ranks, log=tmp_path / f"{name}.log")
-        return read_metrics(tmp_path / name / "run" / "metrics.jsonl")
-
-    return run
-
-
-def check_same(
-    tmp_path: Path, runs: dict[str, dict[int, Metrics]], precision: float, steps: tuple[int, ...]
-) -> None:
+def check_same(tmp_path: Path, runs: dict[str, dict[int, Metrics]], steps: tuple[int, ...]) -> None:
     (name, one), (other_name, other) = runs.items()
     for step in steps:
         assert (one[step]["lr"], one[step]["num_tokens"]) == (other[step]["lr"], other[step]["num_tokens"])
         for key in ("sft/loss", "grad_norm"):
-            assert one[step][key] == pytest.approx(other[step][key], abs=TOKENS * precision), (step, key)
+            assert one[step][key] == pytest.approx(other[step][key], abs=TOKENS * PRECISION), (step, key)
     ours, theirs = (load_file(tmp_path / n / "model.safetensors") for n in (name, other_name))
     assert ours.keys() == theirs.keys()
     for key, tensor in ours.items():
         assert tensor.dtype == theirs[key].dtype
-        torch.testing.assert_close(tensor, theirs[key], atol=TOKENS * precision, rtol=0)
+        torch.testing.assert_close(tensor, theirs[key], atol=TOKENS * PRECISION, rtol=0)
 
 
 def test_sft_equals_that_of_deepspeed(train: Callable, tmp_path: Path) -> None:
@@ -89,14 +63,15 @@ def test_sft_equals_that_of_deepspeed(train: Callable, tmp_path: Path) -> None:
         "torch": train("torch", 1, torch_only),
         "deepspeed": train("deepspeed", 1, "--ds.param_dtype fp32"),
     }
-    check_same(tmp_path, runs, PRECISION, (1, 2, 3, 4, 5, 6))
+    check_same(tmp_path, runs, (1, 2, 3, 4, 5, 6))
     with pytest.raises(AssertionError, match=r"--train\.backend was deepspeed, is torch"):
         train("refused", 1, f"{torch_only} --ckpt.load_enable")
 
 
-def test_no_deepspeed_is_needed(flags: str, tmp_path: Path) -> None:
-    argv = f"{flags} --ds.param_dtype fp32 --train.backend torch --train.max_steps 1 --ckpt.output_dir"
-    command = [sys.executable, "-c", WITHOUT_DEEPSPEED, *shlex.split(argv), str(tmp_path / "model")]
+def test_no_deepspeed_is_needed(task: TaskFiles, tmp_path: Path) -> None:
+    argv = f"{sft_runs.flags(task)} --ds.param_dtype fp32 --train.backend torch --train.max_steps 1"
+    command = [sys.executable, "-c", WITHOUT_DEEPSPEED, *shlex.split(argv)]
+    command += ["--ckpt.output_dir", str(tmp_path / "model")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0 and "trained without" in done.stdout, done.stderr[-2000:]
     assert (tmp_path / "model" / "model.safetensors").exists()
@@ -111,7 +86,7 @@ def test_sft_on_two_ranks_equals_that_of_deepspeed(train: Callable, tmp_path: Pa
         "torch": train("torch", 2, f"{common} --train.backend torch"),
         "deepspeed": train("deepspeed", 2, common),
     }
-    check_same(tmp_path, runs, PRECISION, (1, 2, 3, 4, 5, 6))
+    check_same(tmp_path, runs, (1, 2, 3, 4, 5, 6))
 
 
 @pytest.mark.slow
@@ -123,7 +98,7 @@ def test_other_ranks_go_on(train: Callable, tmp_path: Path) -> None:
     for name, ranks, begin in (("one", 1, 2), ("two", 2, 4)):
         latest.write_text(f"global_step{begin}")
         part = train(name, ranks, f"{common} --ckpt.load_enable")
-        check_same(tmp_path, {name: part, "whole": whole}, PRECISION, tuple(range(begin + 1, 7)))
+        check_same(tmp_path, {name: part, "whole": whole}, tuple(range(begin + 1, 7)))
 
 
 @pytest.mark.slow
