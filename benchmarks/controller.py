@@ -25,6 +25,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,8 +41,6 @@ from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.schedule import training_schedule
 from openrlhf.types import (
     Batch,
-    Credit,
-    ForwardOutputs,
     KeptSets,
     Prompt,
     PromptGroup,
@@ -165,9 +164,9 @@ def ours(groups: Sequence[PromptGroup]) -> Clock:
             trajectories = [t for group in received for t in group.trajectories]
             batch = Batch.of(trajectories)
         with now.stage("score"):
-            scores = ForwardOutputs(log_probs=answers(batch), ref_log_probs=answers(batch))
+            batch = replace(batch, log_probs=answers(batch), ref_log_probs=answers(batch))
         with now.stage("credit"):
-            batch = batch.credited(scores, credit_of(batch, scores, trajectories))
+            batch = credited(batch, trajectories)
         with now.stage("update"):
             lengths = batch.lengths.tolist()
             (step,) = training_schedule(
@@ -194,19 +193,18 @@ def answers(batch: Batch) -> np.ndarray:
     return batch.put_together(shares, [load(dump(part)) for part in parts])
 
 
-def credit_of(batch: Batch, scores: ForwardOutputs, trajectories: Sequence[Trajectory]) -> Credit:
+def credited(batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
     advantage, kl = AdvantageConfig(estimator="group_norm"), KLConfig(use_loss=True, estimator="k3")
     algo = AlgoConfig(advantage=advantage, kl=kl)
     return assign_credit(
         batch,
-        scores,
         trajectories,
         estimator=algo.build_estimator(),
         algo=algo,
         reward=RewardConfig(),
         kl_coef=0.01,
         max_new_tokens=1 << 20,
-    ).credit
+    )[0]
 
 
 Arrays = dict[str, np.ndarray]

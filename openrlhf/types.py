@@ -1,16 +1,14 @@
 """The records that cross a module or a process. Each is written once, by one stage, and never changed.
 
-    Prompt -> Turn -> Episode -> Trajectory -> PromptGroup -> Batch -> ForwardOutputs -> Credit
-           -> ExperienceRow
+    Prompt -> Turn -> Episode -> Trajectory -> PromptGroup -> Batch -> ExperienceRow
 
     Prompt          a row of the dataset, as the policy will read it
     Turn            one request to an engine and its answer, as the engine recorded it
     Episode         what an agent did for one sample of a prompt: its turns and its reward
     Trajectory      a token sequence to train on: an episode, or a part of one
     PromptGroup     the trajectories of a prompt's samples: what a rollout hands out
-    Batch           sequences laid end to end in numpy arrays: a whole step, a rank's part, a micro-batch
-    ForwardOutputs  log-probs and values of a batch's actions, by every model
-    Credit          advantages and returns of a batch's actions
+    Batch           sequences laid end to end in numpy arrays: a whole step, a rank's part, a micro-batch;
+                    models add their log-probs and values, credit assignment adds advantages and returns
     ExperienceRow   a batch as tensors: what one forward pass of an update reads
 
 In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutions with Steps; one forward
@@ -407,7 +405,8 @@ def unrouted(num_tokens: int, like: np.ndarray) -> np.ndarray:
 class Batch:
     """Sequences laid end to end: a whole rollout, a rank's part of it, or a micro-batch.
 
-    The optional columns are filled by the stages of a step.
+    The forward passes of a step add the columns from `log_probs` to `values`, credit assignment adds
+    `advantages` and `returns`; until then they are None.
     """
 
     token_ids: np.ndarray  # (N,) int32
@@ -421,9 +420,10 @@ class Batch:
     staleness: np.ndarray | None = None  # (A,) int32, updates by which the sampler was behind; None: all 0
     log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
+    teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher; no update reads it
     values: np.ndarray | None = None  # (A,) None without a critic
-    advantages: np.ndarray | None = None  # (A,)
-    returns: np.ndarray | None = None  # (A,)
+    advantages: np.ndarray | None = None  # (A,) float32
+    returns: np.ndarray | None = None  # (A,) float32
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], version: int | None = None) -> Self:
@@ -444,17 +444,6 @@ class Batch:
     def __len__(self) -> int:
         """Returns B, the number of sequences."""
         return len(self.lengths)
-
-    def credited(self, outputs: "ForwardOutputs", credit: "Credit") -> Self:
-        """Returns the batch with all columns that an update reads."""
-        return replace(
-            self,
-            log_probs=outputs.log_probs,
-            ref_log_probs=outputs.ref_log_probs,
-            values=outputs.values,
-            advantages=credit.advantages,
-            returns=credit.returns,
-        )
 
     def select(self, indices: Sequence[int]) -> Self:
         """Returns the sequences at `indices`, in that order, with every column."""
@@ -508,22 +497,6 @@ def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | N
     if whole is None:
         return None
     return np.concatenate([whole[place] for place in places]) if places else whole[:0]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ForwardOutputs:
-    """Per-action outputs of the models for a batch."""
-
-    log_probs: np.ndarray | None  # (A,) under the policy before this step's update; None: not computed
-    ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
-    teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher
-    values: np.ndarray | None = None  # (A,) None without a critic
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Credit:
-    advantages: np.ndarray  # (A,) float32
-    returns: np.ndarray  # (A,) float32
 
 
 class Updated(NamedTuple):

@@ -1,7 +1,7 @@
 """Computes advantages and returns of a step, without gradients."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from math import nan
 
@@ -16,20 +16,12 @@ from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.types import Batch, Credit, ForwardOutputs, Metrics, Trajectory, present, tensor_of
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CreditResult:
-    credit: Credit
-    metrics: Metrics
-    """`kl/mean` is the input of the KL controller."""
+from openrlhf.types import Batch, Metrics, Trajectory, present, tensor_of
 
 
 @torch.no_grad()
 def assign_credit(
     batch: Batch,
-    outputs: ForwardOutputs,
     trajectories: Sequence[Trajectory],
     *,
     estimator: AdvantageEstimator,
@@ -38,10 +30,11 @@ def assign_credit(
     kl_coef: float,
     max_new_tokens: int,
     teacher_coef: float = 0.0,
-) -> CreditResult:
-    """Computes the (A,) advantages and returns of a step, with metrics. The three arguments describe the same
-    samples of the whole rollout, at least one, each with a reward. Failed samples are excluded, so group
-    sizes differ; estimators that compare a group give a sample without a peer an advantage of 0.
+) -> tuple[Batch, Metrics]:
+    """Returns the batch with the advantages and returns of its actions, and metrics; `kl/mean` is the input
+    of the KL controller. `batch` and `trajectories` describe the same samples of the whole rollout, at least
+    one, each with a reward. Failed samples are excluded, so group sizes differ; estimators that compare a
+    group give a sample without a peer an advantage of 0.
 
     penalties -> the estimator's `shape` -> clip -> KL and teacher on every action -> its `advantages` ->
     whitening over all actions
@@ -53,13 +46,13 @@ def assign_credit(
     `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
     distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
     """
-    step = step_view(batch, outputs, trajectories, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
+    step = step_view(batch, trajectories, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
     counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
     shaped = estimator.shape(step).to(step.rewards.dtype)
     clipped = clip(shaped, *reward.clip_range)[step.episodes]
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
-    to_teacher = _difference(log_probs, tensor_of(outputs.teacher_log_probs), torch.sub)
+    to_teacher = _difference(log_probs, tensor_of(batch.teacher_log_probs), torch.sub)
     earned = earlier_rewards(trajectories) if estimator.discounts else None
     if earned is not None:
         clipped = clipped - torch.tensor([float(part.sum()) for part in earned.split(counts.tolist())])
@@ -74,7 +67,7 @@ def assign_credit(
     if estimator.whiten:
         advantages = whiten(advantages, scale=not algo.advantage.no_std_norm)
 
-    credit = Credit(advantages=advantages.numpy(), returns=returns.numpy())
+    batch = replace(batch, advantages=advantages.numpy(), returns=returns.numpy())
     metrics = _reward_metrics(step.rewards, step.group_ids) | {
         "reward/return_mean": _total(per_action) / len(counts),
         "advantage/mean": _total(advantages) / max(1, len(advantages)),
@@ -85,9 +78,9 @@ def assign_credit(
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
     if estimator.needs_critic:
         metrics["critic/explained_variance"] = explained_variance(present(step.values), returns)
-    if outputs.log_probs is not None:
-        metrics |= log_prob_metrics(batch.credited(outputs, credit), algo.kl.estimator)
-    return CreditResult(credit=credit, metrics=metrics)
+    if batch.log_probs is not None:
+        metrics |= log_prob_metrics(batch, algo.kl.estimator)
+    return batch, metrics
 
 
 def earlier_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
@@ -119,7 +112,6 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
 
 def step_view(
     batch: Batch,
-    outputs: ForwardOutputs,
     trajectories: Sequence[Trajectory],
     *,
     algo: AlgoConfig,
@@ -155,10 +147,10 @@ def step_view(
         truncated=truncated,
         episodes=parts,
         counts=counts,
-        log_probs=tensor_of(outputs.log_probs),
+        log_probs=tensor_of(batch.log_probs),
         rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
-        ref_log_probs=tensor_of(outputs.ref_log_probs),
-        values=tensor_of(outputs.values),
+        ref_log_probs=tensor_of(batch.ref_log_probs),
+        values=tensor_of(batch.values),
         gamma=algo.advantage.gamma,
         lambd=algo.advantage.lambd,
     )

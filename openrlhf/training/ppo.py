@@ -19,7 +19,7 @@ from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.schedule import num_batches, training_schedule
-from openrlhf.types import Batch, ForwardOutputs, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 
@@ -148,10 +148,9 @@ class PPOTrainer(Generic[PolicyT]):
         finished = [t for t in trajectories if t.ok]
         batch = Batch.of(finished, self.weight_version)
         with self.observer.phase("logprobs"):
-            outputs = self.forward(batch)
-        result = assign_credit(
+            batch = self.forward(batch)
+        batch, credit_metrics = assign_credit(
             batch,
-            outputs,
             finished,
             estimator=self.estimator,
             algo=self.config.algo,
@@ -160,9 +159,9 @@ class PPOTrainer(Generic[PolicyT]):
             max_new_tokens=self.config.longest_response,
             teacher_coef=self.config.teacher.kd_coef,
         )
-        metrics = rollout_metrics(trajectories, self.weight_version) | result.metrics
+        metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
         self.check_mismatch(metrics)
-        batch = batch.credited(outputs, result.credit)
+        batch = replace(batch, teacher_log_probs=None)
         schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
@@ -184,14 +183,14 @@ class PPOTrainer(Generic[PolicyT]):
         config = self.config
         check_mismatch(metrics, config.ds.precision.dtype, config.algo.max_mismatch, self.step + 1)
 
-    def forward(self, batch: Batch) -> ForwardOutputs:
-        """Computes log-probs and values of all actions with every model that the run has."""
+    def forward(self, batch: Batch) -> Batch:
+        """Adds the log-probs and values of all actions by every model that the run has."""
         policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(batch) if model else None for model in models]
         log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
-        return ForwardOutputs(
-            log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference
+        return replace(
+            batch, log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference
         )
 
     @property

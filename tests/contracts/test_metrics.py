@@ -14,7 +14,7 @@ from openrlhf.training.credit import assign_credit
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.worker import PHASES
-from openrlhf.types import Batch, ForwardOutputs, Outcome, Trajectory, runs
+from openrlhf.types import Batch, Outcome, Trajectory, runs
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## Health warnings")[0]
@@ -39,9 +39,8 @@ def emitted() -> set[str]:
     batch = Batch.of(finished, version=0)
     ones = np.ones(batch.num_actions.sum(), np.float32)
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"))
-    credit = assign_credit(
-        batch,
-        ForwardOutputs(log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
+    _, metrics = assign_credit(
+        replace(batch, log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
         finished,
         estimator=algo.build_estimator(),
         algo=algo,
@@ -52,7 +51,7 @@ def emitted() -> set[str]:
     )
     # the sources score and verdict
     evaluations = [*evaluation_metrics(everything), *evaluation_metrics(finished[:2])]
-    return {*rollout_metrics(everything, 0), *evaluations, *credit.metrics}
+    return {*rollout_metrics(everything, 0), *evaluations, *metrics}
 
 
 def written() -> set[str]:

@@ -1,5 +1,7 @@
 import math
+from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import strategies as st
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.training.credit import assign_credit
-from openrlhf.types import Batch, Credit, ForwardOutputs, Metrics, Trajectory
+from openrlhf.types import Batch, Metrics, Trajectory
 
 INDICES = count()
 
@@ -25,21 +27,21 @@ def trajectory(reward: float, num_actions: int, mask: list[bool] | None = None, 
 
 def assign(
     trajectories, *, log_ratio=0.0, reference=True, values=None, kl_coef=0.0, reward=None, **algo
-) -> tuple[list[Credit], Metrics]:
-    """Returns the credit of each of the trajectories, whose every action has log-prob -1 and `log_ratio` to
-    the reference."""
+) -> tuple[list[SimpleNamespace], Metrics]:
+    """Returns the advantages and returns of each trajectory, and metrics. Every action has log-prob -1 and
+    `log_ratio` to the reference."""
     batch = Batch.of(trajectories)
     log_probs = np.full(batch.num_actions.sum(), -1.0, np.float32)
-    scores = ForwardOutputs(
+    batch = replace(
+        batch,
         log_probs=log_probs,
         ref_log_probs=log_probs - np.float32(log_ratio) if reference else None,
         values=np.array([v for own in values for v in own], np.float32) if values else None,
     )
     kl = KLConfig(use_loss=algo.pop("use_loss", False), estimator=algo.pop("kl_estimator", "k1"))
     config = AlgoConfig(advantage=AdvantageConfig(**algo), kl=kl)
-    result = assign_credit(
+    batch, metrics = assign_credit(
         batch,
-        scores,
         trajectories,
         estimator=config.build_estimator(),
         algo=config,
@@ -47,9 +49,9 @@ def assign(
         kl_coef=kl_coef,
         max_new_tokens=4,
     )
-    assert result.credit.advantages.dtype == result.credit.returns.dtype == np.float32
-    columns = (records.by_sequence(batch, c) for c in (result.credit.advantages, result.credit.returns))
-    return [Credit(advantages=a, returns=r) for a, r in zip(*columns, strict=True)], result.metrics
+    assert batch.advantages.dtype == batch.returns.dtype == np.float32
+    columns = (records.by_sequence(batch, c) for c in (batch.advantages, batch.returns))
+    return [SimpleNamespace(advantages=a, returns=r) for a, r in zip(*columns, strict=True)], metrics
 
 
 def advantages(credit):
@@ -320,11 +322,11 @@ def test_an_episode_is_as_long_as_all_its_parts():
 def test_a_teacher_rewards_every_action(gamma, returns):
     """The reward is 2 (log p_teacher - log p): 2 (-0.5 + 1) = 1 and 2 (-2 + 1) = -2; without discount the
     first action also earns what the second does."""
-    log_probs, one = np.full(2, -1.0, np.float32), trajectory(0.0, 2)
+    one = trajectory(0.0, 2)
+    columns = {"log_probs": -1.0, "teacher_log_probs": [-0.5, -2.0]}
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma))
-    result = assign_credit(
-        Batch.of([one]),
-        ForwardOutputs(log_probs=log_probs, teacher_log_probs=np.array([-0.5, -2.0], np.float32)),
+    batch, metrics = assign_credit(
+        records.batch_of([one], **columns),
         [one],
         estimator=algo.build_estimator(),
         algo=algo,
@@ -333,8 +335,8 @@ def test_a_teacher_rewards_every_action(gamma, returns):
         max_new_tokens=4,
         teacher_coef=2.0,
     )
-    assert result.credit.returns.tolist() == returns
-    assert result.metrics["teacher/kl_mean"] == 0.25  # the mean of -0.5 and 1
+    assert batch.returns.tolist() == returns
+    assert metrics["teacher/kl_mean"] == 0.25  # the mean of -0.5 and 1
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -28,7 +28,7 @@ from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.training.credit import step_view
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
-from openrlhf.types import Batch, ForwardOutputs, Image, Outcome, Prompt, Trajectory
+from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode
 
 PROMPT, ANSWER = "<|user|>How many?<|end|><|assistant|>", "3 apples"
@@ -242,7 +242,7 @@ def test_an_episode_of_several_sequences_has_one_reward():
     )
     assert [(t.reward, t.score) for t in scored] == [(4.5, 4.5), (4.5, 4.5), (-1.5, -1.5), (-1.5, -1.5)]
     options = {"algo": AlgoConfig(), "reward": RewardConfig(), "max_new_tokens": 8}
-    trained_on = step_view(Batch.of(scored), ForwardOutputs(log_probs=None), scored, **options)
+    trained_on = step_view(Batch.of(scored), scored, **options)
     assert trained_on.rewards.tolist() == trained_on.named_rewards["score"].tolist() == [4.5, -1.5]
     assert rollout_metrics(scored, 0)["rollout/reward_mean"] == 1.5
     assert rollout_metrics(scored, 0)["rollout/reward_model/rm"] == 0.5

@@ -82,7 +82,6 @@ from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, r
 from openrlhf.types import (
     Batch,
     ExperienceRow,
-    ForwardOutputs,
     LossNorm,
     Metrics,
     PackedRow,
@@ -631,10 +630,9 @@ def credit_of(
     less."""
     batch = Batch.of(trajectories)
     ones = np.ones(batch.num_actions.sum(), np.float32)
-    scores = ForwardOutputs(log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
-    result = assign_credit(
+    batch = replace(batch, log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
+    return assign_credit(
         batch,
-        scores,
         trajectories,
         estimator=algo.build_estimator(),
         algo=algo,
@@ -642,7 +640,6 @@ def credit_of(
         kl_coef=kl_coef,
         max_new_tokens=8,
     )
-    return batch.credited(scores, result.credit), result.metrics
 
 
 MEAN_BASELINES = ["rloo", "reinforce_baseline", "group_norm", "dr_grpo"]

@@ -30,7 +30,7 @@ from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.origin import Origin, compare
-from openrlhf.types import Batch, ExperienceRow, ForwardOutputs, LossNorm, present
+from openrlhf.types import Batch, ExperienceRow, LossNorm, present
 from openrlhf.user_file import UserFiles
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
@@ -66,10 +66,8 @@ def test_opo_in_the_credit_of_a_step():
         trajectory(reward, [7] * length, prompt_id=prompt, sample_index=i)
         for i, (prompt, reward, length) in enumerate(samples)
     ]
-    batch = Batch.of(trajectories)
-    result = assign_credit(
-        batch,
-        ForwardOutputs(log_probs=None),
+    batch, _ = assign_credit(
+        Batch.of(trajectories),
         trajectories,
         estimator=config.algo.build_estimator(),
         algo=config.algo,
@@ -77,8 +75,8 @@ def test_opo_in_the_credit_of_a_step():
         kl_coef=0.0,
         max_new_tokens=8,
     )
-    assert result.credit.advantages.dtype == np.float32
-    assert [a.tolist() for a in by_sequence(batch, result.credit.advantages)] == [
+    assert batch.advantages.dtype == np.float32
+    assert [a.tolist() for a in by_sequence(batch, batch.advantages)] == [
         [3],
         [-1, -1, -1],
         [-1, -1],
@@ -102,7 +100,7 @@ def test_a_step_as_an_estimator_sees_it():
     ]
     batch, config = Batch.of(trajectories), PPOConfig()
     options = {"algo": config.algo, "reward": config.reward, "max_new_tokens": 8}
-    step = view_of(batch, ForwardOutputs(log_probs=None), trajectories, **options)
+    step = view_of(batch, trajectories, **options)
     assert step.rewards.tolist() == [1, -1] and step.group_ids.tolist() == [0, 0]
     assert step.lengths.tolist() == [5, 1] and step.counts.tolist() == [3, 2, 1]
     assert step.episodes.tolist() == [0, 0, 1] and step.turns.tolist() == [3, 1]

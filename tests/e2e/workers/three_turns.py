@@ -7,6 +7,7 @@ import asyncio
 import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from openrlhf.cli.agent import play, prepare
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, Credit, ExperienceRow, ForwardOutputs, LossNorm, Trajectory
+from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
 
 TEMPERATURE = 0.7
 FEEDBACK = " No.\n Again, number {}: "
@@ -70,8 +71,8 @@ def gradients(model: torch.nn.Module) -> Shares:
 def of_the_row(path: str, trajectories: list[Trajectory], advantages: Tensor) -> Shares:
     """Computes log-probs and gradients as a training step does: all sequences in one packed row."""
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto"))
-    batch, credit = Batch.of(trajectories), Credit(advantages=advantages.numpy(), returns=advantages.numpy())
-    row = ExperienceRow.of(batch.credited(ForwardOutputs(log_probs=None), credit))
+    credit = {"advantages": advantages.numpy(), "returns": advantages.numpy()}
+    row = ExperienceRow.of(replace(Batch.of(trajectories), **credit))
     norm = LossNorm(num_tokens=len(advantages), num_sequences=len(trajectories))
     PolicyObjective(temperature=TEMPERATURE)(policy, row, norm)[0].backward()
     return gradients(policy.model)
