@@ -1,5 +1,6 @@
 """Atomic writes, folders shared between machines, and the user's cache folder."""
 
+import errno
 import os
 import platform
 import shutil
@@ -24,6 +25,7 @@ def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
         yield beside
         _flush(beside)
         beside.replace(path)
+        sync_folder(path.parent)
     finally:
         _remove(beside)
 
@@ -114,11 +116,32 @@ def made_once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def _flush(path: Path) -> None:
-    """Syncs files to the disk, because a rename may reach it before the renamed content."""
-    files = [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
-    for file in files:
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+    """Syncs files and folders to the disk, because a rename may reach it before the renamed content."""
+    inside = [path, *path.rglob("*")] if path.is_dir() else [path]
+    for file in inside:
+        if file.is_file():
+            sync_file(file)
+    for folder in inside:
+        if folder.is_dir():
+            sync_folder(folder)
+
+
+def sync_file(file: Path) -> None:
+    """Writes a file's content to the disk."""
+    with file.open("rb") as opened:
+        os.fsync(opened.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Writes a folder's entries to the disk: the names of its files, as they are after a rename."""
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without it
+            raise
+    finally:
+        os.close(number)
 
 
 def _remove(path: Path) -> None:

@@ -16,8 +16,8 @@ if [[ -d $CKPT/_critic ]]; then MODELS=("$CKPT/_critic" "${MODELS[@]}"); fi
 
 for model in "${MODELS[@]}"; do
     mkdir -p "$model/${TAG}_universal"
-    # What a run keeps beside DeepSpeed's files
-    find "$model/$TAG" -maxdepth 1 \( -name '*.json' -o -name 'random_state_*' -o -name 'moving_average_*' \) \
+    # What a run keeps beside DeepSpeed's files, but for their manifest
+    find "$model/$TAG" -maxdepth 1 \( -name 'origin.json' -o -name 'metric.json' -o -name 'random_state_*' -o -name 'moving_average_*' \) \
         -exec cp -t "$model/${TAG}_universal" {} +
     python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state \
         --input_folder "$model/$TAG" \

@@ -6,8 +6,10 @@ import os
 import platform
 import random
 import socket
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.files import appears, marked
 from openrlhf.mesh import Mesh
+
+ResultT = TypeVar("ResultT")
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
@@ -142,6 +146,13 @@ def machines_without(folder: str) -> list[str]:
         assert told[0] is not None  # rank 0 has set it
         dist.all_gather_object(seen, (platform.node(), appears(told[0])))
     return sorted({machine for machine, found in seen if not found})
+
+
+def from_first(call: Callable[[], ResultT]) -> ResultT:
+    """Returns rank 0's result of `call` on every rank. Collective."""
+    result: list[Any] = [call() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(result)
+    return result[0]
 
 
 def leave_distributed() -> None:

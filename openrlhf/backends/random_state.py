@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.device import DEVICE_TYPE
 
 logger = logging.getLogger(__name__)
 
 
-def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
+def save_random_state(writer: CheckpointWriter, rank: int, num_ranks: int) -> None:
     """Writes the random state of Python, NumPy, torch and this rank's GPU into a checkpoint's folder."""
     state = {
         "num_ranks": num_ranks,
@@ -21,7 +22,7 @@ def save_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if DEVICE_TYPE == "cuda" else None,
     }
-    torch.save(state, _file(folder, rank))
+    writer.save(state, _file(writer.folder, rank))
 
 
 def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:

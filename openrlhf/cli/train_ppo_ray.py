@@ -18,7 +18,7 @@ from openrlhf.errors import catch_signals, short_errors, telling
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
-from openrlhf.training.start import begin, make_room, origin_of, position
+from openrlhf.training.start import begin, make_room, origin_of, position, take_folders
 from openrlhf.user_file import split
 
 if TYPE_CHECKING:
@@ -57,7 +57,8 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
             data = build_data(config)
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, data)
-            tag = begin(config, checkpoints, held)
+            take_folders(config, checkpoints, held)
+            tag = begin(config, checkpoints)
             train(config, argv, layout, places, data, checkpoints, tag)
     finally:
         stop_ray()

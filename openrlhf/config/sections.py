@@ -279,7 +279,11 @@ class CkptConfig:
     """Repository on the Hugging Face hub that the final model goes to, as `owner/name`; private where it does
     not exist yet. Needs HF_TOKEN or `hf auth login`. None: nothing is uploaded."""
     load_enable: bool = False
-    """Resume from the last checkpoint in `path`, if there is one."""
+    """Resume from the last sound checkpoint in `path`, if there is one."""
+    verify: Literal["full", "structure"] = "full"
+    """How a checkpoint is checked before a run resumes from it. full: every file is read and compared with
+    the SHA-256 of its manifest, about 1 GB a second for each core. structure: the names and sizes of files,
+    and the content of those up to 1 MiB."""
 
     @property
     def folder(self) -> str:

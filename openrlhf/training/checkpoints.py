@@ -1,20 +1,34 @@
-"""Selects the checkpoints that a run keeps and the one it resumes from. Engines read and write their
-contents."""
+"""Commits the checkpoints of a run, selects those that it keeps and the one that it resumes from. Engines
+read and write their contents.
+
+A checkpoint is written to the folder UNFINISHED and renamed when all of its files are on the disk, so
+`global_step{N}` is there whole or not at all. Its manifest (backends/manifest.py) lists every file, and names
+the manifests of the other models of the same save: the rename of the first folder commits all of them.
+"""
 
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from openrlhf.backends import manifest
+from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
 from openrlhf.config.sections import CkptConfig
-from openrlhf.files import write_atomically
+from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.files import sync_folder, write_atomically
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.training.origin import Origin, compare
 
 LATEST = "latest"
-"""File with the tag to resume from, written when that checkpoint is complete."""
+"""File with the tag to resume from, written when that checkpoint is complete. Without it, or where it names
+no sound checkpoint, the folders are looked at."""
+
+UNFINISHED = ".saving"
+"""Folder of the checkpoint that is being written, in each model's folder."""
 
 UNIVERSAL = "_universal"
 """Suffix of a tag whose checkpoint is in DeepSpeed's universal form, and of LATEST in the name of the file
@@ -24,10 +38,15 @@ METRIC = "metric.json"
 ORIGIN = "origin.json"
 """File with the origin of a checkpoint (flags, data, models) and the time at which it was written."""
 
+FORMAT = "manifest_format"
+"""Key in ORIGIN of a checkpoint that has a manifest."""
+
 BEST = "best_"
 COPY = "_hf"
 """Suffix of the Hugging Face copies that `ckpt.save_hf` writes to the checkpoint folder."""
 _TAG = re.compile(r"global_step\d+")
+_NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
+"""Tags that the file LATEST may name."""
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
 """Names that a training command or the universal converter writes to a checkpoint folder."""
@@ -55,12 +74,34 @@ class CheckpointFolder:
         self.folders = (self.path, *map(Path, others))
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
-    def choose(self) -> tuple[str | None, list[str]]:
+    def find(self) -> "Found":
+        """Looks for the checkpoint to resume from: the one that LATEST names, or else the newest; damaged
+        ones are skipped. With `ckpt.verify` full every file of it is read."""
+        names, skipped = self._pointed_at()
+        others = sorted(self._complete() - set(names), key=_step, reverse=True)
+        for tag in [*names, *others]:
+            if (reason := self._damage(tag)) is None:
+                return Found(tag, skipped)
+            skipped.append(f"{tag}: {reason}")
+        return Found(None, skipped)
+
+    def choose(self, found: "Found | None" = None) -> tuple[str | None, list[str]]:
         """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
-        Raises ValueError where the checkpoint belongs to a run that this one cannot continue."""
+        `found`: the result of `find`, where another rank has called it. Raises ValueError where there are
+        checkpoints and none is sound, or where the checkpoint belongs to a run that this one cannot
+        continue."""
         if not self.ckpt.load_enable:
             return None, self._found()
-        tag = self.latest()
+        tag, skipped = found or self.find()
+        if tag is None and skipped:
+            raise UsageError(
+                ErrorCode.DAMAGED_CHECKPOINT,
+                f"{self.path} has no checkpoint that this run can resume from:\n"
+                + "\n".join(f"  {text}" for text in skipped)
+                + "\nRestore one from a copy. Or start over: in another --ckpt.output_dir, or without\n"
+                "--ckpt.load_enable, which keeps what is there.",
+                flag="--ckpt.load_enable",
+            )
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
         resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
@@ -68,7 +109,9 @@ class CheckpointFolder:
         if origin is None:
             untold = "it is of a version that does not tell its flags and models: they could not be compared"
             return tag, [resuming, untold]
-        return tag, [resuming, *self.check(tag, origin)]
+        unlisted = "it is of a version without manifests: damage to its files could not be looked for"
+        notes = [] if tag.endswith(UNIVERSAL) or (self.path / tag / MANIFEST).exists() else [unlisted]
+        return tag, [resuming, *notes, *self.check(tag, origin)]
 
     def check(self, tag: str, before: Origin) -> list[str]:
         """Returns remarks on the changes since `before`, the checkpoint's origin. Raises ValueError where a
@@ -86,15 +129,76 @@ class CheckpointFolder:
 
     def _found(self) -> list[str]:
         """Returns a line about an existing checkpoint, for a run that starts from the beginning."""
-        tag = self._named()
-        if tag is None or not (self.path / tag).is_dir():
+        names, _ = self._pointed_at()
+        if not (tags := names or sorted(self._complete(), key=_step, reverse=True)):
             return []
-        found = f"{self.path} has a checkpoint of step {_step(tag)}, written {self._written(tag)}"
+        found = f"{self.path} has a checkpoint of step {_step(tags[0])}, written {self._written(tags[0])}"
         return [f"{found}; --ckpt.load_enable would resume from it"]
+
+    def _pointed_at(self) -> tuple[list[str], list[str]]:
+        """Returns the tags that LATEST and its universal form name, newest first, and the reasons for which
+        they name none. A folder without complete checkpoints and without these files has neither."""
+        names, reasons = [], []
+        for name in self.pointers:
+            if (tag := self._named(name)) is None:
+                continue
+            if not _NAMED.fullmatch(tag):
+                reasons.append(f"the file {name} names no checkpoint")
+            elif not (self.path / tag).is_dir():
+                reasons.append(f"the file {name} names {tag}, which is not there")
+            else:
+                names.append(tag)
+        if not names and not reasons and self._complete():
+            reasons.append(f"the file {LATEST} is missing")
+        return sorted(names, key=_step, reverse=True), reasons
+
+    def _complete(self) -> set[str]:
+        """Returns the tags of the checkpoints that were written to their end. One without manifest and origin
+        is of an earlier release, which may have been killed while it wrote the newest."""
+        tags = {p.name for p in self.path.glob("*") if p.is_dir() and _TAG.fullmatch(p.name)}
+        named = self._named() or ""
+        last = _step(named) if _NAMED.fullmatch(named) else -1
+        listed = lambda tag: any((self.path / tag / name).exists() for name in (MANIFEST, ORIGIN))
+        return {tag for tag in tags if listed(tag) or _step(tag) <= last}
+
+    def _damage(self, tag: str) -> str | None:
+        """Returns the reason for which this checkpoint cannot be resumed from; None if it can."""
+        folder, hashes = self.path / tag, self.ckpt.verify == "full"
+        if tag.endswith(UNIVERSAL):
+            return None if (folder / "zero").is_dir() else "it has no folder `zero`"
+        try:
+            if not (folder / MANIFEST).exists() and not self._has_manifest(tag):
+                return None if any(folder.iterdir()) else "its folder is empty"
+            listed = Manifest.read(folder)
+            if listed.step != _step(tag):
+                return f"{MANIFEST} is of step {listed.step}"
+            for other in self.folders[1:]:
+                if reason := self._damage_of(other / tag, listed.parts.get(other.name), hashes):
+                    return f"{other.name}: {reason}"
+            return listed.damage(folder, hashes=hashes)
+        except ValueError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error.filename}: {error.strerror}"
+
+    def _damage_of(self, folder: Path, sha256: str | None, hashes: bool) -> str | None:
+        """As `_damage`, for the folder of another model. `sha256`: of the manifest that was saved with it."""
+        try:
+            listed = Manifest.read(folder)
+        except ValueError as error:
+            return str(error)
+        if Entry.of(folder / MANIFEST).sha256 != sha256:
+            return f"{MANIFEST} is of another save"
+        return listed.damage(folder, hashes=hashes)
+
+    def _has_manifest(self, tag: str) -> bool:
+        """Tells whether the checkpoint was saved with a manifest, which may be missing since."""
+        file = self.path / tag / ORIGIN
+        return file.exists() and FORMAT in _read_json(file)
 
     def _named(self, name: str = LATEST) -> str | None:
         pointer = self.path / name
-        return pointer.read_text().strip() if pointer.exists() else None
+        return pointer.read_text(errors="replace").strip() if pointer.exists() else None
 
     def standing(self) -> str:
         """Returns a line that names the last checkpoint, or says that nothing was saved."""
@@ -117,45 +221,85 @@ class CheckpointFolder:
     def _origin_of(self, tag: str) -> Origin | None:
         """Returns the checkpoint's origin, None where its file is missing."""
         file = self.path / tag / ORIGIN
-        return Origin(**json.loads(file.read_text())["origin"]) if file.exists() else None
+        return Origin(**_read_json(file)["origin"]) if file.exists() else None
 
     def _written(self, tag: str) -> str:
-        """Returns the time of the checkpoint's completion: as recorded, else that of the file LATEST."""
+        """Returns the time of the checkpoint's completion: as recorded, else that of its folder."""
         file = self.path / tag / ORIGIN
         if file.exists():
-            return json.loads(file.read_text())["written"]
-        return _time(datetime.fromtimestamp((self.path / LATEST).stat().st_mtime, UTC))
+            return _read_json(file)["written"]
+        return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
 
     def latest(self) -> str | None:
-        """Returns the tag of the last complete checkpoint, None without one. Raises ValueError where its
-        folder is missing."""
-        named = {tag: pointer for pointer in self.pointers if (tag := self._named(pointer))}
-        tag = max(named, key=_step, default=None)
-        if tag is not None and not (self.path / tag).is_dir():
-            raise ValueError(
-                f"--ckpt.path {self.path}: the file {named[tag]} names {tag}, which is not there.\n"
-                f"Write the name of one of the folders beside it into that file, or remove it to start over."
-            )
-        return tag
+        """Returns the tag of the checkpoint to resume from, None without a sound one."""
+        return self.find().tag
 
-    def completed(self, tag: str, metric: float | None = None) -> None:
-        """Marks `tag` (a checkpoint, a copy or both) as complete once every rank has written it, and removes
-        checkpoints beyond the limits of `ckpt.*`."""
-        is_checkpoint = (self.path / tag).is_dir()
-        if is_checkpoint and self.origin is not None:
-            about = {"written": _time(datetime.now(UTC)), "origin": self.origin.as_dict()}
-            (self.path / tag / ORIGIN).write_text(json.dumps(about, indent=1))
-        if is_checkpoint and metric is not None:
-            (self.path / tag / METRIC).write_text(json.dumps({"metric_value": metric}))
-        if tag.startswith(BEST):
-            for other in self._tags(_BEST_TAG) - {tag}:
-                self._remove(other)
+    @contextmanager
+    def saving(self, tag: str, metric: float | None = None, *, commits: bool = True) -> Iterator[Path]:
+        """Yields the folder UNFINISHED of the first model; engines write their part of the checkpoint to
+        `tag` in theirs. When the block ends, the checkpoint gets its name, and older ones make room. After an
+        error its files are removed.
+
+        `commits`: False on all ranks but one. `metric`: the evaluation to rank this checkpoint by.
+        """
+        unfinished = self.path / UNFINISHED
+        if not commits:
+            yield unfinished
             return
-        if is_checkpoint:
-            write_atomically(self.path / LATEST, [tag])
+        try:
+            yield unfinished
+            self._commit(tag, metric)
+        except OSError as error:
+            place = error.filename or unfinished
+            text = f"{place} could not be written: {error.strerror or error}"
+            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+        finally:
+            self.remove_unfinished()
         self._rotate(tag)
 
+    def remove_unfinished(self) -> list[str]:
+        """Removes checkpoints that were not written to their end. Returns a line about each."""
+        lines = []
+        for folder in self.folders:
+            if (place := folder / UNFINISHED).exists():
+                tags = ", ".join(sorted(path.name for path in place.iterdir() if path.is_dir()))
+                lines.append(f"{place}: removed an unfinished checkpoint: {tags or 'no files'}")
+                shutil.rmtree(place, ignore_errors=True)  # ranks that are being stopped may still write
+        return lines
+
+    def _commit(self, tag: str, metric: float | None) -> None:
+        """Gives the checkpoint in UNFINISHED its name in all models' folders, the first model's last."""
+        made = self.path / UNFINISHED / tag
+        if not made.is_dir():  # only a copy was saved
+            return
+        if self.origin is not None:
+            about = {"written": _time(datetime.now(UTC)), FORMAT: manifest.FORMAT}
+            (made / ORIGIN).write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
+        if metric is not None:
+            (made / METRIC).write_text(json.dumps({"metric_value": metric}))
+        others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]
+        step, complete = _step(tag), manifest.complete
+        parts = {folder.name: complete(folder / UNFINISHED / tag, step=step) for folder in others}
+        complete(made, step=step, parts=parts)
+        for folder in [*others, self.path]:
+            self._take(folder, tag)
+        if _TAG.fullmatch(tag):
+            write_atomically(self.path / LATEST, [tag])
+
+    def _take(self, folder: Path, tag: str) -> None:
+        """Renames a model's checkpoint, and whatever its engine wrote beside it."""
+        if (folder / tag).exists():  # a damaged one that was skipped, or one of the same step
+            shutil.rmtree(folder / tag)
+        for path in sorted((folder / UNFINISHED).iterdir(), key=lambda path: path.name == tag):
+            path.replace(folder / path.name)
+        sync_folder(folder)
+
     def _rotate(self, newest: str) -> None:
+        """Removes checkpoints beyond the limits of `ckpt.*`."""
+        if newest.startswith(BEST):
+            for other in self._tags(_BEST_TAG) - {newest}:
+                self._remove(other)
+            return
         tags = list(self._tags(_TAG) - {newest})
         # The worst metric goes first, then the oldest; one without a metric counts as worst.
         tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
@@ -183,9 +327,29 @@ class CheckpointFolder:
         return {tag for tag in checkpoints | copies if kind.fullmatch(tag)}
 
 
+class Found(NamedTuple):
+    """The result of a look at the checkpoints of a folder."""
+
+    tag: str | None
+    """The checkpoint to resume from; None without a sound one."""
+    skipped: list[str]
+    """Reasons for which others were not taken."""
+
+
 def _metric(folder: Path) -> float:
     file = folder / METRIC
-    return json.loads(file.read_text())["metric_value"] if file.exists() else -float("inf")
+    return _read_json(file).get("metric_value", -float("inf")) if file.exists() else -float("inf")
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """Raises ValueError, naming the file, where it does not hold a JSON object."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} is unreadable")
+    return found
 
 
 def _step(tag: str) -> int:

@@ -256,7 +256,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     def save(self, tag: str, metric: float | None = None) -> None:
         """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says."""
-        with self.observer.phase("save"):
+        with self.observer.phase("save"), self.checkpoints.saving(tag, metric):
             if not self.config.ckpt.disable_ds:
                 if self.critic:
                     self.critic.save_checkpoint(tag, {}).result()
@@ -264,7 +264,6 @@ class PPOTrainer(Generic[PolicyT]):
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
             self.observer.flush()  # a resumed run does not repeat these steps
-            self.checkpoints.completed(tag, metric)
 
     def state(self) -> dict:
         """Returns everything that a resumed run needs apart from its models."""

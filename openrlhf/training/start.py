@@ -10,10 +10,11 @@ from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.errors import tell
 from openrlhf.files import holds_model
 
 if TYPE_CHECKING:
-    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.training.checkpoints import CheckpointFolder, Found
     from openrlhf.training.origin import Origin
     from openrlhf.training.ppo import PPOTrainer
     from openrlhf.training.supervised import SupervisedTrainer
@@ -63,17 +64,28 @@ def _models(config: Config) -> list[tuple[str, str]]:
     return [(key, path) for key, value in flags.items() if value for path in value.split(",")]
 
 
-def begin(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> str | None:
-    """Locks the run's folders until `held` ends, prints what it can resume from, and returns that tag. Runs
-    on rank 0 only. Raises ValueError where a live run holds a folder, or where the checkpoint belongs to
-    another run."""
+def take_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> None:
+    """Locks the run's folders until `held` ends, and removes checkpoints that a killed run left unfinished.
+    Runs on rank 0 only. Raises ValueError where a live run holds a folder."""
     from openrlhf.observability.lock import locked
 
     if config.ckpt.is_used:
         held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
+        for line in checkpoints.remove_unfinished():
+            tell(line)
     held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
-    tag, lines = checkpoints.choose()
+
+
+def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None) -> str | None:
+    """Prints what the run can resume from, and returns that tag. Runs on rank 0 only. `found`: the result of
+    `checkpoints.find()`, if that was called. Raises ValueError where no checkpoint is sound or it belongs to
+    another run."""
+    if config.ckpt.load_enable and found is None:
+        found = checkpoints.find()
+    tag, lines = checkpoints.choose(found)
     check_output(config, resumes=tag is not None)
+    for reason in found.skipped if found else ():
+        tell(f"--ckpt.load_enable: skipped {checkpoints.path}/{reason}")
     for line in lines:
         print(line, flush=True)
     return tag

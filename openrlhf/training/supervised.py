@@ -73,13 +73,12 @@ class SupervisedTrainer(Generic[RowT]):
 
     def save(self, tag: str) -> None:
         """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says."""
-        with self._phase("save"):
+        checkpoints, commits = self.checkpoints, self.observer is not None
+        with self._phase("save"), checkpoints.saving(tag, commits=commits) as folder:
             if not self.config.ckpt.disable_ds:
-                self.engine.save_checkpoint(str(self.checkpoints.path), tag, self.state())
+                self.engine.save_checkpoint(str(folder), tag, self.state())
             if self.config.ckpt.save_hf:
                 self.export(f"{self.config.ckpt.folder}/{tag}{COPY}")
-        if self.observer:
-            self.checkpoints.completed(tag)
 
     def state(self) -> dict[str, Any]:
         """Returns everything that a resumed run needs apart from its model."""

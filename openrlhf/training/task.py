@@ -17,7 +17,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import catch_signals, short_errors, telling
 from openrlhf.hub import choose_hub
 from openrlhf.training.publish import publish
-from openrlhf.training.start import begin, check_output, make_room, origin_of, position
+from openrlhf.training.start import begin, check_output, make_room, origin_of, position, take_folders
 
 if TYPE_CHECKING:
     import numpy as np
@@ -270,14 +270,17 @@ class Run(Generic[ConfigT]):
 
     def _begin(self, held: ExitStack) -> str | None:
         """Returns the tag to resume from, the same on all ranks. Only rank 0 prints and locks."""
-        from openrlhf.backends.distributed import machines_without
+        from openrlhf.backends.distributed import from_first, machines_without
 
         ckpt = self.config.ckpt
         if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
             raise ValueError(f"--ckpt.path {ckpt.folder}: {SCATTERED.format(', '.join(machines))}")
         if self.mesh.is_first:
-            return begin(self.config, self.checkpoints, held)
-        return self.checkpoints.choose()[0]
+            take_folders(self.config, self.checkpoints, held)
+        found = from_first(self.checkpoints.find) if ckpt.load_enable else None
+        if self.mesh.is_first:
+            return begin(self.config, self.checkpoints, found)
+        return self.checkpoints.choose(found)[0]
 
     def _origin(self) -> "Origin":
         from openrlhf.data.cache import arrays_digest

@@ -52,6 +52,7 @@ from openrlhf.models.router_replay import Replay
 from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
 from openrlhf.models.vision import freeze_vision
 from openrlhf.rewards.models import RewardReader
+from openrlhf.training.checkpoints import UNFINISHED
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
@@ -240,7 +241,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     def save_checkpoint(self, tag: str, state: dict) -> None:
         with self._optimizer_present():
-            self.model.save_checkpoint(self._checkpoint_folder, tag, state)
+            self.model.save_checkpoint(f"{self._checkpoint_folder}/{UNFINISHED}", tag, state)
 
     def load_checkpoint(self, tag: str) -> dict:
         with self._optimizer_present():

@@ -278,7 +278,7 @@ def test_a_converted_checkpoint_is_found(run: Run, models: list[str]) -> None:
     own = ("origin.json", "random_state_0.pt", "moving_average_0.safetensors")
     for model in models:
         Path(model, "global_step5").mkdir(parents=True, exist_ok=True)
-        for name in ("mp_rank_00_model_states.pt", *own):
+        for name in ("mp_rank_00_model_states.pt", "manifest.json", *own):
             Path(model, "global_step5", name).write_text(name)
     Path(models[-1], "latest").write_text("global_step5")
     calls = run("ckpt_ds_zero_to_universal.sh")

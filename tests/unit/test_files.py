@@ -83,7 +83,8 @@ def test_every_file_of_a_folder_is_on_the_disk_before_the_folder_has_its_name(tm
         (beside / "in").mkdir(parents=True)
         (beside / "a").write_text("1")
         (beside / "in" / "b").write_text("2")
-    assert sorted(order[:2]) == ["a", "b"] and order[2:] == ["rename"]
+    assert sorted(order[:2]) == ["a", "b"] and sorted(order[2:4]) == [".entry.tmp", "in"]
+    assert order[4:] == ["rename", tmp_path.name]
     assert (tmp_path / "entry" / "in" / "b").read_text() == "2"
 
 

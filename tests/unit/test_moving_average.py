@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.distributed import ProcessMesh
 
@@ -71,7 +72,7 @@ def test_a_saved_average_goes_on_as_it_was(tmp_path: Path) -> None:
     average, (param,) = averaged(torch.randn(7), beta=0.9)
     param.data.normal_()
     average.update()
-    average.save(tmp_path)
+    average.save(CheckpointWriter(tmp_path))
     resumed, (same,) = averaged(torch.zeros(7), beta=0.9)
     resumed.load(tmp_path)
     for each in (param, same):

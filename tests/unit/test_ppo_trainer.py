@@ -33,7 +33,7 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.ppo import PPOTrainer, check_version, restore
 from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated, runs
 
@@ -123,7 +123,7 @@ class Trained(Model):
 
     def save_checkpoint(self, tag: str, state: dict) -> Done:
         self.calls.append(f"save {self.name} {tag}")
-        (self.folder / tag).mkdir(parents=True)
+        (self.folder / UNFINISHED / tag).mkdir(parents=True)
         self.saved[tag] = copy.deepcopy(state) | {"num_updates": self.num_updates}
         return Done()
 
@@ -449,8 +449,7 @@ def test_weights_that_the_warm_up_leaves_alone_keep_their_version(tmp_path, ahea
         critic=whole.critic,
     )
     sample_when_asked(resumed.rollout)
-    shutil.rmtree(tmp_path / "ckpt" / "global_step4")  # it is saved again
-    shutil.rmtree(tmp_path / "critic" / "global_step4")
+    shutil.rmtree(tmp_path / "critic" / UNFINISHED)  # step 4 is saved again
     fit(resumed)
     syncs = [[c for c in run.policy.calls if c.startswith("sync")] for run in (whole, resumed)]
     assert syncs == [[f"sync {v}" for v in (0, 0, 0, 1, 2, 3)], [f"sync {v}" for v in (0, 1, 2, 3)]]

@@ -5,6 +5,7 @@ import random
 import numpy as np
 import torch
 
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.random_state import load_random_state, save_random_state, saved_ranks
 
 
@@ -15,7 +16,7 @@ def draw() -> list[float]:
 def test_every_rank_goes_on_with_its_own_numbers(tmp_path):
     expected = []
     for rank in range(2):
-        save_random_state(tmp_path, rank, num_ranks=2)
+        save_random_state(CheckpointWriter(tmp_path), rank, num_ranks=2)
         expected.append(draw())
     assert expected[0] != expected[1] and saved_ranks(tmp_path) == 2
     for rank in (1, 0):
@@ -26,7 +27,7 @@ def test_every_rank_goes_on_with_its_own_numbers(tmp_path):
 def test_where_there_are_none_for_this_rank_it_is_told(tmp_path, caplog):
     load_random_state(tmp_path, 0, num_ranks=1)
     assert "was saved by a version that keeps none" in caplog.text
-    save_random_state(tmp_path, 0, num_ranks=2)
+    save_random_state(CheckpointWriter(tmp_path), 0, num_ranks=2)
     before = torch.get_rng_state()
     load_random_state(tmp_path, 0, num_ranks=1)
     assert "was saved by 2 ranks" in caplog.text and torch.equal(torch.get_rng_state(), before)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint, SavedStates, check_same_model, slice_of
 from openrlhf.backends.distributed import ProcessMesh
@@ -68,7 +69,7 @@ def test_a_moving_average_of_other_ranks(tmp_path: Path, before: int, after: int
     values = torch.arange(1.0, 8.0)
     saving, loading = Mesh(data=before, tensor=tensor), Mesh(data=after, tensor=tensor)
     for rank in range(saving.size):
-        average(values * (1 + rank % tensor), rank, saving).save(tmp_path)
+        average(values * (1 + rank % tensor), rank, saving).save(CheckpointWriter(tmp_path))
     averages = [average(torch.zeros(7), rank, loading) for rank in range(loading.size)]
     for one in averages:
         one.load(tmp_path)

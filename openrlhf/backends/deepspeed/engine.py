@@ -18,6 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.backends.base import Objective, Row, RowT
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
+from openrlhf.backends.deepspeed.checkpoint_files import DeepSpeedFiles
 from openrlhf.backends.deepspeed.config import inference_config, training_config
 from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
@@ -26,6 +28,7 @@ from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.deepspeed.resharding import ORDER, Checkpoint, load_resharded, names_in_order
 from openrlhf.backends.distributed import BACKENDS, ProcessMesh, use_own_cores
 from openrlhf.backends.lr_schedule import lr_schedule
+from openrlhf.backends.manifest import why_unwritten
 from openrlhf.backends.model_rank import (
     ModelRank,
     TrainedRank,
@@ -37,6 +40,7 @@ from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.lora import adapter_weights, fill_randomly
@@ -117,6 +121,7 @@ class DeepSpeedEngine(TrainedRank):
             mpu=None if self.mesh.tensor_group is None else ModelParallelUnit(self.mesh),
             config=config,
         )
+        self.files = self.engine.checkpoint_engine = DeepSpeedFiles()
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
         shard_rows(self.module, self.mesh, ds)
         reading_of(self.module.model).gathers = self.stage == 3
@@ -193,20 +198,29 @@ class DeepSpeedEngine(TrainedRank):
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
-        if self.mesh.is_first and (place := Path(folder, tag)).exists():
-            shutil.rmtree(place)  # an unfinished save, or one from before a resume
+        place = Path(folder, tag)
+        if self.mesh.is_first:
+            if place.exists():
+                shutil.rmtree(place)  # an unfinished save
+            place.mkdir(parents=True)
         dist.barrier()
+        self.files.writer = writer = CheckpointWriter(place)
         # DeepSpeed mixes client state with its own keys, so the trainer's state has a single key.
-        self.engine.save_checkpoint(
-            folder,
-            tag=tag,
-            client_state={"openrlhf": state, ORDER: names_in_order(self.engine)},
-            save_latest=False,
-            exclude_frozen_parameters=True,
-        )
+        try:
+            self.engine.save_checkpoint(
+                folder,
+                tag=tag,
+                client_state={"openrlhf": state, ORDER: names_in_order(self.engine)},
+                save_latest=False,
+                exclude_frozen_parameters=True,
+            )
+        except OSError as error:  # of the scripts that DeepSpeed copies to `folder`
+            text = f"{folder} could not be written: {why_unwritten(error, place)}"
+            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
         if self.average is not None:
-            self.average.save(f"{folder}/{tag}")
-        save_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
+            self.average.save(writer)
+        save_random_state(writer, self.mesh.rank, self.mesh.size)
+        writer.finish()
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:

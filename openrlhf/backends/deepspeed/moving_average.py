@@ -16,6 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.resharding import slice_of
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.device import DEVICE_TYPE
@@ -57,9 +58,10 @@ class MovingAverage:
             if whole is not None:
                 yield name, whole
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, writer: CheckpointWriter) -> None:
         """Writes this rank's part into a checkpoint's folder."""
-        save_file(self.parts, _file(folder, self.mesh.rank), {"num_parts": str(self.mesh.size)})
+        file = _file(writer.folder, self.mesh.rank)
+        writer.write(file, lambda: save_file(self.parts, file, {"num_parts": str(self.mesh.size)}))
 
     def load(self, folder: str | Path) -> None:
         """Restores exactly the average that any number of ranks saved with the same tensor-parallel size.

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -23,8 +24,10 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openrlhf.backends.base import Objective, Part, Row, RowT
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.lr_schedule import lr_schedule
+from openrlhf.backends.manifest import why_unwritten
 from openrlhf.backends.model_rank import (
     BUCKET_BYTES,
     ModelRank,
@@ -36,6 +39,7 @@ from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.loading import DTYPES
@@ -197,10 +201,22 @@ class TorchEngine(TrainedRank):
         if self.mesh.is_first:
             shutil.rmtree(path, ignore_errors=True)  # an unfinished save
             path.mkdir(parents=True)
-            torch.save({"steps": self._steps, "state": state}, path / PROGRESS)
         dist.barrier()
-        dcp.save(self._tensors(), checkpoint_id=path)
-        save_random_state(path, self.mesh.rank, self.mesh.size)
+        writer = CheckpointWriter(path)
+        if self.mesh.is_first:
+            writer.save({"steps": self._steps, "state": state}, path / PROGRESS)
+        save_random_state(writer, self.mesh.rank, self.mesh.size)
+        try:
+            dcp.save(self._tensors(), checkpoint_id=path)
+        except CheckpointException as error:  # on all ranks where one fails
+            reason = next(iter(error.failures.values()))[0]
+            text = f"{path} could not be written: {why_unwritten(reason, path)}"
+            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+        for file in path.glob(f"__{self.mesh.rank}_*"):
+            writer.add(file)
+        if self.mesh.is_first:
+            writer.add(path / METADATA)
+        writer.finish()
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:

@@ -1,0 +1,119 @@
+"""The manifest of a checkpoint folder: its files with their sizes and SHA-256, by which a reader finds
+damage."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from openrlhf.errors import first_line
+from openrlhf.files import sync_file, sync_folder, write_atomically
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+"""Version of the manifest's format. A reader refuses later ones."""
+
+SMALL = 1 << 20
+"""Bytes of a file whose content is always compared."""
+
+PROBE_BYTES = 1 << 20
+"""Bytes that are written to find out why an earlier write failed."""
+
+
+class Entry(NamedTuple):
+    """A file's content."""
+
+    num_bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, file: Path) -> Self:
+        with file.open("rb") as opened:
+            return cls(os.fstat(opened.fileno()).st_size, hashlib.file_digest(opened, "sha256").hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    files: Mapping[str, Entry]
+    """Path relative to the folder -> content, for every file of the folder but the manifest."""
+    step: int | None = None
+    """Training step of the checkpoint; None until it is complete."""
+    parts: Mapping[str, str] = field(default_factory=dict)
+    """Name of another model's folder -> SHA-256 of the manifest of its checkpoint of the same save."""
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Raises ValueError with the reason for a manifest that is missing or unreadable."""
+        try:
+            text = json.loads((folder / MANIFEST).read_bytes())
+            if not 1 <= text["format"] <= FORMAT:
+                raise ValueError(f"{MANIFEST} has format {text['format']}, and this release reads {FORMAT}")
+            files = {name: Entry(entry["bytes"], entry["sha256"]) for name, entry in text["files"].items()}
+            return cls(files=files, step=text["step"], parts=dict(text["parts"]))
+        except FileNotFoundError:
+            raise ValueError(f"{MANIFEST} is missing") from None
+        except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
+            raise ValueError(f"{MANIFEST} is unreadable") from None
+
+    def write(self, folder: Path) -> None:
+        entries = {name: {"bytes": e.num_bytes, "sha256": e.sha256} for name, e in sorted(self.files.items())}
+        text = {"format": FORMAT, "step": self.step, "parts": dict(self.parts), "files": entries}
+        write_atomically(folder / MANIFEST, [json.dumps(text, indent=1)])
+
+    def damage(self, folder: Path, *, hashes: bool) -> str | None:
+        """Returns what is wrong with the folder's files; None if they are those of the manifest. With
+        `hashes` every file is read, else only those of up to SMALL bytes: of others the size is compared."""
+        for name, entry in self.files.items():
+            file = folder / name
+            if not file.is_file():
+                return f"{name} is missing"
+            if (size := file.stat().st_size) != entry.num_bytes:
+                return f"{name} has {size:,} bytes instead of {entry.num_bytes:,}"
+        read = [name for name, entry in self.files.items() if hashes or entry.num_bytes <= SMALL]
+        found = entries_of(folder, read)
+        differing = [name for name, entry in found.items() if entry != self.files[name]]
+        return f"{differing[0]} has another content than when it was saved" if differing else None
+
+
+def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
+    """Reads these files, in several threads."""
+    names = list(names)
+    with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1, 16))) as pool:
+        return dict(zip(names, pool.map(lambda name: Entry.of(folder / name), names), strict=True))
+
+
+def complete(folder: Path, *, step: int, parts: Mapping[str, str] | None = None) -> str:
+    """Writes the manifest of a folder whose files are all there, and returns its SHA-256. Files that the
+    engine's manifest does not list are added. Everything reaches the disk before the function returns. Raises
+    ValueError where a file that the engine lists is missing or has another size."""
+    listed = Manifest.read(folder).files if (folder / MANIFEST).exists() else {}
+    if reason := Manifest(files=listed).damage(folder, hashes=False):
+        raise ValueError(f"{folder}: {reason}")
+    names = {str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file()} - {MANIFEST}
+    new = entries_of(folder, sorted(names - listed.keys()))
+    for name in new:
+        sync_file(folder / name)
+    Manifest(files={**listed, **new}, step=step, parts=parts or {}).write(folder)
+    for path in (folder, *(p for p in folder.rglob("*") if p.is_dir())):
+        sync_folder(path)
+    return Entry.of(folder / MANIFEST).sha256
+
+
+def why_unwritten(error: BaseException, folder: Path) -> str:
+    """Returns the reason for which a file could not be written to `folder`. torch does not tell it, so a
+    small file is tried."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as reason:
+        return reason.strerror or str(reason)
+    return first_line(error)

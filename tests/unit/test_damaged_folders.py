@@ -1,0 +1,227 @@
+"""Which checkpoint a run resumes from where files are damaged, and what an interrupted save leaves."""
+
+import json
+import os
+import random
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from damages import DAMAGES, damage
+
+from openrlhf.backends.manifest import Entry, Manifest, complete
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.sections import CkptConfig
+from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder, Found
+from openrlhf.training.origin import Origin
+
+STEPS = (2, 4, 6)
+
+
+def of(path: Path, **ckpt) -> CheckpointFolder:
+    """The checkpoints of a run with a critic."""
+    config = CkptConfig(path=str(path), load_enable=True, **ckpt)
+    return CheckpointFolder(f"{path}/_actor", config, [f"{path}/_critic"], Origin.of("ppo", PPOConfig(), {}))
+
+
+def save(checkpoints: CheckpointFolder, step: int) -> None:
+    rng = random.Random(step)
+    with checkpoints.saving(f"global_step{step}", metric=step / 10) as folder:
+        assert folder == checkpoints.path / UNFINISHED
+        for place in checkpoints.folders:
+            made = place / UNFINISHED / f"global_step{step}"
+            (made / "inside").mkdir(parents=True)
+            for name, size in {"weights.pt": 3000, "optimizer.pt": 9000, "inside/rank_1": 50}.items():
+                (made / name).write_bytes(rng.randbytes(size))
+            (place / UNFINISHED / "zero_to_fp32.py").write_text("script")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints."""
+    path = tmp_path_factory.mktemp("sound")
+    for step in STEPS:
+        save(of(path), step)
+    return path
+
+
+@pytest.fixture
+def copy(sound: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sound, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def test_a_save_has_all_models_and_the_files_beside_them(sound: Path) -> None:
+    for folder in ("_actor", "_critic"):
+        names = {path.name for path in (sound / folder).iterdir()}
+        assert names - {"latest"} == {"zero_to_fp32.py", *(f"global_step{step}" for step in STEPS)}
+    listed = Manifest.read(sound / "_actor" / "global_step6")
+    assert set(listed.files) == {"weights.pt", "optimizer.pt", "inside/rank_1", "origin.json", "metric.json"}
+    critic = Entry.of(sound / "_critic" / "global_step6" / "manifest.json").sha256
+    assert (listed.step, listed.parts) == (6, {"_critic": critic})
+    assert of(sound).find() == Found("global_step6", [])
+
+
+@pytest.mark.parametrize("part", ["_actor", "_critic"])
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_every_damage_is_found_and_an_older_one_taken(copy: Path, kind: str, part: str) -> None:
+    """A flip and a swap in every file, and cuts, zeros and deletions."""
+    rng = random.Random(kind + part)
+    newest = copy / part / "global_step6"
+    for file in [path for path in newest.rglob("*") if path.is_file()]:
+        kept, name = file.read_bytes(), str(file.relative_to(newest))
+        for _ in range(4):
+            if damage(kind, file, copy / part / "global_step2" / name, rng):
+                tag, reasons = of(copy).find()
+                assert tag == "global_step4", (name, reasons)
+                (reason,) = reasons
+                assert reason.startswith("global_step6: ") and (name in reason or name == "manifest.json")
+            file.write_bytes(kept)
+    assert of(copy).find() == Found("global_step6", [])
+
+
+def test_the_structure_alone_finds_all_but_changes_inside_of_large_files(copy: Path, monkeypatch) -> None:
+    monkeypatch.setattr("openrlhf.backends.manifest.SMALL", 8000)
+    rng, newest = random.Random(1), copy / "_actor" / "global_step6"
+    for name, kind, is_found in [
+        ("optimizer.pt", "flip", False),
+        ("optimizer.pt", "truncate", True),
+        ("optimizer.pt", "delete", True),
+        ("weights.pt", "flip", True),
+        ("origin.json", "flip", True),
+    ]:
+        kept = (newest / name).read_bytes()
+        damage(kind, newest / name, newest, rng)
+        assert (of(copy, verify="structure").find().tag == "global_step4") is is_found, (name, kind)
+        assert of(copy).find().tag == "global_step4"
+        (newest / name).write_bytes(kept)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (None, "the file latest is missing"),
+        (b"", "the file latest names no checkpoint"),
+        (b"\x00\xff", "the file latest names no checkpoint"),
+        (b"../../../global_step6", "the file latest names no checkpoint"),
+        (b"global_step99", "the file latest names global_step99, which is not there"),
+    ],
+)
+def test_a_pointer_that_names_nothing_means_a_look_at_the_folders(copy: Path, content, reason) -> None:
+    pointer = copy / "_actor" / "latest"
+    pointer.unlink() if content is None else pointer.write_bytes(content)
+    assert of(copy).find() == Found("global_step6", [reason])
+    tag, (line, *_) = of(copy).choose()
+    assert tag == "global_step6" and "step 6, written 2" in line
+
+
+def test_a_pointer_that_names_a_sound_checkpoint_is_a_choice(copy: Path) -> None:
+    (copy / "_actor" / "latest").write_text("global_step2\n")
+    assert of(copy).find() == Found("global_step2", [])
+    (copy / "_actor" / "global_step2" / "weights.pt").unlink()
+    assert of(copy).find() == Found("global_step6", ["global_step2: weights.pt is missing"])
+
+
+def test_where_none_is_sound_the_run_is_refused_with_all_reasons(copy: Path) -> None:
+    for step in STEPS:
+        (copy / "_critic" / f"global_step{step}" / "weights.pt").write_bytes(b"")
+    with pytest.raises(ValueError) as refused:
+        of(copy).choose()
+    head, *reasons, _, _ = str(refused.value).splitlines()
+    assert head == f"--ckpt.load_enable: {copy}/_actor has no checkpoint that this run can resume from:"
+    shown = "_critic: weights.pt has 0 bytes instead of 3,000"
+    assert reasons == [f"  global_step{step}: {shown}" for step in reversed(STEPS)]
+
+
+def test_models_of_two_saves_are_no_checkpoint(copy: Path) -> None:
+    """As after a kill between the renames of the critic's and the policy's folder."""
+    other = copy.with_name("other")
+    for step in STEPS:
+        save(of(other), step)
+    critic = "_critic/global_step6"
+    shutil.rmtree(copy / critic)
+    shutil.copytree(other / critic, copy / critic)
+    manifest = copy / critic / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format"', ' "format"'))
+    assert of(copy).find() == Found(
+        "global_step4", ["global_step6: _critic: manifest.json is of another save"]
+    )
+    shutil.rmtree(copy / critic)
+    assert of(copy).find() == Found("global_step4", ["global_step6: _critic: manifest.json is missing"])
+
+
+def test_checkpoints_of_earlier_releases_still_load(copy: Path) -> None:
+    for step in STEPS:
+        for part in ("_actor", "_critic"):
+            (copy / part / f"global_step{step}" / "manifest.json").unlink()
+        origin = copy / "_actor" / f"global_step{step}" / "origin.json"
+        origin.write_text(json.dumps({"written": "then", "origin": json.loads(origin.read_text())["origin"]}))
+    tag, (line, note) = of(copy).choose()
+    assert tag == "global_step6" and line.endswith("written then")
+    assert note == "it is of a version without manifests: damage to its files could not be looked for"
+
+
+def test_an_older_checkpoint_is_replaced_when_its_step_is_saved_again(copy: Path) -> None:
+    (copy / "_actor" / "global_step6" / "weights.pt").write_bytes(b"")
+    save(of(copy), 6)
+    assert of(copy).find() == Found("global_step6", [])
+
+
+@pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_failed_save_leaves_what_was_there(copy: Path, fails: BaseException) -> None:
+    before = sorted(copy.rglob("*"))
+    with pytest.raises((RuntimeError, KeyboardInterrupt)) as told, of(copy).saving("global_step8") as folder:
+        (folder / "global_step8").mkdir(parents=True)
+        raise fails
+    if isinstance(fails, OSError):
+        assert str(told.value) == f"{copy}/_actor/.saving could not be written: No space left on device"
+    assert sorted(copy.rglob("*")) == before
+
+
+def test_a_killed_save_is_removed_at_the_next_start(copy: Path) -> None:
+    (copy / "_critic" / UNFINISHED / "global_step8").mkdir(parents=True)
+    assert of(copy).find().tag == "global_step6"
+    assert of(copy).remove_unfinished() == [
+        f"{copy}/_critic/.saving: removed an unfinished checkpoint: global_step8"
+    ]
+    assert of(copy).remove_unfinished() == [] and not (copy / "_critic" / UNFINISHED).exists()
+
+
+@pytest.mark.parametrize("killed_at", range(12))
+def test_a_kill_at_any_call_leaves_a_sound_checkpoint(copy: Path, monkeypatch, killed_at: int) -> None:
+    """Killed before the n-th rename or removal of a save with rotation."""
+
+    class Killed(BaseException):
+        pass
+
+    calls = 0
+
+    def counting(call):
+        def counted(*args, **options):
+            nonlocal calls
+            calls += 1
+            if calls > killed_at:
+                raise Killed
+            return call(*args, **options)
+
+        return counted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", counting(Path.replace))
+        patch.setattr(shutil, "rmtree", counting(shutil.rmtree))
+        with suppress(Killed):
+            save(of(copy, max_num=2), 8)
+    tag, reasons = of(copy).find()
+    assert tag in ("global_step6", "global_step8") and not reasons
+    of(copy).remove_unfinished()
+    save(of(copy, max_num=2), 8)
+    assert of(copy).find() == Found("global_step8", [])
+
+
+def test_a_file_that_the_engine_lists_must_be_there(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"12")
+    complete(tmp_path, step=1)
+    os.truncate(tmp_path / "weights", 1)
+    with pytest.raises(ValueError, match="weights has 1 bytes instead of 2"):
+        complete(tmp_path, step=1)
