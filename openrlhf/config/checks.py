@@ -161,7 +161,7 @@ def required(config: Any, *keys: str) -> Iterator[Problem]:
     values = values_of(config)
     for key in keys:
         if not values[key]:
-            text = f"is required: {fields_of(type(config))[key].help.removesuffix(' Required.')}"
+            text = f"is required. {fields_of(type(config))[key].help.removesuffix(' Required.')}"
             yield Problem(key, text, ErrorCode.MISSING_FLAG)
 
 

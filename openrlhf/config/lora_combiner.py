@@ -2,36 +2,36 @@
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from openrlhf.config.checks import first_of_each, local_models, required
 from openrlhf.config.choices import ParamDtype
 from openrlhf.config.command import Explicit, Problem
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MergeDeepSpeedConfig:
     """Precision."""
 
     param_dtype: ParamDtype | None = None
-    """Type of the merged weights. None: that of the base."""
+    """Data type of the merged weights. None: that of the base model."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraCombinerConfig:
     """Merge a LoRA adapter into its base model."""
 
     model_path: str = ""
-    """Hugging Face name or folder of the base that the adapter was trained on. Required."""
+    """Base model on which the adapter was trained: a Hugging Face name or a folder. Required."""
     lora_path: str = ""
-    """Folder or Hugging Face name of the adapter. Required."""
+    """Adapter: a folder or a Hugging Face name. Required."""
     output_path: str = ""
-    """Folder that the merged model and its tokenizer go to. Required."""
+    """Folder for the merged model and its tokenizer. Required."""
     overwrite: bool = False
-    """Write over the model that is in output_path."""
+    """Overwrite the model that is in output_path."""
     is_rm: bool = False
     """The adapter is that of a reward model."""
-    ds: MergeDeepSpeedConfig = field(default_factory=MergeDeepSpeedConfig)
+    ds: MergeDeepSpeedConfig = MergeDeepSpeedConfig()
 
 
 def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> list[Problem]:

@@ -11,7 +11,6 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
-    BackendName,
     BadRows,
     Count,
     CountOrZero,
@@ -39,12 +38,18 @@ from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
 from openrlhf.config.sections import (
     AdamConfig,
+    BatchesConfig,
     CkptConfig,
+    EngineMemoryConfig,
+    ImagesConfig,
+    LoaderConfig,
     LoggerConfig,
     OptimConfig,
     ScorerDeepSpeedConfig,
+    TemplateConfig,
+    TrainedModelConfig,
+    TrainingConfig,
     WandbConfig,
-    run_dir,
     wandb_for,
 )
 from openrlhf.mesh import Mesh
@@ -57,43 +62,36 @@ REWARD_FLAG = "--reward.model_name_or_path"
 TEACHER_FLAG = "--teacher.model_name_or_path"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActorConfig(OptimConfig):
-    """The policy: what is trained and sampled."""
+@dataclass(frozen=True, kw_only=True)
+class ActorConfig(OptimConfig, TrainedModelConfig):
+    """The policy: the model that is trained and sampled from."""
 
     model_name_or_path: str = ""
-    """Hugging Face name or folder of the policy; the reference model starts from it too. Required."""
+    """Model from which policy and reference start: a Hugging Face name or a folder. Required."""
     num_nodes: Count = 1
-    """Nodes of the policy's workers."""
+    """Number of nodes on which the policy trains."""
     num_gpus_per_node: Count = 8
-    """Workers on each node, one for each GPU. Without GPUs: processes. Not set: no more than
-    there are."""
-    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=1e-6))
+    """Ranks of the policy on each node, one for each GPU (without GPUs: processes). If it is not set, 8 or as
+    many as a node has."""
+    adam: AdamConfig = AdamConfig(lr=1e-6)
     eps_clip: Annotated[float, Range(above=0, below=1)] = 0.2
-    """The probability ratio is clipped to [1 - eps_clip, 1 + eps_clip]."""
+    """Clip range of PPO: the probability ratio is clipped to [1 - eps_clip, 1 + eps_clip]."""
     eps_clip_low_high: tuple[Annotated[float, Range(above=0, at_most=1)], Positive] | None = None
-    """Both bounds, `low high`: the ratio is clipped to [1 - low, 1 + high] (clip-higher of DAPO). None:
-    eps_clip."""
+    """Clip range with two bounds, `low high`: the ratio is clipped to [1 - low, 1 + high] (clip-higher of
+    DAPO). None: actor.eps_clip on both sides."""
     dual_clip: Annotated[float, Range(above=1)] | None = None
-    """Bound c of dual-clip PPO: where the advantage is negative, the loss is at most -c * advantage."""
+    """Dual-clip PPO: for negative advantages the loss is at most -c * advantage, where c is this value. None:
+    off."""
     policy_loss_type: PolicyLossType = "ppo"
-    """The loss of an action."""
+    """Policy loss."""
     loss_aggregation: LossAggregation | None = None
-    """Mean of policy loss, KL and entropy. None: sample_mean where policy_loss_type has the ratio of
+    """Mean over actions of policy loss, KL and entropy. None: sample_mean if actor.policy_loss_type compares
     sequences, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
-    """Weight of the entropy bonus. 0: only log the entropy. None: do not compute it."""
-    aux_loss_coef: PositiveOrZero = 0.0
-    """Weight of the balance loss of MoE models."""
+    """Weight of the entropy bonus. 0: the entropy is only logged. None: it is not computed."""
     ptx_coef: PositiveOrZero = 0.05
-    """Weight of the negative log-likelihood of pre-training texts (data.pretrain_dataset) in every optimizer
-    step: PPO-ptx."""
-    gradient_checkpointing_enable: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
-    gradient_checkpointing_reentrant: bool = False
-    """The reentrant variant of gradient checkpointing."""
-    freeze_visual_encoder: bool = False
-    """Vision-language models: train the language part only."""
+    """PPO-ptx: weight of the negative log-likelihood of pre-training texts (data.pretrain_dataset) in every
+    optimizer step."""
 
     @property
     def loss(self) -> type[PolicyLoss]:
@@ -109,104 +107,104 @@ class ActorConfig(OptimConfig):
         return self.num_nodes * self.num_gpus_per_node
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CriticConfig(OptimConfig):
-    """The value model of estimator gae."""
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """Placement of a model beside the policy."""
+
+    num_nodes: CountOrZero = 1
+    """Number of nodes on which the model runs. Not read if it shares another model's GPUs, as with
+    train.colocate_all; 0 is then allowed."""
+    num_gpus_per_node: CountOrZero = 8
+    """Ranks of the model on each node, one for each GPU. Not read if it shares another model's GPUs. If it is
+    not set, 8 or as many as a node has."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrozenRoleConfig(RoleConfig):
+    """Placement of a model that is not trained."""
+
+    offload: bool = False
+    """Keep the weights in CPU memory while they are not used."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticConfig(OptimConfig, RoleConfig):
+    """The value model of the estimator gae."""
 
     model_name_or_path: str | None = None
-    """Hugging Face name or folder. None: the first reward model, or else the policy."""
-    num_nodes: CountOrZero = 1
-    """Nodes of the critic's workers. On shared GPUs the actor's size holds; 0 says the same."""
-    num_gpus_per_node: CountOrZero = 8
-    """Workers on each node. On shared GPUs the actor's size holds."""
-    adam: AdamConfig = field(default_factory=lambda: AdamConfig(lr=9e-6))
+    """Model from which the critic starts: a Hugging Face name or a folder. None: the first reward model, or
+    without one the policy."""
+    adam: AdamConfig = AdamConfig(lr=9e-6)
     value_clip: Positive = 0.5
-    """New values are clipped to this distance from the old ones."""
+    """Clip range of the value loss: new values are clipped to this distance from the old ones."""
     aux_loss_coef: PositiveOrZero | None = None
-    """Weight of the balance loss of MoE models. None: the actor's."""
+    """MoE models: weight of the load-balancing loss. None: actor.aux_loss_coef."""
     gradient_checkpointing_enable: bool | None = None
-    """Recompute activations in the backward pass. None: as the actor."""
+    """Recompute activations in the backward pass. None: as actor.gradient_checkpointing_enable."""
     freezing_steps: Steps = -1
-    """Train only the critic for the first N steps."""
+    """Warm-up of the critic: the policy does not learn in the first N steps. -1: none."""
     save_value_network: bool = False
-    """Write the final critic to `{ckpt.output_dir}_critic`."""
+    """Also write the final critic, to `{ckpt.output_dir}_critic`."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RefConfig:
+@dataclass(frozen=True, kw_only=True)
+class RefConfig(FrozenRoleConfig):
     """The reference model of the KL penalty: the policy as it was at the start."""
 
-    num_nodes: CountOrZero = 1
-    """Nodes of the reference workers. On the actor's GPUs the actor's size holds; 0 says the same."""
-    num_gpus_per_node: CountOrZero = 8
-    """Workers on each node. On the actor's GPUs the actor's size holds."""
-    offload: bool = False
-    """Keep the weights in CPU memory while they are not used."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PPOTeacherConfig:
-    """A model that is imitated (on-policy distillation): on every action of the policy's own samples, its
-    log-prob less the policy's is a reward."""
+@dataclass(frozen=True, kw_only=True)
+class PPOTeacherConfig(FrozenRoleConfig):
+    """On-policy distillation: each action of the policy's own samples is rewarded with the teacher's log-prob
+    minus the policy's."""
 
     model_name_or_path: str | None = None
-    """Hugging Face name or folder of the teacher, which must have the policy's vocabulary. None: no
+    """Teacher model: a Hugging Face name or a folder. It must have the policy's vocabulary. None: no
     teacher."""
     kd_coef: Positive = 1.0
-    """Weight of that reward. It may be the only one: without a reward source every sample's own is 0."""
-    num_nodes: CountOrZero = 1
-    """Nodes of the teacher's workers. On shared GPUs the actor's size holds; 0 says the same."""
-    num_gpus_per_node: CountOrZero = 8
-    """Workers on each node. On shared GPUs the actor's size holds."""
-    offload: bool = False
-    """Keep the weights in CPU memory while they are not used."""
+    """Weight of the teacher's reward. No other reward source is needed: without one the other reward is 0."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardConfig:
-    """Where rewards come from, and how they are shaped."""
+@dataclass(frozen=True, kw_only=True)
+class RewardConfig(FrozenRoleConfig):
+    """Reward sources, and how rewards are shaped."""
 
     remote_url: str | None = None
-    """A .py file with `reward_func(queries, prompts, labels)`, a function as `folder/file.py:NAME` or
-    `package.module:NAME`, a name that an installed package registers (openrlhf.rewards), or a comma list of
-    http URLs."""
+    """Reward function or reward servers: a .py file with `reward_func(queries, prompts, labels)`, a function
+    as `folder/file.py:NAME` or `package.module:NAME`, a name that an installed package registers
+    (openrlhf.rewards), or a comma list of http URLs."""
     model_name_or_path: str | None = None
-    """Hugging Face name or folder of a reward model; a comma list adds up several. Where remote_url gives
-    rewards it is only used with model_weights."""
+    """Reward models: a comma list of Hugging Face names or folders, whose scores are added up. Beside
+    reward.remote_url they are only used with reward.model_weights."""
     model_weights: tuple[float, ...] | None = None
-    """What the scores of the reward models are multiplied by, in their order, before they are added up, and
-    to the rewards of remote_url. None: 1 each, and nothing beside remote_url."""
-    num_nodes: CountOrZero = 1
-    """Nodes of the reward model's workers. On shared GPUs the actor's size holds; 0 says the same."""
-    num_gpus_per_node: CountOrZero = 8
-    """Workers on each node. On shared GPUs the actor's size holds."""
-    offload: bool = False
-    """Keep the reward model's weights in CPU memory while they are not used."""
+    """Weights of the reward models, in their order: each score is multiplied by its weight before all are
+    added up, together with the reward of reward.remote_url. None: 1 each, and reward.remote_url counts
+    alone."""
     normalize_enable: bool = False
-    """Subtract the mean and divide by the standard deviation that the reward model's config.json holds."""
+    """Normalise the scores of a reward model with the mean and the standard deviation of its config.json."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
-    """`low high`: bounds of the shaped reward, after group baselines."""
+    """Bounds of the reward, `low high`: it is clipped to them after group baselines are subtracted."""
     overlong_buffer_len: Positive | None = None
-    """Soft length penalty of DAPO: it grows over the last N tokens before the longest response. None: off."""
+    """Soft length penalty of DAPO: it grows linearly over the last N tokens before the maximum response
+    length. None: off."""
     overlong_penalty_factor: PositiveOrZero = 1.0
-    """Penalty at the end of that buffer."""
+    """Largest penalty of reward.overlong_buffer_len, for a response of the maximum length."""
     stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
-    """For truncated responses: the reward times this if it is in [0, 1], this itself if it is negative. None:
-    off."""
+    """Reward of truncated responses. From 0 to 1: their reward is multiplied by this. Negative: it replaces
+    their reward. None: they keep it."""
     batch: Count = 1
-    """Samples that the reward function is handed in one call at most: those that finish together, or while
-    its processes are busy. 1: each alone."""
+    """Maximum number of samples in one call of the reward function: samples that finish together, or while
+    its processes are busy. 1: each sample alone."""
     timeout: Positive = 60.0
-    """Seconds that one call of the reward function may take; then it has failed."""
+    """Seconds that one call of the reward function may take before it counts as failed."""
     num_workers: Count = 1
-    """Reward processes of each engine."""
+    """Processes of each engine that run the reward function."""
     remote_timeout: Positive = 600.0
-    """Seconds that a reward over HTTP may take, from when it is first asked for, with all its tries; then its
-    sample has failed."""
+    """Seconds that the reward of a sample may take over HTTP, all retries included, before it counts as
+    failed."""
     remote_batch_size: Count = 16
-    """Samples in one request to a reward server at most. 1: each alone."""
+    """Maximum number of samples in one request to a reward server. 1: each sample alone."""
     remote_concurrency: Count = 32
-    """Requests to reward servers that each engine has under way."""
+    """Maximum number of requests to reward servers that each engine has under way."""
     max_failed_ratio: Fraction = 0.5
     """Fraction of failed samples in one step above which the run stops."""
 
@@ -233,51 +231,44 @@ class RewardConfig:
         return resolve(self.urls[0], "rewards") if self.urls and not self.servers else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VllmConfig:
-    """The sampling engines."""
+@dataclass(frozen=True, kw_only=True)
+class VllmConfig(EngineMemoryConfig):
+    """The rollout engines."""
 
     num_engines: Count | None = None
-    """Engines. None: with train.colocate_all as many as the actor's GPUs hold, otherwise 1."""
+    """Number of engines. None: with train.colocate_all as many as fit on the actor's GPUs, otherwise 1."""
     tensor_parallel_size: Count = 1
-    """GPUs (or processes) that share each layer of one engine."""
+    """Tensor parallelism of an engine: GPUs (without GPUs: processes) that share each of its layers."""
     pipeline_parallel_size: Count = 1
-    """Stages of one engine, each of which has a part of the layers on GPUs of its own. An engine has
-    tensor_parallel_size times pipeline_parallel_size GPUs, on one node. For GPUs without fast links between
-    them."""
+    """Pipeline parallelism of an engine: stages that have some of its layers each. An engine has
+    tensor_parallel_size x pipeline_parallel_size GPUs, all on one node. For GPUs without fast links."""
     sync_backend: SyncBackend = "nccl"
-    """How weights travel to engines on other GPUs. Shared GPUs use CUDA IPC, CPUs use gloo whatever it
-    says."""
+    """Transport of the weights to engines on other GPUs. Not read for engines on the actor's GPUs (CUDA IPC)
+    and on CPUs (gloo)."""
     sync_with_ray: bool = False
-    """Weights travel through Ray's object store, to engines anywhere. It is slower than every other way, and
-    works wherever Ray does: trainer and engines need no connection of their own, by NCCL, gloo or shared
-    memory."""
+    """Send weights through Ray's object store, which works wherever Ray does. Slower than every other
+    transport, and for clusters in which trainer and engines cannot connect by NCCL, gloo or shared memory."""
     sync_bucket_mb: Count | None = None
-    """MiB of weights that travel to the engines at a time. Both ends have up to two such buckets beside the
-    weights. None: 64 over nccl and Ray's object store, 16 over gloo, 512 on GPUs that they share."""
+    """Weights that travel to the engines at a time, MiB. Sender and receiver keep up to two such buckets
+    beside the weights. None: 64 for nccl and Ray's object store, 16 for gloo, 512 on shared GPUs."""
     sync_check_steps: Count = 1
-    """After every how many weight syncs engines and policy compare their log-probs of the same tokens. After
-    the first one of a run, and where engines sleep, they always do."""
+    """Compare the log-probs of engines and policy on the same tokens after every N weight syncs. They are
+    always compared after the first sync of a run, and where engines sleep."""
     lora_sync: LoraSync = "merged"
-    """What a weight sync sends of a policy with adapters (ds.lora.rank). merged: all weights, adapters added
-    to them. adapter: the weights below them once, and from then on the adapters alone, which engines keep
-    apart: less to send, and slower to sample."""
+    """Content of a weight sync with LoRA (ds.lora.rank). merged: all weights with the adapters added.
+    adapter: the adapters alone, after the base weights once; less to send, and slower to sample."""
     keep_cache: bool = False
-    """With train.partial_rollout_enable: requests that a weight sync pauses go on with the KV cache of the
-    old weights, instead of computing it anew with the new ones. Log-probs of later tokens are then those of
-    no single weights."""
+    """With train.partial_rollout_enable: requests that a weight sync pauses keep the KV cache of the old
+    weights, instead of computing it again with the new ones. Faster, but log-probs of later tokens then come
+    from a mixture of both weights."""
     enable_prefix_caching: bool = False
-    """Keep the KV cache of prompts, for the other samples of a prompt and for later turns; it is reset at
-    each weight sync."""
-    enforce_eager: bool = False
-    """No CUDA graphs: less memory, slower sampling."""
+    """Share the KV cache of a prompt among its samples and with later turns. It is reset at each weight
+    sync."""
     enable_sleep: bool = False
-    """Engines leave the GPU while the models train. With train.colocate_all only."""
+    """Engines free the GPU while the models train. Only with train.colocate_all."""
     gpu_memory_utilization: PositiveFraction = 0.95
-    """Fraction of the GPU's memory that an engine may take; with train.colocate_all no more than 0.95 of what
-    the models leave."""
-    kv_cache_gb: Positive | None = None
-    """Size of an engine's KV cache, GB. None: what gpu_memory_utilization leaves; 0.25 without a GPU."""
+    """Fraction of the GPU's memory that an engine may use. With train.colocate_all, at most 0.95 of what the
+    models leave free."""
 
     @property
     def num_gpus(self) -> int:
@@ -285,115 +276,102 @@ class VllmConfig:
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How experience is sampled."""
+    """How samples are generated."""
 
     engine: EngineName = "vllm"
     """Library that samples. transformers: one request at a time and without vLLM, for small models and tests;
-    weights travel through Ray's object store."""
+    weights are sent through Ray's object store."""
     batch_size: Count = 1024
     """Prompts in one RL step."""
     n_samples_per_prompt: Count = 1
-    """Responses to each prompt: the group that group estimators compare."""
+    """Samples of each prompt: the group that group estimators compare."""
     vllm_generate_batch_size: Count | None = None
-    """Prompts sampled at a time. More than batch_size samples ahead: the surplus waits for the next steps.
-    None: batch_size, or what dynamic filtering has not found yet."""
+    """Prompts that are sampled at a time. More than rollout.batch_size means sampling ahead: the surplus
+    waits for later steps. None: rollout.batch_size, or the prompts that dynamic filtering still lacks."""
     micro_batch_size: Count = 1
-    """Sequences in one micro-batch, a packed row, where log-probs are computed: memory and speed, not the
-    result, depend on it."""
+    """Samples in one micro-batch, a packed row, of the passes that compute log-probs. Memory and speed depend
+    on it, the result does not."""
     max_tokens_per_gpu: Count | None = None
-    """Tokens in such a row with train.dynamic_batch_enable. None: train.max_tokens_per_gpu."""
+    """Tokens in one row of the passes that compute log-probs, with train.dynamic_batch_enable. None:
+    train.max_tokens_per_gpu."""
     temperature: Positive = 1.0
-    """Sampling temperature. Training log-probs use it too."""
+    """Sampling temperature. Log-probs of training use it too."""
     top_p: PositiveFraction = 1.0
-    """Sample from the most likely tokens that add up to this probability."""
+    """Nucleus sampling: sample from the most likely tokens whose probabilities add up to this. 1: from
+    all."""
     top_k: Annotated[int, Range(at_least=-1)] = -1
     """Sample from the k most likely tokens. -1: from all."""
     max_kept_tokens: CountOrZero = 32
-    """With top_p or top_k, training log-probs are over the tokens that sampling kept of the vocabulary: the
-    most likely of them, at most so many, and what the others had together stays as it was. 0: over the whole
-    vocabulary, which is not what was sampled from."""
+    """With rollout.top_p or rollout.top_k: log-probs of training are normalised over the tokens that could be
+    sampled. Up to this many of them are recorded, the most likely ones; the probability of the others
+    together is held constant. 0: log-probs over the whole vocabulary, which differ from those of the sampling
+    distribution."""
     max_new_tokens: Count | None = None
-    """Longest response, tokens. None: what the prompt leaves of data.max_len."""
+    """Maximum length of a response, tokens. None: what the prompt leaves of data.max_len."""
     timeout: Positive = 3600.0
-    """Seconds without any finished prompt after which the run stops and says what it waits for."""
+    """Seconds without any finished prompt after which the run stops and lists what it waits for."""
     stop: tuple[str, ...] | None = None
-    """Texts that end a response too, in training and evaluation: with the token that completes one of them. A
-    single word is split at its commas; YAML takes any text. None: only stop tokens end one."""
+    """Stop strings, in training and evaluation: a response ends with the token that completes one. A single
+    word on the command line is split at its commas; YAML takes any text. None: only stop tokens end a
+    response."""
     episode_timeout: Positive | None = None
-    """Seconds that one episode may take, its reward included; then it has failed. None: no limit."""
+    """Seconds that an episode may take, its reward included, before it counts as failed. None: no limit."""
     max_concurrent_episodes: Count | None = None
-    """Episodes that run at a time in each engine's process. None: all that the engine is given. Where nothing
-    sets it, the variable OPENRLHF_ASYNC_NUM_TASKS does."""
+    """Maximum number of episodes that run at a time in each engine's process. None: all that the engine gets.
+    The environment variable OPENRLHF_ASYNC_NUM_TASKS sets it if nothing else does."""
     step_timeout: Positive | None = None
-    """Seconds that one call of an agent's environment may take; then the episode has failed. None: no
+    """Seconds that one call of an agent's environment may take before the episode counts as failed. None: no
     limit."""
     retries: CountOrZero = 0
-    """How often an episode runs again, with other seeds, that failed in one of the ways of rollout.retry_on:
-    the last time on another engine, where there is one."""
+    """How often a failed episode of the kinds rollout.retry_on is repeated, with other seeds. The last
+    attempt runs on another engine if there is one."""
     retry_on: tuple[Failure, ...] = ("env_error", "timed_out", "aborted")
-    """Failures after which an episode runs again. What is left of failures is not trained on, and counted:
-    see reward.max_failed_ratio."""
+    """Failures after which an episode is repeated. Episodes that still fail are counted
+    (reward.max_failed_ratio) and not trained on."""
     stop_on: tuple[Failure, ...] | None = None
-    """Failures of which a single one ends the run, with its error."""
+    """Failures of which the first ends the run, with its error. None: none."""
     mask_truncated: bool = False
-    """Do not train on samples that ran out of tokens. Their rewards count where samples are compared."""
+    """Do not train on samples that ran out of tokens. Their rewards still count in the comparison of a
+    group."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PromptDataConfig:
-    """Where prompts come from, and how they become text."""
+@dataclass(frozen=True, kw_only=True)
+class PromptDataConfig(ImagesConfig, TemplateConfig, LoaderConfig):
+    """The prompts, and how they become text."""
 
     prompt_dataset: str = ""
-    """Comma list of `path[@data_dir]`: .json .jsonl .csv .parquet .arrow files, also packed (.jsonl.gz), and
-    folders of them, here or at URLs (s3://, gs://, hf://, https://), hub names; or of
-    `reasoning_gym:NAME?size=N&seed=S`. Required."""
+    """Comma list of datasets, each as `path` or `path@data_dir`: a .json, .jsonl, .csv, .parquet or .arrow
+    file (also compressed, such as .jsonl.gz), a folder of such files, a URL (s3://, gs://, hf://, https://),
+    a name on the hub, or problems of reasoning-gym as `reasoning_gym:NAME?size=N&seed=S`. Required."""
     prompt_probs: str | None = None
-    """Comma list of probabilities, one for each dataset, to mix them. None: one after the other."""
+    """Comma list of probabilities, one for each dataset, with which prompts are drawn from the datasets.
+    None: the datasets follow one another."""
     prompt_split: str = "train"
-    """Split to take where a dataset has splits."""
+    """Split to use of datasets that have splits."""
     pretrain_dataset: str | None = None
-    """Plain texts that the policy goes on learning while it is rewarded (PPO-ptx), as prompt_dataset: every
-    optimizer step has train.batch_size of them, cut at max_len. None: none."""
+    """PPO-ptx: datasets of plain text that the policy also trains on, in the form of data.prompt_dataset.
+    Every optimizer step has train.batch_size texts, cut at data.max_len. None: off."""
     pretrain_probs: str | None = None
-    """Comma list of probabilities to mix them, as prompt_probs."""
+    """Probabilities of the datasets of data.pretrain_dataset, in the form of data.prompt_probs."""
     pretrain_split: str = "train"
-    """Split to take where they have splits."""
+    """Split to use of pre-training datasets that have splits."""
     pretrain_key: str | None = None
-    """Column with the text. None: input_key."""
+    """Column with the pre-training text. None: data.input_key."""
     max_samples: Count = 100_000_000
-    """Prompts to use, of each dataset and in total."""
+    """Maximum number of prompts, of each dataset and in total."""
     max_len: Count = 2048
-    """Longest sequence, tokens: prompt and response together."""
+    """Maximum length of prompt and response together, tokens."""
     input_key: str = "input"
     """Column with the prompt: text or messages."""
     label_key: str | None = None
-    """Column with the ground truth, handed to the reward function. None: "", or where reasoning_gym verifies
-    the answers its column `label`."""
-    input_template: str | None = None
-    """Text around the prompt, which replaces `{}`. Not with apply_chat_template."""
-    apply_chat_template: bool = False
-    """Format prompts with the tokenizer's chat template."""
-    tokenizer_chat_template: str | None = None
-    """Jinja chat template in place of the tokenizer's own."""
-    disable_fast_tokenizer: bool = False
-    """Use the slow tokenizer."""
-    dataloader_num_workers: CountOrZero = 0
-    """Accepted for old commands: rows are tokenised before training starts, by the tokenizer's own
-    threads."""
-    image_key: str = "images"
-    """Column with images: a path, https:// address, data: URI, base64 or bytes, or a list of them."""
-    max_images_per_prompt: CountOrZero = 0
-    """Images in one prompt at most, with those that an agent's environment adds. 0: text only."""
-    image_root: str | None = None
-    """Folder that the paths of images begin at and may not leave. None: that of each file of rows."""
-    image_hosts: tuple[str, ...] | None = None
-    """Hosts whose https:// addresses are read. None: no image is downloaded."""
+    """Column with the ground truth, which the reward function gets. None: an empty label, or the column
+    `label` if reasoning-gym verifies the answers."""
     bad_rows: BadRows | None = None
-    """A row that cannot be used (a line that is no JSON, missing column, wrong type, empty prompt, prompt of
-    data.max_len tokens or more) stops the run, or is left out and counted. None: prompts that are too long
-    are left out and counted, everything else stops the run."""
+    """Treatment of rows that cannot be used: a line that is not JSON, a missing column, a value of the wrong
+    type, an empty prompt, a prompt of data.max_len tokens or more. error: the run stops before training.
+    skip: they are left out and counted. None: skip for prompts that are too long, error for all others."""
 
     @property
     def broken_rows(self) -> BadRows:
@@ -401,77 +379,63 @@ class PromptDataConfig:
         return self.bad_rows or "error"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
-    """Evaluation: sampled responses, scored by the same reward."""
+    """Evaluation: sampled responses, scored by the reward sources of training."""
 
     dataset: str | None = None
-    """Evaluation prompts, as data.prompt_dataset; each dataset of a comma list is reported on its own. None:
-    no evaluation."""
+    """Prompts to evaluate on, in the form of data.prompt_dataset. Each dataset of a comma list gets metrics
+    of its own. None: no evaluation."""
     split: str = "train"
-    """Split to take where the dataset has splits."""
+    """Split to use of datasets that have splits."""
     steps: Steps = -1
     """Evaluate every N RL steps. -1: never."""
     temperature: PositiveOrZero = 0.6
-    """Sampling temperature. 0: greedy, with one sample for each prompt."""
+    """Sampling temperature. 0: greedy, with one sample of each prompt."""
     n_samples_per_prompt: Count = 4
-    """Responses to each prompt: the largest k of the best of k, and of pass@k."""
+    """Samples of each prompt, and the largest k of the metrics best of k and pass@k."""
     max_samples: Count | None = None
-    """Prompts of each dataset to use. None: all."""
+    """Maximum number of prompts of each dataset. None: all."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainConfig:
-    """Batches, passes, and who shares which GPUs."""
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(BatchesConfig):
+    """Batches, epochs, and sharing of GPUs."""
 
-    batch_size: Count = 128
-    """Samples in one optimizer step, over all ranks."""
-    micro_batch_size: Count = 1
-    """Sequences in one micro-batch: a packed row, the unit of a forward pass. Memory and speed, not the
-    result, depend on it."""
-    dynamic_batch_enable: bool = False
-    """Fill rows up to max_tokens_per_gpu tokens; the two micro_batch_size are then not read."""
-    max_tokens_per_gpu: Count = 16192
-    """Tokens of one row with dynamic_batch_enable; ds.ring_attn_size times as many where ranks share rows. A
-    longer sequence gets a row of its own."""
     max_epochs: Count = 1
-    """Passes over the samples of each step."""
+    """Passes over the samples of each RL step (PPO epochs)."""
     num_episodes: Count = 1
-    """Passes over the prompts."""
+    """Epochs: passes over the prompts."""
     max_steps: Count | None = None
-    """Stop after this many RL steps. None: at the end of the prompts."""
-    seed: CountOrZero = 42
-    """Seed of everything random."""
-    full_determinism_enable: bool = False
-    """Only deterministic kernels: the same run gives the same bits, slower."""
-    backend: BackendName = "deepspeed"
-    """Library that trains: DeepSpeed, or PyTorch alone, by fully_shard on several ranks (docs/models.md)."""
+    """Stop after this many RL steps. None: after train.num_episodes."""
     colocate_all: bool = False
-    """All models and engines share the actor's GPUs (hybrid engine): the GPUs of all engines must be the
-    actor's. With async_enable engines have GPUs of their own."""
+    """Hybrid engine: all models and engines share the actor's GPUs, so the engines together must have as many
+    GPUs as the actor. With train.async_enable engines have GPUs of their own."""
     colocate_actor_ref: bool = False
     """The reference model shares the actor's GPUs."""
     colocate_critic_reward: bool = False
-    """Critic and reward model share GPUs."""
+    """Critic and reward model share their GPUs."""
     placement_timeout: Positive | None = None
-    """Seconds that the run waits for GPUs that others hold. None: as long as it takes."""
+    """Seconds that the run waits for GPUs of a cluster that are in use. None: no limit."""
     async_enable: bool = False
-    """Sample the next batches while training on this one."""
+    """Asynchronous training: sample the next batches while the models train on the current one."""
     async_queue_size: CountOrZero = 1
-    """Batches that sampling may be ahead: steps by which a sample's weights may be older than those that it
-    trains. 0: as without async_enable. Where nothing sets it, the variable OPENRLHF_ASYNC_QUEUE_SIZE does."""
+    """Maximum number of batches that sampling is ahead: the weights that sampled are up to this many steps
+    older than those that train. 0: as without train.async_enable. The environment variable
+    OPENRLHF_ASYNC_QUEUE_SIZE sets it if nothing else does."""
     partial_rollout_enable: bool = False
-    """Weight syncs pause generation instead of waiting for it. Needs async_enable."""
+    """Weight syncs pause responses and continue them with the new weights, instead of waiting for their end.
+    Needs train.async_enable."""
     enable_ema: bool = False
-    """Keep a moving average of the policy, and save that."""
+    """Keep an exponential moving average of the policy's weights, and save it as the final model."""
     ema_beta: Decay = 0.992
     """Decay rate of the moving average."""
     agent_func_path: str | None = None
-    """Runs episodes of several turns and gives their rewards: a .py file with the class `AgentExecutor`, or
-    in older ones a function `step`; a class as `folder/file.py:NAME` or `package.module:NAME`; or a name that
-    an installed package registers (openrlhf.agents)."""
+    """Agent, which runs episodes of several turns and gives their rewards: a .py file with the class
+    `AgentExecutor` (or, in old files, a function `step`), a class as `folder/file.py:NAME` or
+    `package.module:NAME`, or a name that an installed package registers (openrlhf.agents)."""
     max_turns: Count | None = None
-    """Turns of one agent episode at most. None: as many as fit in data.max_len."""
+    """Maximum number of turns of an episode. None: as many as fit in data.max_len."""
 
     @property
     def agent(self) -> str | None:
@@ -479,36 +443,38 @@ class TrainConfig:
         return resolve(self.agent_func_path, "agents") if self.agent_func_path else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
     """From rewards to advantages."""
 
     estimator: EstimatorName = "gae"
-    """How the rewards of a step become advantages of actions."""
+    """Advantage estimator: how the rewards of a step become advantages of actions."""
     gamma: Fraction = 1.0
     """Discount per token, for gae and reinforce."""
     lambd: Fraction = 1.0
-    """GAE: how far advantages look ahead."""
+    """lambda of GAE: 0 is one-step temporal difference (least variance), 1 is Monte Carlo (least bias)."""
     no_std_norm: bool = False
-    """Center advantages over the step without dividing by their deviation. For gae, reinforce,
-    reinforce_baseline."""
+    """Subtract the mean of the step's advantages without dividing by their standard deviation. For gae,
+    reinforce and reinforce_baseline."""
     is_correction_enable: bool = False
-    """Off-policy correction: for the gap between the sampler's probabilities and the trainer's."""
+    """Off-policy correction: importance sampling for the difference between the probabilities of the engine
+    and those of the trainer."""
     is_correction_type: ISCorrectionType = "tis"
-    """What is done where the two are apart."""
+    """Off-policy correction to use."""
     is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
-    """`low high`: range of the ratio trainer / sampler."""
+    """Bounds of the ratio of the trainer's probability to the engine's, `low high`."""
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
-    """`low high`: range of a sequence's geometric mean ratio in seq-mask-tis, which stays much closer to 1.
-    None: is_correction_threshold."""
+    """seq-mask-tis: bounds of a sequence's geometric mean ratio, `low high`, which stays much closer to 1.
+    None: algo.advantage.is_correction_threshold."""
     proximal_policy: ProximalPolicyName = "recomputed"
-    """Decoupled PPO: the policy from which the clip counts; a correction weighs its gap to the sampler."""
+    """Decoupled PPO: proximal policy, the anchor of the clipped ratio. The off-policy correction weighs its
+    difference to the sampling policy."""
     staleness_decay: PositiveFraction = 1.0
-    """d in the weight d^s of an action's policy loss, where the weights that chose it are s steps behind. 1:
-    all weigh the same."""
+    """Base d of the weight d^s of an action's policy loss, where the weights that sampled it are s steps old.
+    1: all actions weigh the same."""
     max_token_staleness: CountOrZero | None = None
-    """Actions chosen by weights that are more than this many steps behind have no policy loss. None: all have
-    one."""
+    """Maximum age of actions, in steps of the weights that sampled them; older actions have no policy loss.
+    None: no limit."""
 
     @property
     def proximal(self) -> type[ProximalPolicy]:
@@ -524,75 +490,76 @@ class AdvantageConfig:
         return CORRECTIONS[self.is_correction_type] if self.is_correction_enable else None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class KLConfig:
-    """Penalty for moving away from the reference model."""
+    """Penalty on the KL divergence from the reference model."""
 
     init_coef: PositiveOrZero = 0.01
-    """Weight of the penalty. 0: no reference model is loaded."""
+    """Weight of the KL penalty, at the start if algo.kl.target is set. 0: no reference model is loaded."""
     target: Positive | None = None
-    """Adapt the weight so that the KL comes to this. None: the weight stays."""
+    """Target KL per token, in nats: the weight of the penalty adapts to reach it. None: the weight is
+    constant."""
     horizon: Count = 10000
-    """Samples over which the weight may change by a fifth, which is the most in one step."""
+    """Number of samples over which the weight may change by a fifth. It also changes by at most a fifth in
+    one step."""
     estimator: KLEstimator = "k1"
-    """Estimate of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
+    """Estimator of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
-    """Put the penalty into the loss instead of the reward."""
+    """Add the KL penalty to the loss instead of subtracting it from the reward."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class AlgoConfig:
     """The algorithm. `--algo.options.NAME VALUE` sets an option of an estimator, a loss, a correction or a
-    proximal policy of yours: a field of its class."""
+    proximal policy of your own: a field of its class."""
 
-    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
-    kl: KLConfig = field(default_factory=KLConfig)
+    advantage: AdvantageConfig = AdvantageConfig()
+    kl: KLConfig = KLConfig()
     options: Mapping[str, Any] = field(default_factory=dict)
     dynamic_filtering_enable: bool = False
-    """Drop groups whose mean score is outside dynamic_filtering_range, and sample others in their place
-    (DAPO)."""
+    """Dynamic sampling of DAPO: drop groups whose mean score is outside algo.dynamic_filtering_range, and
+    sample other prompts in their place."""
     dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
-    """`low high`: groups with low < mean score < high are kept."""
+    """Groups that are kept, `low high`: those with low < mean score < high."""
     dynamic_filtering_max_batches: Count = 10
-    """Prompts that one step may ask for, in multiples of rollout.batch_size. When they do not fill a batch,
-    the run stops and says why."""
+    """Maximum number of prompts that one step may sample, in multiples of rollout.batch_size. If they do not
+    fill a batch, the run stops."""
     skip_old_log_probs: bool | Literal["auto"] = "auto"
-    """Where an RL step is one optimizer step, the policy before it is the policy itself: spare the forward
-    pass that asks for its log-probs. auto: where nothing reads them before that step, as KL in the reward
-    and a teacher do. Where algo.advantage.proximal_policy is not recomputed, however many optimizer steps
-    there are."""
+    """Skip the forward pass that computes the policy's log-probs before the update: if an RL step has only
+    one optimizer step, the update's own pass gives the same numbers. auto: if nothing needs the log-probs
+    earlier, as KL in the reward and a teacher do. With algo.advantage.proximal_policy other than recomputed,
+    it can be skipped for any number of optimizer steps."""
     max_mismatch: Positive | None = None
-    """Nats by which log-probs of the engines and of the policy may differ, the mean over samples of the
-    current weights, before the run stops. None: 0.3 in bf16 and 0.04 in fp16 and fp32, more than rounding
-    explains. inf: never."""
+    """Largest mean difference between log-probs of engines and policy for the same weights, in nats, before
+    the run stops. None: 0.3 in bf16, 0.04 in fp16 and fp32, which is more than rounding explains. inf: the
+    run never stops."""
     router_replay: bool = False
-    """Mixtures of experts: in training every token goes to the experts that it went to when it was sampled
-    (rollout routing replay), so that the gap between the sampler's probabilities and the trainer's is no
-    matter of which expert a rounding chose. Needs vllm.enable_prefix_caching."""
+    """MoE models: in training each token goes to the experts that it went to when it was sampled (rollout
+    routing replay), so that engine and trainer do not diverge because rounding picked different experts.
+    Needs vllm.enable_prefix_caching."""
 
     def build_estimator(self) -> AdvantageEstimator:
         return self.advantage.traits.of(self.options)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PPOCkptConfig(CkptConfig):
-    """What is written to disk, and when."""
+    """Outputs: the final model and checkpoints."""
 
     max_mem: Positive = float("inf")
-    """Size of all kept checkpoints together, GB."""
     best_metric_key: str = ""
-    """Evaluation metric that chooses the best checkpoint: default_score_mean (or default_pass1),
-    default_best_of4, ... "": the mean score of the first source. none: keep no best."""
+    """Evaluation metric that chooses the best checkpoint, such as default_score_mean, default_pass1 or
+    default_best_of4. Empty: the mean score of the first dataset. none: no best checkpoint."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class PPOLoggerConfig(LoggerConfig):
-    """Where metrics and rollouts go."""
+    """Metrics and samples, and where they go."""
 
-    wandb: WandbConfig = field(default_factory=lambda: wandb_for("ppo", "openrlhf_train_ppo"))
+    wandb: WandbConfig = field(default_factory=lambda: wandb_for("ppo"))
     rollouts: JournalMode = "full"
-    """What the run folder keeps of each step's samples. sample: 16 from the best to the worst, and up to 16
-    that failed. off: none."""
+    """Samples of each step that the run folder keeps. full: all. sample: 16 from the best to the worst, and
+    up to 16 that failed. off: none."""
 
 
 class RolePlacement(NamedTuple):
@@ -613,36 +580,28 @@ SELECTING: Mapping[str, Registry] = {
 """Registries of the flags that select a class, by key."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PPOConfig:
+@dataclass(frozen=True, kw_only=True)
+class PPOConfig(TrainingConfig):
     """Reinforcement learning with Ray, vLLM and DeepSpeed."""
 
-    actor: ActorConfig = field(default_factory=ActorConfig)
-    critic: CriticConfig = field(default_factory=CriticConfig)
-    ref: RefConfig = field(default_factory=RefConfig)
-    teacher: PPOTeacherConfig = field(default_factory=PPOTeacherConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    data: PromptDataConfig = field(default_factory=PromptDataConfig)
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    vllm: VllmConfig = field(default_factory=VllmConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    algo: AlgoConfig = field(default_factory=AlgoConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    ds: ScorerDeepSpeedConfig = field(default_factory=ScorerDeepSpeedConfig)
-    ckpt: PPOCkptConfig = field(default_factory=PPOCkptConfig)
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    ref: RefConfig = RefConfig()
+    teacher: PPOTeacherConfig = PPOTeacherConfig()
+    reward: RewardConfig = RewardConfig()
+    data: PromptDataConfig = PromptDataConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    vllm: VllmConfig = VllmConfig()
+    train: TrainConfig = TrainConfig()
+    algo: AlgoConfig = AlgoConfig()
+    eval: EvalConfig = EvalConfig()
+    ds: ScorerDeepSpeedConfig = ScorerDeepSpeedConfig()
+    ckpt: PPOCkptConfig = PPOCkptConfig()
     logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
     placement: Placement = "manual"
-    """Who chooses where models and engines run: the flags of placement (manual), or for those that nobody set
-    the devices that there are (auto): all GPUs shared by models and engines, which sleep in turn, or with
-    train.async_enable half of them for engines. See docs/clusters.md."""
-    local_rank: int = -1
-    """Set by launchers; not read, because Ray starts the workers."""
-    use_ms: bool = False
-    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
-
-    @property
-    def run_dir(self) -> str:
-        return run_dir(self.logger, self.ckpt)
+    """How models and engines are placed on GPUs. manual: by the flags of placement. auto: flags of placement
+    that are not set are chosen for the GPUs of the cluster: models and engines share all GPUs and sleep in
+    turn, or with train.async_enable half of the GPUs are for engines (docs/clusters.md)."""
 
     @property
     def critic_output_dir(self) -> str:
@@ -715,7 +674,7 @@ class PPOConfig:
 
     @property
     def reads_images(self) -> bool:
-        return self.data.max_images_per_prompt > 0
+        return self.data.reads_images
 
     @property
     def uses_reference(self) -> bool:

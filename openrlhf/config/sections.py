@@ -9,10 +9,12 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from openrlhf.config.choices import (
     FLASH_PACKAGES,
+    BackendName,
+    BadRows,
     Count,
     CountOrZero,
     Decay,
@@ -28,93 +30,239 @@ from openrlhf.config.choices import (
     Steps,
 )
 
+# ---- commands
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+
+@dataclass(frozen=True, kw_only=True)
+class HubConfig:
+    """Flags of every command that looks up models by name."""
+
+    use_ms: bool = False
+    """Look up names of models and datasets on ModelScope instead of the Hugging Face hub."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchedConfig(HubConfig):
+    """Flags of every command that a launcher may start on several ranks."""
+
+    local_rank: int = -1
+    """Rank on this machine. Launchers set it, and it is not read: the environment variable LOCAL_RANK has the
+    same value."""
+
+
+# ---- data
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """How text becomes tokens."""
+
+    disable_fast_tokenizer: bool = False
+    """Use the slow tokenizer (Python) instead of the fast one (Rust)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TemplateConfig(TokenizerConfig):
+    """How messages become text, and text becomes tokens."""
+
+    apply_chat_template: bool = False
+    """Format prompts and answers with the tokenizer's chat template."""
+    tokenizer_chat_template: str | None = None
+    """Jinja chat template that replaces the tokenizer's own."""
+    input_template: str | None = None
+    """Text around each prompt, with `{}` where the prompt goes. Not read with data.apply_chat_template. None:
+    the prompt alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderConfig(TokenizerConfig):
+    """How rows are loaded for training."""
+
+    dataloader_num_workers: CountOrZero = 0
+    """Accepted for old commands and not read: the tokenizer's own threads read all rows before training
+    starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Where rows come from."""
+
+    dataset: str = ""
+    """Comma list of datasets, each as `path` or `path@data_dir`: a .json, .jsonl, .csv, .parquet or .arrow
+    file (also compressed, such as .jsonl.gz), a folder of such files, a URL (s3://, gs://, hf://, https://)
+    or a name on the hub. Required."""
+    dataset_probs: str | None = None
+    """Comma list of probabilities, one for each dataset, with which rows are drawn from the datasets. None:
+    the datasets follow one another."""
+    dataset_split: str = "train"
+    """Split to use of datasets that have splits."""
+    max_samples: Count = 100_000_000
+    """Maximum number of rows, of each dataset and in total."""
+    bad_rows: BadRows = "error"
+    """Treatment of rows that cannot be used: a line that is not JSON, a missing column, a value of the wrong
+    type. error: the run stops before training. skip: they are left out and counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagesConfig:
+    """Images in rows."""
+
+    image_key: str = "images"
+    """Column with the images of a row: one image or a list, each as a path, an https:// address, a data: URI,
+    base64 text or bytes."""
+    max_images_per_prompt: CountOrZero = 0
+    """Maximum number of images in a row. 0: text only. Needs data.apply_chat_template."""
+    image_root: str | None = None
+    """Folder to which image paths are relative, and outside of which none may lie. None: the folder of each
+    dataset file."""
+    image_hosts: tuple[str, ...] | None = None
+    """Hosts from which https:// images may be downloaded. None: no image is downloaded."""
+
+    @property
+    def reads_images(self) -> bool:
+        return self.max_images_per_prompt > 0
+
+
+# ---- models and optimizers
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModelConfig:
+    """The model that is trained."""
+
+    gradient_checkpointing_enable: bool = False
+    """Recompute activations in the backward pass: less memory, slower steps."""
+    gradient_checkpointing_reentrant: bool = False
+    """Use torch's reentrant variant of gradient checkpointing."""
+    freeze_visual_encoder: bool = False
+    """Vision-language models: train only the language part."""
+    aux_loss_coef: PositiveOrZero = 0.0
+    """MoE models: weight of the load-balancing loss, which rises when routers use experts unevenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class AdamConfig:
     """AdamW."""
 
     lr: PositiveOrZero = 5e-6
-    """Peak learning rate. With Muon: of the weights that Muon does not take."""
+    """Peak learning rate. With Muon it holds for the weights that Muon does not update."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
-    """Decay rates of the two moments."""
+    """Decay rates of the first and the second moment."""
     eps: Positive = 1e-8
-    """Added to the denominator."""
+    """Term added to the denominator of the update."""
     weight_decay: PositiveOrZero = 0.0
-    """Decoupled weight decay. Biases, norms and other vectors are exempt."""
+    """Decoupled weight decay. Biases, norms and other vectors have none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class MuonConfig:
-    """Muon, for matrices."""
+    """Muon, an optimizer for weight matrices."""
 
     lr: PositiveOrZero = 0.02
-    """Peak learning rate of the matrices."""
+    """Peak learning rate of the weight matrices."""
     momentum: Decay = 0.95
     """Decay rate of the momentum."""
     ns_steps: Count = 5
-    """Newton-Schulz steps. Accepted for old commands: DeepSpeed's Muon takes 5."""
+    """Newton-Schulz iterations. Accepted for old commands and not read: DeepSpeed's Muon always makes 5."""
     nesterov: bool = True
-    """Nesterov momentum. Accepted for old commands: DeepSpeed's Muon has it."""
+    """Nesterov momentum. Accepted for old commands and not read: DeepSpeed's Muon always uses it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """Optimizer, schedule and clipping of one model. Inherited, so the flags take the owner's prefix."""
 
     optim: OptimizerName = "adam"
-    """Optimizer: AdamW for everything, or Muon for matrices and AdamW for the rest."""
-    adam: AdamConfig = field(default_factory=AdamConfig)
-    muon: MuonConfig = field(default_factory=MuonConfig)
+    """Optimizer. adam: AdamW for all weights. muon: Muon for weight matrices and AdamW for the rest."""
+    adam: AdamConfig = AdamConfig()
+    muon: MuonConfig = MuonConfig()
     lr_scheduler: str = "cosine_with_min_lr"
-    """Shape of the schedule after the warm-up, by its name in transformers."""
+    """Schedule of the learning rate after the warm-up, by its name in transformers (linear, cosine, constant,
+    ...)."""
     lr_warmup_ratio: Fraction = 0.03
-    """Fraction of all optimizer steps spent warming up, rounded up to w steps: the first has 1 / w of the
-    peak learning rate, the w-th all of it. 0: the peak at once."""
+    """Fraction of all optimizer steps in which the learning rate rises to its peak. Of w such steps (rounded
+    up) the i-th has i / w of the peak. 0: the first step has the peak."""
     lr_decay_ratio: PositiveFraction = 0.1
-    """Fraction of all optimizer steps, the last ones, in which warmup_stable_decay falls from the peak."""
+    """Fraction of all optimizer steps, at the end of the run, in which the schedule warmup_stable_decay
+    lowers the learning rate from its peak. Other schedules do not read it."""
     min_lr_ratio: Fraction = 0.1
-    """Floor of the schedules that end in `_with_min_lr`, as a fraction of the peak learning rate."""
+    """Floor of the learning rate, as a fraction of its peak, in the schedules whose name ends in
+    `_with_min_lr`."""
     max_norm: PositiveOrZero = 1.0
-    """Gradients are clipped to this norm. 0: no clipping."""
+    """Maximum norm of the gradients; larger ones are scaled down to it. 0: no clipping."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters."""
 
     rank: CountOrZero = 0
-    """Rank of the adapters. 0: the whole model is trained."""
+    """Rank of the adapters. 0: no adapters, all weights are trained."""
     alpha: Count = 16
-    """Adapters are scaled by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
     dropout: Decay = 0.0
-    """Dropout before the adapters in training passes of every command. The reference of DPO and KTO has none,
-    and the first step does not depend on it: adapters begin as 0."""
+    """Dropout probability before the adapters, in the training passes of every command. The reference of DPO
+    and KTO has no dropout. The first step does not depend on it, because adapters start at 0."""
     target_modules: tuple[str, ...] = ("all-linear",)
-    """Names of the linear layers that get an adapter; all-linear: every one but the head. Experts of MoE
-    models get none."""
+    """Names of the linear layers that get an adapter. all-linear: every linear layer except the head. Experts
+    of MoE models get none."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
-    """The type of a model's weights."""
+# ---- batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedConfig:
+    """Seeds and determinism."""
+
+    seed: CountOrZero = 42
+    """Seed of all random numbers: order of the data, new weights, dropout and sampling."""
+    full_determinism_enable: bool = False
+    """Use only deterministic kernels, so that the same run gives the same bits. Slower."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchesConfig(SeedConfig):
+    """Batches and training backend."""
+
+    batch_size: Count = 128
+    """Samples in one optimizer step, over all ranks."""
+    micro_batch_size: Count = 1
+    """Samples in one micro-batch: they are packed into one row, the unit of a forward pass. Memory and speed
+    depend on it, the result does not."""
+    dynamic_batch_enable: bool = False
+    """Fill each row with as many samples as fit into train.max_tokens_per_gpu tokens, instead of a fixed
+    micro_batch_size."""
+    max_tokens_per_gpu: Count = 16192
+    """Tokens in one row with train.dynamic_batch_enable, for each of the ds.ring_attn_size ranks that share
+    it. A longer sample gets a row of its own."""
+    backend: BackendName = "deepspeed"
+    """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
+    (docs/models.md)."""
+
+
+# ---- training models: precision, sharding, kernels
+
+
+class Precision(NamedTuple):
+    """Data types of a model's weights."""
 
     dtype: ParamDtype
     in_4bit: bool
-    """Frozen weights below adapters are NF4."""
+    """Whether the frozen weights below adapters are quantised to NF4."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Kernels:
-    """Kernels of a model, by names of transformers; None: its choice."""
+class Kernels(NamedTuple):
+    """Kernels of a model, by their names in transformers."""
 
     attention: str
     experts: ExpertsImplementation | None
+    """None: transformers chooses."""
     liger: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Parallelism:
-    """How many ranks share each row and each matrix, and how rows are shared."""
+class Parallelism(NamedTuple):
+    """Numbers of ranks that share each row and each matrix, and how they share rows."""
 
     sequence: int
     tensor: int
@@ -122,8 +270,7 @@ class Parallelism:
     heads_at_a_time: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Zero:
+class Zero(NamedTuple):
     """ZeRO sharding of weights, gradients and optimizer states."""
 
     stage: int
@@ -131,96 +278,95 @@ class Zero:
     universal_checkpoint: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Offloading:
-    """Offloading of states that a GPU does not need at the moment."""
+class Offloading(NamedTuple):
+    """Offloading of what a GPU does not need at the moment."""
 
     sleeps: bool
-    """Optimizer states, while others use the GPU."""
+    """Whether optimizer states leave the GPU while other models use it."""
     activations_on_host: bool
-    """Inputs of checkpointed layers, until the backward pass."""
+    """Whether the inputs of checkpointed layers stay on the CPU until the backward pass."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
     """Precision, sharding and kernels of the training models."""
 
     zero_stage: Annotated[int, Range(at_least=0, at_most=3)] = 2
-    """ZeRO stage: 0 shards nothing, 1 optimizer states, 2 gradients too, 3 weights too."""
+    """ZeRO stage: what is sharded over the ranks. 0: nothing, 1: optimizer states, 2: also gradients, 3: also
+    weights. A higher stage needs less memory and more communication."""
     param_dtype: ParamDtype = "bf16"
-    """Type of the weights. bf16 and fp16 keep fp32 master weights; fp32 computes everything in float32."""
+    """Data type of the weights. bf16 and fp16 keep fp32 master weights; fp32 computes everything in fp32."""
     zpg: Count = 1
-    """ZeRO++ secondary partition: number of ranks among which stage 3 gathers weights. 1: off."""
+    """ZeRO++ secondary partition: number of ranks among which stage 3 gathers weights, such as the GPUs of
+    one node. 1: off."""
     adam_offload: bool = False
-    """Keep optimizer states in CPU memory, and update the weights there, on as many threads as each rank has
-    cores. Then ds.enable_sleep has nothing left to move."""
+    """Keep optimizer states in CPU memory and update the weights there, with one thread for each CPU core of
+    a rank. Saves GPU memory and slows down each step. ds.enable_sleep then has nothing left to move."""
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Type in which the gradients of a step's micro-batches add up. None: fp32 at stages 2 and 3, and else
-    param_dtype."""
+    """Data type in which the gradients of a step's micro-batches add up. None: fp32 at stages 2 and 3,
+    otherwise ds.param_dtype."""
     overlap_comm: bool = False
-    """Reduce gradients while the backward pass runs, which stage 3 always does. Stage 2 reduces them in every
-    micro-batch, and with this it waits after each for the GPU: for slow links. Needs more memory."""
+    """Reduce gradients during the backward pass, as stage 3 always does. Stage 2 then reduces them in every
+    micro-batch and waits for the GPU after each, which is only faster on slow links. Needs more memory."""
     bucket_mb: Count | None = None
-    """MiB of gradients that are reduced at a time, and at stages 1 and 2 of weights that are gathered at a
-    time after a step. Each GPU has a buffer of this size, two with overlap_comm. None: DeepSpeed's 500
-    million elements, 1 GB of bf16."""
+    """Communication bucket, MiB: gradients that are reduced at a time, and at stages 1 and 2 weights that are
+    gathered at a time after a step. Each GPU has one buffer of this size, two with ds.overlap_comm. None:
+    DeepSpeed's 500 million elements (1 GB of bf16)."""
     activation_offload: bool = False
-    """With gradient checkpointing, keep the inputs of the layers in CPU memory until the backward pass. For
-    long rows: what is left on the GPU is about one layer. Each input travels twice over the bus."""
+    """With gradient checkpointing: keep the inputs of the layers in CPU memory until the backward pass. For
+    long sequences: the GPU then holds the activations of about one layer. Each input is copied to the CPU and
+    back."""
     deepcompile: bool = False
-    """DeepSpeed's DeepCompile."""
+    """DeepSpeed's DeepCompile. Not implemented: DeepSpeed would reduce only the gradients of compiled graphs,
+    and torch compiles only some of the rows, because their lengths differ."""
     tensor_parallel_size: Count = 1
-    """Ranks that share the matrices of one model copy (tensor parallelism), and have the same samples. For
-    models whose weights and gradients do not fit one GPU, on GPUs with fast links."""
+    """Tensor parallelism: ranks that share the weight matrices of one model copy and read the same samples.
+    For models whose weights and gradients do not fit one GPU, on GPUs with fast links."""
     ring_attn_size: Count = 1
-    """Ranks that share each row (sequence parallelism): every one computes a slice of its tokens. For
+    """Sequence (context) parallelism: ranks that share each row, each with a slice of its tokens. For
     sequences whose activations do not fit one GPU."""
     ring_attn_head_stride: Count = 1
-    """Heads of keys and values that are gathered at a time where sequence_parallel_mode gathers them. More of
-    them: fewer messages, and more memory."""
+    """Sequence parallelism: key and value heads that are gathered at a time, where ds.sequence_parallel_mode
+    gathers them. More heads mean fewer messages and more memory."""
     sequence_parallel_mode: SequenceParallelMode = "auto"
-    """How attention sees all of a row that ranks share. ulysses: each rank has a part of the heads, which
-    must divide. In the others each has all heads for its slice of the tokens. ring: keys and values pass from
-    rank to rank. allgather: every rank gathers them. auto: ulysses where the heads divide, else ring."""
+    """Sequence parallelism: how attention sees the whole row. ulysses: each rank gets some of the heads for
+    all tokens, so ds.ring_attn_size must divide the heads. ring: keys and values pass from rank to rank.
+    allgather: every rank gathers all keys and values. auto: ulysses where the heads divide, otherwise
+    ring."""
     packing_samples: bool = False
-    """Accepted for old commands: rows are always packed (padding-free), and attention never crosses a
-    border."""
+    """Accepted for old commands and not read: samples are always packed without padding, and attention never
+    reaches from one sample into another."""
     attn_implementation: str = "auto"
-    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...); one of the hub
-    (kernels-community/...) needs `pip install "openrlhf[kernels]"`. auto: flash attention over packed rows
-    on a GPU in half precision, otherwise sdpa one sequence at a time. The model is checked (docs/models.md):
-    where packed rows would be wrong, auto runs it once for each sequence."""
+    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...), or one of the hub
+    (kernels-community/..., which needs `pip install "openrlhf[kernels]"`). auto: flash attention over packed
+    rows on a GPU in half precision, otherwise sdpa for one sequence at a time. A self-check compares both
+    ways (docs/models.md): where packed rows would be wrong, auto runs the model once for each sequence."""
     experts_implementation: ExpertsImplementation | None = None
-    """Kernel for the experts of MoE models. None: as transformers chooses."""
+    """Kernel for the experts of MoE models. None: transformers chooses."""
     use_liger_kernel: bool = False
-    """Liger's kernels for norms, rotary positions and gated MLPs. The model is checked: where it would
-    compute something else than with transformers' own, the run is refused. Needs a GPU and
-    `pip install "openrlhf[liger]"`."""
+    """Use Liger's kernels for norms, rotary positions and gated MLPs. A self-check refuses the run if they
+    compute something else than transformers' own. Needs a GPU and `pip install "openrlhf[liger]"`."""
     load_in_4bit: bool = False
-    """QLoRA: the linear layers of the model to train are frozen in NF4, with adapters (lora.rank) in
-    param_dtype. References and teachers are not quantised. Needs `pip install "openrlhf[qlora]"`."""
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    """QLoRA: freeze the linear layers of the trained model in NF4 and train adapters (ds.lora.rank) in
+    ds.param_dtype. References and teachers are not quantised. Needs `pip install "openrlhf[qlora]"`."""
+    lora: LoraConfig = LoraConfig()
     use_universal_ckpt: bool = False
-    """Resume from the universal form of the last checkpoint, where `ckpt_ds_zero_to_universal.sh` has made
-    one. Another number of ranks or another zero_stage needs neither the form nor this flag."""
+    """Resume from the universal form of the last checkpoint, which `ckpt_ds_zero_to_universal.sh` makes. To
+    resume with other ranks or another ds.zero_stage, neither that form nor this flag is needed."""
     enable_sleep: bool = False
-    """Move optimizer states, gradients and master weights to the CPU while others use the GPU. For RL on
-    shared GPUs."""
+    """Move optimizer states, gradients and master weights to CPU memory while other models or engines use the
+    GPU. For RL on shared GPUs."""
 
     @property
     def precision(self) -> Precision:
-        return Precision(dtype=self.param_dtype, in_4bit=self.load_in_4bit)
+        return Precision(self.param_dtype, self.load_in_4bit)
 
     @property
     def kernels(self) -> Kernels:
-        """Kernels of models: attn_implementation, but auto in place of flash attention with sequence
-        parallelism."""
+        """Kernels of models. With sequence parallelism, auto replaces flash attention."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
-        return Kernels(
-            attention="auto" if shared else self.attn_implementation,
-            experts=self.experts_implementation,
-            liger=self.use_liger_kernel,
-        )
+        attention = "auto" if shared else self.attn_implementation
+        return Kernels(attention, self.experts_implementation, self.use_liger_kernel)
 
     @property
     def parallel(self) -> Parallelism:
@@ -233,57 +379,85 @@ class DeepSpeedConfig:
 
     @property
     def zero(self) -> Zero:
-        return Zero(
-            stage=self.zero_stage,
-            adam_offload=self.adam_offload,
-            universal_checkpoint=self.use_universal_ckpt,
-        )
+        return Zero(self.zero_stage, self.adam_offload, self.use_universal_ckpt)
 
     @property
     def offloading(self) -> Offloading:
-        return Offloading(sleeps=self.enable_sleep, activations_on_host=self.activation_offload)
+        return Offloading(self.enable_sleep, self.activation_offload)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ScorerDeepSpeedConfig(DeepSpeedConfig):
     """Precision, sharding and kernels of the training models."""
 
     value_head_prefix: str = "score"
-    """Name of the scalar head in the saved model. Only a model whose head is called score loads with
-    AutoModelForSequenceClassification. A value in the model's config.json wins."""
+    """Name of the scalar head in the saved model. AutoModelForSequenceClassification loads only models whose
+    head is named score. A value in the model's config.json wins."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+# ---- inference
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceKernelsConfig:
+    """Precision and kernels."""
+
+    load_in_4bit: bool = False
+    """Quantise all linear layers except the head to NF4, which needs a quarter of bf16's memory
+    (bitsandbytes). With vLLM use a quantised model instead."""
+    attn_implementation: str = "auto"
+    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
+    that this machine has. vLLM chooses its own kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineMemoryConfig:
+    """Memory of a vLLM engine."""
+
+    enforce_eager: bool = False
+    """Use no CUDA graphs: less memory and a faster start, slower sampling."""
+    gpu_memory_utilization: PositiveFraction = 0.95
+    """Fraction of the GPU's memory that an engine may use."""
+    kv_cache_gb: Positive | None = None
+    """Size of an engine's KV cache, GB. None: what vllm.gpu_memory_utilization leaves, or 0.25 without a
+    GPU."""
+
+
+# ---- outputs
+
+
+@dataclass(frozen=True, kw_only=True)
 class CkptConfig:
-    """What is written to disk, and when."""
+    """Outputs: the final model and checkpoints."""
 
     output_dir: str = "./ckpt"
-    """Where the final Hugging Face model and tokenizer go. A folder that holds a model is refused, unless the
-    run resumes (load_enable) or overwrite is set."""
+    """Folder of the final Hugging Face model and tokenizer. A folder that already holds a model is refused,
+    unless the run resumes (ckpt.load_enable) or ckpt.overwrite is set."""
     overwrite: bool = False
-    """Write over the model that is in output_dir."""
+    """Overwrite the model that is in ckpt.output_dir."""
     path: str | None = None
-    """Where resumable checkpoints go; a folder that all nodes share. None:
-    `{ckpt.output_dir}/checkpoints`."""
+    """Folder of resumable checkpoints, which all nodes share. None: `{ckpt.output_dir}/checkpoints`."""
     save_steps: Steps = -1
     """Save a checkpoint every N steps. -1: never."""
     save_hf: bool = False
-    """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`, which is kept as long."""
+    """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`, which is kept as long as
+    the checkpoint."""
     disable_ds: bool = False
-    """Write no resumable checkpoints, only what save_hf asks for."""
+    """Write no resumable checkpoints, only the models of ckpt.save_hf."""
     max_num: Count = 3
-    """Checkpoints to keep; the worst metric goes first, then the oldest."""
+    """Maximum number of checkpoints. The one with the worst evaluation metric is deleted first (no metric
+    counts as worst), of equals the oldest."""
     max_mem: Positive = 1e8
     """Size of all kept checkpoints together, GB."""
     push_to_hub: str | None = None
-    """Repository on the Hugging Face hub that the final model goes to, as `owner/name`; private where it does
-    not exist yet. Needs HF_TOKEN or `hf auth login`. None: nothing is uploaded."""
+    """Repository on the Hugging Face hub to which the final model is uploaded, as `owner/name`; a new one is
+    private. Needs HF_TOKEN or `hf auth login`. None: no upload."""
     load_enable: bool = False
-    """Resume from the last sound checkpoint in `path`, if there is one."""
+    """Resume from the last undamaged checkpoint in ckpt.path, if there is one."""
     verify: Literal["full", "structure"] = "full"
-    """How a checkpoint is checked before a run resumes from it. full: every file is read and compared with
-    the SHA-256 of its manifest, about 1 GB a second for each core. structure: the names and sizes of files,
-    and the content of those up to 1 MiB."""
+    """Check of a checkpoint before a run resumes from it. full: read every file and compare it with the
+    SHA-256 of the manifest, at about 1 GB a second for each core. structure: only compare names and sizes,
+    and the SHA-256 of files up to 1 MiB."""
 
     @property
     def folder(self) -> str:
@@ -301,22 +475,22 @@ class CkptConfig:
         return self.load_enable or (self.save_steps > 0 and not self.disable_ds)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class WandbConfig:
     """Weights & Biases."""
 
     key: str | None = None
-    """API key, or True to log in with WANDB_API_KEY or `wandb login`. None, and WANDB_MODE=disabled: off.
-    Never written to a file or a log. Needs `pip install "openrlhf[wandb]"`."""
+    """API key, or True for the key of WANDB_API_KEY or `wandb login`. It is never written to a file or a log.
+    None, or the variable WANDB_MODE=disabled: off. Needs `pip install "openrlhf[wandb]"`."""
     org: str | None = None
-    """Entity: user or team."""
+    """Entity: a user or a team."""
     group: str | None = None
     """Group of the run."""
     project: str = "openrlhf"
     """Project."""
     run_name: str = ""
-    """Name of the run, here and in TensorBoard and the run folder: the command, the start time, and a random
-    number, so that no two runs share one."""
+    """Name of the run, also in TensorBoard and of the run folder. The default is unique: the command, the
+    start time and a random number."""
 
     @property
     def is_used(self) -> bool:
@@ -324,38 +498,47 @@ class WandbConfig:
         return self.key is not None and os.environ.get("WANDB_MODE") != "disabled"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class LoggerConfig:
-    """Where metrics go."""
+    """Metrics, and where they go."""
 
     logging_steps: Count = 1
-    """Log every N steps."""
+    """Log metrics every N steps."""
     tensorboard_dir: str | None = None
-    """TensorBoard files go to `{tensorboard_dir}/{run_name}`. None: off."""
-    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """Folder for TensorBoard, whose files go to `{tensorboard_dir}/{run_name}`. None: off."""
+    wandb: WandbConfig = WandbConfig()
     trackers: tuple[str, ...] | None = None
-    """More places where metrics go: tensorboard and wandb; classes as `folder/file.py:NAME` or
-    `package.module:NAME`; names that installed packages register (openrlhf.trackers)."""
+    """More places for metrics: tensorboard, wandb, a class as `folder/file.py:NAME` or `package.module:NAME`,
+    or a name that an installed package registers (openrlhf.trackers)."""
     tracker_options: tuple[str, ...] | None = None
-    """`NAME=VALUE ...`: options of trackers. Written to config.yaml, so no secrets."""
+    """Options of the trackers as `NAME=VALUE ...`. They are written to config.yaml, so use no secrets."""
     run_dir: str | None = None
-    """Journal, configuration and metrics of this run. None:
+    """Run folder: journal, configuration and metrics. None:
     `{ckpt.output_dir}/runs/{logger.wandb.run_name}`."""
 
 
-def logger_for(command: str, project: str) -> LoggerConfig:
-    """Returns the default logger section of a command."""
-    return LoggerConfig(wandb=wandb_for(command, project))
-
-
-def wandb_for(command: str, project: str) -> WandbConfig:
+def wandb_for(command: str) -> WandbConfig:
     """Returns the W&B section with a command's project and a new run name."""
     run_name = f"{command}_{datetime.now():%m%dT%H:%M}_{secrets.token_hex(3)}"
-    return WandbConfig(project=project, run_name=run_name)
+    return WandbConfig(project=f"openrlhf_train_{command}", run_name=run_name)
 
 
-def run_dir(logger: LoggerConfig, ckpt: CkptConfig) -> str:
-    return logger.run_dir or f"{ckpt.output_dir}/runs/{logger.wandb.run_name}"
+def logger_for(command: str) -> Any:
+    """Returns a dataclass field: the logger section with the defaults of a command."""
+    return field(default_factory=lambda: LoggerConfig(wandb=wandb_for(command)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(LaunchedConfig):
+    """Sections of every training command."""
+
+    ckpt: CkptConfig = CkptConfig()
+    logger: LoggerConfig = LoggerConfig()
+
+    @property
+    def run_dir(self) -> str:
+        """Folder of the run's journal, configuration and metrics."""
+        return self.logger.run_dir or f"{self.ckpt.output_dir}/runs/{self.logger.wandb.run_name}"
 
 
 def is_due(step: int, every: int) -> bool:

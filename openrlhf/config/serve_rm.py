@@ -3,94 +3,86 @@
 import ipaddress
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated
 
 from openrlhf.config import checks
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.command import Explicit, Problem
+from openrlhf.config.sections import HubConfig, InferenceKernelsConfig, TokenizerConfig
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 """Environment variable with the key of reward servers, read by servers and clients."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ServedRewardConfig:
     """The reward model."""
 
     model_name_or_path: str | None = None
-    """Hugging Face name or folder of the reward model. Required."""
+    """Reward model: a Hugging Face name or a folder. Required."""
     normalize_enable: bool = False
-    """Subtract the mean and divide by the standard deviation that the reward model's config.json holds."""
+    """Normalise scores with the mean and the standard deviation of the reward model's config.json."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedDataConfig:
+@dataclass(frozen=True, kw_only=True)
+class ServedDataConfig(TokenizerConfig):
     """How texts become tokens."""
 
     max_len: Count = 2048
-    """Longest text that the model reads, tokens; the rest is cut off, but for the token that ends it, and the
-    answer says so in `extra_logs`."""
+    """Maximum length of a text, tokens. Longer ones are cut off before their last token, and the answer says
+    so in `extra_logs`."""
     apply_chat_template: bool = False
-    """The texts come from a chat template, which wrote all special tokens: nothing is put in front of them.
-    Without, a text begins with what the tokenizer puts there, unless it does so by itself."""
-    disable_fast_tokenizer: bool = False
-    """Use the slow tokenizer."""
+    """The texts come from a chat template, which wrote all special tokens, so none are added. Otherwise the
+    tokenizer's first token (BOS) is added where a text does not start with it."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedDsConfig:
+@dataclass(frozen=True, kw_only=True)
+class ServedDsConfig(InferenceKernelsConfig):
     """Precision and kernels."""
 
-    value_head_prefix: str = "score"
-    """Name of the reward model's scalar head, where neither its config.json says it nor it is `score`."""
-    load_in_4bit: bool = False
-    """Weights of linear layers but the head in NF4, a quarter of bf16's memory (bitsandbytes). Scores differ
-    a little from those of the whole weights."""
     param_dtype: ParamDtype | None = None
-    """Type of the weights. None: that of the model."""
-    attn_implementation: str = "auto"
-    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
-    that this machine has."""
+    """Data type of the weights. None: that of the model."""
+    value_head_prefix: str = "score"
+    """Name of the reward model's scalar head. Read if it is not `score` and config.json does not have it."""
     experts_implementation: ExpertsImplementation | None = None
-    """Kernel for the experts of MoE models. None: as transformers chooses."""
+    """Kernel for the experts of MoE models. None: transformers chooses."""
     packing_samples: bool = False
-    """Accepted for old commands: rows are always packed without padding, and attention never crosses a
-    border."""
+    """Accepted for old commands and not read: texts are always packed without padding, and attention never
+    reaches from one text into another."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServeRMConfig:
+@dataclass(frozen=True, kw_only=True)
+class ServeRMConfig(HubConfig):
     """Rewards of a model over HTTP."""
 
     host: str = "127.0.0.1"
-    """Address to listen at. 127.0.0.1: this machine only. Any other, as 0.0.0.0 (everybody who reaches this
-    machine), needs a key."""
+    """Address to listen at. 127.0.0.1: only this machine can connect. Every other address, such as 0.0.0.0
+    (all networks of this machine), needs a key."""
     port: Annotated[int, Range(at_least=0, at_most=65535)] = 5000
-    """Port to listen at. 0: any that is free."""
+    """Port to listen at. 0: any free port."""
     api_key: str | None = None
-    """Key that requests must bring as `Authorization: Bearer KEY`. None or True: that in the environment
-    variable OPENRLHF_REWARD_KEY, which does not show in the list of processes; without it anybody on this
-    machine may ask."""
+    """Key that requests must carry as `Authorization: Bearer KEY`. None or True: the value of the environment
+    variable OPENRLHF_REWARD_KEY, which the list of processes does not show; if it is not set, no key is
+    needed on this machine."""
     batch_size: Count | None = None
-    """Texts in one forward pass at most. None: as many as max_tokens_per_gpu holds."""
+    """Maximum number of texts in one forward pass. None: as many as fit into max_tokens_per_gpu."""
     max_tokens_per_gpu: Count = 16192
-    """Tokens in one forward pass. A longer text gets one of its own."""
+    """Maximum number of tokens in one forward pass. A longer text gets a pass of its own."""
     max_queue: Count = 16384
-    """Texts that may wait; a request for which there is no room is answered with 503 and Retry-After."""
+    """Maximum number of waiting texts. A request that would exceed it is answered with 503 and
+    Retry-After."""
     max_texts: Count = 4096
-    """Texts in one request."""
+    """Maximum number of texts in one request."""
     max_text_chars: Count = 1_000_000
-    """Longest text, characters."""
+    """Maximum length of a text, characters."""
     max_body_mb: Positive = 64.0
-    """Largest request, MB."""
+    """Maximum size of a request, MB."""
     drain_seconds: Positive = 60.0
-    """After SIGTERM requests that came before are still answered, for so long."""
-    reward: ServedRewardConfig = field(default_factory=ServedRewardConfig)
-    data: ServedDataConfig = field(default_factory=ServedDataConfig)
-    ds: ServedDsConfig = field(default_factory=ServedDsConfig)
-    use_ms: bool = False
-    """Names of models and datasets are looked up on ModelScope in place of the Hugging Face hub."""
+    """Seconds after SIGTERM in which requests that were accepted before are still answered."""
+    reward: ServedRewardConfig = ServedRewardConfig()
+    data: ServedDataConfig = ServedDataConfig()
+    ds: ServedDsConfig = ServedDsConfig()
 
     @property
     def key(self) -> str | None:

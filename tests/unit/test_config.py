@@ -308,11 +308,12 @@ def test_all_problems_are_listed_at_once(capsys):
         "error: --vllm.num_engines: expects one value (INT), got none",
         "error: --ds.deepcompile: DeepCompile is not available yet: DeepSpeed then reduces the gradients of "
         "compiled graphs alone, and of rows of many lengths torch compiles only some; remove it",
-        "error: --actor.model_name_or_path: is required: Hugging Face name or folder of the policy; the "
-        "reference model starts from it too.",
-        "error: --data.prompt_dataset: is required: Comma list of `path[@data_dir]`: .json .jsonl .csv "
-        ".parquet .arrow files, also packed (.jsonl.gz), and folders of them, here or at URLs (s3://, gs://, "
-        "hf://, https://), hub names; or of `reasoning_gym:NAME?size=N&seed=S`.",
+        "error: --actor.model_name_or_path: is required. Model from which policy and reference start: a "
+        "Hugging Face name or a folder.",
+        "error: --data.prompt_dataset: is required. Comma list of datasets, each as `path` or "
+        "`path@data_dir`: a .json, .jsonl, .csv, .parquet or .arrow file (also compressed, such as "
+        ".jsonl.gz), a folder of such files, a URL (s3://, gs://, hf://, https://), a name on the hub, or "
+        "problems of reasoning-gym as `reasoning_gym:NAME?size=N&seed=S`.",
         "error: --reward.remote_url r.txt: is neither a .py file nor a URL that starts with http:// or "
         "https://, nor a function as folder/file.py:NAME or package.module:NAME",
     ]
@@ -416,7 +417,7 @@ assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
     assert done.returncode == 0, done.stderr
     for told in ("--nothing.of.the.kind: there is no such flag", "--ds.param_dtype int3: expects one of"):
         assert done.stderr.count(f"error: {told}") == len(COMMANDS)
-    assert done.stderr.count(": is required: ") >= len(COMMANDS)
+    assert done.stderr.count(": is required. ") >= len(COMMANDS)
 
 
 def test_help_into_a_pipe_that_closes():
@@ -621,7 +622,7 @@ CHECKS = [
     (
         PRM,
         ["--data.placeholder_token", ""],
-        "--data.placeholder_token: is required: The text that ends a step",
+        "--data.placeholder_token: is required.",
     ),
     (
         PRM,
@@ -634,7 +635,7 @@ CHECKS = [
     (
         KD,
         ["--teacher.model_name_or_path", ""],
-        "--teacher.model_name_or_path: is required: Hugging Face name",
+        "--teacher.model_name_or_path: is required.",
     ),
     (DPO, "--ref.model_name_or_path ./r", "--ref.model_name_or_path ./r: does not exist; give the folder of"),
     (KTO, "--ref.model_name_or_path ./r", "--ref.model_name_or_path ./r: does not exist; give the folder of"),
