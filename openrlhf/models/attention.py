@@ -31,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.ring import ring_attention
 from openrlhf.models.sequence_parallel import Packing, RowShard, SequenceParallel
 from openrlhf.models.varlen import varlen_attention
@@ -61,18 +62,16 @@ class CannotPack(ValueError):
 
 
 def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
-    """Returns the transformers name for `--ds.attn_implementation`. Raises ValueError for implementations
+    """Returns the transformers name for `--ds.attn_implementation`. Raises UsageError for implementations
     that cannot read packed rows."""
     if name in ("auto", PACKED) or lacks_its_kernel(name):
         return PACKED
     cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
     if name == "sdpa" and cap:
-        raise ValueError(
-            f"--ds.attn_implementation sdpa: the model caps its attention scores at {cap:g}, which this "
-            "leaves out.\nUse --ds.attn_implementation auto."
-        )
+        text = f"the model caps its attention scores at {cap:g}, and sdpa has no cap.\nUse auto."
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.attn_implementation", value=name)
     if problem := next(row_attention(name), None):
-        raise ValueError(f"--{problem.key} {name}: {problem.text}")
+        raise UsageError(problem.code, problem.text, flag=f"--{problem.key}", value=name)
     return name
 
 
@@ -90,7 +89,7 @@ def lacks_its_kernel(name: str) -> bool:
     if importlib.util.find_spec(package) is None:
         return True
     if reason := _why_no_flash():
-        logger.warning("--ds.attn_implementation %s: %s, auto takes its place", name, reason)
+        logger.warning("--ds.attn_implementation %s: %s, so auto replaces it", name, reason)
     return bool(reason)
 
 
@@ -146,10 +145,10 @@ def packed_attention(
     """
     if packing is None:
         raise CannotPack(
-            f"{type(module).__name__} called its attention without saying where the sequences of the row lie"
+            f"{type(module).__name__} does not pass the boundaries of sequences to its attention"
         )
     if attention_mask is not None and attention_mask.numel() != 1:
-        raise CannotPack(f"{type(module).__name__} makes a mask of its own over the row")
+        raise CannotPack(f"{type(module).__name__} builds its own mask over the row")
     window = sliding_window if attention_mask is None else int(attention_mask)
     attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     if packing.shard is None:
@@ -197,7 +196,7 @@ def why_no_ring(
 @cache
 def _say_gathered(reason: str) -> None:
     """Logs the fallback of a layer to gathered keys, once per reason."""
-    logger.warning("--ds.sequence_parallel_mode ring: layers with %s gather keys, as in allgather", reason)
+    logger.warning("--ds.sequence_parallel_mode ring: layers with %s use mode allgather", reason)
 
 
 def _with_own_heads(

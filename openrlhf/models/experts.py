@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.loading import load_config
 
@@ -60,15 +61,13 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
 
 
 def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef") -> None:
-    """Raises ValueError, without loading weights, unless `path` is a model with a balance loss, which
+    """Raises UsageError, without loading weights, unless `path` is a model with a balance loss, which
     `coef_flag` requires."""
     config = load_config(path, flag)
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type is None or _balance_function(model_type) is None:
-        raise ValueError(
-            f"{flag} {path}: a {config.model_type} has no experts that a loss could balance.\n"
-            f"Remove {coef_flag}."
-        )
+        text = f"a {config.model_type} has no experts for a balance loss.\nRemove {coef_flag}."
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 
 def _balance_function(model_type: type) -> Callable[..., Tensor] | None:

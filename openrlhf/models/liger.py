@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
+from openrlhf.errors import ErrorCode, UsageError
+
 ACTIVATIONS = {
     "SwiGLU": F.silu,
     "GEGLU": lambda x: F.gelu(x, approximate="tanh"),
@@ -28,12 +30,10 @@ function."""
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Replaces the kernels of `model` by Liger's. Raises ValueError where Liger has none for its
+    """Replaces the kernels of `model` by Liger's. Raises UsageError where Liger has none for its
     architecture, or would compute a different activation."""
     if not torch.cuda.is_available():
-        raise ValueError(
-            "--ds.use_liger_kernel: Liger's kernels run on GPUs, and this process has none.\nRemove the flag."
-        )
+        raise _refusal(ErrorCode.RESOURCES, "Liger's kernels run on GPUs, and this process has none")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     file = _file_of(model)
@@ -42,12 +42,14 @@ def apply_liger(model: PreTrainedModel) -> None:
     _keep_own_functions(file, own)
     name = f"{type(model).__name__} ({model.name_or_path})"
     if all(m.__dict__.get("forward") is forward for m, forward in before.items()):
-        raise ValueError(f"--ds.use_liger_kernel: Liger has no kernels for {name}.\nRemove the flag.")
+        raise _refusal(ErrorCode.UNSUPPORTED, f"Liger has no kernels for {name}")
     if (activation := _wrong_activation(model)) is not None:
-        raise ValueError(
-            f"--ds.use_liger_kernel: {name} has the activation {activation}, for which Liger's kernel would "
-            "compute another one.\nRemove the flag."
-        )
+        text = f"{name} has the activation {activation}, and Liger's MLP computes another one"
+        raise _refusal(ErrorCode.UNSUPPORTED, text)
+
+
+def _refusal(code: ErrorCode, reason: str) -> UsageError:
+    return UsageError(code, f"{reason}.\nRemove the flag.", flag="--ds.use_liger_kernel")
 
 
 def _keep_own_functions(file: ModuleType, own: dict[str, Any]) -> None:

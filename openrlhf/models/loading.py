@@ -22,7 +22,7 @@ from transformers import (
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.data.cache import digest, file_digest, sampled_digest
-from openrlhf.errors import first_line
+from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import reading_of
@@ -70,7 +70,7 @@ def load_causal_lm(
 
 
 def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> int:
-    """Returns the bytes of the model's weights in `dtype`, from its configuration alone. Raises ValueError
+    """Returns the bytes of the model's weights in `dtype`, from its configuration alone. Raises UsageError
     where there is no configuration."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
@@ -170,18 +170,16 @@ def load_tokenizer(
     path: str, *, flag: str, use_fast: bool = True, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
     """Loads the tokenizer and makes sure that it has a pad token: the end-of-sequence token if it has none of
-    its own. Raises ValueError where there is no tokenizer."""
+    its own. Raises UsageError where there is no tokenizer."""
     folder = Path(path)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
-        raise ValueError(  # transformers would create an empty one
-            f"{flag} {path}: the folder has no tokenizer. Save it beside the model."
-        )
+        # transformers would create an empty tokenizer
+        text = "the folder has no tokenizer. Save one beside the model."
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     try:
         tokenizer = cast(Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{flag} {path}: no tokenizer could be loaded from there: {first_line(error)}"
-        ) from error
+        raise _not_loaded("tokenizer", path, flag, error) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
@@ -255,32 +253,32 @@ def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 def check_same_vocabulary(
     own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, flag: str, path: str
 ) -> None:
-    """Raises ValueError unless both tokenizers have the same vocabulary."""
+    """Raises UsageError unless both tokenizers have the same vocabulary."""
     if own.get_vocab() != other.get_vocab():
-        raise ValueError(
-            f"{flag} {path}: its tokenizer has {len(other)} tokens, not the same ones as that of "
-            f"{own.name_or_path} ({len(own)}).\nTheir probabilities cannot be compared token by token; "
-            "choose a model of the same family."
+        text = (
+            f"its vocabulary ({len(other)} tokens) is not that of {own.name_or_path} ({len(own)} tokens).\n"
+            "Their probabilities cannot be compared token by token; choose a model of the same family."
         )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raises ValueError, without loading weights, where `path` has no model configuration."""
+    """Raises UsageError, without loading weights, where `path` has no model configuration."""
     load_config(path, flag)
 
 
 def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:
-    """Raises ValueError where the sum of the lengths that these flags set exceeds the longest sequence that
+    """Raises UsageError where the sum of the lengths that these flags set exceeds the longest sequence that
     the model reads."""
     room, lengths = room_of(model_config), [values_of(config)[key] for key in keys]
     if not room or sum(lengths) <= room:
         return
     total = f" = {sum(lengths)}" if len(keys) > 1 else ""
+    flag, _, value = f"{' + '.join(flag_of(config, key) for key in keys)}{total}".partition(" ")
     left = room - sum(lengths[1:])
-    raise ValueError(
-        f"{' + '.join(flag_of(config, key) for key in keys)}{total}: {path} reads at most {room} tokens.\n"
-        + (f"Use --{keys[0]} {left}." if left > 0 else "Make them smaller.")
-    )
+    remedy = f"Use --{keys[0]} {left}." if left > 0 else "Make them smaller."
+    text = f"{path} reads at most {room} tokens.\n{remedy}"
+    raise UsageError(ErrorCode.TOO_LONG, text, flag=flag, value=value)
 
 
 def room_of(model_config: PreTrainedConfig) -> int | None:
@@ -303,19 +301,27 @@ STRETCHED = ("linear", "dynamic", "yarn")
 
 
 def load_config(path: str, flag: str):
-    """Returns the model's configuration without loading weights. Raises ValueError where there is none."""
+    """Returns the model's configuration without loading weights. Raises UsageError where there is none."""
     if (Path(path) / "adapter_config.json").exists():
-        raise ValueError(
-            f"{flag} {path}: holds a LoRA adapter, not a whole model. Merge it into its base first:\n"
+        text = (
+            "the folder holds a LoRA adapter, not a whole model. Merge the adapter into its base first:\n"
             f"openrlhf lora_combiner --model_path BASE --lora_path {path} --output_path MERGED"
         )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     try:
         return AutoConfig.from_pretrained(model_folder(path))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{flag} {path}: no model configuration could be loaded from there: {first_line(error)}\n"
-            f"Give a folder that holds config.json and weights, or the name of a model on the hub."
-        ) from error
+        raise _not_loaded("model configuration", path, flag, error) from error
+
+
+def _not_loaded(what: str, path: str, flag: str, error: Exception) -> UsageError:
+    """Returns the error for a `path` from which transformers loads no `what`."""
+    code = ErrorCode.INVALID_MODEL if Path(path).exists() else ErrorCode.NOT_FOUND
+    text = (
+        f"no {what} could be loaded from there: {first_line(error)}\n"
+        "Name a folder with config.json, weights and tokenizer, or a model on the hub."
+    )
+    return UsageError(code, text, flag=flag, value=path)
 
 
 def has_experts(path: str, flag: str) -> bool:

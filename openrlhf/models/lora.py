@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import head_of
@@ -149,7 +150,7 @@ def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -
 
 def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
     """Returns the last part of the names of layers that get an adapter in the language model at `path`.
-    Raises ValueError for a name of `lora.target_modules` that matches no layer."""
+    Raises UsageError for a name of `lora.target_modules` that matches no layer."""
     config = load_config(path, flag)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -216,10 +217,11 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     for name in wanted:
         if not any(known == name or known.endswith(f".{name}") for known in linear):
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
-            raise ValueError(
-                f"--ds.lora.target_modules {name}: names no linear layer (the head gets no adapter).\n"
+            text = (
+                "names no linear layer (the head gets no adapter).\n"
                 f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
             )
+            raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ds.lora.target_modules", value=name)
     return list(wanted)
 
 

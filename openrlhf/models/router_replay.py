@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import own_choice
 
@@ -95,7 +96,7 @@ class Replay:
         """Raises NotReplayed if a layer did not replay its choice in the last pass."""
         left_out = [i for i, choice in zip(self.layers, self.choices, strict=True) if not choice.was_made]
         if left_out:
-            raise NotReplayed(f"its routers in layers {left_out} do not choose what they are told")
+            raise NotReplayed(f"the routers of layers {left_out} ignore the experts that they are given")
         for choice in self.choices:
             choice.was_made = False
 
@@ -121,15 +122,16 @@ def _replaying(layer: nn.Module, index: int, router: nn.Module) -> Choice:
 
 
 def check_replay(config: Any, flag: str, path: str) -> None:
-    """Raises ValueError, without loading weights, if the routers of `path` do not support replay."""
+    """Raises UsageError, without loading weights, if the routers of `path` do not support replay."""
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = vars(sys.modules[model_type.__module__]) if model_type else {}
     masks_weights = getattr(config, "topk_method", "") == "group_limited_greedy"
     if masks_weights or not any(_chooses_once(name, of_name) for name, of_name in names.items()):
-        raise ValueError(
-            f"--algo.router_replay: a {config.model_type} ({flag} {path}) has no routers that could be told "
-            "which experts to choose.\nRemove it."
+        text = (
+            f"a {config.model_type} ({flag} {path}) has no router to which chosen experts can be given.\n"
+            "Remove the flag."
         )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--algo.router_replay")
 
 
 def _chooses_once(name: str, router: Any) -> bool:

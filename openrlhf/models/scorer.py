@@ -18,6 +18,7 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import GenericForSequenceClassification
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, action_states
 from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
 from openrlhf.types import PackedRow
@@ -79,7 +80,7 @@ def load_scorer(
     images: bool = False,
     trained: bool = False,
 ) -> ScoreModel:
-    """Loads a reward model, or a language model with a new scalar head, which `trained` forbids (ValueError).
+    """Loads a reward model, or a language model with a new scalar head, which `trained` forbids (UsageError).
 
     head_prefix: the head's name in the files that this model will be saved to; a `value_head_prefix` in the
         model's config.json takes precedence.
@@ -135,7 +136,7 @@ def register_classifier(config: PreTrainedConfig) -> None:
 
 
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
-    """Raises ValueError, without loading weights, if `path` is no reward model. For a model on the hub only
+    """Raises UsageError, without loading weights, if `path` is no reward model. For a model on the hub only
     the configuration is checked."""
     name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
     files = sorted(Path(path).glob("*.safetensors"))
@@ -143,7 +144,8 @@ def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
     if files and not heads:
         raise _no_head(path, flag, name)
     if heads and heads[0] != 1:
-        raise ValueError(f"{flag} {path}: its head has {heads[0]} labels; a reward model has one.")
+        text = f"its head has {heads[0]} labels; a reward model has one."
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
 
 
 def _heads(file: Path, names: tuple[str, ...]) -> list[int]:
@@ -152,27 +154,26 @@ def _heads(file: Path, names: tuple[str, ...]) -> list[int]:
         return [weights.get_slice(key).get_shape()[0] for key in weights.keys() if key in names]  # noqa: SIM118
 
 
-def _no_head(path: str, flag: str, name: str) -> ValueError:
-    return ValueError(
-        f"{flag} {path}: it has no scalar head called {name} or {CLASSIFIER_HEAD}, so it is no reward "
-        "model.\nTrain one with train_rm, or name its head with --ds.value_head_prefix."
+def _no_head(path: str, flag: str, name: str) -> UsageError:
+    text = (
+        f"it has no scalar head called {name} or {CLASSIFIER_HEAD}, so it is no reward model.\nTrain one "
+        "with `openrlhf rm`, or name its head with --ds.value_head_prefix."
     )
+    return UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
 
 
 def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]:
     """Returns mean and standard deviation of the scores, as `train_rm` wrote them into the model's
-    config.json. Raises ValueError if they are missing or the deviation is not positive."""
+    config.json. Raises UsageError if they are missing or the deviation is not positive."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
+    problem = ""
     if mean is None or std is None:
-        raise ValueError(
-            f"--reward.normalize_enable: {path}/config.json has no mean and std.\n"
-            "train_rm writes them; without them remove the flag."
-        )
-    if not std > 0:
-        raise ValueError(
-            f"--reward.normalize_enable: {path}/config.json has std {std}, so its scores do not vary.\n"
-            "Train it on pairs that differ, or remove the flag."
-        )
+        problem = "no mean and std, which `openrlhf rm` writes.\nRemove the flag, or add them."
+    elif not std > 0:
+        problem = f"std {std}: the scores do not vary.\nTrain it on pairs that differ, or remove the flag."
+    if problem:
+        text = f"{path}/config.json has {problem}"
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag="--reward.normalize_enable")
     return float(mean), float(std)
 
 
@@ -183,13 +184,14 @@ def head_name(config: PreTrainedConfig) -> str:
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Returns a padding token that is not the end of a sequence. transformers reads a score at the last token
     that is not padding, and would read the wrong one if the end-of-sequence token were the padding. Raises
-    ValueError where there is no such token."""
+    UsageError where there is no such token."""
     candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     candidates += [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
     usable = [token for token in candidates if token is not None and token != tokenizer.eos_token_id]
     if not usable:
-        raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path} has no special token but the end-of-sequence one,"
-            "\nand transformers could not tell the last token of a text from padding. Add a pad token to it."
+        text = (
+            "the only special token of the tokenizer ends a sequence, so padding would look like an end.\n"
+            "Add a pad token to the tokenizer."
         )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, value=tokenizer.name_or_path)
     return usable[0]

@@ -36,6 +36,7 @@ from transformers import PreTrainedModel
 
 from openrlhf.data.cache import digest
 from openrlhf.device import DEVICE_TYPE, compute_capability
+from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack, broke_attention, of_text
 from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
@@ -66,9 +67,9 @@ precision inside."""
 STATE_KERNELS = ("causal_conv1d", "fla")
 """Packages with kernels for stateful layers, which transformers uses where they are installed."""
 BROKEN_ATTENTION = (
-    f"This is attention over packed rows with torch {torch.__version__} on {DEVICE_TYPE}, and says nothing "
-    "of the model.\n--ds.attn_implementation sdpa takes transformers' own, with memory that grows with the "
-    "square of a row."
+    f"The kernel of packed attention failed (torch {torch.__version__} on {DEVICE_TYPE}), not the model.\n"
+    "--ds.attn_implementation sdpa uses transformers' attention, whose memory grows with the square of "
+    "a row's length."
 )
 LENGTHS = (23, 17)
 """Tokens of A and B."""
@@ -85,7 +86,7 @@ def resolve_reading(
     zero_stage: ZeRO stage of that engine, if any.
     tensor: tensor-parallel size.
 
-    Raises ValueError if the model leaks with the requested `--ds.attn_implementation`, attends to later
+    Raises UsageError if the model leaks with the requested `--ds.attn_implementation`, attends to later
     tokens, has a head that is more than a linear layer, or fails another of the checks.
     """
     model = module.model
@@ -97,12 +98,12 @@ def resolve_reading(
         if _is_first_rank():
             _keep(entry, found)
     if found["error"]:
-        raise ValueError(found["error"])
+        raise UsageError(ErrorCode.UNSUPPORTED, found["error"], flag=found["flag"], value=found["value"])
     if found["reason"]:
         read_one_by_one(model)
         if _is_first_rank():
             logger.warning(
-                "%s reads one sequence at a time, which is slower than packed rows: with those, %s",
+                "%s reads one sequence at a time, which is slower than packed rows, because in them %s",
                 type(model).__name__,
                 found["reason"],
             )
@@ -111,14 +112,13 @@ def resolve_reading(
 
 def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     """Shards a model, of which every rank of `group` has a full copy, and checks the shards. Runs before an
-    engine moves the model to a device. Raises ValueError if it cannot be sharded, or if the shards compute
+    engine moves the model to a device. Raises UsageError if it cannot be sharded, or if the shards compute
     something else."""
     check_planned(model, group.size())
     expected = _states_and_logits(model)
     shard_matrices(model, group)
     if problem := _difference(model, expected, group):
-        problem += ", so transformers' plan for its architecture is wrong"
-        raise ValueError(refusal(model, group.size(), problem))
+        raise refusal(model, group.size(), f"{problem}, so transformers' plan for its architecture is wrong")
 
 
 def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.ProcessGroup) -> str:
@@ -128,13 +128,13 @@ def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
         raise  # an error of the machine, not of the plan
     except RuntimeError as error:
-        return f"their parts fail with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"the shards fail with {type(error).__name__}: {first_line(error)}"
     errors = torch.tensor([_error(*pair) for pair in zip(found, expected, strict=True)])
     errors = errors.nan_to_num(torch.inf).to(DEVICE_TYPE)
     dist.all_reduce(errors, dist.ReduceOp.MAX, group)
     for name, error in zip(("hidden states", "logits"), errors.tolist(), strict=False):
         if error > MAX_PARTS_ERROR:
-            return f"their {name} differ by {error:.2g} of their size from those of the whole model"
+            return f"the shards' {name} differ from those of the whole model (relative error {error:.2g})"
     return ""
 
 
@@ -181,27 +181,26 @@ def read_one_by_one(model: PreTrainedModel) -> None:
 
 
 def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
-    """Returns `reason`, why rows may not hold several sequences, and `error`, why the model cannot be
-    trained; each "" where there is none."""
+    """Returns `reason`, why rows may not hold several sequences, `error`, why the model cannot be trained
+    (each "" where there is none), and the `flag` and `value` behind the error."""
     name, reading = type(model).__name__, reading_of(model)
     reason = (
         why_not_packed(run, model) if reading.packed else "its attention does not know where sequences end"
     )
+    flag = value = error = ""
     if reason and reading.flag not in ("auto", PACKED):
-        error = (
-            f"--ds.attn_implementation {reading.flag}: {name} cannot read packed rows with it: {reason}.\n"
-            "Use --ds.attn_implementation auto."
-        )
-        return {"reason": reason, "error": error}
-    if reading.sharing and (unshared := reason or why_slices_differ(run, model, reading.sharing)):
-        error = (
-            f"--ds.ring_attn_size {reading.sharing.size}: ranks cannot share a row of {name}: {unshared}.\n"
-            "Remove the flag."
-        )
-        return {"reason": reason, "error": error}
-    problem = why_not_at_all(run, model) or (why_not_liger(run, model) if reading.liger else "")
-    problem = problem or (why_not_replayed(run, model, reading.replay) if reading.replay else "")
-    return {"reason": reason, "error": f"{name} cannot be trained: {problem}." if problem else ""}
+        flag, value = "--ds.attn_implementation", reading.flag
+        error = f"{name} cannot read packed rows with it: {reason}.\nUse auto."
+    elif reading.sharing and (unshared := reason or why_slices_differ(run, model, reading.sharing)):
+        flag, value = "--ds.ring_attn_size", str(reading.sharing.size)
+        error = f"ranks cannot share a row of {name}: {unshared}.\nRemove the flag."
+    elif problem := why_not_at_all(run, model):
+        error = f"{name} cannot be trained: {problem}."
+    elif reading.liger and (problem := why_not_liger(run, model)):
+        flag, error = "--ds.use_liger_kernel", f"{problem}.\nRemove the flag."
+    elif reading.replay and (problem := why_not_replayed(run, model, reading.replay)):
+        flag, error = "--algo.router_replay", f"{problem}.\nRemove the flag."
+    return {"reason": reason, "error": error, "flag": flag, "value": value}
 
 
 def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
@@ -223,21 +222,21 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
             raise
         # The architecture's own code does not support packed rows: it computes with the mask, say. If a
         # kernel of other layers is broken, it also fails in `why_not_at_all`.
-        return f"it fails with {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"it fails with {type(error).__name__}: {first_line(error)}"
     effect = _change(row[changed + 1 :], with_other_b[changed + 1 :]) + torch.finfo(model.dtype).eps
     into_next = _change(row[start:], with_other_a[start:]) / effect
     if not into_next <= MAX_LEAK[model.dtype]:
-        return f"a sequence changes the next one ({into_next:.2g} times as much as a token of its own does)"
+        return f"a sequence changes the next one ({into_next:.2g} times the effect of a token of its own)"
     into_earlier = _error(row[:changed], with_other_b[:changed]) / effect
     if not into_earlier <= MAX_LEAK[model.dtype]:
-        return f"a token changes earlier ones ({into_earlier:.2g} times as much as later ones)"
+        return f"a token changes earlier ones ({into_earlier:.2g} times its effect on later ones)"
     with transformers_attention(model):
         expected = [run(lambda s=s: _alone(model, s)) for s in (probe.a, probe.b)]
     error = max(
         _error(found, wanted) for found, wanted in zip((row[:start], row[start:]), expected, strict=True)
     )
     if not error <= MAX_ERROR[model.dtype]:
-        return f"its hidden states differ by {error:.2g} of their size from those of each sequence alone"
+        return f"its hidden states differ from those of each sequence alone (relative error {error:.2g})"
     return ""
 
 
@@ -249,7 +248,7 @@ def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequencePa
     start = -(-len(expected) // (2 * sharing.size))  # the first chunk sees nothing of the others
     error = _error(found[start:], expected[start:])
     if not error <= MAX_ERROR[model.dtype]:
-        return f"its hidden states differ by {error:.2g} of their size from those of the whole row"
+        return f"its hidden states differ from those of the whole row (relative error {error:.2g})"
     return ""
 
 
@@ -261,14 +260,13 @@ def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
         effect = _change(hidden[probe.place + 1 :], with_other_b[probe.place + 1 :])
         into_earlier = _error(hidden[: probe.place], with_other_b[: probe.place])
         if not into_earlier <= MAX_LEAK[model.dtype] * effect + torch.finfo(model.dtype).eps:
-            return "its predictions depend on tokens that come later, so it is no causal language model"
+            return "its predictions depend on later tokens, so it is no causal language model"
         if model.get_output_embeddings() is None:  # a sequence classifier
             return ""
         error = float(run(lambda: _head_error(model, hidden, probe.b)))
     if not error <= MAX_HEAD_ERROR[model.dtype]:
         return (
-            f"its logits are more than a linear layer of its last hidden states (log-probs differ by "
-            f"{error:.2g} nats)"
+            f"its logits are no linear layer of its last hidden states (log-probs differ by {error:.2g} nats)"
         )
     return ""
 
@@ -283,8 +281,7 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
     error = _error(found, expected)
     if not error <= MAX_ERROR[model.dtype]:
         return (
-            f"with --ds.use_liger_kernel its hidden states differ by {error:.2g} of their size from those "
-            "with transformers' own kernels; remove the flag"
+            f"Liger's kernels change the hidden states of {type(model).__name__} (relative error {error:.2g})"
         )
     return ""
 
@@ -292,7 +289,7 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
 def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
     """Returns why the routers' choices cannot be replayed, "" where they can."""
     if not replay.choices:
-        return "none of its layers has a router; remove --algo.router_replay"
+        return f"no layer of {type(model).__name__} has a router"
     b = _probe(model).b
     nothing_known = torch.zeros(b.length, *replay.shape, dtype=torch.uint8)
     nothing_known += own_choice(nothing_known)
@@ -301,7 +298,7 @@ def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> s
         try:
             run(lambda: alone(model, b.token_ids.to(device), b.images, nothing_known.to(device)))
         except NotReplayed as error:
-            return f"{error}; remove --algo.router_replay"
+            return str(error)
     return ""
 
 
@@ -472,4 +469,4 @@ def _keep(entry: Path, found: dict[str, str]) -> None:
         entry.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(entry, [json.dumps(found)], shared=True)
     except OSError as error:
-        logger.warning("what was found out about packed rows is not kept: %s", error)
+        logger.warning("the result of the self-check was not cached: %s", error)

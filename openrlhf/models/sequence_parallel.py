@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.config.choices import SequenceParallelMode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import PackedRow, present
 
 
@@ -107,13 +108,14 @@ class SequenceParallel:
     def splits_heads(self, num_heads: int, num_kv: int) -> bool:
         """Returns whether each rank attends with some of the heads over whole rows (Ulysses); otherwise it
         attends with all heads from its slice. `num_kv`: the number of key heads, each shared by equally many
-        query heads. Raises ValueError if mode `ulysses` cannot divide the heads."""
+        query heads. Raises UsageError if mode `ulysses` cannot divide the heads."""
         divides = num_heads % math.lcm(num_kv, self.size) == 0
         if self.mode == "ulysses" and not divides:
-            raise ValueError(
-                f"--ds.sequence_parallel_mode ulysses: the model's {num_heads} heads, {num_kv} of keys, do "
-                f"not divide among {self.size} ranks (--ds.ring_attn_size).\nUse auto."
+            text = (
+                f"the model's {num_heads} query heads and {num_kv} key heads cannot be divided evenly among "
+                f"{self.size} ranks (--ds.ring_attn_size).\nUse auto."
             )
+            raise UsageError(ErrorCode.CONFLICT, text, flag="--ds.sequence_parallel_mode", value="ulysses")
         return divides and self.mode in ("auto", "ulysses")
 
     def copies(self, num_kv: int) -> int:

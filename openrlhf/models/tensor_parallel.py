@@ -31,6 +31,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreT
 
 from openrlhf.algorithms.logprobs import SharedVocabulary
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import LogProbHead
 
@@ -50,7 +51,7 @@ class Shard:
 
 
 def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Shards a model, of which every rank of `group` has a full copy. Raises ValueError if it cannot be
+    """Shards a model, of which every rank of `group` has a full copy. Raises UsageError if it cannot be
     sharded."""
     check_planned(model, group.size())
     inputs: dict[str, SharedInput] = defaultdict(lambda: SharedInput(group))
@@ -65,21 +66,20 @@ def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 def check_planned(model: PreTrainedModel, size: int) -> None:
-    """Raises ValueError if the matrices of a model cannot be sharded over `size` ranks."""
+    """Raises UsageError if the matrices of a model, possibly without weights, cannot be sharded over `size`
+    ranks."""
     if reason := why_not(model, size):
-        raise ValueError(refusal(model, size, reason))
+        raise refusal(model, size, reason)
 
 
 def check_tensor_parallel(path: str, flag: str, size: int) -> None:
-    """Raises ValueError, without loading weights, if the matrices of `path` cannot be sharded over `size`
+    """Raises UsageError, without loading weights, if the matrices of `path` cannot be sharded over `size`
     ranks."""
     config = load_config(path, flag)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return  # loading the model reports the error
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    if reason := why_not(model, size):
-        raise ValueError(f"{flag} {path}: {refusal(model, size, reason)}")
+        check_planned(AutoModelForCausalLM.from_config(config), size)
 
 
 def why_not(model: PreTrainedModel, size: int) -> str:
@@ -92,23 +92,25 @@ def why_not(model: PreTrainedModel, size: int) -> str:
         return WRONG_PLANS[config.model_type]
     for name, module, style in planned:
         if style not in STYLES:
-            return f"transformers' plan for {name} is {style}, which is not there yet"
+            return f"transformers' plan for {name} is {style}, which is not implemented"
         if style != REPLICATED and type(module) is not nn.Linear:
             return f"{name} is a {type(module).__name__}"
     sizes = {"attention heads": config.num_attention_heads, "heads of keys": _key_heads(config)}
     sizes |= {f"features of {name}": _cut_size(module, style) for name, module, style in planned}
     for what, number in sizes.items():
         if number % size:
-            return f"its {number} {what} do not divide among them"
+            return f"its {number} {what} cannot be divided evenly among them"
     return ""
 
 
-def refusal(model: PreTrainedModel, size: int, reason: str) -> str:
-    """Returns the error message for a model that cannot be sharded."""
-    return (
-        f"--ds.tensor_parallel_size {size}: ranks cannot share the matrices of {type(model).__name__}: "
-        f"{reason}.\nRemove the flag; --ds.zero_stage 3 shards weights too."
+def refusal(model: PreTrainedModel, size: int, reason: str) -> UsageError:
+    """Returns the error for a model that cannot be sharded."""
+    name = f"{type(model).__name__} {model.name_or_path}".strip()
+    text = (
+        f"ranks cannot share the matrices of {name}: {reason}.\n"
+        "Remove the flag; --ds.zero_stage 3 shards weights too."
     )
+    return UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.tensor_parallel_size", value=size)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -471,7 +471,7 @@ def test_another_model_that_does_not_fit(refused, files, stranger, command, flag
     text = refused(command, flag, files["empty"])
     assert f"error: {flag} {files['empty']}: no model configuration could be loaded" in text
     text = refused(command, flag, stranger)
-    assert f"error: {flag} {stranger}: its tokenizer has 369 tokens, not the same ones" in text
+    assert f"error: {flag} {stranger}: its vocabulary (369 tokens)" in text
     assert "choose a model of the same family" in text
 
 

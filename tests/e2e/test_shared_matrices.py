@@ -126,11 +126,8 @@ def test_a_wrong_plan_is_refused_at_load(task: TaskFiles, run_worker: Callable) 
         "--data.max_samples 10 --ds.tensor_parallel_size 2"
     )
     for report in run_worker("wrong_plan", 2, flags=flags):
-        assert report["said"].startswith(
-            "--ds.tensor_parallel_size 2: ranks cannot share the matrices of Qwen3ForCausalLM: their hidden "
-            "states differ by "
-        )
-        assert "transformers' plan for its architecture is wrong" in report["said"]
+        assert report["said"].startswith("--ds.tensor_parallel_size 2: ")
+        assert "plan for its architecture is wrong" in report["said"]
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import peft
 import pytest
 import torch
 import transformers as hf
+from refusals import printed, refused
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from openrlhf.cli.lora_combiner import main as combine
 from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.lora import (
     adapted_layers,
@@ -162,9 +164,9 @@ def test_weights_and_adapter_apart_are_the_merged_weights(base: Path, tmp_path: 
 
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "norm"])
 def test_a_module_that_cannot_be_adapted(base: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=rf"target_modules {name}: names no linear layer") as error:
+    with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value=name) as refusal:
         adapted(base, target_modules=("k_proj", name))
-    assert "names like" in str(error.value) and "q_proj" in str(error.value)
+    assert "q_proj" in refusal.value.text
 
 
 def test_adapters_start_the_same_whatever_randomness_was_used_before(base: Path) -> None:
@@ -205,8 +207,9 @@ def test_a_saved_adapter_loads_with_peft_and_with_transformers(
 
 def test_an_adapter_is_not_taken_for_a_model(base: Path, tmp_path: Path) -> None:
     save_adapter(model := adapted(base), weights_of(model), tmp_path)
-    with pytest.raises(ValueError, match=rf"--model {tmp_path}: holds a LoRA adapter.*\n.*lora_combiner"):
+    with refused(ErrorCode.INVALID_MODEL, flag="--model", value=tmp_path) as refusal:
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
+    assert "openrlhf lora_combiner" in refusal.value.text
 
 
 def combined(base: Path, adapter: Path, *more: str) -> Path:
@@ -265,7 +268,7 @@ def test_the_merged_reward_model_keeps_head_and_statistics(
         torch.testing.assert_close(classifier(ids).logits, expected, atol=atol, rtol=0)
 
 
-def refused(capsys: pytest.CaptureFixture, *words: str) -> str:
+def stderr_of(capsys: pytest.CaptureFixture, *words: str) -> str:
     with pytest.raises(SystemExit) as stop:
         combine(list(words))
     assert stop.value.code == 2
@@ -286,7 +289,7 @@ def test_an_adapter_of_another_base_is_refused(
         other = tmp_path / f"other{number}"
         hf.AutoModelForCausalLM.from_config(config).save_pretrained(other)
         words = ["--model_path", str(other), "--lora_path", str(tmp_path / "adapter")]
-        text = refused(capsys, *words, "--output_path", str(tmp_path / "out"))
+        text = stderr_of(capsys, *words, "--output_path", str(tmp_path / "out"))
         assert f"does not fit --model_path {other}.\nIt was trained on {base}." in text and said in text
         assert not (tmp_path / "out").exists()
 
@@ -294,12 +297,13 @@ def test_an_adapter_of_another_base_is_refused(
 def test_mistakes_of_the_combiner(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     save_adapter(model := adapted(base), weights_of(model), tmp_path)
     adapter, out = ("--lora_path", str(tmp_path)), ("--output_path", str(tmp_path / "out"))
-    is_rm = refused(capsys, "--model_path", str(base), *adapter, *out, "--is_rm")
+    is_rm = stderr_of(capsys, "--model_path", str(base), *adapter, *out, "--is_rm")
     assert "is the adapter of a language model; remove --is_rm" in is_rm
-    whole = refused(capsys, "--model_path", str(base), "--lora_path", str(base), *out)
+    whole = stderr_of(capsys, "--model_path", str(base), "--lora_path", str(base), *out)
     assert "holds no adapter" in whole
-    assert "holds a LoRA adapter" in refused(capsys, "--model_path", str(tmp_path), *adapter, *out)
-    over = refused(capsys, "--model_path", str(base), *adapter, "--output_path", str(base))
+    (refusal,) = printed(stderr_of(capsys, "--model_path", str(tmp_path), *adapter, *out))
+    assert (refusal.code, refusal.place) == (ErrorCode.INVALID_MODEL, f"--model_path {tmp_path}")
+    over = stderr_of(capsys, "--model_path", str(base), *adapter, "--output_path", str(base))
     assert "is not empty, and its model would be overwritten; name a new folder, or use --overwrite" in over
 
 

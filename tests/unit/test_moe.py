@@ -9,9 +9,11 @@ import pytest
 import torch
 import transformers as hf
 from records import batch_of, trajectory
+from refusals import refused
 
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
+from openrlhf.errors import ErrorCode
 from openrlhf.models.experts import check_experts, recorded_balance
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
@@ -210,8 +212,9 @@ def test_reward_models_have_experts_too(folders: dict) -> None:
 
 
 def test_a_model_without_experts_is_refused(folders: dict) -> None:
-    with pytest.raises(ValueError, match=rf"--model {folders['dense']}: a qwen3 has no experts"):
+    with refused(ErrorCode.UNSUPPORTED, flag="--model", value=folders["dense"]) as refusal:
         check_experts(str(folders["dense"]), "--model")
+    assert "--model.aux_loss_coef" in refusal.value.text
     for name in MODELS:
         check_experts(str(folders[name]), "--model")
 

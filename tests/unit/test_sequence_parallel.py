@@ -15,12 +15,14 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from architectures import tiny_config
+from refusals import refused
 from test_policy import CAPPED, SHAPE
 from torch import Tensor
 
 from openrlhf.algorithms.distillation import LinearHead
 from openrlhf.backends.base import Objective
 from openrlhf.config.choices import SequenceParallelMode
+from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import RowModel, hidden_states, reading_of
 from openrlhf.models.dropout import enable_checkpointing
@@ -167,13 +169,11 @@ def test_when_heads_are_divided_among_four(
 
 
 def test_heads_that_do_not_divide_are_refused(threads: Callable) -> None:
-    def said() -> str:
-        with pytest.raises(ValueError) as refused:
+    def divide() -> None:
+        with refused(ErrorCode.CONFLICT, flag="--ds.sequence_parallel_mode", value="ulysses"):
             sharing("ulysses").splits_heads(6, 3)
-        return str(refused.value)
 
-    head = "--ds.sequence_parallel_mode ulysses: the model's 6 heads, 3 of keys, do not divide among 4 ranks"
-    assert set(threads(4, said)) == {f"{head} (--ds.ring_attn_size).\nUse auto."}
+    threads(4, divide)
 
 
 # ---- models
@@ -415,34 +415,33 @@ def test_a_rank_keeps_its_share_of_the_activations(
 # ---- the check of a loaded model
 
 
-def resolved(module: RowModel) -> str:
-    """Returns the message about a model whose rows two ranks share."""
+def resolved(module: RowModel) -> None:
+    """Checks a model whose rows the ranks share."""
     own = copy.deepcopy(module).float()
     reading_of(own.model).sharing = sharing()
-    try:
-        resolve_reading(lambda: own(), own)
-    except ValueError as error:
-        return str(error)
-    return ""
+    resolve_reading(lambda: own(), own)
 
 
 def test_a_model_that_computes_slices_right_passes(threads: Callable) -> None:
     module = PolicyModel(policy())
-    assert threads(2, lambda: resolved(module)) == ["", ""]
+    threads(2, lambda: resolved(module))
 
 
 @pytest.mark.parametrize(
-    ("model", "reason"),
+    "model",
     [
-        (lambda: language_model(Q, attention="sdpa"), "its hidden states differ by"),
-        (lambda: language_model(tiny_config("jamba"), attention="sdpa"), "a sequence changes the next one"),
+        lambda: language_model(Q, attention="sdpa"),
+        lambda: language_model(tiny_config("jamba"), attention="sdpa"),
     ],
     ids=["attention that only sees its slice", "a state that runs along the row"],
 )
-def test_a_model_that_does_not_is_refused(threads: Callable, model: Callable, reason: str) -> None:
+def test_every_rank_refuses_a_model_that_computes_slices_wrong(threads: Callable, model: Callable) -> None:
     module = PolicyModel(model())
-    said, same = threads(2, lambda: resolved(module))
-    name = type(module.model).__name__
-    assert said == same
-    assert said.startswith(f"--ds.ring_attn_size 2: ranks cannot share a row of {name}: {reason}")
-    assert said.endswith("\nRemove the flag.")
+
+    def check() -> str:
+        with refused(ErrorCode.UNSUPPORTED, flag="--ds.ring_attn_size", value=2) as refusal:
+            resolved(module)
+        return refusal.value.text
+
+    first, second = threads(2, check)
+    assert first == second and type(module.model).__name__ in first

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers as hf
 from architectures import ALL, tiny_config
+from refusals import refused
 from test_policy import SHAPE
 from test_sequence_parallel import (
     NORM,
@@ -33,6 +34,7 @@ from openrlhf.algorithms.logprobs import (
     linear_log_probs,
     sum_of_log_probs,
 )
+from openrlhf.errors import ErrorCode
 from openrlhf.models import tensor_parallel
 from openrlhf.models.attention import CannotPack
 from openrlhf.models.backbone import RowModel
@@ -230,18 +232,18 @@ def test_a_right_plan_passes(threads: Callable, name: str, dtype: torch.dtype) -
     assert shared_rightly(threads, SINGLE[name]().to(dtype)) == ["", ""]
 
 
-WRONG = "transformers' plan for its architecture is wrong"
-REFUSED = "--ds.tensor_parallel_size 2: ranks cannot share the matrices of Qwen3ForCausalLM: their "
+WRONG = "plan for its architecture is wrong"
+REFUSED = "--ds.tensor_parallel_size 2: "
 
 
 @pytest.mark.parametrize(
     ("plan", "reason"),
     [
-        ({"o_proj": "colwise"}, "parts fail with RuntimeError: "),
-        ({"down_proj": None}, "parts fail with RuntimeError: "),
-        ({"o_proj": "rowwise_split_input"}, "parts fail with RuntimeError: "),
-        ({"down_proj": "no sum"}, "hidden states differ by "),
-        ({"o_proj": "no sum"}, "hidden states differ by "),
+        ({"o_proj": "colwise"}, "RuntimeError"),
+        ({"down_proj": None}, "RuntimeError"),
+        ({"o_proj": "rowwise_split_input"}, "RuntimeError"),
+        ({"down_proj": "no sum"}, "hidden states"),
+        ({"o_proj": "no sum"}, "hidden states"),
     ],
     ids=str,
 )
@@ -253,8 +255,7 @@ def test_a_wrong_plan_is_refused(
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
     for dtype in (torch.float32, torch.bfloat16):
         for said in shared_rightly(threads, BUILT["qwen3, tied"]().to(dtype), **plan):
-            assert said.startswith(REFUSED + reason) and WRONG in said
-            assert said.endswith(".\nRemove the flag; --ds.zero_stage 3 shards weights too.")
+            assert said.startswith(REFUSED) and reason in said and WRONG in said
 
 
 def test_one_layer_without_its_sum_shows(threads: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,9 +270,8 @@ def test_one_layer_without_its_sum_shows(threads: Callable, monkeypatch: pytest.
     monkeypatch.setitem(tensor_parallel.STYLES, "no sum", no_sum)
     monkeypatch.setattr(tensor_parallel, "_planned", planned)
     module = BUILT["qwen3, tied"]().to(torch.bfloat16)
-    assert all(
-        said.startswith(REFUSED + "hidden states differ by ") for said in shared_rightly(threads, module)
-    )
+    for said in shared_rightly(threads, module):
+        assert said.startswith(REFUSED) and "hidden states" in said
 
 
 def test_a_head_whose_tokens_are_mixed_up_is_refused(
@@ -280,7 +280,7 @@ def test_a_head_whose_tokens_are_mixed_up_is_refused(
     joined = SharedVocabulary.joined
     monkeypatch.setattr(SharedVocabulary, "joined", lambda self, x: joined(self, x).flip(-1))
     for said in shared_rightly(threads, BUILT["llama, untied, biases"]()):
-        assert "their logits differ by " in said and WRONG in said
+        assert "logits" in said and WRONG in said
 
 
 # ---- what is shared
@@ -355,14 +355,14 @@ def test_a_gradient_that_is_not_contiguous_is_summed(threads: Callable) -> None:
         (
             hf.MixtralConfig(**EVEN),
             2,
-            "transformers' plan for model.layers.0.mlp.experts is moe_tp_experts, which is not there yet",
+            "transformers' plan for model.layers.0.mlp.experts is moe_tp_experts,",
         ),
-        (hf.LlamaConfig(**EVEN), 3, "its 4 attention heads do not divide among them"),
-        (hf.LlamaConfig(**SHAPE), 4, "its 2 heads of keys do not divide among them"),
+        (hf.LlamaConfig(**EVEN), 3, "its 4 attention heads"),
+        (hf.LlamaConfig(**SHAPE), 4, "its 2 heads of keys"),
         (
             hf.LlamaConfig(**EVEN | {"intermediate_size": 50}),
             4,
-            "its 50 features of model.layers.0.mlp.gate_proj do not divide among them",
+            "its 50 features of model.layers.0.mlp.gate_proj",
         ),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
@@ -371,12 +371,10 @@ def test_a_model_that_ranks_cannot_share_is_refused(
     config: hf.PreTrainedConfig, size: int, reason: str, tmp_path
 ) -> None:
     config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError) as refused:
+    with refused(ErrorCode.UNSUPPORTED, flag="--ds.tensor_parallel_size", value=size) as refusal:
         check_tensor_parallel(str(tmp_path), "--model.model_name_or_path", size)
-    said = str(refused.value)
-    head = f"--model.model_name_or_path {tmp_path}: --ds.tensor_parallel_size {size}: ranks cannot share the"
-    assert said.startswith(f"{head} matrices of ") and reason in said
-    assert said.endswith(".\nRemove the flag; --ds.zero_stage 3 shards weights too.")
+    assert str(tmp_path) in refusal.value.text and reason in refusal.value.text
+    assert "--ds.zero_stage 3" in refusal.value.text
 
 
 # ---- the head
