@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
 from types import FrameType
@@ -114,6 +114,13 @@ class UsageError(CodedError, ValueError):
 
 class RunError(CodedError, RuntimeError):
     """Raised for what fails while a run is under way. Exit status 1."""
+
+
+def as_one(problems: Sequence[UsageError]) -> UsageError:
+    """Returns the first of several problems, with the lines of the others behind its own."""
+    first, *others = problems
+    first.text = "\n".join([first.text, *map(str, others)])
+    return first
 
 
 def describe(error: BaseException) -> str:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import appears, marked
 from openrlhf.mesh import Mesh
 
@@ -53,14 +54,15 @@ class ProcessMesh(Mesh):
     @classmethod
     def joined(cls, *, sequence: int = 1, tensor: int = 1) -> "ProcessMesh":
         """Builds the mesh of the ranks that joined in `init_distributed`, with its groups. Collective. Raises
-        ValueError where their number is not a multiple of `sequence * tensor`."""
+        UsageError where their number is not a multiple of `sequence * tensor`."""
         num_ranks = dist.get_world_size()
         mesh = Mesh.within(num_ranks, sequence=sequence, tensor=tensor)
         if mesh.size != num_ranks:
-            raise ValueError(
-                f"{num_ranks} ranks cannot be shared by {sequence} (--ds.ring_attn_size) x {tensor} "
-                f"(--ds.tensor_parallel_size) on each sample.\nStart a multiple of {mesh.replica} ranks."
+            text = (
+                f"{sequence} (--ds.ring_attn_size) x {tensor} (--ds.tensor_parallel_size) ranks share each "
+                f"sample, and {num_ranks} ranks are no multiple.\nStart a multiple of {mesh.replica} ranks."
             )
+            raise UsageError(ErrorCode.RESOURCES, text)
         groups = {}
         if mesh.replica > 1:
             ranks = init_device_mesh(DEVICE_TYPE, mesh.shape, mesh_dim_names=mesh.DIMENSIONS)
@@ -189,10 +191,11 @@ def _resolve_local_rank() -> int:
     every rank where a launcher shows each rank one GPU only (`srun --gpus-per-task 1`)."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if "TORCHELASTIC_RUN_ID" in os.environ and local_rank >= gpus:  # torchrun shows every GPU to every rank
-        raise ValueError(
-            f"{os.environ['LOCAL_WORLD_SIZE']} ranks on a machine where {gpus} GPUs are visible: a rank "
-            f"needs one of its own.\nStart at most {gpus} (--nproc_per_node {gpus})."
+        text = (
+            f"{os.environ['LOCAL_WORLD_SIZE']} ranks run on a machine where {gpus} GPUs are visible, and each"
+            f" rank needs a GPU of its own.\nStart at most {gpus} ranks (--nproc_per_node {gpus})."
         )
+        raise UsageError(ErrorCode.RESOURCES, text)
     os.environ["LOCAL_RANK"] = str(local_rank % gpus)
     return local_rank % gpus
 

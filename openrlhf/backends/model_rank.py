@@ -17,6 +17,7 @@ from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
@@ -121,7 +122,7 @@ class TrainedRank(ModelRank):
         totals of its own rows.
 
         Returns the objectives' metrics over all ranks, and `grad_norm` (before clipping), `lr` and
-        `num_tokens` (the tokens with a loss in `window` on all ranks). Raises FloatingPointError on every
+        `num_tokens` (the tokens with a loss in `window` on all ranks). Raises NotFiniteError on every
         rank where a metric or, without loss scaling, `grad_norm` is not finite.
         """
         self._check_present()
@@ -283,14 +284,15 @@ def exempt_from_decay(module: nn.Module) -> set[int]:
 
 
 def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
-    """Raises ValueError where a checkpoint has parameters that the model lacks, or the reverse."""
+    """Raises UsageError where a checkpoint has parameters that the model lacks, or the reverse."""
     unknown, missing = sorted(unknown), sorted(missing)
     if missing or unknown:
         what = f"it has no {missing[0]}" if missing else f"this one has no {unknown[0]}"
-        raise ValueError(
+        text = (
             f"the checkpoint is of another model: {what}.\n"
             "Resume with the model and the --ds.lora.* flags that it was saved with."
         )
+        raise UsageError(ErrorCode.OTHER_RUN, text)
 
 
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:
@@ -306,14 +308,19 @@ def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Ite
         yield bucket
 
 
+class NotFiniteError(RunError, FloatingPointError):
+    """Raised when a metric or the gradient norm of an optimizer step is NaN or infinite."""
+
+
 def _check_finite(metrics: Metrics, step: int) -> None:
     bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
     if bad:
-        raise FloatingPointError(
-            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. "
-            "Nothing was saved after it.\n"
-            f"Lower the learning rate, or look at this step's rollouts and data in the run folder."
+        text = (
+            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. No checkpoint "
+            "contains this step.\n"
+            "Lower the learning rate, or look at the step's rollouts and data in the run folder."
         )
+        raise NotFiniteError(ErrorCode.NOT_FINITE, text)
 
 
 def _is_buffer(model: nn.Module, name: str) -> bool:

@@ -31,9 +31,9 @@ def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
     if saved_ranks(folder) != num_ranks:
         if rank == 0:
             logger.warning(
-                "%s was saved by %s, so dropout goes on with other random numbers than it would have",
+                "%s was saved by %s: dropout continues with other random numbers",
                 folder,
-                f"{saved_ranks(folder)} ranks" if saved_ranks(folder) else "a version that keeps none",
+                f"{saved_ranks(folder)} ranks" if saved_ranks(folder) else "a version without random states",
             )
         return
     state = _read(folder, rank)

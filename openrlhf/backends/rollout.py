@@ -18,6 +18,7 @@ from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoraConfig
+from openrlhf.errors import RunError
 from openrlhf.types import KeptSets
 
 if TYPE_CHECKING:
@@ -111,8 +112,8 @@ class EngineOptions:
         )
 
 
-class EngineDied(RuntimeError):
-    """An engine's process has ended, so it answers no further request."""
+class EngineDied(RunError):
+    """Raised when an engine's process has ended, so that it answers no further request."""
 
 
 class RolloutEngine(Protocol):

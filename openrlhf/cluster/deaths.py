@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from openrlhf.backends.rollout import EngineDied
 from openrlhf.backends.weight_sync.client import EnginesFailedError
+from openrlhf.errors import ErrorCode, RunError
 
 PATIENCE = 5.0
 """Seconds that processes have to answer whether they are alive."""
@@ -25,22 +26,25 @@ NAMES = {
 
 @contextmanager
 def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
-    """Turns a RayError inside that follows from the death of a process into a RuntimeError with the process
-    and its log. `members`: processes to ask whether they are alive when the error does not name the dead
+    """Turns a RayError inside that follows from the death of a process into a RunError with the process and
+    its log. `members`: processes to ask whether they are alive when the error does not name the dead
     one."""
     try:
         yield
     except RayError as error:
-        told = _failed_engines(error) or _death_in(error) or _death_among(members)
-        if told is None:
+        cause = _cause(error)
+        if isinstance(cause, EnginesFailedError):
+            raise RunError(cause.code, cause.text) from error
+        death = _death_in(error) or _death_among(members)
+        if death is None:
             raise
-        raise RuntimeError(told) from error
+        raise death from error
 
 
 def in_words(error: RayError) -> str:
     """Describes an error by its cause: how the process died, or the exception that it raised."""
     cause = _cause(error)
-    return _death_in(error) or f"{type(cause).__name__}: {cause}"
+    return str(_death_in(error) or f"{type(cause).__name__}: {cause}")
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
@@ -50,28 +54,18 @@ def _cause(error: BaseException | None) -> BaseException | None:
     return error
 
 
-def _engine(text: str) -> str:
-    """Describes a dead vLLM process. `text`: Ray's error from the actor that drove it."""
-    (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", text) or [("?", "?")]
-    return _lines(NAMES["EngineActor"], f"the process that computes for process {pid} on {ip}", pid)
-
-
-def _failed_engines(error: BaseException) -> str | None:
-    """Returns the message of a weight sync in which engines failed, else None."""
+def _death_in(error: BaseException | None) -> RunError | None:
+    """Returns the death that an error follows from, None where it has another cause."""
     cause = _cause(error)
-    return str(cause) if isinstance(cause, EnginesFailedError) else None
-
-
-def _death_in(error: BaseException | None) -> str | None:
-    cause = _cause(error)
-    if isinstance(cause, EngineDied):
-        return _engine(str(error))
+    if isinstance(cause, EngineDied):  # Ray's text names the actor that drove the dead process
+        (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", str(error)) or [("?", "?")]
+        return _death("EngineActor", f"the process that computes for process {pid} on {ip}", pid)
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
         return _described(cause)
     return None
 
 
-def _death_among(members: Sequence[ActorHandle]) -> str | None:
+def _death_among(members: Sequence[ActorHandle]) -> RunError | None:
     """Asks `members` which of them is dead: ranks that wait for a dead one often fail before Ray knows that
     it died."""
     refs = [member.__ray_ready__.remote() for member in members]
@@ -84,20 +78,24 @@ def _death_among(members: Sequence[ActorHandle]) -> str | None:
     return None
 
 
-def _described(death: RayActorError) -> str:
+def _described(death: RayActorError) -> RunError:
     said = dict(re.findall(r"^\s*(class_name|pid|ip): (\S+)", str(death), re.MULTILINE))
-    name = NAMES.get(said.get("class_name", ""), "a process of the run")
+    actor = said.get("class_name", "")
     if "pid" not in said:
-        return f"{name} died: {str(death).splitlines()[0]}"
-    return _lines(name, f"process {said['pid']} on {said.get('ip', 'an unknown machine')}", said["pid"])
+        return _failure(actor, str(death).splitlines()[0])
+    return _death(actor, f"process {said['pid']} on {said.get('ip', 'an unknown machine')}", said["pid"])
 
 
-def _lines(name: str, which: str, pid: str) -> str:
-    """Formats the message. `pid`: the process whose log it names."""
-    return (
-        f"{name} died: {which} was killed (out of memory?) or crashed.\n"
-        f"Its log is {_log(pid)}; OPENRLHF_DEBUG=1 shows all that Ray says."
-    )
+def _death(actor: str, which: str, pid: str) -> RunError:
+    """Returns the error for a dead process. `actor`: name of its actor's class; `pid`: the process whose log
+    the message names."""
+    reason = f"{which} was killed (out of memory?) or crashed.\nIts log is {_log(pid)}"
+    return _failure(actor, f"{reason}; OPENRLHF_DEBUG=1 shows Ray's whole error.")
+
+
+def _failure(actor: str, reason: str) -> RunError:
+    code = ErrorCode.ENGINE_FAILED if actor == "EngineActor" else ErrorCode.WORKER_FAILED
+    return RunError(code, f"{NAMES.get(actor, 'a process of the run')} died: {reason}")
 
 
 def _log(pid: str) -> str:

@@ -13,6 +13,7 @@ from openrlhf.cluster import folder
 from openrlhf.cluster.launch import node_names
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.errors import ErrorCode, UsageError, as_one
 from openrlhf.files import appears, marked
 
 if TYPE_CHECKING:  # placement imports torch, which processes that only look for files do not need
@@ -37,7 +38,7 @@ class Need(NamedTuple):
 
 
 def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
-    """Raises ValueError if a node lacks a model or a shared folder. Runs on a single node are not checked."""
+    """Raises UsageError if a node lacks a model or a shared folder. Runs on a single node are not checked."""
     here = ray.get_runtime_context().get_node_id()
     nodes = {role: set(bundles.nodes) - {here} for role, bundles in places.items()}
     if not any(nodes.values()):
@@ -48,12 +49,17 @@ def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
         lacking = _lacking(needs)
     names = node_names()
     problems = [
-        f"{need.flag} {need.value}: {need.problem.format(', '.join(names[node] for node in without))}"
+        UsageError(
+            ErrorCode.NOT_FOUND,
+            need.problem.format(", ".join(names[node] for node in without)),
+            flag=need.flag,
+            value=need.value,
+        )
         for need, without in zip(needs, lacking, strict=True)
         if without
     ]
     if problems:
-        raise ValueError("\n".join(problems))
+        raise as_one(problems)
 
 
 def _models(config: PPOConfig, nodes: Mapping[str, set[str]]) -> Iterator[Need]:

@@ -17,6 +17,7 @@ from ray.actor import ActorHandle
 
 from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.rollout import USABLE_FRACTION
+from openrlhf.errors import ErrorCode, UsageError
 
 EVERYTHING = ("weights", "kv_cache")
 
@@ -52,18 +53,18 @@ class EngineMemory:
 
 def free_fraction(models: Mapping[str, "Sequence[DeviceMemory]"], weights: int) -> float:
     """Returns the free fraction of the fullest GPU's memory, for an engine beside `models` (name -> memory of
-    each rank's GPU). `weights`: bytes of the engine's weights per GPU. Raises ValueError if they do not
+    each rank's GPU). `weights`: bytes of the engine's weights per GPU. Raises UsageError if they do not
     fit."""
     fullest = min((gpu for gpus in models.values() for gpu in gpus), key=lambda gpu: gpu.free / gpu.total)
     if weights > USABLE_FRACTION * fullest.free:
         held = ", ".join(f"{name} {_gib(max(gpu.held for gpu in gpus))}" for name, gpus in models.items())
-        raise ValueError(
-            f"--train.colocate_all: an engine's weights take {_gib(weights)} of each GPU. The models there "
-            f"hold {held}; {_gib(fullest.free)} of {_gib(fullest.total)} are free.\n"
-            "Move models out of the way with --ds.enable_sleep, --ref.offload and --reward.offload, or "
-            "split weights with --ds.zero_stage 3 or a larger --vllm.tensor_parallel_size or "
-            "--vllm.pipeline_parallel_size."
+        text = (
+            f"an engine's weights take {_gib(weights)} of each GPU. The models there hold {held}; "
+            f"{_gib(fullest.free)} of {_gib(fullest.total)} are free.\nOffload models with "
+            "--ds.enable_sleep, --ref.offload and --reward.offload, or split weights with --ds.zero_stage 3 "
+            "or a larger --vllm.tensor_parallel_size or --vllm.pipeline_parallel_size."
         )
+        raise UsageError(ErrorCode.RESOURCES, text, flag="--train.colocate_all")
     return fullest.free / fullest.total
 
 

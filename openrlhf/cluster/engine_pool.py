@@ -19,6 +19,7 @@ from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_elsewhere
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
@@ -119,7 +120,8 @@ class EnginePool:
         try:
             group = self.dispatcher.next_group(purpose, timeout)
         except TimeoutError as error:
-            raise RuntimeError(f"--rollout.timeout {timeout:g}: no prompt finished. {error}") from None
+            text, value = f"no prompt finished in this time. {error}", f"{timeout:g}"
+            raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.timeout", value=value) from None
         self._take_answers()
         return group
 

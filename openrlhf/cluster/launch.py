@@ -27,6 +27,7 @@ from ray.runtime_env import RuntimeEnv
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ErrorCode, UsageError
 
 OBJECT_STORE_BYTES = 512 << 20
 """Size of Ray's object store on a machine without a GPU, where Ray's default takes a third of the memory."""
@@ -79,24 +80,26 @@ def stop_ray() -> None:
 
 
 def cluster_address() -> str | None:
-    """Returns host:port of the cluster to join, or None if one has to be started. Raises ValueError if
+    """Returns host:port of the cluster to join, or None if one has to be started. Raises UsageError if
     RAY_ADDRESS names a cluster that does not answer, or is not host:port."""
     named = os.environ.get("RAY_ADDRESS", "")
     if named == "local":
         return None
     if "://" in named:
-        raise ValueError(
-            f"RAY_ADDRESS {named}: a run joins a cluster by host:port, the port of `ray start --head` "
-            f"(6379).\nFor `ray job submit` say --address {named}, and unset RAY_ADDRESS."
+        text = (
+            "a run joins a cluster by host:port, with the port of `ray start --head` (6379).\n"
+            f"For `ray job submit` use --address {named}, and unset RAY_ADDRESS."
         )
+        raise UsageError(ErrorCode.CLUSTER, text, flag="RAY_ADDRESS", value=named)
     address = _last_started() if named in ("", "auto") else named
     if address and _lives(address):
         return address
     if named:
-        raise ValueError(
-            f"RAY_ADDRESS {named}: no Ray cluster answers there.\nStart one there with `ray start --head`, "
-            "name another as host:port, or `unset RAY_ADDRESS` to have one started on this machine."
+        text = (
+            "no Ray cluster answers there.\nStart one there with `ray start --head`, name another as "
+            "host:port, or `unset RAY_ADDRESS` to have one started on this machine."
         )
+        raise UsageError(ErrorCode.CLUSTER, text, flag="RAY_ADDRESS", value=named)
     return None
 
 
@@ -200,16 +203,17 @@ def _last_started() -> str | None:
 
 
 def _lives(address: str) -> bool:
-    """Tells whether a cluster answers at `address`. Raises ValueError if it refuses this user's token."""
+    """Tells whether a cluster answers at `address`. Raises UsageError if it refuses this user's token."""
     answer = _ask(address)
     if answer is grpc.StatusCode.UNAUTHENTICATED:
         logging.getLogger("ray").setLevel(logging.ERROR)  # Ray would warn that there is a token
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         if _ask(address) is answer:
-            raise ValueError(
-                f"the Ray cluster at {address} asks for its token.\nPut what `ray get-auth-token` says on "
-                "its head node into ~/.ray/auth_token or RAY_AUTH_TOKEN; RAY_AUTH_MODE must not be disabled."
+            text = (
+                "the Ray cluster there requires its token.\nPut what `ray get-auth-token` prints on its head "
+                "node into ~/.ray/auth_token or RAY_AUTH_TOKEN; RAY_AUTH_MODE must not be disabled."
             )
+            raise UsageError(ErrorCode.CLUSTER, text, value=address)
     return answer in (grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED)
 
 
@@ -230,6 +234,6 @@ def _say(text: str) -> None:
 
 
 def check_resources(config: PPOConfig) -> Layout:
-    """Returns the placement of the run in the cluster, or on this machine. Raises ValueError if it does not
+    """Returns the placement of the run in the cluster, or on this machine. Raises UsageError if it does not
     fit."""
     return layout_of(config, available_nodes())

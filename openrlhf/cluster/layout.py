@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ErrorCode, UsageError, as_one
 from openrlhf.mesh import Mesh
 
 Nodes = Sequence[Mapping[str, float]]
@@ -84,45 +85,50 @@ class Layout:
 
 
 def layout_of(config: PPOConfig, nodes: Nodes) -> Layout:
-    """Returns the run's placement on these nodes. Raises ValueError if it does not fit."""
+    """Returns the run's placement on these nodes. Raises UsageError if it does not fit."""
     if problems := resource_problems(config, nodes):
-        raise ValueError("\n".join(problems))
+        raise as_one(problems)
     return _layout(config, nodes)
 
 
-def resource_problems(config: PPOConfig, nodes: Nodes) -> list[str]:
-    """Returns one message for each flag that asks for more than the nodes have."""
+def resource_problems(config: PPOConfig, nodes: Nodes) -> list[UsageError]:
+    """Returns a problem for each flag that asks for more than the nodes have."""
     needs = demands(config)
     gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
     if gpus == 0:
-        return [
-            f"{flag} asks for {count} ranks; the cluster has no GPU and {cores} CPU cores, and a rank needs "
-            f"a core. Ask for at most {cores}."
-            for flag, count in needs.items()
-            if count > max(cores, 2)
-        ]
+        text = (
+            f"the cluster has no GPU and {cores} CPU cores, and each rank needs a core.\nUse at most {cores}."
+        )
+        return [_lacking(text, flag, f"= {n}") for flag, n in needs.items() if n > max(cores, 2)]
     problems = []
     if gpus == 1 and config.train.async_enable:
-        problems.append(
-            "--train.async_enable: engines sample on GPUs of their own while models train on others, and the "
-            "cluster has 1.\nRemove it, so that engines and models take turns, or use two GPUs."
+        text = (
+            "engines sample on GPUs of their own while models train on others, and the cluster has 1.\n"
+            "Remove the flag, so that engines and models take turns, or use two GPUs."
         )
+        problems.append(_lacking(text, "--train.async_enable"))
     elif sum(needs.values()) > gpus:
         shared = config.train.colocate_all
-        problems.append(
+        text = (
             f"the run needs {sum(needs.values())} GPUs ({listed(needs)}); the cluster has {gpus}.\n"
             f"Ask for fewer{'' if shared else ', or share them with --train.colocate_all'}."
         )
+        problems.append(_lacking(text))
     size = config.vllm.num_gpus
     room = sum(int(node.get("GPU", 0)) // size for node in nodes)
     if room < config.num_engines and config.num_engines * size <= gpus:
         each = ", ".join(f"{node.get('GPU', 0):g}" for node in nodes)
-        problems.append(
-            f"{engine_size_flags(config)} {size}: the GPUs of an engine are on one node, and nodes with "
-            f"{each} GPUs have room for {room} of {config.num_engines} engines.\n"
+        text = (
+            f"all GPUs of an engine must be on one node, and nodes with {each} GPUs have room for {room} of "
+            f"{config.num_engines} engines.\n"
             "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
         )
+        problems.append(_lacking(text, engine_size_flags(config), size))
     return problems or list(_torn(_layout(config, nodes)))
+
+
+def _lacking(text: str, flag: str = "", value: int | str = "") -> UsageError:
+    return UsageError(ErrorCode.RESOURCES, text, flag=flag, value=value)
 
 
 def demands(config: PPOConfig) -> dict[str, int]:
@@ -238,18 +244,19 @@ def _spread(mesh: Mesh, hosts: Sequence[int]) -> tuple[Device, ...]:
     return tuple(Device(node, 0) for node in homes for _ in range(mesh.tensor))
 
 
-def _torn(layout: Layout) -> Iterator[str]:
-    """Yields a message for each role with a tensor parallel group that spans several nodes."""
+def _torn(layout: Layout) -> Iterator[UsageError]:
+    """Yields a problem for each role with a tensor parallel group that spans several nodes."""
     for role, place in layout.roles.items():
         if all(len({device.node for device in group}) == 1 for group in place.tensor_groups):
             continue
         home = layout.home(role)
         held = Counter(device.node for device in place.devices).values()
-        yield (
-            f"{place.size_flags} {place.mesh.tensor}: the GPUs of one copy of the weights are on one node, "
-            f"and of those of --{home}.num_gpus_per_node the nodes have {', '.join(map(str, held))}.\n"
+        text = (
+            "all GPUs of one copy of the weights must be on one node, and the nodes have "
+            f"{', '.join(map(str, held))} GPUs of --{home}.num_gpus_per_node.\n"
             "Choose a size that divides the GPUs of a node."
         )
+        yield _lacking(text, place.size_flags, place.mesh.tensor)
 
 
 def _offload(config: PPOConfig, role: str) -> str:

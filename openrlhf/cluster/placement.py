@@ -20,6 +20,7 @@ from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus,
 from openrlhf.cluster.layout import GPU_CLAIM, Layout, RoleLayout, demands, listed, total
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import VISIBLE_DEVICES
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.mesh import Mesh
 
 PATIENCE, REMINDER = 2, 60
@@ -92,7 +93,7 @@ def hands_off() -> dict[str, str]:
 
 def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     """Reserves the bundles of each role of `layout`. Waits until the cluster grants them, and prints what it
-    waits for. Raises ValueError if the run can never fit, RuntimeError if the bundles are not granted within
+    waits for. Raises UsageError if the run can never fit, RunError if the bundles are not granted within
     train.placement_timeout or split a tensor parallel group over nodes."""
     devices = {layout.home(role): ExclusiveDevices(shared=layout.on_gpu) for role in layout.roles}
     if not layout.on_gpu:
@@ -153,16 +154,17 @@ def in_order(sizes: Sequence[int], nodes: Mapping[int, str]) -> list[int]:
 
 
 def _check_together(plan: RoleLayout, nodes: Sequence[str]) -> None:
-    """Raises RuntimeError if a tensor parallel group spans several nodes: a busy cluster may have enough free
+    """Raises RunError if a tensor parallel group spans several nodes: a busy cluster may have enough free
     GPUs, but on the wrong nodes. `nodes`: node of each of the role's GPUs."""
     size = plan.mesh.tensor
     torn = sum(len(set(nodes[i : i + size])) > 1 for i in range(0, len(nodes), size))
     if torn:
-        raise RuntimeError(
-            f"{plan.size_flags} {size}: the GPUs of one copy of the weights are on one node, and of what "
-            f"others left free the cluster gave {torn} of {len(nodes) // size} copies GPUs of several.\n"
+        text = (
+            "all GPUs of one copy of the weights must be on one node, and of the GPUs that are free the "
+            f"cluster gave {torn} of {len(nodes) // size} copies GPUs of several nodes.\n"
             "Start again when whole nodes are free, or choose a smaller size."
         )
+        raise RunError(ErrorCode.RESOURCES, text, flag=plan.size_flags, value=size)
 
 
 def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
@@ -178,11 +180,12 @@ def _wait_for(group: PlacementGroup, config: PPOConfig) -> None:
     while not group.wait(1):  # Ctrl-C works between these short waits
         waited = time.monotonic() - start
         if limit is not None and waited >= limit:
-            raise RuntimeError(f"--train.placement_timeout {limit:g}: {_shortage(config)}")
+            text, flag = _shortage(config), "--train.placement_timeout"
+            raise RunError(ErrorCode.RESOURCES, text, flag=flag, value=f"{limit:g}")
         if waited >= due:
             check_resources(config)  # a node may have left
-            since = f" since {waited / 60:.0f} min" if waited >= REMINDER else ""
-            text = f"waiting{since}: {_shortage(config)} It starts when they are; Ctrl-C gives up."
+            since = f" for {waited / 60:.0f} min" if waited >= REMINDER else ""
+            text = f"waiting{since}: {_shortage(config)} It starts when they are free; Ctrl-C gives up."
             print(text, file=sys.stderr, flush=True)
             due = waited + REMINDER
 

@@ -97,7 +97,7 @@ class WeightCheck:
         try:
             difference = check_stored(trainer, engine, answer, self.limit)
         except DifferentWeightsError as error:
-            error.reason = self._reason(engine)
+            error.text += f" {self._reason(engine)}"
             raise
         self.metrics[PROBE] = max(difference, self.metrics.get(PROBE, 0.0))
 

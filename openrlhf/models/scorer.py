@@ -166,15 +166,14 @@ def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]
     """Returns mean and standard deviation of the scores, as `train_rm` wrote them into the model's
     config.json. Raises UsageError if they are missing or the deviation is not positive."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
-    problem = ""
+    if mean is not None and std is not None and std > 0:
+        return float(mean), float(std)
     if mean is None or std is None:
         problem = "no mean and std, which `openrlhf rm` writes.\nRemove the flag, or add them."
-    elif not std > 0:
+    else:
         problem = f"std {std}: the scores do not vary.\nTrain it on pairs that differ, or remove the flag."
-    if problem:
-        text = f"{path}/config.json has {problem}"
-        raise UsageError(ErrorCode.INVALID_MODEL, text, flag="--reward.normalize_enable")
-    return float(mean), float(std)
+    text = f"{path}/config.json has {problem}"
+    raise UsageError(ErrorCode.INVALID_MODEL, text, flag="--reward.normalize_enable")
 
 
 def head_name(config: PreTrainedConfig) -> str:

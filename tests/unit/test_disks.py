@@ -13,6 +13,7 @@ from openrlhf.cluster import disks
 from openrlhf.cluster.disks import check_disks
 from openrlhf.config.ppo import ActorConfig, CriticConfig, PPOConfig, PPOTeacherConfig
 from openrlhf.config.sections import CkptConfig
+from openrlhf.errors import ErrorCode, UsageError
 
 PLACES = {
     "actor": ["b", "b", "c", "c"],
@@ -46,7 +47,8 @@ def problems(config: PPOConfig, places: dict[str, list[str]] = PLACES) -> list[s
     """Returns the first line of each problem."""
     try:
         check_disks(config, {role: SimpleNamespace(nodes=nodes) for role, nodes in places.items()})
-    except ValueError as error:
+    except UsageError as error:
+        assert error.code == ErrorCode.NOT_FOUND
         return [line for line in str(error).splitlines() if line.startswith("--")]
     return []
 

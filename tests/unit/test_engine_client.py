@@ -54,7 +54,7 @@ def test_an_engine_that_fails_is_left_out_and_said_why():
     engines = Engine(0), Engine(1, "update_weights", DEATH), Engine(2, "update_weights", REFUSAL), Engine(3)
     client = synced(*engines)
     assert client.failures.keys() == {1, 2}
-    assert client.failures[1].startswith("a vLLM engine died: process 17 on 10.0.0.1 was killed")
+    assert "process 17 on 10.0.0.1" in client.failures[1]
     assert client.failures[2] == "KeyError: 'no such weight'"
     assert client.checksums() == {0: [0], 3: [3]}
     whole = [("start_weight_update",), ("update_weights", {"a": 1}), ("finish_weight_update", "3")]

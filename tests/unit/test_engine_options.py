@@ -105,14 +105,14 @@ def test_a_sleeping_engine_refuses_work(on_gpu):
 
     async def work():
         await engine.sleep()
-        with pytest.raises(RuntimeError, match="while its kv_cache and weights slept"):
+        with pytest.raises(RuntimeError, match="kv_cache and weights"):
             await engine.generate([1], None)
-        with pytest.raises(RuntimeError, match="while its weights slept"):
+        with pytest.raises(RuntimeError, match="its weights"):
             await engine.start_weight_update()
         await engine.wake(["weights"])
         await engine.start_weight_update()
         await engine.finish_weight_update("1")
-        with pytest.raises(RuntimeError, match="while its kv_cache slept"):
+        with pytest.raises(RuntimeError, match="its kv_cache "):
             await engine.probe([1, 2])
         assert "resume_generation" not in engine.llm.calls  # vLLM would schedule into a cache that is gone
         await engine.wake(["kv_cache"])

@@ -26,8 +26,9 @@ def test_every_rank_goes_on_with_its_own_numbers(tmp_path):
 
 def test_where_there_are_none_for_this_rank_it_is_told(tmp_path, caplog):
     load_random_state(tmp_path, 0, num_ranks=1)
-    assert "was saved by a version that keeps none" in caplog.text
+    assert str(tmp_path) in caplog.text
+    caplog.clear()
     save_random_state(CheckpointWriter(tmp_path), 0, num_ranks=2)
     before = torch.get_rng_state()
     load_random_state(tmp_path, 0, num_ranks=1)
-    assert "was saved by 2 ranks" in caplog.text and torch.equal(torch.get_rng_state(), before)
+    assert "2 ranks" in caplog.text and torch.equal(torch.get_rng_state(), before)

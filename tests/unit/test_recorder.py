@@ -15,6 +15,7 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from openrlhf.backends.rollout import EngineDied
 from openrlhf.completions import SamplingParams
 from openrlhf.data.pictures import decoded, encoded
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.recorder import FREE, RecordingEngine
 from openrlhf.rollout.seeds import seed_at
@@ -196,7 +197,7 @@ def test_a_request_that_failed_is_no_turn_but_has_had_its_seed() -> None:
 
 
 def test_a_dead_engine_stays_dead_whatever_an_executor_does() -> None:
-    engine = recording(Broken(EngineDied()))
+    engine = recording(Broken(EngineDied(ErrorCode.ENGINE_FAILED, "")))
 
     async def ask() -> None:
         with pytest.raises(EngineDied):

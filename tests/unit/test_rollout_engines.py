@@ -9,11 +9,13 @@ import engine_contract
 import pytest
 import torch
 from engine_contract import options_of, with_engine
+from refusals import refused
 
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.completions import SamplingParams
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
+from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 
@@ -34,12 +36,15 @@ def test_the_contract(check: Callable, model: Path) -> None:
 
 def test_options_that_the_engine_lacks_are_refused(model: Path) -> None:
     options = options_of("transformers", model)
-    with pytest.raises(ValueError, match="several workers, the routing of experts"):
+    engine = {"flag": "--rollout.engine", "value": "transformers"}
+    with refused(ErrorCode.UNSUPPORTED, **engine) as refusal:
         TransformersEngine(replace(options, tensor_parallel_size=2, returns_routing=True))
+    assert "several workers" in refusal.value.text and "routing of experts" in refusal.value.text
     params = SamplingParams(presence_penalty=0.5)
     params.stream_interval = 2  # an option of vLLM alone
-    with pytest.raises(ValueError, match="does not have presence_penalty, stream_interval"):
+    with refused(ErrorCode.UNSUPPORTED, **engine) as refusal:
         asyncio.run(TransformersEngine(options).generate([1], params))
+    assert "presence_penalty, stream_interval" in refusal.value.text
 
 
 def test_flags_that_it_cannot_serve() -> None:

@@ -40,7 +40,7 @@ from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, RunError
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.lora import adapter_weights, fill_randomly
@@ -225,7 +225,7 @@ class DeepSpeedEngine(TrainedRank):
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restores everything that `save_checkpoint` wrote with any number of ranks at any ZeRO stage, and
-        returns its `state`. Raises ValueError where this engine has a moving average and the checkpoint has
+        returns its `state`. Raises UsageError where this engine has a moving average and the checkpoint has
         none. An average in the checkpoint is ignored where the engine has none."""
         self._check_present()
         if self.average is not None:
@@ -236,7 +236,8 @@ class DeepSpeedEngine(TrainedRank):
         else:
             path, client_state = folder, load_resharded(self.engine, checkpoint)
         if path is None or client_state is None:
-            raise ValueError(f"--ckpt.path {folder}: checkpoint {tag} could not be loaded from there")
+            text = f"checkpoint {tag} could not be loaded from there"
+            raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=folder)
         load_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
         self._follow_schedule()
         return client_state["openrlhf"]
@@ -387,7 +388,7 @@ def _leave_out_frozen(module: nn.Module, state: dict, prefix: str, metadata: dic
 
 
 def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:
-    """Loads a checkpoint's weights for DeepSpeed; frozen weights are not in the checkpoint. Raises ValueError
+    """Loads a checkpoint's weights for DeepSpeed; frozen weights are not in the checkpoint. Raises UsageError
     where it is of another model."""
     missing = [name for name, p in dst.named_parameters() if p.requires_grad and name not in src]
     unknown = src.keys() - dst.state_dict().keys()

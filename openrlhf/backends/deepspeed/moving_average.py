@@ -20,6 +20,7 @@ from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.resharding import slice_of
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.tensor_parallel import put_together
 
 
@@ -65,7 +66,7 @@ class MovingAverage:
 
     def load(self, folder: str | Path) -> None:
         """Restores exactly the average that any number of ranks saved with the same tensor-parallel size.
-        Raises ValueError on every rank where the folder has no average."""
+        Raises UsageError on every rank where the folder has no average."""
         with ExitStack() as opened:
             saved = _saved_files(Path(folder))[self.mesh.rank % self.mesh.tensor :: self.mesh.tensor]
             files = [opened.enter_context(safe_open(file, "pt")) for file in saved]
@@ -129,10 +130,11 @@ def _saved_files(folder: Path) -> list[Path]:
     """Returns one file for each rank that saved. Every rank reads the first, so that all of them raise
     together."""
     if not _file(folder, 0).exists():
-        raise ValueError(
-            f"--train.enable_ema: the checkpoint {folder} was saved without a moving average,\n"
-            "and the steps before it cannot be made up for. Resume without the flag, or start over with it."
+        text = (
+            f"the checkpoint {folder} was saved without a moving average, and the steps before it cannot be "
+            "averaged any more.\nResume without the flag, or start over with it."
         )
+        raise UsageError(ErrorCode.OTHER_RUN, text, flag="--train.enable_ema")
     with safe_open(_file(folder, 0), "pt") as file:
         num_parts = int(file.metadata()["num_parts"])
     return [_file(folder, part) for part in range(num_parts)]

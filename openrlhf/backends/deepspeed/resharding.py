@@ -23,6 +23,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from openrlhf.backends.model_rank import check_same_model
+from openrlhf.errors import ErrorCode, UsageError
 
 MASTER = "fp32"
 """Key of the master weights among a parameter's vectors; the other vectors are optimizer states."""
@@ -121,16 +122,16 @@ class Checkpoint:
         return int(_states_of(self.shards[0]).get("zero_stage", 1)) if self.shards else 0
 
     def model_states(self) -> dict[str, Any]:
-        """Returns the state that all ranks have in common, at stage 3 without weights. Raises ValueError
+        """Returns the state that all ranks have in common, at stage 3 without weights. Raises UsageError
         where its file is missing."""
         whole = self.folder / f"mp_rank_{self.tensor_rank:02d}_model_states.pt"
         for file in (whole, *self._of_ranks("model_states")):
             if file.exists():
                 return _load(file)
-        raise ValueError(f"--ckpt.path: {self.folder} could not be loaded: no *_model_states.pt is there")
+        raise self._damaged("the file *_model_states.pt is missing.\nResume from another checkpoint")
 
     def states(self, names: Sequence[str]) -> SavedStates:
-        """Reads master weights and optimizer states. `names`: all trained parameters. Raises ValueError where
+        """Reads master weights and optimizer states. `names`: all trained parameters. Raises UsageError where
         the checkpoint has other parameters, or lacks files of some ranks."""
         model_states = self.model_states()
         shapes = model_states["param_shapes"]
@@ -154,11 +155,14 @@ class Checkpoint:
 
     def _check_complete(self, num_ranks: int) -> None:
         if len(self.shards) != num_ranks:
-            raise ValueError(
-                f"--ckpt.path: {num_ranks} ranks saved {self.folder}, and the optimizer states of "
-                f"{len(self.shards)} are there.\nCopy the missing *_optim_states.pt, or resume from another "
-                "checkpoint: write its name into the file `latest` beside it."
+            raise self._damaged(
+                f"{num_ranks} ranks saved it, and it has the optimizer states of {len(self.shards)}.\n"
+                "Copy the missing *_optim_states.pt there, or resume from another checkpoint"
             )
+
+    def _damaged(self, text: str) -> UsageError:
+        text += ": write its name into the file `latest` beside it."
+        return UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=self.folder)
 
     def _universal(self, names: Sequence[str]) -> SavedStates:
         """Reads a universal checkpoint: a folder for each parameter with a file for each whole vector."""
@@ -254,7 +258,7 @@ def names_in_order(engine: Any) -> list[str]:
 @torch.no_grad()
 def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Loads a checkpoint into a DeepSpeed engine, whatever the number of ranks that saved it, and returns the
-    state that all ranks have in common. Collective. Raises ValueError where it is of another model."""
+    state that all ranks have in common. Collective. Raises UsageError where it is of another model."""
     saved = checkpoint.states(names_in_order(engine))
     model_states = checkpoint.model_states()
     _load_optimizer(engine.optimizer, list(_groups_of(engine)), saved)

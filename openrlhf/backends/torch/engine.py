@@ -39,7 +39,7 @@ from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, RunError
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.loading import DTYPES
@@ -221,14 +221,12 @@ class TorchEngine(TrainedRank):
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restores everything that `save_checkpoint` wrote with any number of ranks; returns its `state`.
-        Raises ValueError for a checkpoint of another backend or another model."""
+        Raises UsageError for a checkpoint of another backend or another model."""
         self._check_present()
         path, tensors = Path(folder, tag), self._tensors()
         if not (path / METADATA).exists():
-            raise ValueError(
-                f"--ckpt.path {folder}: the checkpoint {tag} was not saved with --train.backend torch.\n"
-                "Resume with --train.backend deepspeed."
-            )
+            text = f"{tag} was not saved with --train.backend torch.\nResume with --train.backend deepspeed."
+            raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.path", value=folder)
         known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
         check_same_model(known - tensors.keys(), tensors.keys() - known)
         dcp.load(tensors, checkpoint_id=path)

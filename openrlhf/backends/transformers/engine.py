@@ -21,6 +21,7 @@ from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch, sketches
 from openrlhf.completions import Completion, Completions, SamplingParams
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
 from openrlhf.models.generation import Decoding, generate
 from openrlhf.models.loading import load_generator, load_tokenizer
@@ -44,16 +45,16 @@ class TransformersEngine:
     weight sync, which sends buckets through the control plane."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Raises ValueError for options that this engine does not support."""
+        """Raises UsageError for options that this engine does not support."""
         asked = {
-            "a model on several workers": options.num_workers > 1,
-            f"weights by {options.transfer_backend}, only by ray": options.transfer_backend != "ray",
+            "several workers for one model": options.num_workers > 1,
+            f"weight syncs by {options.transfer_backend} (it has ray)": options.transfer_backend != "ray",
             "images": options.max_images > 0,
             "adapters apart from the weights": options.lora is not None,
             "the routing of experts": options.returns_routing,
         }
         if missing := [name for name, is_asked in asked.items() if is_asked]:
-            raise ValueError(f"the engine of transformers does not have {', '.join(missing)}")
+            raise _unsupported(missing)
         self.options, self.version = options, 0
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
@@ -89,15 +90,18 @@ class TransformersEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """Answers one request. A cancelled request stops at its next token. Raises ValueError for parameters
+        """Answers one request. A cancelled request stops at its next token. Raises UsageError for parameters
         that this engine does not support, and for a prompt that leaves no room for an answer."""
         length, params = len(prompt_token_ids), vars(sampling_params).items()
         known = PLAIN.keys() - UNKNOWN
         given = [name for name, value in params if name not in known and value != PLAIN.get(name)]
         if given := [*given, *(multi_modal_data or ())]:
-            raise ValueError(f"the engine of transformers does not have {', '.join(given)}")
+            raise _unsupported(given)
         if (room := self.options.max_len - length) < 1:
-            raise ValueError(f"a prompt of {length} tokens leaves no room in {self.options.max_len}")
+            text = (
+                f"a prompt of {length} tokens leaves no room for an answer in {self.options.max_len} tokens"
+            )
+            raise UsageError(ErrorCode.TOO_LONG, text)
         stopped = threading.Event()
         arguments = list(prompt_token_ids), sampling_params, room, stopped
         async with self.turn:
@@ -217,3 +221,8 @@ class TransformersEngine:
     async def wake(self, tags: list[str]) -> None:
         if "weights" in tags:
             self.model.to(self.device)
+
+
+def _unsupported(what: Sequence[str]) -> UsageError:
+    text = f"the engine does not support {', '.join(what)}"
+    return UsageError(ErrorCode.UNSUPPORTED, text, flag="--rollout.engine", value="transformers")

@@ -22,6 +22,7 @@ from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.sections import LoraConfig
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.hub import model_folder
 from openrlhf.text import image_data
 from openrlhf.types import present
@@ -121,16 +122,16 @@ def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_expert
 
 @contextmanager
 def _our_errors() -> Iterator[None]:
-    """Raises EngineDied and ValueError in place of vLLM's exceptions."""
+    """Raises EngineDied and UsageError in place of vLLM's exceptions."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:
         yield
     except EngineDeadError as error:
-        raise EngineDied(str(error)) from error
+        raise EngineDied(ErrorCode.ENGINE_FAILED, str(error)) from error
     except VLLMValidationError as error:
-        raise ValueError(str(error)) from error
+        raise UsageError(ErrorCode.INVALID_VALUE, str(error)) from error
 
 
 class VLLMEngine:
@@ -306,7 +307,8 @@ class VLLMEngine:
         if not self.options.keep_cache and not await self._bounded(
             self.llm.reset_prefix_cache(reset_running_requests=True)
         ):
-            raise RuntimeError("vLLM kept a prefix cache that belongs to the old weights")
+            text = "vLLM kept the prefix cache of the old weights after a weight sync"
+            raise RunError(ErrorCode.ENGINE_FAILED, text)
         if not self.asleep:  # else it resumes when its KV cache wakes
             await self._bounded(self.llm.resume_generation())
 
@@ -362,7 +364,7 @@ class VLLMEngine:
 
     def _require_awake(self, tags: Set[str]) -> None:
         if missing := self.asleep & tags:
-            raise RuntimeError(f"an engine was asked to work while its {' and '.join(sorted(missing))} slept")
+            raise RuntimeError(f"an engine was called while its {' and '.join(sorted(missing))} slept")
 
     def shutdown(self) -> None:
         self.llm.shutdown()
@@ -371,13 +373,14 @@ class VLLMEngine:
 
     async def _bounded(self, call: Awaitable) -> Any:
         """Returns the result of a control call. Raises EngineDied where the engine died, because the call
-        would never return, and RuntimeError after CONTROL_TIMEOUT seconds."""
+        would never return, and RunError after CONTROL_TIMEOUT seconds."""
         task, deadline = asyncio.ensure_future(call), time.monotonic() + CONTROL_TIMEOUT
         while not (await asyncio.wait({task}, timeout=0.5))[0]:
             if self.llm.errored or time.monotonic() > deadline:
                 task.cancel()
                 if self.llm.errored:
-                    raise EngineDied(str(self.llm.dead_error))
-                raise RuntimeError(f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s")
+                    raise EngineDied(ErrorCode.ENGINE_FAILED, str(self.llm.dead_error))
+                text = f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s"
+                raise RunError(ErrorCode.ENGINE_FAILED, text)
         with _our_errors():
             return task.result()

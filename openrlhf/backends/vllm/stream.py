@@ -14,6 +14,7 @@ from typing import Any
 
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models.generation import Decoding
 
 
@@ -21,7 +22,7 @@ class VLLMStream:
     """A vLLM engine in another process that streams one answer at a time."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Starts the engine, and returns when the model is loaded. Raises RuntimeError where that fails."""
+        """Starts the engine, and returns when the model is loaded. Raises RunError where that fails."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, options), name="vllm")
@@ -36,10 +37,10 @@ class VLLMStream:
             os.killpg(self._process.pid or 0, signal.SIGKILL)
             raise
         if kind != "ready":
-            raise RuntimeError(f"the vLLM engine did not start: {value}")
+            raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine did not start: {value}")
 
     def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
-        """Yields the tokens of the answer. Closing the generator stops it. Raises RuntimeError where the
+        """Yields the tokens of the answer. Closing the generator stops it. Raises RunError where the
         engine fails."""
         self._connection.send((prompt, seed, decoding))
         kind, value = self._heard.get()
@@ -53,7 +54,7 @@ class VLLMStream:
                 while kind == "tokens":
                     kind, value = self._heard.get()
         if kind == "error":
-            raise RuntimeError(f"the vLLM engine failed: {value}")
+            raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine failed: {value}")
 
     def close(self) -> None:
         if self._process.is_alive():

@@ -10,6 +10,8 @@ from typing import Any
 
 import transformers
 
+from openrlhf.errors import ErrorCode, UsageError
+
 MODELS = "model_executor/models"
 REGISTRY = f"{MODELS}/registry.py"
 PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "IsAttentionFree")
@@ -24,8 +26,8 @@ SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel
 """Suffix of an architecture's name; vLLM also finds an architecture under another suffix."""
 
 STRETCH = {
-    "yarn": "Set max_position_embeddings in its config.json to what yarn reaches, factor times "
-    "original_max_position_embeddings; the angles stay what they are.",
+    "yarn": "Set max_position_embeddings in its config.json to factor times "
+    "original_max_position_embeddings; the angles stay the same.",
     "dynamic": "Ask for fewer tokens, or use a model with RoPE of another type.",
 }
 """Maps a type of RoPE that vLLM does not extend by its factor alone to the remedy."""
@@ -41,7 +43,7 @@ def check_vllm_runs(
     on_cpu: bool,
     tensor_parallel_size: int = 1,
 ) -> None:
-    """Raises ValueError where vLLM would certainly not start the model in `dtype` (bf16, fp16 or fp32), or
+    """Raises UsageError where vLLM would certainly not start the model in `dtype` (bf16, fp16 or fp32), or
     not read sequences of `max_len` tokens. Uncertain cases are left to vLLM."""
     for reason in (
         _unknown_architecture(model_config),
@@ -52,17 +54,19 @@ def check_vllm_runs(
         _linear_attention_without_kernel(model_config) if on_cpu and dtype != "bf16" else "",
     ):
         if reason:
-            raise ValueError(f"{flag} {path}: vLLM does not run this model: {reason}")
+            text = f"vLLM does not run this model: {reason}"
+            raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 
 def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
-    """Raises ValueError where vLLM has no LoRA layers for the model. Uncertain cases are left to vLLM."""
+    """Raises UsageError where vLLM has no LoRA layers for the model. Uncertain cases are left to vLLM."""
     for architecture in model_config.architectures or ():
         if _takes_adapters(architecture) is False:
-            raise ValueError(
-                f"--vllm.lora_sync adapter: vLLM has no LoRA layers for {architecture} ({flag} {path}).\n"
-                "Remove it: adapters are then merged into the weights that engines get."
+            text = (
+                f"vLLM has no LoRA layers for {architecture} ({flag} {path}).\n"
+                "Remove the flag: adapters are then merged into the weights that engines get."
             )
+            raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--vllm.lora_sync", value="adapter")
 
 
 def _takes_adapters(architecture: str) -> bool | None:
@@ -145,8 +149,8 @@ def _unknown_architecture(config: Any) -> str:
     if uncertain or _reads_by_transformers(config.architectures[0]):
         return ""
     return (
-        f"it has no implementation of {', '.join(config.architectures)}, and that of transformers has an "
-        "attention that vLLM cannot replace.\nUse a model of another architecture."
+        f"it has no implementation of {', '.join(config.architectures)}, and cannot replace the attention of "
+        "transformers' implementation.\nUse a model of another architecture."
     )
 
 
@@ -179,8 +183,8 @@ def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:
         return ""
     sizes = [str(n) for n in range(1, heads + 1) if heads % n == 0]
     return (
-        f"its {heads} attention heads do not divide among --vllm.tensor_parallel_size {tensor_parallel_size}."
-        f"\nUse {', '.join(sizes)}."
+        f"--vllm.tensor_parallel_size {tensor_parallel_size} does not divide its {heads} attention heads.\n"
+        f"Use {', '.join(sizes)}."
     )
 
 
@@ -196,8 +200,8 @@ def _unstretched(config: Any, max_len: int) -> str:
     if kind is None:
         return ""
     return (
-        f"its RoPE of type {kind} ends there at max_position_embeddings {limit}, before the {max_len} tokens "
-        f"of the longest sequence.\n{STRETCH[kind]}"
+        f"there its RoPE of type {kind} ends at max_position_embeddings {limit}, and the longest sequence "
+        f"has {max_len} tokens.\n{STRETCH[kind]}"
     )
 
 
@@ -206,7 +210,7 @@ def _head_size_without_kernel(config: Any) -> str:
     if size is None or not sizes or size in sizes:
         return ""
     return (
-        f"its attention heads have size {size}, and on a CPU only {', '.join(map(str, sizes))} work.\n"
+        f"its attention heads have size {size}; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}.\n"
         "Use a model with such a size (head_dim in its config.json, or hidden_size / num_attention_heads), "
         "or a GPU."
     )

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
+from openrlhf.errors import ErrorCode, RunError
+
 
 class EngineClient(Protocol):
     """The control plane of all rollout engines. Every call goes to the engines that have not failed, and
@@ -36,18 +38,16 @@ class EngineClient(Protocol):
         ...
 
 
-class EnginesFailedError(RuntimeError):
-    """Some engines failed in a weight sync. The others have the new version."""
+class EnginesFailedError(RunError):
+    """Raised when some engines failed in a weight sync. The others have the new version."""
 
     def __init__(self, version: int, failures: Mapping[int, str], num_engines: int) -> None:
-        super().__init__(version, failures, num_engines)
-        self.version, self.failures, self.num_engines = version, dict(failures), num_engines
-
-    def __str__(self) -> str:
-        whole = [str(i) for i in range(self.num_engines) if i not in self.failures]
-        told = "\n".join(f"inference engine {i}: {text}" for i, text in self.failures.items())
-        left = f"engines with version {self.version}: {', '.join(whole) or 'none'}"
-        return f"weight sync {self.version} failed; {left}\n{told}"
+        whole = [str(i) for i in range(num_engines) if i not in failures]
+        first = f"weight sync {version} failed; engines with version {version}: {', '.join(whole) or 'none'}"
+        lines = [first, *(f"inference engine {i}: {text}" for i, text in failures.items())]
+        super().__init__(ErrorCode.ENGINE_FAILED, "\n".join(lines))
+        self.args = version, failures, num_engines  # pickled with these
+        self.failures = dict(failures)
 
 
 class Transfer(Protocol):

@@ -73,8 +73,8 @@ class WeightSender:
 def _differing(loaded: Mapping[int, Sequence[int]], sent: int) -> dict[int, str]:
     """Maps engines with workers that loaded other weights to an error message."""
     return {
-        i: f"worker {worker} loaded other weights than the trainer sent (checksum {checksum:#x}, expected "
-        f"{sent:#x})"
+        i: f"worker {worker} did not load the weights that the trainer sent (checksum {checksum:#x}, "
+        f"expected {sent:#x})"
         for i, checksums in loaded.items()
         for worker, checksum in enumerate(checksums)
         if checksum != sent

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models.vision import SHAPES, ImageReader
 from openrlhf.types import Image
 
@@ -113,45 +114,38 @@ def check_stored(trainer: Tensor, number: int, engine: EngineProbe, limit: Limit
 
     `number`: the engine's number.
     """
-    difference = (torch.tensor(engine.log_probs) - trainer).abs().mean()
-    if not difference <= limit.allowed(trainer):  # NaN is not either
-        raise DifferentWeightsError(number, engine, trainer, limit)
-    return float(difference) / _spread(trainer)
-
-
-class DifferentWeightsError(RuntimeError):
-    """An engine computes with other weights than the trainer's. `reason` adds the cause where it is known."""
-
-    def __init__(self, engine: int, probe: EngineProbe, trainer: Tensor, limit: Limit) -> None:
-        super().__init__(engine, probe, trainer, limit)
-        self.engine, self.probe, self.trainer, self.limit = engine, probe, trainer, limit
-        self.reason = ""
-
-    def __str__(self) -> str:
-        theirs = torch.tensor(self.probe.log_probs)
-        difference = (theirs - self.trainer).abs()
+    theirs = torch.tensor(engine.log_probs)
+    difference = (theirs - trainer).abs()
+    if not difference.mean() <= limit.allowed(trainer):  # NaN is not either
         worst = int(difference.nan_to_num(math.inf).argmax())
-        kind = self.limit.dtype + " with experts" * self.limit.has_experts
-        return (
-            f"weight sync {self.probe.version}: inference engine {self.engine} does not compute with the "
-            f"weights that the trainer sent: their log-probs of {len(difference)} tokens differ by "
-            f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most; {kind} "
-            f"explains {self.limit.allowed(self.trainer):.3g}.\nAt token {worst + 1} the engine says "
-            f"{theirs[worst]:.6g}, the trainer {self.trainer[worst]:.6g}. {self.reason}"
+        kind = limit.dtype + " with experts" * limit.has_experts
+        text = (
+            f"weight sync {engine.version}: inference engine {number} does not compute with the weights that "
+            f"the trainer sent. Their log-probs of {len(difference)} tokens differ by "
+            f"{difference.mean():.3g} nats on average, {difference.max():.3g} at most; rounding in {kind} "
+            f"explains {limit.allowed(trainer):.3g}.\n"
+            f"The log-prob of token {worst + 1} is {theirs[worst]:.6g} in the engine, {trainer[worst]:.6g} "
+            "in the trainer."
         )
+        raise DifferentWeightsError(ErrorCode.WRONG_WEIGHTS, text)
+    return float(difference.mean()) / _spread(trainer)
+
+
+class DifferentWeightsError(RunError):
+    """Raised when an engine computes with other weights than the trainer's."""
 
 
 def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
-    """Raises RuntimeError where a random adapter hardly moves the trainer's own log-probs, (L - 1,) each: the
+    """Raises RunError where a random adapter hardly moves the trainer's own log-probs, (L - 1,) each: the
     probe could not tell an engine that applies the adapter from one that does not."""
     moved, least = float((adapted - plain).abs().mean()), LEAST_EFFECT * limit.allowed(plain)
     if not moved >= least:
-        raise RuntimeError(
-            f"the trainer computes nearly the same with a random adapter as without: log-probs of "
-            f"{len(plain)} tokens differ by {moved:.3g} nats on average, and {least:.3g} was expected.\n"
-            "So nothing shows whether engines apply adapters. Use --vllm.lora_sync merged, and look at "
-            "--ds.lora.target_modules."
+        text = (
+            f"a random adapter hardly changes the trainer's log-probs: those of {len(plain)} tokens differ "
+            f"by {moved:.3g} nats on average, and {least:.3g} is the least by which the check could tell "
+            "whether engines apply adapters.\nUse merged, and look at --ds.lora.target_modules."
         )
+        raise RunError(ErrorCode.WRONG_WEIGHTS, text, flag="--vllm.lora_sync", value="adapter")
 
 
 class Sketch(NamedTuple):
@@ -206,17 +200,17 @@ def reason_of(unwritten: Sequence[str], different: Sequence[str], num_compared: 
     """Returns a message on why an engine's log-probs differ. `unwritten`: parameters that no sync has
     written; `different`: weights that differ in its layers, among `num_compared`."""
     if unwritten:
-        return f"The sync did not write {_some(unwritten)}: nothing was sent for it, or vLLM passed over it."
+        return f"The sync did not write {_some(unwritten)}: nothing was sent for it, or vLLM skipped it."
     if different:
         return (
-            f"Of {num_compared} weights that were read back from its layers, the first that differs is "
-            f"{_some(different)}: vLLM stored something else than it was sent, or kept an old copy."
+            f"Of {num_compared} weights that were read back from the engine's layers, the first that differs "
+            f"is {_some(different)}: vLLM changed the weight while it stored it, or kept an old copy."
         )
     return (
         f"vLLM keeps a copy of some weights that the sync did not renew, or computes this architecture in "
-        f"another way than transformers does ({num_compared} weights were read back, and are right).\nWhat "
-        "it samples is not the policy's, so training would go wrong. Try another "
-        "--ds.attn_implementation, or other versions of transformers and vLLM."
+        f"another way than transformers does ({num_compared} weights were read back, and are right).\nIts "
+        "samples are not the policy's, so training would go wrong. Try another --ds.attn_implementation, or "
+        "other versions of transformers and vLLM."
     )
 
 

@@ -103,8 +103,7 @@ def verdict(trainer: Trainer, client: InProcess, dtype: str) -> str:
     try:
         check_stored(ours, 0, client.probe(probe), limit)
     except DifferentWeightsError as error:
-        error.reason = client.reason(trainer, limit)
-        return str(error)
+        return f"{error} {client.reason(trainer, limit)}"
     return ""
 
 
