@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import refusals
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_layout import printed
@@ -19,6 +20,7 @@ from openrlhf.config.command import Source
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume import Change, change_of
+from openrlhf.errors import ErrorCode
 
 CLUSTERS = st.one_of(
     st.tuples(st.integers(1, 8), st.sampled_from([1, 2, 4, 8])).map(lambda shape: [shape[1]] * shape[0]),
@@ -204,11 +206,8 @@ def test_gpus_without_work_are_told(capsys: pytest.CaptureFixture) -> None:
 
 def test_async_on_one_gpu_is_refused(capsys: pytest.CaptureFixture) -> None:
     code, _, err = printed(capsys, "--placement auto --train.async_enable --print_plan 1x1")
-    assert code == 2
-    assert (
-        "error: --train.async_enable: engines sample on GPUs of their own while models train on others, and "
-        "the cluster has 1.\nRemove it, so that engines and models take turns, or use two GPUs.\n"
-    ) in err
+    (refusal,) = refusals.printed(err)
+    assert (code, refusal.code, refusal.place) == (2, ErrorCode.RESOURCES, "--train.async_enable")
 
 
 def test_the_size_of_an_engine_comes_from_the_model_and_the_gpu(
