@@ -104,6 +104,7 @@ def test_default(command, row):
 SUPERVISED = {
     "ckpt.overwrite",
     "ckpt.push_to_hub",
+    "ckpt.verify",
     "data.bad_rows",
     "data.cache_dir",
     "data.cache_enable",
@@ -143,6 +144,7 @@ OURS = {
         "algo.skip_old_log_probs",
         "ckpt.overwrite",
         "ckpt.push_to_hub",
+        "ckpt.verify",
         "critic.aux_loss_coef",
         "critic.gradient_checkpointing_enable",
         "data.bad_rows",
