@@ -1,11 +1,11 @@
-"""An agent that writes a program, sees what it does with the tests that are shown, and may mend it.
+"""Agent that writes a program, sees the results of the visible tests, and may correct it.
 
 --train.agent_func_path examples/python/agent_code.py --data.label_key tests
 
-`tests` is a JSON list of [input, output]; of the first half the policy is told, the other decides the reward.
-Programs read stdin and write stdout, so that none of them knows what it is compared with.
+`tests` is a JSON list of [input, output]. The first half gives the policy feedback, the second half decides
+the reward. Programs read stdin and write stdout, so that no program sees the expected output.
 
-Without --data.apply_chat_template: messages are written with the policy's template.
+Leave --data.apply_chat_template out: the server renders messages with the policy's template.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""Number guessing with hints: an environment in one file, to be copied.
+"""Number guessing with hints: an environment in one file, to copy.
 
 python examples/python/agent_guess.py rows.jsonl
 --train.agent_func_path examples/python/agent_guess.py --data.prompt_dataset rows.jsonl --data.label_key label
 
-Without --data.apply_chat_template: what the environment says are user messages in the policy's template.
+Leave --data.apply_chat_template out: observations are user messages in the policy's template.
 """
 
 import random

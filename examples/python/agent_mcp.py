@@ -1,9 +1,9 @@
-"""An agent with the tools of an MCP server, here mcp_shop.py. Any other goes as well:
-McpServer(command=["uvx", "mcp-server-time"]), or McpServer(url="http://127.0.0.1:8000/mcp") of one that runs.
+"""Agent with the tools of an MCP server, here mcp_shop.py. Any other server works too:
+McpServer(command=["uvx", "mcp-server-time"]), or McpServer(url="http://127.0.0.1:8000/mcp") if it runs.
 
 --train.agent_func_path examples/python/agent_mcp.py --train.max_turns 4 --data.label_key label
 
-Without --data.apply_chat_template: messages are written with the policy's template, which shows it the tools.
+Leave --data.apply_chat_template out: the policy's template renders messages and tools.
 """
 
 import sys

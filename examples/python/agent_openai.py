@@ -1,8 +1,8 @@
-"""An agent that is written against the `openai` client: it asks, checks, and asks again.
+"""Agent that uses the `openai` client: it asks, checks the answer, and asks again.
 
 --train.agent_func_path examples/python/agent_openai.py --data.label_key label
 
-Without --data.apply_chat_template: the server writes messages with the policy's template.
+Leave --data.apply_chat_template out: the server renders messages with the policy's template.
 """
 
 from openrlhf.agents.openai import OpenAIAgentExecutor

@@ -1,10 +1,11 @@
-"""Problems of reasoning-gym (pip install openrlhf[gym]) over several turns: a wrong answer is told.
+"""Problems of reasoning-gym (pip install openrlhf[gym]) over several turns: a wrong answer
+gets feedback and another try.
 
 python examples/python/agent_reasoning_gym.py rows.jsonl
 --train.agent_func_path examples/python/agent_reasoning_gym.py
 --data.prompt_dataset rows.jsonl --data.label_key label
 
---data.prompt_dataset may name PROBLEMS itself. Without --data.apply_chat_template: questions are user
+--data.prompt_dataset may also be PROBLEMS itself. Leave --data.apply_chat_template out: questions are user
 messages in the policy's template.
 """
 

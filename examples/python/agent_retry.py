@@ -1,9 +1,9 @@
-"""An environment that lets the policy try again: a wrong answer costs something and is told, a right one ends
-the episode.
+"""Environment that lets the policy try again: a wrong answer has a negative reward and gets feedback, a right
+one ends the episode.
 
 --train.agent_func_path examples/python/agent_retry.py --train.max_turns 3 --data.label_key label
 
-FEEDBACK is in the markup of the demo's model; write it in that of yours. Behind it the policy answers.
+FEEDBACK uses the markup of the demo's model; change it to that of yours. It ends where the policy answers.
 """
 
 from openrlhf.agents.base import AgentInstanceBase, MultiTurnAgentExecutor

@@ -1,5 +1,5 @@
 """Games of TextArena (pip install openrlhf[textarena]): the prompt is the game's name, the label its seed.
-The policy plays Nim against a player who takes what comes; without `opponent` it would play against itself.
+The policy plays Nim against a random player; without `opponent` it would play against itself.
 
 python examples/python/agent_textarena.py rows.jsonl
 --train.agent_func_path examples/python/agent_textarena.py

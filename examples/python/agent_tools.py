@@ -1,8 +1,8 @@
-"""An agent with a calculator: the policy calls it as often as it likes, then answers.
+"""Agent with a calculator: the policy calls it as often as it likes, then answers.
 
 --train.agent_func_path examples/python/agent_tools.py --train.max_turns 4 --data.label_key label
 
-Without --data.apply_chat_template: messages are written with the policy's template, which shows it the tools.
+Leave --data.apply_chat_template out: the policy's template renders messages and tools.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""An agent that looks twice: the policy answers, is asked to check its answer, and the second one counts.
+"""Agent with two calls: the policy answers and is asked to check its answer; the second answer counts.
 
 --train.agent_func_path examples/python/agent_two_calls.py --data.label_key answer
 """

@@ -1,5 +1,5 @@
-"""An environment of verifiers (pip install openrlhf[verifiers]): tasks and rewards as its hub has them, here
-in this file. For an installed one, `{"taskset": {"id": "its-name"}, "agent": CHAT}` is all.
+"""Environment of verifiers (pip install openrlhf[verifiers]), with its tasks and rewards in this file. An
+installed environment needs only `{"taskset": {"id": "its-name"}, "agent": CHAT}`.
 
 python examples/python/agent_verifiers.py rows.jsonl
 --train.agent_func_path examples/python/agent_verifiers.py

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# A shell, or the command that follows, in NVIDIA's PyTorch container, in this folder.
-# Needs Docker with the NVIDIA container toolkit. `make env` in it makes the Python environment in .venv.
+# Starts a shell, or the given command, in NVIDIA's PyTorch container, in this folder.
+# Needs Docker with the NVIDIA container toolkit. `make env` in the container creates the Python environment in
+# .venv.
 set -euo pipefail
 
 IMAGE=${IMAGE:-nvcr.io/nvidia/pytorch:26.03-py3}

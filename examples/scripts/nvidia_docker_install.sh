@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Docker with NVIDIA's container toolkit, which docker_run.sh needs, on Debian or Ubuntu.
-# Needs an NVIDIA driver, root rights through sudo, and NVIDIA's package source in apt (its guide to the
-# container toolkit has the lines for each release).
+# Installs Docker with NVIDIA's container toolkit, which docker_run.sh needs, on Debian or Ubuntu.
+# Needs an NVIDIA driver, root rights through sudo, and NVIDIA's package source in apt. NVIDIA's guide to the
+# container toolkit has the source for each release.
 set -euo pipefail
 
 if ! nvidia-smi --list-gpus; then

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 REWARD_MODEL=${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-700k}
-HOST=${HOST:-127.0.0.1} # 0.0.0.0 answers everybody who reaches this machine and has OPENRLHF_REWARD_KEY
+HOST=${HOST:-127.0.0.1} # 0.0.0.0 answers every client that has OPENRLHF_REWARD_KEY
 PORT=${PORT:-5000}
 
 python -m openrlhf.cli.serve_rm \

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Conditional SFT. A reward model scores answers, the score is written into their prompts, and a model that
-# learns them answers later prompts as well as a score asks for.
-# Needs 8 GPUs of 80 GB. Makes $OUT/model, and its answers to $PROMPTS, with a high score asked for, in
-# $OUT/answers.jsonl; run it again to continue after a stop.
+# Conditional SFT. A reward model scores answers, and each score is inserted into the prompt of its answer. A
+# model trained on these rows generates better answers if the prompt contains a high score.
+# Needs 8 GPUs of 80 GB. Writes $OUT/model, and its answers to $PROMPTS with a high score in the prompt to
+# $OUT/answers.jsonl. Run it again to continue after a stop.
 set -euo pipefail
 
 MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
@@ -15,7 +15,7 @@ PROMPTS=${PROMPTS:-$DATASET}
 NUM_PROMPTS=${NUM_PROMPTS:-1024}
 ASK=${ASK:-<rm_score>: 2.00} # two standard deviations above the mean answer
 OUT=${OUT:-ckpt/conditional}
-LAUNCH=${LAUNCH:-deepspeed --module} # of scoring and training; generating is one process
+LAUNCH=${LAUNCH:-deepspeed --module} # for scoring and training; generation is one process
 GENERATE_FLAGS=${GENERATE_FLAGS:-}   # more flags, without spaces in their values
 SCORE_FLAGS=${SCORE_FLAGS:-}
 TRAIN_FLAGS=${TRAIN_FLAGS:-}

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# DAPO: groups compared with each other, a wider upper clip, groups that are all right or all wrong replaced
-# by others, and a soft penalty for answers that run out of room.
-# Needs 8 GPUs of 80 GB. Makes the policy in $OUT.
+# DAPO: group-normalized advantages, a wider upper clip, dynamic filtering of groups whose answers are all
+# right or all wrong, and a soft penalty for answers near the length limit.
+# Needs 8 GPUs of 80 GB. Writes the policy to $OUT.
 set -euo pipefail
 
 EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,7 +10,7 @@ PROMPTS=${PROMPTS:-agentica-org/DeepScaleR-Preview-Dataset}
 REWARD=${REWARD:-$EXAMPLES/python/math_reward_func.py}
 OUT=${OUT:-ckpt/dapo}
 NODES=${NODES:-1}
-GPUS=${GPUS:-8} # of each node
+GPUS=${GPUS:-8} # per node
 
 python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$MODEL" \

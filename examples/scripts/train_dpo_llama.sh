@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# DPO: a policy from pairs of answers, without a reward model.
-# Needs 8 GPUs of 80 GB. Makes the model in $OUT.
+# DPO: trains a policy on pairs of answers, without a reward model.
+# Needs 8 GPUs of 80 GB. Writes the model to $OUT.
 set -euo pipefail
 
 MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture} # also the reference

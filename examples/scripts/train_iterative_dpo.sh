@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Iterative DPO. Each iteration answers new prompts with the last iteration's model, takes the best and the
-# worst answer to each by a reward model, and trains on these pairs, with the last model as the reference.
-# Needs 8 GPUs of 80 GB. Makes $OUT/iterN/model; run it again to continue after a stop.
+# Iterative DPO. Each iteration generates answers to new prompts with the previous model, selects the best and
+# the worst answer to each with a reward model, and trains on these pairs with the previous model as reference.
+# Needs 8 GPUs of 80 GB. Writes $OUT/iterN/model. Run it again to continue after a stop.
 set -euo pipefail
 
 MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture}
@@ -10,9 +10,9 @@ PROMPTS=${PROMPTS:-OpenRLHF/prompt-collection-v0.1}
 INPUT_KEY=${INPUT_KEY:-context_messages}
 OUT=${OUT:-ckpt/iterative_dpo}
 ITERATIONS=${ITERATIONS:-5}
-ROLLOUT_BATCH=${ROLLOUT_BATCH:-10240} # prompts of one iteration
-BEST_OF_N=${BEST_OF_N:-8}             # answers to each
-LAUNCH=${LAUNCH:-deepspeed --module}  # of scoring and training; generating is one process
+ROLLOUT_BATCH=${ROLLOUT_BATCH:-10240} # prompts per iteration
+BEST_OF_N=${BEST_OF_N:-8}             # answers per prompt
+LAUNCH=${LAUNCH:-deepspeed --module}  # for scoring and training; generation is one process
 GENERATE_FLAGS=${GENERATE_FLAGS:-}    # more flags, without spaces in their values
 SCORE_FLAGS=${SCORE_FLAGS:-}
 TRAIN_FLAGS=${TRAIN_FLAGS:-}

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Knowledge distillation: a student of 8B imitates a teacher of 70B on given answers.
-# Needs 8 GPUs of 80 GB and 256 GB of CPU memory for the teacher. Makes the student in $OUT.
+# Knowledge distillation: an 8B student imitates a 70B teacher on given answers.
+# Needs 8 GPUs of 80 GB and 256 GB of CPU memory for the teacher. Writes the student to $OUT.
 set -euo pipefail
 
 MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B-Instruct}
-TEACHER=${TEACHER:-meta-llama/Meta-Llama-3-70B-Instruct} # with the vocabulary of the student
+TEACHER=${TEACHER:-meta-llama/Meta-Llama-3-70B-Instruct} # must have the student's vocabulary
 DATASET=${DATASET:-Open-Orca/OpenOrca}
 OUT=${OUT:-ckpt/kd}
 LAUNCH=${LAUNCH:-deepspeed --module}

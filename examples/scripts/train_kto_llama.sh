@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# KTO: a policy from single answers that are good or bad.
-# Needs 8 GPUs of 80 GB. Makes the model in $OUT.
+# KTO: trains a policy on single answers labelled good or bad.
+# Needs 8 GPUs of 80 GB. Writes the model to $OUT.
 set -euo pipefail
 
 MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture} # also the reference

@@ -4,10 +4,10 @@
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
-# A supervised recipe of this folder on the nodes of a SLURM job:
+# Runs a supervised recipe of this folder on the nodes of a SLURM job:
 #   RECIPE=examples/scripts/train_dpo_llama.sh sbatch examples/scripts/train_nonrl_slurm.sh
-# with further flags behind it, from a folder that all nodes see, with the Python environment active. Makes
-# what the recipe makes.
+# Append further flags. Submit from a folder that all nodes see, with the Python environment active. The output
+# is that of the recipe.
 set -euo pipefail
 
 RECIPE=${RECIPE:-examples/scripts/train_sft.sh}

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # PPO with a critic and a reward model; all models and the vLLM engines share the same GPUs.
-# Needs 8 GPUs of 80 GB. Makes the policy in $OUT.
-# More nodes: NODES=2 on a Ray cluster of two nodes, or train_ppo_ray_slurm.sh.
+# Needs 8 GPUs of 80 GB. Writes the policy to $OUT.
+# For more nodes set NODES=2 on a Ray cluster of two nodes, or use train_ppo_ray_slurm.sh.
 set -euo pipefail
 
 MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture}
-REWARD_MODEL=${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-700k} # the critic starts from it too
+REWARD_MODEL=${REWARD_MODEL:-OpenRLHF/Llama-3-8b-rm-700k} # also initializes the critic
 PROMPTS=${PROMPTS:-OpenRLHF/prompt-collection-v0.1}
 OUT=${OUT:-ckpt/ppo}
 NODES=${NODES:-1}
-GPUS=${GPUS:-8} # of each node
+GPUS=${GPUS:-8} # per node
 
 python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$MODEL" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# PPO with a critic, rewarded by a Python function. Policy and reference share GPUs; the critic and the
-# engines have their own.
-# Needs 8 GPUs of 80 GB: 2 for policy and reference, 2 for the critic, 4 for sampling. Makes the policy in
+# PPO with a critic and a Python reward function. Policy and reference share GPUs; the critic and the engines
+# have separate ones.
+# Needs 8 GPUs of 80 GB: 2 for policy and reference, 2 for the critic, 4 for sampling. Writes the policy to
 # $OUT.
 set -euo pipefail
 

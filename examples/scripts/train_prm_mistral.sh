@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A process reward model: it scores every step of a solution.
-# Needs 8 GPUs of 80 GB. Makes the model in $OUT.
+# Trains a process reward model, which scores every step of a solution.
+# Needs 8 GPUs of 80 GB. Writes the model to $OUT.
 set -euo pipefail
 
 MODEL=${MODEL:-mistralai/Mistral-7B-v0.1}

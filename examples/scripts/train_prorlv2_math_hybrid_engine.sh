@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# ProRL v2: long reasoning in mathematics with REINFORCE++-baseline, tokens dropped that the sampler and the
-# trainer see too differently (ICEPOP), and no reward for answers that were cut off.
-# Needs 8 GPUs of 80 GB. Makes the policy in $OUT.
+# ProRL v2: long reasoning in mathematics with REINFORCE++-baseline. Tokens with too large a mismatch between
+# sampler and trainer are masked (ICEPOP), and truncated answers get no reward.
+# Needs 8 GPUs of 80 GB. Writes the policy to $OUT.
 set -euo pipefail
 
 EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -11,7 +11,7 @@ EVAL=${EVAL:-HuggingFaceH4/aime_2024}
 REWARD=${REWARD:-$EXAMPLES/python/math_reward_func.py}
 OUT=${OUT:-ckpt/prorlv2}
 NODES=${NODES:-1}
-GPUS=${GPUS:-8} # of each node
+GPUS=${GPUS:-8} # per node
 
 python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$MODEL" \

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# REINFORCE++-baseline with an agent: episodes of several turns and up to 74k tokens, each sequence shared by
+# REINFORCE++-baseline with an agent: episodes of several turns and up to 74k tokens, each sequence split over
 # two GPUs (sequence parallelism).
-# Needs 8 GPUs of 80 GB, and a .py file with the class AgentExecutor. Makes the policy in $OUT.
+# Needs 8 GPUs of 80 GB, and a .py file with the class AgentExecutor. Writes the policy to $OUT.
 set -euo pipefail
 
 AGENT=${AGENT:?name a .py file with the class AgentExecutor}
@@ -9,7 +9,7 @@ MODEL=${MODEL:-Qwen/Qwen3-4B-Thinking-2507}
 PROMPTS=${PROMPTS:-agentica-org/DeepScaleR-Preview-Dataset}
 OUT=${OUT:-ckpt/reinforce_agent}
 NODES=${NODES:-1}
-GPUS=${GPUS:-8} # of each node
+GPUS=${GPUS:-8} # per node
 
 python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$MODEL" \

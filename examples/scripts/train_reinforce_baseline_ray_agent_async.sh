@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# REINFORCE++-baseline with an agent, sampling while it trains: half of the GPUs train, the other half sample
-# the next batch, and a weight sync pauses episodes instead of waiting for them.
-# Needs 8 GPUs of 80 GB, and a .py file with the class AgentExecutor. Makes the policy in $OUT.
+# REINFORCE++-baseline with an agent and asynchronous training: half of the GPUs train, the other half sample
+# the next batch. A weight sync pauses episodes instead of waiting for them.
+# Needs 8 GPUs of 80 GB, and a .py file with the class AgentExecutor. Writes the policy to $OUT.
 set -euo pipefail
 
 AGENT=${AGENT:?name a .py file with the class AgentExecutor}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A reward model from pairs of answers.
-# Needs 8 GPUs of 80 GB. Makes the model in $OUT, with the mean and deviation of its rewards in config.json.
+# Trains a reward model on pairs of answers.
+# Needs 8 GPUs of 80 GB. Writes the model to $OUT, with the mean and standard deviation of its rewards in config.json.
 set -euo pipefail
 
 MODEL=${MODEL:-OpenRLHF/Llama-3-8b-sft-mixture}

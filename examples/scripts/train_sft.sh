@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Supervised fine-tuning on prompts and responses.
-# Needs 8 GPUs of 80 GB. Makes the model in $OUT.
+# Needs 8 GPUs of 80 GB. Writes the model to $OUT.
 set -euo pipefail
 
 MODEL=${MODEL:-meta-llama/Meta-Llama-3-8B}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# LoRA fine-tuning of a mixture of experts, with a loss that keeps its experts evenly used.
-# Needs 8 GPUs of 80 GB. Makes the adapter in $OUT; `openrlhf lora_combiner` merges it into the model.
+# LoRA fine-tuning of a mixture of experts, with a load-balancing loss for its experts.
+# Needs 8 GPUs of 80 GB. Writes the adapter to $OUT; `openrlhf lora_combiner` merges it into the model.
 set -euo pipefail
 
 MODEL=${MODEL:-mistralai/Mixtral-8x7B-v0.1}

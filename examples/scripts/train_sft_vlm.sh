@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Supervised fine-tuning of a vision-language model on geometry problems with a picture; its visual encoder
-# stays as it is.
-# Needs 8 GPUs of 80 GB. Makes the model in $OUT.
+# Supervised fine-tuning of a vision-language model on geometry problems with a picture. The visual encoder
+# is frozen.
+# Needs 8 GPUs of 80 GB. Writes the model to $OUT.
 set -euo pipefail
 
 MODEL=${MODEL:-Qwen/Qwen2.5-VL-7B-Instruct}

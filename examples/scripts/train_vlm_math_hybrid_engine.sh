@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# REINFORCE++-baseline of a vision-language model on geometry problems with a picture; its visual encoder
-# stays as it is.
-# Needs 8 GPUs of 80 GB. Makes the policy in $OUT.
+# REINFORCE++-baseline of a vision-language model on geometry problems with a picture. The visual encoder
+# is frozen.
+# Needs 8 GPUs of 80 GB. Writes the policy to $OUT.
 set -euo pipefail
 
 EXAMPLES=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -10,7 +10,7 @@ PROMPTS=${PROMPTS:-hiyouga/geometry3k}
 REWARD=${REWARD:-$EXAMPLES/python/math_reward_func.py}
 OUT=${OUT:-ckpt/vlm_math}
 NODES=${NODES:-1}
-GPUS=${GPUS:-8} # of each node
+GPUS=${GPUS:-8} # per node
 
 python -m openrlhf.cli.train_ppo_ray \
     --actor.model_name_or_path "$MODEL" \

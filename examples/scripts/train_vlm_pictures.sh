@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# A tiny vision-language model learns to tell the colours of four squares, without a download: SFT on some of
-# the answers, then RL with a reward function. What is right is in the pictures alone.
-# Needs 2 cores and 8 GB. Makes everything in $OUT; flags behind the script are those of RL.
+# Trains a tiny vision-language model to name the colours of four squares, without a download: SFT on some of
+# the answers, then RL with a reward function. Only the pictures contain the answers.
+# Needs 2 cores and 8 GB. Writes everything to $OUT. Flags appended to the script apply to RL.
 set -euo pipefail
 
 OUT=${OUT:-pictures}
