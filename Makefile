@@ -42,6 +42,7 @@ quick: env  ## Formulas, credit, collection, configuration: half a minute
 lint: env  ## Style, prose, spelling, types and import layers
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/python tools/check_prose.py openrlhf tools benchmarks examples tests
 	.venv/bin/codespell openrlhf tools benchmarks examples tests docs dockerfile README.md CONTRIBUTING.md Makefile
 	.venv/bin/pyrefly check
 	.venv/bin/lint-imports

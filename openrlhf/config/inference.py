@@ -149,7 +149,7 @@ class BatchInferenceConfig(LaunchedConfig):
     """Answers to prompts, or rewards of answers, of a whole dataset."""
 
     task: InferenceTask | None = None
-    """What to do with the rows. generate_vllm: sample answers with vLLM. generate: sample answers with
+    """Task to run on the rows. generate_vllm: sample answers with vLLM. generate: sample answers with
     transformers, on one or several ranks. rm: score answers with a reward model, on one or several ranks.
     rollout.engine overrides the library of both generate tasks. Required."""
     output_path: str = ""

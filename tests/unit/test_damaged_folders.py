@@ -1,4 +1,4 @@
-"""Which checkpoint a run resumes from where files are damaged, and what an interrupted save leaves."""
+"""Runs with damaged checkpoints: the one that they resume from, and the remains of an interrupted save."""
 
 import json
 import os
