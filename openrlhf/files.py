@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from openrlhf.errors import ErrorCode, UsageError
+
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False) -> Iterator[Path]:
@@ -84,9 +86,12 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def writing_to_cache(complaint: str, otherwise: str = "") -> Iterator[Path]:
-    """Creates the cache folder and yields it. An OSError of the disk inside becomes a ValueError with
-    `complaint`, the folder, the reason and the remedy; `otherwise`: another remedy to append."""
+def writing_to_cache(
+    complaint: str, *, flag: str = "", value: object = "", otherwise: str = ""
+) -> Iterator[Path]:
+    """Creates the cache folder and yields it. An OSError of the disk inside becomes a UsageError about `flag`
+    and `value`, with `complaint`, the folder, the reason and the remedy; `otherwise`: another remedy to
+    append."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -94,9 +99,12 @@ def writing_to_cache(complaint: str, otherwise: str = "") -> Iterator[Path]:
     except OSError as error:
         if error.errno is None:  # libraries raise it for a damaged file
             raise
-        raise ValueError(
+        raise UsageError(
+            ErrorCode.NOT_WRITABLE,
             f"{complaint} {folder}: {error.strerror}.\n"
-            f"Set OPENRLHF_CACHE to a folder with space that you may write to{otherwise}."
+            f"Set OPENRLHF_CACHE to a folder with space that you may write to{otherwise}.",
+            flag=flag,
+            value=value,
         ) from error
 
 

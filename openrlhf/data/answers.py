@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
 from operator import eq
@@ -12,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, value_of
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.templates import Message, as_messages, check_templates, render_messages, render_prompt
+from openrlhf.data.templates import Message, PromptTemplate, as_messages, render_messages
+from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
     from openrlhf.data.image_rows import ImageColumn
@@ -20,62 +22,57 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def check_answer_flags(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    output_key: str | None,
-    apply_chat_template: bool,
-    input_template: str | None,
-) -> None:
-    """Raises ValueError for templates that cannot be used (see `check_templates`), and where no flag says
-    which column or message is the answer."""
-    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
-    if output_key is None and not apply_chat_template:
-        raise ValueError(
-            "--data.output_key: not set, so there is no response to learn. Name its column;\n"
-            "for conversations add --data.apply_chat_template, for plain text --model.pretrain_mode_enable."
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerColumns:
+    """Reads the prompt and the answer of rows as one text in which the answer is marked."""
 
+    template: PromptTemplate
+    input_key: str
+    output_key: str | None
+    """Column of the answer; None: the last message of `input_key` is the answer."""
+    multiturn: bool = False
+    """Whether every assistant turn of the conversation is marked."""
+    images: "ImageColumn | None" = None
+    """Column of images, which a chat template writes as placeholders."""
 
-def read_answer(
-    row: Row,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    input_key: str,
-    output_key: str | None,
-    apply_chat_template: bool,
-    input_template: str | None,
-    multiturn: bool = False,
-    images: "ImageColumn | None" = None,
-) -> Text:
-    """Returns the text of a row with its answer marked; with `multiturn` every assistant turn of the
-    conversation is marked. Images are written as placeholders, which needs a chat template."""
-    if apply_chat_template:
-        asked = value_of(row, input_key, str, list)
-        if isinstance(asked, str) and output_key is None:
-            raise ValueError(_no_answer(row, input_key))
+    def __post_init__(self) -> None:
+        """Raises UsageError where no flag says which column or message is the answer."""
+        if self.output_key is None and not self.template.apply_chat_template:
+            raise UsageError(
+                ErrorCode.MISSING_FLAG,
+                "not set, so there is no response to learn. Name its column; for conversations add\n"
+                "--data.apply_chat_template, for plain text --model.pretrain_mode_enable.",
+                flag="--data.output_key",
+            )
+
+    def __call__(self, row: Row) -> Text:
+        tokenizer = self.template.tokenizer
+        if not self.template.apply_chat_template:
+            assert self.output_key is not None  # checked when it was made
+            prompt = self.template(value_of(row, self.input_key, str))
+            answer = value_of(row, self.output_key, str)
+            return plain_answer(prompt, answer) if prompt else Text(text=answer)
+        asked = value_of(row, self.input_key, str, list)
+        if isinstance(asked, str) and self.output_key is None:
+            raise _no_answer(row, self.input_key)
         messages = as_messages(asked)
         first = len(messages) - 1
-        if output_key is not None:
+        if self.output_key is not None:
             first += 1
-            messages += as_messages(value_of(row, output_key, str, list), role="assistant")
-        if images is not None:
-            messages = images.place(row, messages)
-        return mark_answer(messages, 0 if multiturn else first, tokenizer)
-    assert output_key is not None  # ensured by check_answer_flags
-    prompt = render_prompt(
-        value_of(row, input_key, str), tokenizer, apply_chat_template=False, input_template=input_template
-    )
-    answer = value_of(row, output_key, str)
-    return plain_answer(prompt, answer) if prompt else Text(text=answer)
+            messages += as_messages(value_of(row, self.output_key, str, list), role="assistant")
+        if self.images is not None:
+            messages = self.images.place(row, messages)
+        return mark_answer(messages, 0 if self.multiturn else first, tokenizer)
 
 
-def _no_answer(row: Row, input_key: str) -> str:
+def _no_answer(row: Row, input_key: str) -> UsageError:
     others = [column for column in row if column != input_key]
     has = f"The rows also have {', '.join(others)}" if others else "The rows have no other column"
-    return (
-        f"--data.output_key: not set, so the last message of column {input_key!r} would be the response, and "
-        f"that column is text,\nnot messages. {has}; name the column with the response."
+    return UsageError(
+        ErrorCode.MISSING_FLAG,
+        f"not set, so the last message of column {input_key!r} would be the response, and that column is "
+        f"text,\nnot messages. {has}; name the column with the response.",
+        flag="--data.output_key",
     )
 
 
@@ -91,7 +88,7 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
     the template renders it, without trailing whitespace, because the policy does not write that. The text
     ends with the last turn.
 
-    Raises ValueError for a template that does not render one of these turns directly after its generation
+    Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.
     """
     turns = _assistant_turns(messages, first)
@@ -122,19 +119,21 @@ def _tell_endless(template: str) -> None:
     )
 
 
-def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> ValueError:
+def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError:
     message = f"the assistant's message {turn + 1} of {num_messages}"
-    if not has_several:
-        return ValueError(
-            f"--data.apply_chat_template: the template does not show {message} as it stands,\n"
-            "right behind the generation prompt, so the loss would fall on another text. Write the message\n"
-            "as the template does, or use a template that keeps it (--data.tokenizer_chat_template)."
+    if has_several:
+        text = (
+            f"the template renders {message} (or what it answers)\ndifferently once other messages follow, "
+            "so the loss would fall on a text that the policy never wrote. Use a\ntemplate that keeps it "
+            "(--data.tokenizer_chat_template), or a row for each reply without --data.multiturn."
         )
-    return ValueError(
-        f"--data.apply_chat_template: the template rewrites {message} (or what it answers)\n"
-        "afterwards, so the loss would fall on a text that the policy never wrote. Use one that keeps it\n"
-        "(--data.tokenizer_chat_template), or a row for each reply without --data.multiturn."
-    )
+    else:
+        text = (
+            f"the template does not render {message} unchanged and\ndirectly after the generation prompt, so "
+            "the loss would fall on another text. Write the message\nas the template does, or use a template "
+            "that keeps it (--data.tokenizer_chat_template)."
+        )
+    return UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
 
 
 def scored_answer(

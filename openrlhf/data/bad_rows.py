@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from openrlhf.data.files import REMEDY, Row, Unreadable, kind
+from openrlhf.data.files import REMEDY, BadRow, Row, kind
 from openrlhf.data.sources import Rows
+from openrlhf.errors import UsageError
 from openrlhf.observability.progress import tracked
 
 ReadT = TypeVar("ReadT")
@@ -16,16 +17,12 @@ BadRowAction = Literal["error", "skip"]
 logger = logging.getLogger(__name__)
 
 
-class BadRow(Exception):
-    """The reason why a row cannot be used. Becomes a ValueError or a count; never leaves `openrlhf.data`."""
-
-
 def read_each(
     rows: Rows, read: Callable[[Row], ReadT], policy: BadRowAction, dropped: Counter[str]
 ) -> Iterator[tuple[int, ReadT]]:
     """Yields the row number and the result of `read` for each usable row, in order.
 
-    "error": the first row for which `read` raises BadRow is a ValueError with its file and line.
+    "error": the first row for which `read` raises BadRow is a UsageError with its file and line.
     "skip": such rows are left out and counted in `dropped`, as are unreadable rows and rows with a value of
     another kind than the column has in most rows; the first few are logged.
     """
@@ -34,19 +31,21 @@ def read_each(
             row = rows[i]
             _check_kinds(row, rows.kinds)
             value = read(row)
-        except (BadRow, Unreadable) as reason:
-            refuse(rows.origin(i), reason, policy, dropped)
+        except BadRow as reason:
+            refuse(rows, i, reason, policy, dropped)
         else:
             yield i, value
 
 
-def refuse(origin: str, reason: object, policy: BadRowAction, dropped: Counter[str]) -> None:
-    """Raises ValueError under "error"; under "skip" counts the row in `dropped` and logs the first few."""
+def refuse(rows: Rows, i: int, reason: BadRow, policy: BadRowAction, dropped: Counter[str]) -> None:
+    """Raises UsageError for row i under "error"; under "skip" counts the row in `dropped` and logs the first
+    few."""
     if policy == "error":
-        raise ValueError(f"{origin}: {reason}\n{REMEDY}")
+        name, number = rows.place(i)
+        raise UsageError(reason.code, f"{reason.text}\n{REMEDY}", value=name, row=number) from reason
     dropped[BAD_ROW] += 1
     if dropped[BAD_ROW] <= NAMED:
-        logger.warning("%s: skipped: %s", origin, reason)
+        logger.warning("%s: skipped: %s", rows.origin(i), reason.text)
 
 
 NAMED = 3

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
-from openrlhf.errors import is_first_of_machine, tell
+from openrlhf.errors import ErrorCode, UsageError, is_first_of_machine, tell
 from openrlhf.files import cache_folder, replacing
 from openrlhf.observability.progress import tracked
 from openrlhf.text import first_token_ids
@@ -70,7 +70,7 @@ def cached(
     cache_dir: None: `datasets` in `cache_folder()`.
     source: where the rows come from, for people who look at an entry.
 
-    A damaged entry is built again, with a warning. Raises ValueError when `cache_dir` cannot be written; with
+    A damaged entry is built again, with a warning. Raises UsageError when `cache_dir` cannot be written; with
     the default folder it only warns and keeps nothing.
     """
     folder = cache_folder() / "datasets" if cache_dir is None else Path(cache_dir).expanduser()
@@ -261,9 +261,9 @@ _REMEDY = "Name a folder that can be written with --data.cache_dir, or switch it
 
 
 def _refuse(folder: Path, cache_dir: str | None, error: Exception) -> None:
-    """Raises ValueError when the user named this folder, otherwise warns."""
+    """Raises UsageError when the user named this folder, otherwise warns."""
     reason = getattr(error, "strerror", None) or str(error)
-    message = f"{folder}: tokenised data cannot be kept there: {reason}."
     if cache_dir is not None:
-        raise ValueError(f"--data.cache_dir {message}\n{_REMEDY}") from error
-    logger.warning("%s\n%s", message, _REMEDY)
+        text = f"tokenised data cannot be kept in {folder}: {reason}.\n{_REMEDY}"
+        raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--data.cache_dir", value=cache_dir) from error
+    logger.warning("%s: tokenised data cannot be kept there: %s.\n%s", folder, reason, _REMEDY)

@@ -2,9 +2,8 @@
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.inference import with_suffix
-from openrlhf.data.templates import Message, check_templates, render_messages, render_prompt
+from openrlhf.data.templates import Message, PromptTemplate
 
 
 class Conversation:
@@ -22,9 +21,7 @@ class Conversation:
     ) -> None:
         """start: text before the first message; the system message with a chat template. suffix: appended to
         each message, see `with_suffix`."""
-        check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
-        self.tokenizer = tokenizer
-        self.apply_chat_template, self.input_template = apply_chat_template, input_template
+        self.template = PromptTemplate(tokenizer, apply_chat_template, input_template)
         self.start, self.suffix = start, suffix
         self.clear()
 
@@ -34,19 +31,12 @@ class Conversation:
         self.num_turns = 0
 
     def prompt(self, message: str) -> str:
-        """Returns the conversation so far with this message appended, as text. Raises ValueError where the
+        """Returns the conversation so far with this message appended, as text. Raises UsageError where the
         chat template refuses it."""
         asked = message if self.suffix is None else with_suffix(message, self.suffix)
-        if not self.apply_chat_template:
-            rendered = render_prompt(
-                asked, self.tokenizer, apply_chat_template=False, input_template=self.input_template
-            )
-            return f"{self.text}\n{rendered}" if self.text else rendered
-        try:
-            messages = [*self.messages, {"role": "user", "content": asked}]
-            return render_messages(messages, self.tokenizer, add_generation_prompt=True)
-        except BadRow as reason:
-            raise ValueError(f"--data.apply_chat_template: {reason}") from reason
+        if self.template.apply_chat_template:
+            return self.template([*self.messages, {"role": "user", "content": asked}])
+        return f"{self.text}\n{self.template(asked)}" if self.text else self.template(asked)
 
     def add(self, message: str, answer: str) -> None:
         """Appends a finished turn: a message and its answer."""

@@ -16,6 +16,7 @@ from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, Kept
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.text import decode, first_token_ids, with_first
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def read_tokens(
                 if images is not None:
                     tokens = images.expand(images.headers(rows, i, policy), tokens)
             except BadRow as reason:
-                refuse(rows.origin(i), reason, policy, dropped)
+                refuse(rows, i, reason, policy, dropped)
             else:
                 yield i, tokens, label
 
@@ -148,13 +149,15 @@ def _encode_pieces(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
 
 
 def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
-    """Tokenises the pieces of a text separately, since a slow tokenizer has no offsets. Raises ValueError
+    """Tokenises the pieces of a text separately, since a slow tokenizer has no offsets. Raises UsageError
     where the pieces decode to another text than the whole."""
     token_ids, learned = _encode_pieces(text, tokenizer)
     if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
-        raise ValueError(
-            "--data.disable_fast_tokenizer: this tokenizer changes a text that is tokenised in pieces,\n"
-            "and has no other way to find the border of prompt and reply. Drop the flag."
+        raise UsageError(
+            ErrorCode.UNSUPPORTED,
+            "this tokenizer changes a text that is tokenised in pieces, and has no other way to find the\n"
+            "border of prompt and reply. Drop the flag.",
+            flag="--data.disable_fast_tokenizer",
         )
     return token_ids, learned
 
@@ -220,12 +223,10 @@ LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
-    """Raises ValueError when no row is left."""
+    """Raises UsageError when no row is left."""
     if not len(kept):
-        raise ValueError(
-            f"No {unit} is left of {len(rows)} rows: {_reasons(kept)}{_remedy(kept)}.\n"
-            f"The first row is {rows.origin(0)}; --data.max_len is {max_len}."
-        )
+        text = f"no {unit} is left of {len(rows)} rows: {_reasons(kept)}{_remedy(kept)}."
+        raise UsageError(ErrorCode.NO_ROWS, f"{text}\n--data.max_len is {max_len}.", value=rows.place(0)[0])
 
 
 def tell_losses(kept: Kept, flag: str, room: int | None = None) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast, overload
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import datasets
 import numpy as np
@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from openrlhf.config.choices import BadRows
+from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.files import writing_to_cache
 from openrlhf.observability.progress import tracked
 
@@ -38,13 +39,17 @@ ReadT = TypeVar("ReadT")
 REMEDY = "Fix the row, or leave such rows out with --data.bad_rows skip."
 
 
-class Unreadable(Exception):
-    """The reason why a row cannot be read. Stands in the row's place under `--data.bad_rows skip`."""
+class BadRow(UsageError):
+    """The reason why a row cannot be read or used. Under `--data.bad_rows skip` it stands in the place of an
+    unreadable row; else it becomes an error with the file and the row."""
 
-    def __init__(self, reason: str, line: int = 1):
+    def __init__(self, text: str, code: ErrorCode = ErrorCode.INVALID_ROW, line: int | None = None) -> None:
         """line: the line within the text that is read, from 1."""
-        super().__init__(reason)
-        self.line = line
+        super().__init__(code, text, row=line)
+        self.args = (text, code, line)  # pickle creates a copy with these arguments
+
+    def __str__(self) -> str:
+        return self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +60,11 @@ class File:
     """Local path of the content."""
     name: str
     """Name in messages: the path, or the URL that the content was fetched from."""
+    flag: str
+    """Flag that names the file, with its dashes."""
 
-    @classmethod
-    def at(cls, path: Path) -> "File":
-        return cls(path, str(path))
-
-    def __str__(self) -> str:
-        return self.name
+    def error(self, code: ErrorCode, text: str, row: int | None = None) -> UsageError:
+        return UsageError(code, text, flag=self.flag, value=self.name, row=row)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,7 +72,7 @@ class Part:
     """The rows of one file, saved folder or hub dataset."""
 
     name: str
-    rows: Sequence[Row | Unreadable] | datasets.Dataset
+    rows: "Sequence[Row | BadRow] | RowsOnDisk | datasets.Dataset"
     columns: tuple[str, ...]
     """Columns that at least one row has."""
     kinds: "Kinds" = field(default_factory=dict)
@@ -78,11 +81,11 @@ class Part:
     """Line of each row, where the format has lines."""
 
     @classmethod
-    def of(cls, name: str, rows: Sequence[Row | Unreadable], lines: Sequence[int] | None = None) -> "Part":
+    def of(cls, name: str, rows: Sequence[Row | BadRow]) -> "Part":
         kinds: Kinds = {}
         for i, row in enumerate(rows):
             _note_kinds(kinds, row, i)
-        return cls(name=name, rows=rows, columns=tuple(kinds), kinds=kinds, lines=lines)
+        return cls(name=name, rows=rows, columns=tuple(kinds), kinds=kinds)
 
     @classmethod
     def of_table(cls, name: str, rows: datasets.Dataset) -> "Part":
@@ -96,8 +99,9 @@ class Part:
             return None
         return place if place.is_dir() else place.parent
 
-    def origin(self, row: int) -> str:
-        return f"{self.name} row {row + 1}" if self.lines is None else f"{self.name}:{self.lines[row]}"
+    def number(self, row: int) -> int:
+        """Returns the line of a row, or its number from 1 where the format has no lines."""
+        return row + 1 if self.lines is None else int(self.lines[row])
 
     def kinds_of(self, column: str) -> Mapping[str, tuple[int, int]]:
         """Returns, for each kind of value in the column except null, (the first row with one, number of
@@ -134,8 +138,8 @@ Kinds = dict[str, dict[str, tuple[int, int]]]
 """Column -> kind of value -> (first row with one, number of rows), in the order of rows."""
 
 
-def _note_kinds(kinds: Kinds, row: Row | Unreadable, i: int) -> None:
-    if isinstance(row, Unreadable):
+def _note_kinds(kinds: Kinds, row: Row | BadRow, i: int) -> None:
+    if isinstance(row, BadRow):
         return
     for column, value in row.items():
         of_column, found = kinds.setdefault(column, {}), kind(value)
@@ -159,12 +163,10 @@ _KINDS = {
 }
 
 
-class RowsOnDisk(Sequence[Row]):
+class RowsOnDisk:
     """The rows of a text file, parsed on each access. Can be pickled."""
 
-    def __init__(
-        self, file: File, version: "Version", starts: np.ndarray, flag: str, parse: Callable[[bytes], Row]
-    ):
+    def __init__(self, file: File, version: "Version", starts: np.ndarray, parse: Callable[[bytes], Row]):
         """version: state of the file in which the rows were found.
         starts: (rows,) byte offset of each row.
         parse: parses a row from the bytes between its offset and the next one.
@@ -172,23 +174,15 @@ class RowsOnDisk(Sequence[Row]):
         self._file = file
         self._version = version
         self._starts = starts
-        self._flag = flag
         self._parse = parse
 
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, i: int) -> Row: ...
-    @overload
-    def __getitem__(self, i: slice) -> list[Row]: ...
-    def __getitem__(self, i: int | slice) -> Row | list[Row]:
-        if isinstance(i, slice):
-            return [self[row] for row in range(len(self))[i]]
-        start, *more = self._starts[(place := range(len(self))[i]) : place + 2].tolist()
+    def __getitem__(self, i: int) -> Row:
+        start, *more = self._starts[i : i + 2].tolist()
         end = more[0] if more else self._version.size
-        opened = _opened(self._file, self._version, self._flag)
-        return self._parse(os.pread(opened.fileno(), end - start, start))
+        return self._parse(os.pread(_opened(self._file, self._version).fileno(), end - start, start))
 
 
 class Version(NamedTuple):
@@ -206,19 +200,20 @@ def _version(path: Path) -> Version:
 
 
 @lru_cache(maxsize=64)  # bounded, because a folder may have more files than a process may open
-def _opened(file: File, version: Version, flag: str) -> BinaryIO:
-    """Opens the file and raises ValueError if it changed. It is not memory-mapped: the pages of a large file
+def _opened(file: File, version: Version) -> BinaryIO:
+    """Opens the file and raises RunError if it changed. It is not memory-mapped: the pages of a large file
     would count as memory of every process that reads it."""
     if _version(file.path) != version:
-        raise ValueError(f"{flag} {file}: the file changed while it was being read. Start again.")
+        text = "the file changed while it was being read. Start again."
+        raise RunError(ErrorCode.UNREADABLE, text, flag=file.flag, value=file.name)
     return file.path.open("rb", buffering=0)
 
 
-Found = tuple[int, int, Row | Unreadable]
+Found = tuple[int, int, Row | BadRow]
 """(byte offset of the row, its line, the row)."""
 
 
-def _on_disk(file: File, flag: str, found: Iterable[Found], parse: Callable[[bytes], Row]) -> Part:
+def _on_disk(file: File, found: Iterable[Found], parse: Callable[[bytes], Row]) -> Part:
     version, starts, lines = _version(file.path), array("q"), array("q")
     kinds: Kinds = {}
     for start, line, row in found:
@@ -227,37 +222,37 @@ def _on_disk(file: File, flag: str, found: Iterable[Found], parse: Callable[[byt
         lines.append(line)
     return Part(
         name=file.name,
-        rows=RowsOnDisk(file, version, np.array(starts, dtype=np.int64), flag, parse),
+        rows=RowsOnDisk(file, version, np.array(starts, dtype=np.int64), parse),
         columns=tuple(kinds),
         kinds=kinds,
         lines=np.array(lines, dtype=np.int64),
     )
 
 
-def _read_json_lines(file: File, flag: str, bad_rows: BadRows) -> Part:
-    return _on_disk(file, flag, _json_lines(file, flag, bad_rows), _parse_first_line)
+def _read_json_lines(file: File, bad_rows: BadRows) -> Part:
+    return _on_disk(file, _json_lines(file, bad_rows), _parse_first_line)
 
 
-def _json_lines(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
+def _json_lines(file: File, bad_rows: BadRows) -> Iterator[Found]:
     """Yields each line that is not blank, with its byte offset."""
     start = 0
     with file.path.open("rb") as opened:
         for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
-            row = _row_or_reason(partial(_parse_line, raw), f"{flag} {file}:{line}", bad_rows)
+            row = _row_or_reason(partial(_parse_line, raw), file, line, bad_rows)
             if row is not None:
                 yield start, line, row
             start += len(raw)
 
 
-def _row_or_reason(read: Callable[[], ReadT], where: str, bad_rows: BadRows) -> ReadT | Unreadable:
-    """Returns the result of `read`. If it is Unreadable, returns the reason under "skip", else raises
-    ValueError."""
+def _row_or_reason(read: Callable[[], ReadT], file: File, number: int, bad_rows: BadRows) -> ReadT | BadRow:
+    """Returns the result of `read`. Where that raises BadRow, returns the reason under "skip", else raises
+    it with the file and the row's number."""
     try:
         return read()
-    except Unreadable as reason:
+    except BadRow as reason:
         if bad_rows == "skip":
             return reason
-        raise ValueError(f"{where}: {reason}\n{REMEDY}") from reason
+        raise file.error(reason.code, f"{reason.text}\n{REMEDY}", number) from reason
 
 
 def _parse_line(raw: bytes) -> Row | None:
@@ -275,7 +270,7 @@ def _decode(raw: bytes) -> str:
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise Unreadable(f"not UTF-8: {error.reason} (byte {error.start + 1}).") from error
+        raise BadRow(f"not UTF-8: {error.reason} (byte {error.start + 1}).") from error
 
 
 def _parse_json(text: str) -> Any:
@@ -283,16 +278,16 @@ def _parse_json(text: str) -> Any:
         value = json.loads(text, parse_constant=_refuse_constant)
     except json.JSONDecodeError as error:
         if text.startswith("<"):
-            raise Unreadable("this looks like HTML. Was an error page downloaded?") from error
+            raise BadRow("this looks like HTML. Was an error page downloaded?") from error
         found = text.splitlines()[error.lineno - 1][:60]
-        raise Unreadable(f"not JSON: {error.msg}: {found}", error.lineno) from error
+        raise BadRow(f"not JSON: {error.msg}: {found}", line=error.lineno) from error
     if "\\ud" in text.lower():
         _refuse_half_characters(value)
     return value
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise Unreadable(f"{name} is not JSON. Write a number or null.")
+    raise BadRow(f"{name} is not JSON. Write a number or null.")
 
 
 def _refuse_half_characters(value: Any) -> None:
@@ -300,34 +295,34 @@ def _refuse_half_characters(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         half = error.object[error.start]
-        raise Unreadable(f"{half!r} is half of a surrogate pair, not a character.") from error
+        raise BadRow(f"{half!r} is half of a surrogate pair, not a character.") from error
 
 
 def _row(value: Any) -> Row:
     if not isinstance(value, dict):
-        raise Unreadable(f'a row must be an object such as {{"input": …}}, not {kind(value)}.')
+        raise BadRow(f'a row must be an object such as {{"input": …}}, not {kind(value)}.')
     return value
 
 
-def _read_json(file: File, flag: str, bad_rows: BadRows) -> Part:
+def _read_json(file: File, bad_rows: BadRows) -> Part:
     """Reads a list of objects; or, for JSON Lines under this file ending, one object per line."""
     if _has_a_row_in_each_line(file.path):
-        return _read_json_lines(file, flag, bad_rows)
+        return _read_json_lines(file, bad_rows)
     try:
         value = _parse_json(_decode(file.path.read_bytes()).strip())
-    except Unreadable as reason:
-        raise ValueError(f"{flag} {file}:{reason.line}: {reason}") from reason
+    except BadRow as reason:
+        raise file.error(ErrorCode.UNREADABLE, reason.text, reason.row) from reason
     if not isinstance(value, list):
         keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
-        raise ValueError(
-            f"{flag} {file}: {kind(value)}{keys}, not a list of rows.\n"
-            "Save the list itself, or one row in each line of a .jsonl file."
+        raise file.error(
+            ErrorCode.UNREADABLE,
+            f"{kind(value)}{keys}, not a list of rows.\n"
+            "Save the list itself, or one row in each line of a .jsonl file.",
         )
-    rows = [
-        _row_or_reason(partial(_row, item), f"{flag} {file} row {i}", bad_rows)
-        for i, item in enumerate(value, start=1)
-    ]
-    return Part.of(file.name, rows)
+    return Part.of(
+        file.name,
+        [_row_or_reason(partial(_row, item), file, i, bad_rows) for i, item in enumerate(value, start=1)],
+    )
 
 
 def _has_a_row_in_each_line(path: Path) -> bool:
@@ -346,20 +341,20 @@ def _is_json(text: bytes) -> bool:
     return True
 
 
-def _read_csv(file: File, flag: str, bad_rows: BadRows) -> Part:
-    parse = partial(_parse_csv_row, columns=_csv_columns(file, flag))
-    return _on_disk(file, flag, _csv_rows(file, flag, bad_rows), parse)
+def _read_csv(file: File, bad_rows: BadRows) -> Part:
+    parse = partial(_parse_csv_row, columns=_csv_columns(file))
+    return _on_disk(file, _csv_rows(file, bad_rows), parse)
 
 
-def _csv_columns(file: File, flag: str) -> Sequence[str]:
+def _csv_columns(file: File) -> Sequence[str]:
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
         try:
             return csv.DictReader(opened, strict=True).fieldnames or ()
         except (csv.Error, UnicodeDecodeError) as error:
-            raise _not_csv(file, flag, 2, error) from error
+            raise _not_csv(file, 2, error) from error
 
 
-def _csv_rows(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
+def _csv_rows(file: File, bad_rows: BadRows) -> Iterator[Found]:
     """Yields each row with its byte offset; the line is the last one of the row."""
     csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
@@ -370,11 +365,10 @@ def _csv_rows(file: File, flag: str, bad_rows: BadRows) -> Iterator[Found]:
             columns, start = reader.fieldnames or (), lines.size
             for row in reader:
                 line = reader.line_num
-                check = partial(_whole_row, row, columns)
-                yield start, line, _row_or_reason(check, f"{flag} {file}:{line}", bad_rows)
+                yield start, line, _row_or_reason(partial(_whole_row, row, columns), file, line, bad_rows)
                 start = lines.size
         except (csv.Error, UnicodeDecodeError) as error:
-            raise _not_csv(file, flag, line + 1, error) from error
+            raise _not_csv(file, line + 1, error) from error
 
 
 def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
@@ -402,23 +396,23 @@ def _size_of_mark(path: Path) -> int:
         return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
 
 
-def _not_csv(file: File, flag: str, line: int, error: Exception) -> ValueError:
-    return ValueError(f"{flag} {file}:{line}: not readable as CSV: {error}.")
+def _not_csv(file: File, line: int, error: Exception) -> UsageError:
+    return file.error(ErrorCode.UNREADABLE, f"not readable as CSV: {error}.", line)
 
 
 def _whole_row(row: Row, columns: Sequence[str]) -> Row:
     if None in row or None in row.values():
-        raise Unreadable(f"not readable as CSV: a row must have {len(columns)} values, as the header has.")
+        raise BadRow(f"not readable as CSV: a row must have {len(columns)} values, as the header has.")
     return row
 
 
-def _read_parquet(file: File, flag: str, bad_rows: BadRows) -> Part:
+def _read_parquet(file: File, bad_rows: BadRows) -> Part:
     """Reads a Parquet file, which cannot be memory-mapped: a large one is decoded to disk and mapped from
     there."""
-    metadata = _read_table(pq.read_metadata, file, flag)
+    metadata = _read_table(pq.read_metadata, file)
     size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
     read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
-    return Part.of_table(file.name, datasets.Dataset(_read_table(read, file, flag)))
+    return Part.of_table(file.name, datasets.Dataset(_read_table(read, file)))
 
 
 PARQUET_IN_MEMORY = 64 * 2**20
@@ -433,7 +427,9 @@ def _parquet_in_memory(path: Path) -> pa.Table:
 def _parquet_on_disk(path: Path) -> pa.Table:
     """Decodes to an unlinked Arrow file and memory-maps it; its disk space is freed when the process ends."""
     with (
-        writing_to_cache(f"{path}: its rows cannot be decoded to", ", or make a .jsonl file of it") as folder,
+        writing_to_cache(
+            "its rows cannot be decoded to", value=path, otherwise=", or make a .jsonl file of it"
+        ) as folder,
         tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy,
         pq.ParquetFile(path) as file,
     ):
@@ -449,8 +445,8 @@ _BATCH = 4096
 """Rows that are decoded at once."""
 
 
-def _read_arrow(file: File, flag: str, bad_rows: BadRows) -> Part:
-    return Part.of_table(file.name, datasets.Dataset(_read_table(_arrow_table, file, flag)))
+def _read_arrow(file: File, bad_rows: BadRows) -> Part:
+    return Part.of_table(file.name, datasets.Dataset(_read_table(_arrow_table, file)))
 
 
 def _arrow_table(path: Path) -> pa.Table:
@@ -461,24 +457,23 @@ def _arrow_table(path: Path) -> pa.Table:
     return (pa.ipc.open_file(source) if is_file_format else pa.ipc.open_stream(source)).read_all()
 
 
-def _read_table(read: Callable[[Path], Any], file: File, flag: str) -> Any:
+def _read_table(read: Callable[[Path], Any], file: File) -> Any:
     try:
         return read(file.path)
     except (pa.ArrowInvalid, OSError) as error:
-        reason = str(error).splitlines()[0]
-        kind, size = file.path.suffix, file.path.stat().st_size
-        raise ValueError(f"{flag} {file}: damaged or not a {kind} file ({size} bytes):\n{reason}") from error
+        size = file.path.stat().st_size
+        text = f"damaged or not a {file.path.suffix} file ({size} bytes):\n{first_line(error)}"
+        raise file.error(ErrorCode.UNREADABLE, text) from error
 
 
-READERS: Mapping[str, Callable[[File, str, BadRows], Part]] = {
+READERS: Mapping[str, Callable[[File, BadRows], Part]] = {
     ".jsonl": _read_json_lines,
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""Maps a file ending to its reader; the string argument is the flag that named the file. Tables have no bad
-rows."""
+"""Maps a file ending to its reader. Tables have no bad rows."""
 
 PACKED = ".gz"
 ENDINGS = f"{', '.join(READERS)}, or one of these and {PACKED}"
@@ -491,13 +486,13 @@ def has_rows(name: str | PurePath) -> bool:
     return PurePath(path.stem if path.suffix == PACKED else path).suffix in READERS
 
 
-def peek(file: File, flag: str, bad_rows: BadRows) -> Part:
+def peek(file: File, bad_rows: BadRows) -> Part:
     """Reads only the first rows or the schema of a file."""
-    if file.path.suffix == ".parquet":
-        schema = _read_table(pq.read_schema, file, flag)
+    ending = file.path.suffix
+    if ending == ".parquet":
+        schema = _read_table(pq.read_schema, file)
         return Part(name=file.name, rows=[], columns=tuple(schema.names))
-    if file.path.suffix == ".jsonl":
-        return Part.of(file.name, [row for _, _, row in islice(_json_lines(file, flag, bad_rows), 100)])
-    if file.path.suffix == ".csv":
-        return Part.of(file.name, [row for _, _, row in islice(_csv_rows(file, flag, bad_rows), 100)])
-    return READERS[file.path.suffix](file, flag, bad_rows)
+    if ending in (".jsonl", ".csv"):
+        found = _json_lines(file, bad_rows) if ending == ".jsonl" else _csv_rows(file, bad_rows)
+        return Part.of(file.name, [row for _, _, row in islice(found, 100)])
+    return READERS[ending](file, bad_rows)

@@ -6,31 +6,34 @@
 import gzip
 import shutil
 import zlib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from openrlhf.data.cache import digest
 from openrlhf.data.files import PACKED, File
+from openrlhf.errors import ErrorCode
 from openrlhf.files import made_once, writing_to_cache
 
 MAGIC = b"\x1f\x8b"
 
 
-def unpacked(file: File, flag: str) -> File:
-    """Returns the unpacked file, or the file itself if it is not packed. Raises ValueError where it is
+def unpacked(file: File) -> File:
+    """Returns the unpacked file, or the file itself if it is not packed. Raises UsageError where it is
     damaged, or the cache folder has no room for it."""
     if file.path.suffix != PACKED or file.path.is_dir():
         return file
     stat = file.path.stat()
     version = digest([str(file.path.resolve()), stat.st_ino, stat.st_size, stat.st_mtime_ns])[:16]
+    writing = writing_to_cache(
+        "it cannot be unpacked to", flag=file.flag, value=file.name, otherwise=", or name the unpacked file"
+    )
     try:
-        with writing_to_cache(
-            f"{flag} {file}: it cannot be unpacked to", ", or name the unpacked file"
-        ) as cache:
+        with writing as cache:
             folder = made_once(cache / "unpacked" / version, partial(_unpack, file.path))
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise ValueError(f"{flag} {file}: damaged ({stat.st_size} bytes): {error}") from error
-    return File(folder / file.path.stem, file.name)
+        raise file.error(ErrorCode.UNREADABLE, f"damaged ({stat.st_size} bytes): {error}") from error
+    return replace(file, path=folder / file.path.stem)
 
 
 def _unpack(path: Path, folder: Path) -> None:

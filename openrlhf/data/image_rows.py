@@ -11,10 +11,11 @@ from transformers import AutoProcessor, PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, BadRowAction
 from openrlhf.data.cache import digest
 from openrlhf.data.encode import Tokens
-from openrlhf.data.files import REMEDY, Row, Unreadable
+from openrlhf.data.files import REMEDY, Row
 from openrlhf.data.images import ImageHeader, ImageSources, image_header, image_identity, load_image
 from openrlhf.data.sources import Rows
 from openrlhf.data.templates import Message, render_messages
+from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import model_folder
 from openrlhf.text import image_layout, patch_counts
 from openrlhf.types import Image
@@ -23,6 +24,7 @@ TAG = "<image>"
 """Marks the place of an image in a message's text."""
 PART = {"type": "image"}
 """Message part that a chat template renders as an image placeholder."""
+IMAGES_FLAG = "--data.max_images_per_prompt"
 
 
 class ImageTokens:
@@ -30,16 +32,17 @@ class ImageTokens:
     expands."""
 
     def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises ValueError where the chat template renders no images, or the processor expands them in an
+        """Raises UsageError where the chat template renders no images, or the processor expands them in an
         unsupported way."""
         self._processor = processor
         _check_template(tokenizer, processor.image_token)
         try:
             self.layout = image_layout(processor)
         except ValueError as reason:
-            raise ValueError(
-                f"--data.max_images_per_prompt: {reason}, which is all\nthat is understood; those of Qwen's "
-                "and Gemma's models do."
+            raise UsageError(
+                ErrorCode.UNSUPPORTED,
+                f"{reason}.\nOther processors are not supported. Use a model of Qwen's or Gemma's families.",
+                flag=IMAGES_FLAG,
             ) from reason
 
     @property
@@ -136,7 +139,9 @@ class ImageColumn:
         try:
             return tuple(load_image(value, sources) for value in self.values(rows[i]))
         except ValueError as error:
-            raise ValueError(f"{rows.origin(i)}: column {self.key!r}: {error}\n{REMEDY}") from error
+            name, number = rows.place(i)
+            text = f"column {self.key!r}: {error}\n{REMEDY}"
+            raise UsageError(ErrorCode.INVALID_ROW, text, value=name, row=number) from error
 
     def digest(self, rows: Rows) -> str:
         """Returns a digest that changes with the processor's settings and with any image: its name, the size
@@ -148,7 +153,7 @@ class ImageColumn:
         sources = self._sources(rows, i)
         try:
             return [image_identity(value, sources) for value in self.values(rows[i])]
-        except (BadRow, ValueError, Unreadable) as reason:
+        except ValueError as reason:
             return [str(reason)]
 
     def _sources(self, rows: Rows, i: int) -> ImageSources:
@@ -156,24 +161,28 @@ class ImageColumn:
 
 
 def _load_processor(path: str, flag: str) -> Any:
+    error = partial(UsageError, ErrorCode.INVALID_MODEL, flag=flag, value=path)
     try:
         processor = AutoProcessor.from_pretrained(model_folder(path))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{flag} {path}: it has no processor: {str(error).splitlines()[0]}") from error
+    except (OSError, ValueError) as reason:
+        raise error(f"it has no processor: {first_line(reason)}") from reason
     if not hasattr(processor, "image_processor"):
-        raise ValueError(f"{flag} {path}: it reads no images; leave --data.max_images_per_prompt out.")
+        raise error(f"it reads no images; leave {IMAGES_FLAG} out.")
     return processor
 
 
 def check_same_images(own: str, other: str, flag: str) -> None:
-    """Raises ValueError where the model `other`, named by `flag`, expands images to other tokens than the
+    """Raises UsageError where the model `other`, named by `flag`, expands images to other tokens than the
     model `own`."""
     first, second = (_load_processor(path, flag) for path in (own, other))
     counts = [patch_counts(processor, SIZES) for processor in (first, second)]
     if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
-        raise ValueError(
-            f"{flag} {other}: it reads an image as other tokens than {own} does.\nChoose a model of the same "
-            "family, whose processor has the same patches and limits of an image's size."
+        raise UsageError(
+            ErrorCode.INVALID_MODEL,
+            f"it reads an image as other tokens than {own} does.\nChoose a model of the same family, whose "
+            "processor has the same patches and limits of an image's size.",
+            flag=flag,
+            value=other,
         )
 
 
@@ -226,7 +235,7 @@ def _is_image(part: Any) -> bool:
 def _before_first_text(messages: Sequence[Message], num_images: int) -> list[Message]:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise BadRow(f"no message is of the user, and none says where the images stand ({TAG}).")
+        raise BadRow(f"no message has the role user, and none has a place for the images ({TAG}).")
     message = messages[first]
     parts = _parts(message) or _text(message["content"])
     shown = {**message, "content": [*(dict(PART) for _ in range(num_images)), *parts]}
@@ -240,7 +249,9 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> Non
     except BadRow as refusal:
         shown = str(refusal)
     if shown.count(image_token) != 1:
-        raise ValueError(
-            f"--data.max_images_per_prompt: the chat template of {tokenizer.name_or_path} writes no "
-            f"{image_token}\nfor an image of a message. Give one that does: --data.tokenizer_chat_template."
+        raise UsageError(
+            ErrorCode.CHAT_TEMPLATE,
+            f"the chat template of {tokenizer.name_or_path} writes no {image_token}\nfor an image of a "
+            "message. Give one that does: --data.tokenizer_chat_template.",
+            flag=IMAGES_FLAG,
         )

@@ -11,6 +11,8 @@ import time
 from collections.abc import Collection, Sequence
 from urllib.parse import quote, urljoin, urlsplit
 
+from openrlhf.errors import ErrorCode, UsageError
+
 TIMEOUT = 30.0
 """Seconds for one image, including redirects."""
 MAX_REDIRECTS = 5
@@ -18,7 +20,7 @@ PORT = 443
 
 
 def fetch(url: str, hosts: Collection[str], max_bytes: int) -> bytes:
-    """Returns the body that the URL answers with. Raises ValueError where the URL or a redirect is not
+    """Returns the body that the URL answers with. Raises UsageError where the URL or a redirect is not
     allowed, answers with an error or more than max_bytes, or takes too long. No proxy is used: the connection
     goes to the address that was checked."""
     deadline = time.monotonic() + TIMEOUT
@@ -28,36 +30,39 @@ def fetch(url: str, hosts: Collection[str], max_bytes: int) -> bytes:
         if isinstance(answer, bytes):
             return answer
         url = answer
-    raise ValueError(f"{url}: the {MAX_REDIRECTS + 1}th redirect in a row is not followed.")
+    raise _unusable(url, f"it redirects more than {MAX_REDIRECTS} times in a row.")
 
 
 def check_url(url: str, hosts: Collection[str]) -> None:
-    """Raises ValueError for a URL that is not https or whose host is not allowed; the host's address is not
+    """Raises UsageError for a URL that is not https or whose host is not allowed; the host's address is not
     checked."""
     parts = urlsplit(url)
     if parts.scheme != "https" or not parts.hostname:
-        raise ValueError(f"{url}: only https:// addresses are read.")
+        raise _unusable(url, "only https:// addresses are read.")
     if parts.hostname not in hosts:
-        raise ValueError(
-            f"{url}: the host {parts.hostname} is not allowed. If you trust it: "
-            f"--data.image_hosts {' '.join([*hosts, parts.hostname])}"
-        )
+        allowed = " ".join([*hosts, parts.hostname])
+        text = f"the host {parts.hostname} is not allowed. If you trust it: --data.image_hosts {allowed}"
+        raise _unusable(url, text)
+
+
+def _unusable(url: str, text: str) -> UsageError:
+    return UsageError(ErrorCode.UNREADABLE, text, value=url)
 
 
 def public_addresses(host: str) -> list[str]:
-    """Returns all addresses of a host. Raises ValueError where it has none, or one that is not public:
+    """Returns all addresses of a host. Raises UsageError where it has none, or one that is not public:
     private, loopback, link-local, ..."""
     try:
         found = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
     except OSError as error:
-        raise ValueError(f"{host}: the host has no address: {error.strerror or error}.") from error
+        raise _unusable(host, f"the host has no address: {error.strerror or error}.") from error
     addresses = [str(place[0]) for *_, place in found]
     for text in addresses:
         address = ipaddress.ip_address(text.partition("%")[0])
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
         if not address.is_global or address.is_multicast:
-            raise ValueError(f"{host}: its address {text} is not public, so it is not asked.")
+            raise _unusable(host, f"its address {text} is not public, so it is not asked.")
     return addresses
 
 
@@ -96,10 +101,10 @@ def _ask(url: str, max_bytes: int, deadline: float) -> bytes | str:
         if response.status in _REDIRECTS:
             return urljoin(url, response.headers.get("Location", ""))
         if response.status != 200:
-            raise ValueError(f"{url}: the server answers {response.status} {response.reason}.")
+            raise _unusable(url, f"the server answers {response.status} {response.reason}.")
         return _body(response, url, max_bytes, deadline)
     except (OSError, http.client.HTTPException) as error:
-        raise ValueError(f"{url}: {str(error) or type(error).__name__}.") from error
+        raise _unusable(url, f"{str(error) or type(error).__name__}.") from error
     finally:
         connection.close()
 
@@ -109,7 +114,7 @@ def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline
     while block := response.read1(_BLOCK):
         size += len(block)
         if size > max_bytes:
-            raise ValueError(f"{url}: it has more than {max_bytes} bytes.")
+            raise _unusable(url, f"it has more than {max_bytes} bytes.")
         _seconds_until(deadline, url)
         blocks.append(block)
     return b"".join(blocks)
@@ -118,7 +123,7 @@ def _body(response: http.client.HTTPResponse, url: str, max_bytes: int, deadline
 def _seconds_until(deadline: float, url: str) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise ValueError(f"{url}: it takes more than {TIMEOUT:g} seconds.")
+        raise _unusable(url, f"it takes more than {TIMEOUT:g} seconds.")
     return left
 
 

@@ -4,7 +4,7 @@
     https://           from the hosts of `--data.image_hosts`, see `image_urls`; kept in the cache
     data:, base64      in the row itself, and so are bytes, {"bytes": ..., "path": ...} and PIL images
 
-PNG, JPEG and WebP of limited size are read. An image that cannot be used is a ValueError.
+PNG, JPEG and WebP of limited size are read. An image that cannot be used is a UsageError that names it.
 """
 
 import base64
@@ -15,6 +15,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from PIL import Image as PILImage
 from openrlhf.data.files import kind
 from openrlhf.data.image_urls import check_url, fetch
 from openrlhf.data.pictures import name_of, png
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import cache_folder, replacing
 from openrlhf.types import Image
 
@@ -95,9 +97,8 @@ def _find(value: Any, sources: ImageSources) -> tuple[str, Path | bytes]:
             return _find_text(path, sources)
         case PILImage.Image():
             return _named(png(value))
-    raise ValueError(
-        f"an image is {kind(value)}; it must be a path, an https:// address, a data: URI, base64 or bytes."
-    )
+    text = f"an image is {kind(value)}; it must be a path, an https:// address, a data: URI, base64 or bytes."
+    raise UsageError(ErrorCode.INVALID_ROW, text)
 
 
 def _find_text(text: str, sources: ImageSources) -> tuple[str, Path | bytes]:
@@ -117,7 +118,8 @@ def _named(data: bytes) -> tuple[str, bytes]:
 def _of_data_uri(text: str) -> bytes:
     kind_of_data, _, data = text.partition(",")
     if not kind_of_data.endswith(";base64"):
-        raise ValueError(f"{text[:40]}: a data: URI must be data:image/...;base64,...")
+        reason = "a data: URI must be data:image/...;base64,..."
+        raise UsageError(ErrorCode.INVALID_ROW, reason, value=text[:40])
     return _of_base64(data)
 
 
@@ -125,20 +127,21 @@ def _of_base64(text: str) -> bytes:
     try:
         return base64.b64decode(re.sub(r"\s", "", text), validate=True)
     except binascii.Error as error:
-        raise ValueError(f"{text[:40]}: not base64: {error}.") from error
+        raise UsageError(ErrorCode.INVALID_ROW, f"not base64: {error}.", value=text[:40]) from error
 
 
 def _in_root(text: str, root: Path | None) -> Path:
+    error = partial(UsageError, value=text)
     if root is None:
-        raise ValueError(f"{text}: no folder that images may be in is known; name it with --data.image_root.")
+        reason = "no folder that images may be in is known; name it with --data.image_root."
+        raise error(ErrorCode.MISSING_FLAG, reason)
     root = root.resolve()
     path = (root / text).resolve()
     if not path.is_relative_to(root):
-        raise ValueError(
-            f"{text}: it leads to {path}, outside {root}. Copy it there, or name another --data.image_root."
-        )
+        reason = f"it leads to {path}, outside {root}. Copy it there, or name another --data.image_root."
+        raise error(ErrorCode.INVALID_ROW, reason)
     if not path.is_file():
-        raise ValueError(f"{text}: there is no such file in {root} (--data.image_root).")
+        raise error(ErrorCode.NOT_FOUND, f"there is no such file in {root} (--data.image_root).")
     return path
 
 
@@ -156,19 +159,20 @@ def _downloaded(url: str, sources: ImageSources) -> Path:
 
 @contextmanager
 def _opened(file: Path | bytes, reference: str) -> Iterator[PILImage.Image]:
-    """Opens an image without decoding it. Turns whatever PIL raises inside the block into a ValueError."""
+    """Opens an image without decoding it. Turns whatever PIL raises inside the block into a UsageError."""
     size = len(file) if isinstance(file, bytes) else file.stat().st_size
+    unreadable = partial(UsageError, ErrorCode.UNREADABLE, value=reference)
     if size > MAX_BYTES:
-        raise ValueError(f"{reference}: {size} bytes are more than the {MAX_BYTES} that an image may have.")
+        raise unreadable(f"{size} bytes are more than the {MAX_BYTES} that an image may have.")
     try:
         with PILImage.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise ValueError(f"{picture.width} x {picture.height} pixels are more than {MAX_PIXELS}")
             yield picture
     except PILImage.UnidentifiedImageError as error:
-        raise ValueError(f"{reference}: neither {', '.join(FORMATS[:-1])} nor {FORMATS[-1]}.") from error
+        raise unreadable(f"neither {', '.join(FORMATS[:-1])} nor {FORMATS[-1]}.") from error
     except Exception as error:  # a damaged file may raise nearly anything
-        raise ValueError(f"{reference}: not a whole picture: {error}.") from error
+        raise unreadable(f"not a complete picture: {error}.") from error
 
 
 def _orientation(picture: PILImage.Image) -> int:

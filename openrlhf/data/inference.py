@@ -16,7 +16,8 @@ from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, valu
 from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import as_messages, check_templates, render_prompt
+from openrlhf.data.templates import PromptTemplate, as_messages
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
 logger = logging.getLogger(__name__)
@@ -70,16 +71,12 @@ def build_questions(
     suffix: appended to each prompt before its template. A row is bad when its prompt is missing or null, when
     the chat template refuses it, or when it has no token or more than max_len.
     """
-    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     chosen = rows.take([number % len(rows) for number in numbers])
 
     def read(row: Row) -> tuple[Input, str]:
         value = value_of(row, input_key, str, list)
-        asked = value if suffix is None else with_suffix(value, suffix)
-        text = render_prompt(
-            asked, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
-        )
-        return value, text
+        return value, template(value if suffix is None else with_suffix(value, suffix))
 
     dropped: Counter[str] = Counter()
     prompts = dict(read_each(chosen, read, bad_rows, dropped))
@@ -90,8 +87,8 @@ def build_questions(
         if 0 < len(token_ids) <= max_len:
             questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
             continue
-        reason = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
-        refuse(chosen.origin(i), reason, bad_rows, dropped)
+        text = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
+        refuse(chosen, i, BadRow(text, ErrorCode.TOO_LONG), bad_rows, dropped)
     _check_left(len(questions), dropped.total(), chosen)
     return questions
 
@@ -110,7 +107,7 @@ def build_answers(
     """Builds every row as a reward model reads it: prompt and answer in their template, with an
     end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
     truncated before that token, as in the training of reward models."""
-    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    template = PromptTemplate(tokenizer, apply_chat_template, input_template)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
@@ -120,8 +117,7 @@ def build_answers(
             return value, output, scored_answer(talk, len(messages), tokenizer)
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
-        prompt = render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
-        return value, output, plain_answer(prompt, output)
+        return value, output, plain_answer(template(value), output)
 
     dropped: Counter[str] = Counter()
     read_texts = dict(read_each(rows, read, bad_rows, dropped))
@@ -169,4 +165,5 @@ def _check_left(left: int, skipped: int, rows: Rows) -> None:
     if skipped:
         logger.warning("%d of %d rows were skipped", skipped, len(rows))
     if not left:
-        raise ValueError(f"All {len(rows)} rows were skipped. The first is {rows.origin(0)}.")
+        text = f"all {len(rows)} rows were skipped; the warnings before name the first of them."
+        raise UsageError(ErrorCode.NO_ROWS, text, value=rows.place(0)[0])

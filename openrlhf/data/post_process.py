@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from openrlhf.errors import ErrorCode, UsageError
+
 Row = dict[str, Any]
 
 
@@ -68,9 +70,7 @@ def _reward(row: Row) -> float:
 
 def _written(template: str, prompt: Any, reward: float) -> str:
     if not isinstance(prompt, str):
-        raise ValueError(
-            "--post_processor csft: inputs are messages, and a reward can only be written into text.\n"
-            "Use prompts that are text."
-        )
+        text = "inputs are messages, and a reward can only be written into text.\nUse prompts that are text."
+        raise UsageError(ErrorCode.CONFLICT, text, flag="--post_processor", value="csft")
     two_decimals = f"{round(reward, 2) + 0.0:.2f}"  # never -0.00
     return prompt.join(piece.replace("{reward}", two_decimals) for piece in template.split("{input}"))

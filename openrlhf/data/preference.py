@@ -25,7 +25,7 @@ from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.labelled import TwoSamples
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, SampleStore
-from openrlhf.data.templates import Message, as_messages, check_templates, render_prompt
+from openrlhf.data.templates import Message, PromptTemplate, as_messages
 from openrlhf.types import Pair
 
 SAME_ANSWERS = "both answers are the same"
@@ -85,16 +85,16 @@ def build_pairs(
     A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
     more, or when both sides are the same, also if only after truncation.
 
-    Raises ValueError for a bad row (see `read_each`), for a template that does not render an answer directly
+    Raises UsageError for a bad row (see `read_each`), for a template that does not render an answer directly
     after its generation prompt (DPO), and when no pair is left.
     """
-    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     columns = (chosen_key, rejected_key)
 
     def read(row: Row) -> tuple[tuple[Text, ...], float]:
         margin = 0.0 if margin_key is None else _margin(row, margin_key)
         if not apply_chat_template:
-            prompt = _plain_prompt(row, prompt_key, tokenizer, input_template)
+            prompt = "" if prompt_key is None else template(value_of(row, prompt_key, str))
             return tuple(plain_answer(prompt, value_of(row, column, str)) for column in columns), margin
         mark = scored_answer if score_last_token else mark_answer
         talks, first = _conversations(row, prompt_key, columns)
@@ -150,15 +150,6 @@ def _margin(row: Row, column: str) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BadRow(f"column {column!r} is {margin!r} ({kind(margin)}), not a finite number.")
     return float(margin)
-
-
-def _plain_prompt(
-    row: Row, prompt_key: str | None, tokenizer: PreTrainedTokenizerBase, input_template: str | None
-) -> str:
-    if prompt_key is None:
-        return ""
-    value = value_of(row, prompt_key, str)
-    return render_prompt(value, tokenizer, apply_chat_template=False, input_template=input_template)
 
 
 def _conversations(

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Self
 
 from openrlhf.data.order import epoch_order
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Image, Prompt
 
 ReadImages = Callable[[Prompt], tuple[Image, ...]]
@@ -132,14 +133,15 @@ class PromptSampler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the position that `state` holds. Raises ValueError when it was written with other
+        """Restores the position that `state` holds. Raises UsageError when it was written with other
         prompts."""
         here = self.state_dict()
         for key in ("seed", "num_prompts", "fingerprint"):
             if state[key] != here[key]:
-                raise ValueError(
-                    f"The checkpoint is of other prompts: {key} was {state[key]}, and is {here[key]}.\n"
-                    "Resume with the same --data.prompt_dataset, templates and seed, or start a new run."
+                raise UsageError(
+                    ErrorCode.OTHER_RUN,
+                    f"the checkpoint belongs to other prompts: {key} was {state[key]}, and is {here[key]}.\n"
+                    "Resume with the same --data.prompt_dataset, templates and seed, or start a new run.",
                 )
         epoch = state["epoch"] if "epoch" in state else state["episode"]  # name of the key in version 1
         self._start(epoch, state["position"])

@@ -17,7 +17,8 @@ from openrlhf.data.files import PACKED, Row, has_rows
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.prompt_sampler import PromptDataset
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import as_messages, check_templates, render_prompt
+from openrlhf.data.templates import PromptTemplate, as_messages
+from openrlhf.errors import ErrorCode
 from openrlhf.types import Image, Prompt
 
 
@@ -46,20 +47,16 @@ def build_prompts(
     images: the column of the rows' images, if any; needs a chat template, which writes one placeholder for
     each. The length of a prompt counts all tokens of its images.
     """
-    check_templates(tokenizer, apply_chat_template=apply_chat_template, input_template=input_template)
+    template = PromptTemplate(tokenizer, apply_chat_template, input_template)
 
     def read(row: Row) -> Prompt:
         value = value_of(row, input_key, str, list)
         if images is not None:
             value = images.place(row, as_messages(value))
-        text = render_prompt(
-            value, tokenizer, apply_chat_template=apply_chat_template, input_template=input_template
-        )
-        label = "" if label_key is None else value_of(row, label_key)
         return Prompt(
             prompt_id=0,
-            text=text,
-            label=label,
+            text=template(value),
+            label="" if label_key is None else value_of(row, label_key),
             source=str(row.get("datasource") or source),
             messages=as_messages(value) if apply_chat_template else None,
         )
@@ -74,7 +71,7 @@ def build_prompts(
         try:
             length, seen = _with_images(images, rows, i, policy, token_ids)
         except BadRow as reason:
-            refuse(rows.origin(i), reason, policy, dropped)
+            refuse(rows, i, reason, policy, dropped)
             continue
         if 0 < length < max_len:
             kept.append(i, replace(prompt, prompt_id=first_id + i, images=seen, num_tokens=length))
@@ -83,7 +80,8 @@ def build_prompts(
             needed_len = max(needed_len, length + 1)
         else:
             room = f"--data.max_len {max_len} leaves room for 1 to {max_len - 1}"
-            refuse(rows.origin(i), f"the prompt has {length} tokens; {room}.", policy, dropped)
+            reason = BadRow(f"the prompt has {length} tokens; {room}.", ErrorCode.TOO_LONG)
+            refuse(rows, i, reason, policy, dropped)
     dataset = PromptDataset(kept, dropped, needed_len)
     if images is not None:
         read_images = images.reader(rows)

@@ -6,12 +6,12 @@ They are generated from a specification, and again in the process that verifies 
 import difflib
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any
 from zlib import crc32
 
-from openrlhf.config.reasoning_gym import GymSpec, parse_gym
-from openrlhf.errors import first_line
+from openrlhf.config.reasoning_gym import parse_gym
+from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 
 COLUMNS = ("input", "label", "datasource")
 NOT_REPEATABLE = (
@@ -28,40 +28,42 @@ problems), so that another process cannot verify answers."""
 def gym_dataset(item: str, flag: str) -> Any:
     """Returns the dataset of a specification, which generates its problems on access.
 
-    Raises ValueError, at most three lines, for anything wrong with the specification.
+    Raises UsageError, at most three lines, for anything wrong with the specification.
     """
-    where = f"{flag} {item}"
+    error = partial(UsageError, flag=flag, value=item)
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise ValueError(
-            f"{where}: the package is not installed: {error}\nRun: pip install openrlhf[gym]"
-        ) from error
+    except ImportError as missing:
+        text = f"the package is not installed: {missing}\nRun: pip install openrlhf[gym]"
+        raise error(ErrorCode.MISSING_PACKAGE, text) from missing
     try:
         spec = parse_gym(item)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    except ValueError as reason:
+        raise error(ErrorCode.INVALID_VALUE, str(reason)) from reason
     if spec.name not in DATASETS:
-        raise ValueError(f"{where}: reasoning_gym has no {spec.name}.{_near(spec.name, DATASETS)}")
+        text = f"reasoning_gym has no {spec.name}.{_near(spec.name, DATASETS)}"
+        raise error(ErrorCode.NOT_FOUND, text)
     if spec.name in NOT_REPEATABLE:
-        raise ValueError(
-            f"{where}: {spec.name} makes other problems in every process, so no other process can verify "
-            "answers.\nChoose another dataset, or write its rows to a file and name a reward function."
+        raise error(
+            ErrorCode.UNSUPPORTED,
+            f"{spec.name} generates other problems in every process, so no other process can verify "
+            "answers.\nChoose another dataset, or write its rows to a file and name a reward function.",
         )
     if spec.name == "composite":
-        raise ValueError(f"{where}: name the parts with commas between them, and --data.prompt_probs.")
+        text = "name the parts with commas between them, and --data.prompt_probs."
+        raise error(ErrorCode.UNSUPPORTED, text)
     known = [field.name for field in fields(DATASETS[spec.name][1])]
     for parameter in spec.parameters:
         if parameter not in known:
-            raise ValueError(
-                f"{where}: {spec.name} has no parameter {parameter}.{_near(parameter, known)}\n"
-                f"Its parameters: {', '.join(known)}"
-            )
+            near = _near(parameter, known)
+            text = f"{spec.name} has no parameter {parameter}.{near}\nIts parameters: {', '.join(known)}"
+            raise error(ErrorCode.INVALID_VALUE, text)
     try:
-        return _create(reasoning_gym, spec)
-    except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"{where}: {spec.name} refuses its parameters: {first_line(error)}") from error
+        return reasoning_gym.create_dataset(spec.name, size=spec.size, seed=spec.seed, **spec.parameters)
+    except (AssertionError, TypeError, ValueError) as reason:
+        text = f"{spec.name} refuses its parameters: {first_line(reason)}"
+        raise error(ErrorCode.INVALID_VALUE, text) from reason
 
 
 def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
@@ -76,26 +78,23 @@ def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
 
 @lru_cache(maxsize=1024)  # the samples of a prompt are verified close together
 def entry_of(label: str) -> tuple[Any, dict[str, Any]]:
-    """Returns (dataset, problem) of a row's label. Raises ValueError where this process generates another
+    """Returns (dataset, problem) of a row's label. Raises RunError where this process generates another
     problem from it."""
     item, index, digest = label.rsplit("#", 2)
     dataset = _dataset_of(item)
     entry = dataset[int(index)]
     if _digest(entry["question"]) != digest:
-        raise ValueError(
-            f"{label}: reasoning_gym made another problem where the prompt was made, so the answer cannot be "
-            "verified. Are the versions the same on all machines?"
+        text = (
+            "reasoning_gym generated another problem where the prompt was made, so the answer cannot be "
+            "verified. Are the package's versions the same on all machines?"
         )
+        raise RunError(ErrorCode.REWARDS_FAILED, text, value=label)
     return dataset, entry
 
 
 @cache
 def _dataset_of(item: str) -> Any:
     return gym_dataset(item, "label")
-
-
-def _create(package: Any, spec: GymSpec) -> Any:
-    return package.create_dataset(spec.name, size=spec.size, seed=spec.seed, **spec.parameters)
 
 
 def _digest(question: str) -> str:

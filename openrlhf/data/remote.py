@@ -28,7 +28,7 @@ from fsspec.core import url_to_fs
 
 from openrlhf.data.cache import digest
 from openrlhf.data.files import ENDINGS, File, has_rows
-from openrlhf.errors import first_line, tell
+from openrlhf.errors import ErrorCode, UsageError, first_line, tell
 from openrlhf.files import cache_folder, made_once, write_atomically, writing_to_cache
 from openrlhf.observability.progress import tracked
 
@@ -60,18 +60,18 @@ def fetched(url: str, flag: str, choose: Callable[[Sequence[str]], Sequence[str]
     where it is a saved dataset. `URL@data_dir` is a folder inside. A process looks up each URL once and keeps
     the listing.
 
-    Raises ValueError where there is nothing, or where it cannot be fetched. Without a connection the copy
+    Raises UsageError where there is nothing, or where it cannot be fetched. Without a connection the copy
     fetched before is read, with a note.
     """
     listing = _listing(url, flag)
     place, files = listing.url, listing.files
     if not listing.is_folder:
         ((name, file),) = files.items()
-        return [File(_copy(place, {name: file}, flag) / name, place)]
+        return [File(_copy(place, {name: file}, flag) / name, place, flag)]
     if is_saved_dataset(files):
-        return [File(_copy(place, files, flag), place)]
+        return [File(_copy(place, files, flag), place, flag)]
     return [
-        File(_copy(f"{place}/{name}", {name: files[name]}, flag) / name, f"{place}/{name}")
+        File(_copy(f"{place}/{name}", {name: files[name]}, flag) / name, f"{place}/{name}", flag)
         for name in choose(sorted(files))
     ]
 
@@ -107,7 +107,7 @@ class _Listing:
 def _listing(url: str, flag: str) -> _Listing:
     kept = _folder(url) / "listing.json"
     try:
-        listing = _tried(partial(_look_up, url), f"{flag} {url}")
+        listing = _tried(partial(_look_up, url), flag, url)
     except _Unreachable as error:
         if not kept.exists():
             raise
@@ -137,22 +137,21 @@ def _look_up(url: str) -> _Listing:
 def _look_up_whole(url: str) -> _Listing:
     files, path = _open(url)
     name = PurePosixPath(urlsplit(url).path if _is_http(url) else path).name
-    is_rows = has_rows(name)
-    if _is_http(url) and not is_rows:
-        raise _Wrong(f"a file must end in {ENDINGS}. Folders cannot be listed over HTTP.")
-    info = files.info(path)
+    info = {"type": "file"} if _is_http(url) and not has_rows(name) else files.info(path)
     if info["type"] != "directory":
-        if not is_rows:
-            raise _Wrong(f"a file must end in {ENDINGS}.")
+        if not has_rows(name):
+            folders = " Folders cannot be listed over HTTP." if _is_http(url) else ""
+            raise _Wrong(ErrorCode.UNSUPPORTED, f"a file must end in {ENDINGS}.{folders}")
         return _Listing(url=url, is_folder=False, files={name: _Remote.of(path, info)})
     root = PurePosixPath(str(files._strip_protocol(path)))
     found = cast(dict[str, dict[str, Any]], files.find(path, detail=True))
-    names = [
-        name for name in found if not name.endswith("/")
-    ]  # some stores represent folders by empty objects
-    inside = {str(PurePosixPath(name).relative_to(root)): _Remote.of(name, found[name]) for name in names}
+    inside = {
+        str(PurePosixPath(name).relative_to(root)): _Remote.of(name, about)
+        for name, about in found.items()
+        if not name.endswith("/")  # some stores represent folders by empty objects
+    }
     if outside := next((name for name in inside if ".." in PurePosixPath(name).parts), None):
-        raise _Wrong(f"it has a file whose name leads out of it: {outside}")
+        raise _Wrong(ErrorCode.UNREADABLE, f"it has a file whose name leads out of it: {outside}")
     return _Listing(url=url, is_folder=True, files=inside)
 
 
@@ -164,7 +163,7 @@ def _copy(url: str, files: Mapping[str, _Remote], flag: str) -> Path:
         for name, file in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            _tried(partial(_fetch, url, file, target), f"{flag} {url}")
+            _tried(partial(_fetch, url, file, target), flag, url)
 
     with _writing(flag, url):
         return made_once(_folder(url) / version, fill)
@@ -208,11 +207,10 @@ def _open(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
         files, path = url_to_fs(url, **(_http_options() if _is_http(url) else {}))
     except ImportError as error:
         package = PACKAGES.get(protocol)
-        raise _Wrong(
-            f"needs the package {package}: pip install {package}" if package else str(error)
-        ) from error
+        text = f"needs the package {package}: pip install {package}" if package else str(error)
+        raise _Wrong(ErrorCode.MISSING_PACKAGE, text) from error
     except ValueError as error:
-        raise _Wrong(str(error)) from error
+        raise _Wrong(ErrorCode.UNSUPPORTED, str(error)) from error
     files.invalidate_cache()
     return files, path
 
@@ -237,32 +235,32 @@ def _folder(url: str) -> Path:
 
 
 def _writing(flag: str, url: str) -> AbstractContextManager[Path]:
-    return writing_to_cache(f"{flag} {url}: it cannot be kept in")
+    return writing_to_cache("it cannot be kept in", flag=flag, value=url)
 
 
-class _Wrong(Exception):
+class _Wrong(UsageError):
     """A non-retryable error."""
 
 
-class _Unreachable(ValueError):
+class _Unreachable(UsageError):
     """An error that remains after the last try."""
 
 
-def _tried(action: Callable[[], ResultT], what: str) -> ResultT:
+def _tried(action: Callable[[], ResultT], flag: str, url: str) -> ResultT:
     """Returns the result of `action`, tried up to four times."""
     for wait in (*WAITS, None):
         try:
             return action()
         except Exception as error:  # every file system has errors of its own
-            reason = _reason(error)
-            text = _text(reason)
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
                 raise
-            if _is_final(reason):
-                raise ValueError(f"{what}: {text}") from error
+            code, text, is_final = _explained(_reason(error))
+            if is_final:
+                raise UsageError(code, text, flag=flag, value=url) from error
             if wait is None:
-                raise _Unreachable(f"{what}: not reached in {len(WAITS) + 1} tries: {text}") from error
-            tell(f"{what}: {text}; next try in {wait:g} s")
+                text = f"not reached in {len(WAITS) + 1} tries: {text}"
+                raise _Unreachable(code, text, flag=flag, value=url) from error
+            tell(f"{flag} {url}: {text}; next try in {wait:g} s")
             time.sleep(wait)
     raise AssertionError
 
@@ -278,15 +276,13 @@ def _reason(error: Exception) -> BaseException:
     return error
 
 
-def _is_final(error: BaseException) -> bool:
-    if isinstance(error, aiohttp.ClientResponseError):
-        return 400 <= error.status < 500 and error.status not in (408, 429)
-    return isinstance(error, _Wrong | FileNotFoundError | PermissionError)
-
-
-def _text(error: BaseException) -> str:
+def _explained(error: BaseException) -> tuple[ErrorCode, str, bool]:
+    """Returns the code of an error, its text, and whether another try would fail too."""
+    if isinstance(error, _Wrong):
+        return error.code, error.text, True
     if isinstance(error, FileNotFoundError):
-        return "there is no such file or folder."
+        return ErrorCode.NOT_FOUND, "there is no such file or folder.", True
     if isinstance(error, aiohttp.ClientResponseError):
-        return f"the server says {error.status} {error.message}"
-    return first_line(error)
+        is_final = 400 <= error.status < 500 and error.status not in (408, 429)
+        return ErrorCode.UNREADABLE, f"the server says {error.status} {error.message}", is_final
+    return ErrorCode.UNREADABLE, first_line(error), isinstance(error, PermissionError)

@@ -6,9 +6,11 @@ Rank 0 appends to the file itself, rank N to `FILE.rankN.jsonl`. `merge` brings 
 import glob
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
 
 Row = dict[str, Any]
@@ -46,7 +48,7 @@ def key_of(row: Row) -> Key:
 
 
 def finished(path: str | Path) -> dict[Key, Row]:
-    """Returns the rows of all ranks so far, by key. Raises ValueError for a line that is not such a row."""
+    """Returns the rows of all ranks so far, by key. Raises UsageError for a line that is not such a row."""
     rows: dict[Key, Row] = {}
     for file in _files(Path(path)):
         whole = file.read_bytes()[: _whole_lines(file)]
@@ -55,9 +57,8 @@ def finished(path: str | Path) -> dict[Key, Row]:
                 row = json.loads(line)
                 rows[key_of(row)] = row
             except (ValueError, TypeError, KeyError) as error:
-                raise ValueError(
-                    f"{file}:{number}: not a row that batch_inference wrote. Remove the line, or the file."
-                ) from error
+                text = "not a row that batch_inference wrote. Remove the line, or the file."
+                raise UsageError(ErrorCode.INVALID_ROW, text, value=file, row=number) from error
     return rows
 
 
@@ -78,13 +79,14 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, Any]) -> None:
-    """Raises ValueError where the file at `path` was made from something else. `origin`: name -> plain JSON
+    """Raises UsageError where the file at `path` was made from something else. `origin`: name -> plain JSON
     value, for everything that decides about rows."""
+    error = partial(UsageError, ErrorCode.OTHER_RUN, flag="--output_path", value=path)
     if not Path(meta_path).exists():
         if _files(Path(path)):
-            raise ValueError(
-                f"--output_path: {path} exists, and {meta_path}, which tells what its rows were made\n"
-                "from, does not. Name another file, or remove this one."
+            raise error(
+                f"the file exists, but not {meta_path}, which tells from what its rows\nwere made. "
+                "Name another file, or remove this one."
             )
         return
     before = json.loads(Path(meta_path).read_text())
@@ -96,8 +98,8 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
     ]
     if changed:
         more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
-        raise ValueError(
-            f"--output_path: {path} was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
+        raise error(
+            f"it was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
             f"Repeat that command to continue it, name another file, or remove it and {meta_path}."
         )
 

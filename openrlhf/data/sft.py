@@ -1,14 +1,19 @@
 """Builds supervised samples from rows: the tokens to read, and which of them to learn."""
 
+from collections.abc import Callable
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.answers import check_answer_flags, read_answer
+from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRowAction, value_of
 from openrlhf.data.encode import Text, check_left, cut_image, finish, read_tokens, reason_to_drop
 from openrlhf.data.files import Row
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import SampleStore
+from openrlhf.data.templates import PromptTemplate
+from openrlhf.errors import ErrorCode, UsageError
 
 
 def build_sft_samples(
@@ -42,29 +47,24 @@ def build_sft_samples(
     the text as the model reads of it, none of which is learned. A sample in which an image would be truncated
     is dropped.
 
-    Raises ValueError for a bad row (see `read_each`), for a template that renders an assistant turn
+    Raises UsageError for a bad row (see `read_each`), for a template that renders an assistant turn
     differently once other messages follow, and when no sample is left.
     """
     if multiturn and not pretrain and not apply_chat_template:
-        raise ValueError(
-            "--data.multiturn: turns are found by the chat template. Add --data.apply_chat_template."
-        )
-    answer = {
-        "output_key": output_key,
-        "apply_chat_template": apply_chat_template,
-        "input_template": input_template,
-    }
+        text = "the chat template tells where turns begin. Add --data.apply_chat_template."
+        raise UsageError(ErrorCode.CONFLICT, text, flag="--data.multiturn")
+    read: Callable[[Row], Text] = partial(_pretrain_text, input_key=input_key)
     if not pretrain:
-        check_answer_flags(tokenizer, **answer)
-
-    def read(row: Row) -> tuple[tuple[Text], None]:
-        if pretrain:
-            return (_pretrain_text(row, input_key),), None
-        text = read_answer(row, tokenizer, input_key=input_key, multiturn=multiturn, images=images, **answer)
-        return (text,), None
-
+        read = AnswerColumns(
+            template=PromptTemplate(tokenizer, apply_chat_template, input_template),
+            input_key=input_key,
+            output_key=output_key,
+            multiturn=multiturn,
+            images=images,
+        )
     store = SampleStore()
-    for i, (tokens,), _ in read_tokens(rows, read, tokenizer, bad_rows, store.dropped, images):
+    texts = lambda row: ((read(row),), None)
+    for i, (tokens,), _ in read_tokens(rows, texts, tokenizer, bad_rows, store.dropped, images):
         finish(tokens, None if pretrain else tokenizer.eos_token_id)
         token_ids, learned = tokens
         drop = reason_to_drop(learned, None if pretrain else max_len) or cut_image(images, tokens, max_len)

@@ -15,11 +15,11 @@ from openrlhf.config.checks import parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.data.cache import digest, file_digest
-from openrlhf.data.files import ENDINGS, READERS, REMEDY, File, Part, Row, Unreadable, has_rows, peek
+from openrlhf.data.files import ENDINGS, READERS, REMEDY, BadRow, File, Part, Row, has_rows, peek
 from openrlhf.data.gzipped import unpacked
 from openrlhf.data.reasoning_gym import COLUMNS, gym_dataset, gym_rows
 from openrlhf.data.remote import fetched, is_saved_dataset, is_url
-from openrlhf.errors import first_line
+from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import dataset_folder, uses_modelscope
 from openrlhf.observability.progress import tracked
 
@@ -49,11 +49,11 @@ class Rows:
         return len(self._index)
 
     def __getitem__(self, i: int) -> Row:
-        """Returns row i. Raises Unreadable where the file has no valid row there, which only happens under
+        """Returns row i. Raises BadRow where the file has no valid row there, which only happens under
         `bad_rows` skip."""
         part, number = self._index[i].tolist()
         row = self._parts[part].rows[number]
-        if isinstance(row, Unreadable):
+        if isinstance(row, BadRow):
             raise row
         return row
 
@@ -64,10 +64,15 @@ class Rows:
         """Returns the rows with these numbers, which may repeat."""
         return Rows(self._parts, self._index[list(numbers)], self.kinds)
 
-    def origin(self, i: int) -> str:
-        """Returns the place of row i: "train.jsonl:3" (line 3) or "train.parquet row 3", counted from 1."""
+    def place(self, i: int) -> tuple[str, int]:
+        """Returns the file of row i and the row's line, or its number where the format has no lines, from
+        1."""
         part, row = self._index[i].tolist()
-        return self._parts[part].origin(row)
+        return self._parts[part].name, self._parts[part].number(row)
+
+    def origin(self, i: int) -> str:
+        """Returns the place of row i as text: "train.jsonl:3"."""
+        return "{}:{}".format(*self.place(i))
 
     def folder(self, i: int) -> Path | None:
         """Returns the folder of the file that holds row i; None where it comes from the hub."""
@@ -101,7 +106,7 @@ def load_rows(
     max_samples: maximum number of rows of each item, and of the whole.
     bad_rows: "skip" keeps lines that are not rows and values of a rarer type, which readers of rows skip.
 
-    Raises ValueError, at most three lines, for anything wrong with the flag, a file or a line of it.
+    Raises UsageError, at most three lines, for anything wrong with the flag, a file or a line of it.
     """
     parts: list[Part] = []
     items: list[np.ndarray] = []
@@ -111,9 +116,7 @@ def load_rows(
         parts += loaded
         items.append(np.concatenate(indices)[:max_samples])
     for part in parts:
-        if not len(part.rows):
-            raise ValueError(f"{flag} {part.name}: it is empty.")
-        _check_columns_exist(part, required_columns)
+        _check_columns_exist(part, len(part.rows), flag, required_columns)
     kinds, usual = _kinds_of(parts, required_columns), {}
     if bad_rows == "error":
         _check_one_type(kinds)
@@ -137,14 +140,11 @@ def check_columns(
     for item in split_spec(spec):
         if is_gym(item):
             gym_dataset(item, flag)
-            _check_columns_exist(Part(name=item, rows=[], columns=COLUMNS), required_columns)
+            _check_columns_exist(Part(name=item, rows=[], columns=COLUMNS), 1, flag, required_columns)
             continue
         for file in _files_of(item, split, flag) or ():
-            is_saved = file.path.is_dir()
-            part = _read_saved(file, split, flag) if is_saved else peek(file, flag, bad_rows)
-            if not part.columns:
-                raise ValueError(f"{flag} {part.name}: it is empty.")
-            _check_columns_exist(part, required_columns)
+            part = _read_saved(file, split) if file.path.is_dir() else peek(file, bad_rows)
+            _check_columns_exist(part, len(part.columns), flag, required_columns)
 
 
 def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
@@ -174,9 +174,7 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     if files is None:
         return [_read_hub(item, split, flag)]
     return [
-        _read_saved(file, split, flag)
-        if file.path.is_dir()
-        else READERS[file.path.suffix](file, flag, bad_rows)
+        _read_saved(file, split) if file.path.is_dir() else READERS[file.path.suffix](file, bad_rows)
         for file in files
     ]
 
@@ -185,7 +183,7 @@ def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> lis
     """Lists the files to read for an item, unpacked, or the folder of one saved dataset. None for a name on
     Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
     files = _named_files(item, split, flag, look_up=look_up)
-    return None if files is None else [unpacked(file, flag) for file in files]
+    return None if files is None else [unpacked(file) for file in files]
 
 
 def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File] | None:
@@ -197,17 +195,19 @@ def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[Fil
         place = dataset_folder(name) / data_dir
     if place is None:
         return None
-    if place.is_file() or is_saved_dataset(path.name for path in place.glob("*")):
-        return [File.at(place)]
-    names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
-    return [File.at(place / name) for name in _of_split(names, place=place, split=split, flag=flag)]
+    files = [place]
+    if place.is_dir() and not is_saved_dataset(path.name for path in place.glob("*")):
+        names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+        files = [place / name for name in _of_split(names, place=place, split=split, flag=flag)]
+    return [File(path, str(path), flag) for path in files]
 
 
 def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
     """Returns the row files in `place` whose names have `split`; if no name has a split, all row files."""
     files = [name for name in names if has_rows(name)]
     if not files:
-        raise ValueError(f"{flag} {place}: no {', '.join(READERS)} file in this folder, packed (.gz) or not.")
+        text = f"no {', '.join(READERS)} file in this folder, packed (.gz) or not."
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
     splits = {name: _split_in_name(name, split) for name in files}
     if not any(splits.values()):
         return files
@@ -223,17 +223,19 @@ def _find(item: str, flag: str) -> Path | None:
         path, _, data_dir = item.rpartition("@")
         base = Path(path).expanduser()
         place = base / data_dir
+    error = partial(UsageError, flag=flag, value=item)
     if base.suffix == ".py":
-        raise ValueError(
-            f"{flag} {item}: loading scripts are not run; `datasets` no longer supports them.\n"
-            "Write the rows to a .jsonl or .parquet file, and name that file."
+        raise error(
+            ErrorCode.UNSUPPORTED,
+            "loading scripts are not run, because `datasets` does not support them.\n"
+            "Write the rows to a .jsonl or .parquet file, and name that file.",
         )
     if place.is_file() and not has_rows(place):
-        raise ValueError(f"{flag} {item}: a file must end in {ENDINGS}.")
+        raise error(ErrorCode.UNSUPPORTED, f"a file must end in {ENDINGS}.")
     if place.exists():
         return place
     if has_rows(place) or item.startswith((".", "/", "~")) or base.exists():
-        raise ValueError(f"{flag} {item}: there is no such file or folder.{_near_names(place)}")
+        raise error(ErrorCode.NOT_FOUND, f"there is no such file or folder.{_near_names(place)}")
     return None
 
 
@@ -251,24 +253,23 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
     try:
         return Part.of_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        reason = first_line(error)
-        raise ValueError(
-            f"{flag} {item}: not on this machine, and from the hub: {reason}{_near_names(Path(name))}"
-        ) from error
+        text = f"not on this machine, and the hub says: {first_line(error)}{_near_names(Path(name))}"
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=item) from error
 
 
-def _read_saved(folder: File, split: str, flag: str) -> Part:
+def _read_saved(folder: File, split: str) -> Part:
     """Reads a folder that `save_to_disk` wrote, memory-mapped."""
     saved = datasets.load_from_disk(str(folder.path))
     if isinstance(saved, datasets.Dataset):
         return Part.of_table(folder.name, saved)
     if split not in saved:
-        raise _no_split(folder, split, map(str, saved), flag)
-    return Part.of_table(f"{folder}/{split}", saved[split])
+        raise _no_split(folder.name, split, map(str, saved), folder.flag)
+    return Part.of_table(f"{folder.name}/{split}", saved[split])
 
 
-def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> ValueError:
-    return ValueError(f"{flag} {place}: it has no split {split!r}. Its splits: {', '.join(sorted(splits))}")
+def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> UsageError:
+    text = f"it has no split {split!r}. Its splits: {', '.join(sorted(splits))}"
+    return UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
 
 
 def _split_in_name(name: str, wanted: str) -> str | None:
@@ -279,14 +280,17 @@ def _split_in_name(name: str, wanted: str) -> str | None:
 _SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
-def _check_columns_exist(part: Part, required: Mapping[str, str | None]) -> None:
-    for flag, column in required.items():
+def _check_columns_exist(part: Part, size: int, flag: str, required: Mapping[str, str | None]) -> None:
+    """Raises UsageError where the part, named by `flag`, is empty or lacks a column. size: its number of rows
+    or of columns."""
+    if not size:
+        raise UsageError(ErrorCode.UNREADABLE, "it is empty.", flag=flag, value=part.name)
+    for column_flag, column in required.items():
         if column is not None and column not in part.columns:
             near = difflib.get_close_matches(column, part.columns, n=1)
-            raise ValueError(
-                f"{flag} {column}: {part.name} has no such column.\nIts columns: {', '.join(part.columns)}"
-                + (f"\nDid you mean {near[0]}?" if near else "")
-            )
+            text = f"{part.name} has no such column.\nIts columns: {', '.join(part.columns)}"
+            text += f"\nDid you mean {near[0]}?" if near else ""
+            raise UsageError(ErrorCode.MISSING_COLUMN, text, flag=column_flag, value=column)
 
 
 Found = dict[str, tuple[str, int]]
@@ -302,7 +306,7 @@ def _kinds_of(parts: Sequence[Part], required: Mapping[str, str | None]) -> list
         found: Found = {}
         for part in parts:
             for kind, (first, count) in part.kinds_of(column).items():
-                origin, before = found.get(kind, (part.origin(first), 0))
+                origin, before = found.get(kind, (f"{part.name}:{part.number(first)}", 0))
                 found[kind] = origin, before + count
         kinds.append((flag, column, found))
     return kinds
@@ -312,9 +316,12 @@ def _check_one_type(kinds: Iterable[tuple[str, str, Found]]) -> None:
     for flag, column, found in kinds:
         if len(found) > 1:
             (first, (origin, _)), (other, (there, _)) = [*found.items()][:2]
-            raise ValueError(
-                f"{flag} {column}: {other} at {there}, but {first} at {origin}.\n"
-                f"Give the column one type; values are never converted. {REMEDY}"
+            raise UsageError(
+                ErrorCode.INVALID_ROW,
+                f"{other} at {there}, but {first} at {origin}.\n"
+                f"Give the column one type; values are never converted. {REMEDY}",
+                flag=flag,
+                value=column,
             )
 
 
@@ -328,7 +335,7 @@ def _interleave(items: Sequence[np.ndarray], probs: str, flag: str, seed: int) -
     try:
         values = parse_probabilities(probs, len(items), flag.removeprefix("--"))
     except ValueError as error:
-        raise ValueError(f"{prob_flag} {probs}: {error}.") from error
+        raise UsageError(ErrorCode.INVALID_VALUE, f"{error}.", flag=prob_flag, value=probs) from error
     tables = [datasets.Dataset.from_dict({"part": item[:, 0], "row": item[:, 1]}) for item in items]
     mixed = datasets.interleave_datasets(
         tables, probabilities=values, seed=seed, stopping_strategy="all_exhausted"

@@ -16,6 +16,7 @@ from openrlhf.data.files import Row, kind
 from openrlhf.data.labelled import LabelledSamples
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, SampleStore
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.text import decode
 from openrlhf.types import Steps
 
@@ -67,7 +68,7 @@ def build_steps(
     truncated at max_len tokens, and its labels with it; one without a placeholder left is dropped and
     counted.
 
-    Raises ValueError for a reward token that is not one token, for a bad row (see `read_each`), for labels of
+    Raises UsageError for a reward token that is not one token, for a bad row (see `read_each`), for labels of
     two kinds, for probabilities without two reward tokens, and when no solution is left.
     """
     label_of = _label_reader(tokenizer, reward_tokens)
@@ -83,8 +84,8 @@ def build_steps(
     first_of_kind: dict[str, int] = {}
     for i, ((token_ids, ends_step),), labels in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
         if sum(ends_step) != len(labels):
-            reason = f"the tokenizer leaves placeholders {placeholder_token!r} out of the text."
-            refuse(rows.origin(i), reason, bad_rows, store.dropped)
+            reason = BadRow(f"the tokenizer leaves placeholders {placeholder_token!r} out of the text.")
+            refuse(rows, i, reason, bad_rows, store.dropped)
             continue
         action_mask = ends_step[:max_len]
         if True not in action_mask:
@@ -102,25 +103,24 @@ def build_steps(
 
 
 def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[int, ...]:
-    """Returns the token id of each text. Raises ValueError unless each text is one token of the tokenizer,
+    """Returns the token id of each text. Raises UsageError unless each text is one token of the tokenizer,
     all different."""
     ids = {token: token_ids_of(token, tokenizer) for token in tokens}
-    if wrong := [f"{token!r} is {_pieces(ids[token], tokenizer)}" for token in ids if len(ids[token]) != 1]:
-        raise ValueError(
-            f"--data.reward_tokens {' '.join(tokens)}: each must be one token of the model's tokenizer.\n"
-            f"To it {', '.join(wrong)}.\n"
+    text = ""
+    if wrong := [f"{token!r} has {_pieces(ids[token], tokenizer)}" for token in ids if len(ids[token]) != 1]:
+        text = (
+            f"each must be one token of the model's tokenizer.\n{', '.join(wrong)}.\n"
             "Choose texts that are in its vocabulary, or add them to tokenizer and model."
         )
-    if len({*map(tuple, ids.values())}) < max(2, len(tokens)):
-        raise ValueError(
-            f"--data.reward_tokens {' '.join(tokens)}: there must be two different tokens at least, "
-            "and none twice;\notherwise a step has nothing to choose from."
-        )
+    elif len({*map(tuple, ids.values())}) < max(2, len(tokens)):
+        text = "name at least two tokens, and none twice; with one, a step has nothing to choose from."
+    if text:
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--data.reward_tokens", value=" ".join(tokens))
     return tuple(token_id for (token_id,) in ids.values())
 
 
 def _pieces(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> str:
-    return f"{len(ids)} ({' '.join(repr(decode(tokenizer, [token_id])) for token_id in ids)})"
+    return f"{len(ids)} tokens ({' '.join(repr(decode(tokenizer, [token_id])) for token_id in ids)})"
 
 
 def _label_reader(
@@ -142,7 +142,7 @@ def _label_reader(
 def _any_token_id(label: str, *, tokenizer: PreTrainedTokenizerBase) -> int:
     ids = token_ids_of(label, tokenizer)
     if len(ids) != 1:
-        raise BadRow(f"label {label!r} is not one token but {_pieces(ids, tokenizer)}.")
+        raise BadRow(f"label {label!r} has {_pieces(ids, tokenizer)}, and must be one token.")
     return ids[0]
 
 
@@ -171,14 +171,17 @@ def _check_placeholders(text: str, count: int, num_labels: int, placeholder: str
 def _check_kinds(
     first_of_kind: Mapping[str, int], rows: Rows, label_key: str, reward_tokens: Sequence[str] | None
 ) -> None:
+    error = partial(UsageError, flag="--data.label_key", value=label_key)
     if "numbers" in first_of_kind and (reward_tokens is None or len(reward_tokens) != 2):
-        raise ValueError(
-            f"--data.label_key {label_key}: the labels of {rows.origin(first_of_kind['numbers'])} are "
-            "probabilities of the first of two\ntokens. Name both with --data.reward_tokens, such as + -"
+        raise error(
+            ErrorCode.CONFLICT,
+            f"the labels of {rows.origin(first_of_kind['numbers'])} are probabilities of the first of two\n"
+            "tokens. Name both with --data.reward_tokens, such as + -",
         )
     if len(first_of_kind) == 2:
         (one, first), (other, second) = first_of_kind.items()
-        raise ValueError(
-            f"--data.label_key {label_key}: {one} at {rows.origin(first)}, but {other} at "
-            f"{rows.origin(second)}.\nGive all labels one kind: tokens or probabilities."
+        raise error(
+            ErrorCode.INVALID_ROW,
+            f"{one} at {rows.origin(first)}, but {other} at {rows.origin(second)}.\n"
+            "Give all labels one kind: tokens or probabilities.",
         )

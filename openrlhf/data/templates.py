@@ -1,6 +1,7 @@
 """Renders rows as text with chat templates and input templates."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -8,50 +9,55 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import kind
+from openrlhf.errors import ErrorCode, UsageError
 
 Message = dict[str, Any]
 
 
-def check_templates(
-    tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool, input_template: str | None
-) -> None:
-    """Raises ValueError when the tokenizer lacks the requested chat template, or `input_template` does not
-    hold exactly one `{}`."""
-    if apply_chat_template and not tokenizer.chat_template:
-        raise ValueError(
-            f"--data.apply_chat_template: the tokenizer of {tokenizer.name_or_path} has no chat template.\n"
-            "Give one with --data.tokenizer_chat_template, or use --data.input_template instead."
-        )
-    if input_template is not None:
+@dataclass(frozen=True, slots=True)
+class PromptTemplate:
+    """Renders a prompt as the policy reads it, to be tokenised by `prompt_token_ids`."""
+
+    tokenizer: PreTrainedTokenizerBase
+    apply_chat_template: bool
+    """Whether prompts are rendered by the tokenizer's chat template instead of `input_template`."""
+    input_template: str | None
+    """Text with one `{}` for the prompt; None: the prompt alone."""
+
+    def __post_init__(self) -> None:
+        """Raises UsageError where the tokenizer lacks the requested chat template, or `input_template` does
+        not hold exactly one `{}`."""
+        if self.apply_chat_template and not self.tokenizer.chat_template:
+            raise UsageError(
+                ErrorCode.CHAT_TEMPLATE,
+                f"the tokenizer of {self.tokenizer.name_or_path} has no chat template.\n"
+                "Give one with --data.tokenizer_chat_template, or use --data.input_template instead.",
+                flag="--data.apply_chat_template",
+            )
+        if self.input_template is None:
+            return
         try:
-            has_place = input_template.format("\0").count("\0") == 1
+            has_place = self.input_template.format("\0").count("\0") == 1
         except (IndexError, KeyError, ValueError):
             has_place = False
         if not has_place:
-            raise ValueError(
-                f"--data.input_template {input_template!r}: it must hold one {{}}, where the prompt goes.\n"
-                "Write braces that are meant as such twice: \\boxed{{}}."
+            raise UsageError(
+                ErrorCode.INVALID_VALUE,
+                "it must hold one {}, where the prompt goes.\n"
+                "Write braces that are meant as such twice: \\boxed{{}}.",
+                flag="--data.input_template",
+                value=repr(self.input_template),
             )
 
-
-def render_prompt(
-    value: str | Sequence[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    apply_chat_template: bool,
-    input_template: str | None,
-) -> str:
-    """Returns the prompt as the policy reads it, to be tokenised by `prompt_token_ids`.
-
-    With a chat template a text is one user message, a list of messages is used as it is, and the header of
-    the assistant's turn follows. Without, the text is put into `input_template`. Raises BadRow where the
-    value cannot be rendered.
-    """
-    if apply_chat_template:
-        return render_messages(as_messages(value), tokenizer, add_generation_prompt=True)
-    if not isinstance(value, str):
-        raise BadRow(f"the prompt is {kind(value)}, not text. Messages need --data.apply_chat_template.")
-    return value if input_template is None else input_template.format(value)
+    def __call__(self, value: str | Sequence[Message]) -> str:
+        """Renders a prompt. With a chat template a text is one user message, a list of messages is used as it
+        is, and the header of the assistant's turn follows. Raises BadRow where the value cannot be
+        rendered."""
+        if self.apply_chat_template:
+            return render_messages(as_messages(value), self.tokenizer, add_generation_prompt=True)
+        if not isinstance(value, str):
+            raise BadRow(f"the prompt is {kind(value)}, not text. Messages need --data.apply_chat_template.")
+        return value if self.input_template is None else self.input_template.format(value)
 
 
 def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Message]:
@@ -85,5 +91,5 @@ def render_messages(
             continue_final_message=is_open,
         )
     except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
-        raise BadRow(f"the chat template refuses the messages: {error}") from error
+        raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
     return cast(str, text)  # tokenize=False

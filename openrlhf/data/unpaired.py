@@ -7,13 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.answers import check_answer_flags, read_answer
+from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
 from openrlhf.data.encode import Text, check_left, finish, read_tokens, reason_to_drop
 from openrlhf.data.files import Row, kind
 from openrlhf.data.labelled import TwoSamples
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import SampleStore
+from openrlhf.data.templates import PromptTemplate
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import UnpairedExample
 
 logger = logging.getLogger(__name__)
@@ -61,18 +63,14 @@ def build_unpaired(
     to end, truncated at max_len. The choice of the row follows from `seed` and the dataset alone (see
     `other_prompts`), so the KL estimated on it depends neither on micro-batches nor on the number of ranks.
 
-    Raises ValueError for a bad row (see `read_each`), for a template that does not render an answer directly
+    Raises UsageError for a bad row (see `read_each`), for a template that does not render an answer directly
     after its generation prompt, when no answer is left, and when all that are left have the same prompt.
     """
-    answer = {
-        "output_key": output_key,
-        "apply_chat_template": apply_chat_template,
-        "input_template": input_template,
-    }
-    check_answer_flags(tokenizer, **answer)
+    template = PromptTemplate(tokenizer, apply_chat_template, input_template)
+    answer = AnswerColumns(template=template, input_key=input_key, output_key=output_key)
 
     def read(row: Row) -> tuple[tuple[Text], bool]:
-        return (read_answer(row, tokenizer, input_key=input_key, **answer),), _label(row, label_key)
+        return (answer(row),), _label(row, label_key)
 
     whole, desirable = SampleStore(), []
     for _, (tokens,), label in read_tokens(rows, read, tokenizer, bad_rows, whole.dropped):
@@ -120,10 +118,12 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
         for ids, border in zip(token_ids, borders, strict=True)
     ]
     if len(prompts) == 1:
-        raise ValueError(
-            f"--data.input_key {input_key}: all {len(whole)} rows have the same prompt. KTO estimates how "
-            "far the policy\nis from the reference on each prompt with the answer to another one, so it "
-            "needs two prompts at least."
+        raise UsageError(
+            ErrorCode.INVALID_ROW,
+            f"all {len(whole)} rows have the same prompt. KTO estimates how far the policy\nis from the "
+            "reference on each prompt with the answer to another one, so it needs two prompts at least.",
+            flag="--data.input_key",
+            value=input_key,
         )
     store = SampleStore()
     store.dropped, store.needed_len = whole.dropped, whole.needed_len

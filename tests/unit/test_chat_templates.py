@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from marked import marked
+from refusals import refused
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -17,6 +18,7 @@ from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
 from openrlhf.data.unpaired import build_unpaired
+from openrlhf.errors import ErrorCode
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -240,9 +242,7 @@ def test_a_system_message():
 
 
 def test_gemma2_has_no_system_message():
-    with pytest.raises(
-        ValueError, match=r"rows.json row 1: the chat template refuses the messages: there is no"
-    ):
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1):
         sft("gemma2", [SYSTEM, user("Hi."), assistant("No.")])
 
 
@@ -253,10 +253,12 @@ def test_mistral_shows_a_system_message_to_the_policy_only():
     render = lambda messages: tokenizer.apply_chat_template(messages, tokenize=False)
     assert render(talk[:2]) == "<s>[INST] Be brief.\n\nHi.[/INST]"
     assert render(talk) == "<s>[INST] Hi.[/INST] No.</s>"
-    with pytest.raises(ValueError, match=r"does not show the assistant's message 3 of 3 as it stands"):
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
         sft("mistral-v0.3", talk)
-    with pytest.raises(ValueError, match=r"rewrites the assistant's message 3 of 5 \(or what it answers\)"):
+    assert "message 3 of 3" in told.value.text
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
         sft("mistral-v0.3", [SYSTEM, *TALK], multiturn=True)
+    assert "message 3 of 5" in told.value.text
 
 
 def test_a_thought_of_qwen3_is_learned():
@@ -278,18 +280,15 @@ def test_qwen3_shows_earlier_turns_without_their_thoughts():
 @pytest.mark.parametrize("first", ["<think>\nHm.\n</think>\n\nHello there.", "Hello there."])
 def test_qwen3_cannot_learn_many_turns_at_once(first):
     talk = [user("Hi."), assistant(first), *TALK[2:]]
-    with pytest.raises(ValueError, match=r"rewrites the assistant's message 2 of 4") as error:
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
         sft("qwen3", talk, multiturn=True)
-    assert "--data.tokenizer_chat_template" in str(error.value)
-    assert str(error.value).count("\n") == 2
+    assert "message 2 of 4" in told.value.text and "--data.multiturn" in told.value.text
 
 
 def test_a_thought_that_qwen3_writes_otherwise_is_refused():
-    with pytest.raises(
-        ValueError, match=r"does not show the assistant's message 2 of 2 as it stands"
-    ) as error:
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
         sft("qwen3", [user("Hi."), assistant("<think>Hm.</think>No.")])
-    assert "Write the message\nas the template does" in str(error.value)
+    assert "message 2 of 2" in told.value.text and "--data.multiturn" not in told.value.text
 
 
 @ALL

@@ -5,7 +5,9 @@ from pathlib import Path
 from threading import Barrier
 
 import pytest
+from refusals import refused
 
+from openrlhf.errors import ErrorCode
 from openrlhf.files import (
     cache_folder,
     clear_for_model,
@@ -154,12 +156,16 @@ def test_a_folder_that_could_not_be_filled_is_not_there(tmp_path):
 
 def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
-    with pytest.raises(ValueError) as told, writing_to_cache("--x y: not kept in", ", or z") as folder:
+    about = {"flag": "--x", "value": "y"}
+    with (
+        refused(ErrorCode.NOT_WRITABLE, **about) as told,
+        writing_to_cache("not kept in", **about, otherwise=", or z") as folder,
+    ):
         assert folder.is_dir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     assert str(told.value) == (
         f"--x y: not kept in {tmp_path}/cache: No space left on device.\n"
         "Set OPENRLHF_CACHE to a folder with space that you may write to, or z."
     )
-    with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("--x y: not kept in"):
+    with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("not kept in"):
         raise OSError("damaged")  # errors that libraries raise about a file have no number

@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from PIL import Image as PILImage
+from refusals import refused
 from transformers import AutoProcessor, AutoTokenizer
 
 from openrlhf.cli.train_dpo import DPOTask
@@ -16,13 +17,13 @@ from openrlhf.config.commands import DPO, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.data import image_rows
-from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.image_rows import ImageColumn, ImageTokens, place_images
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows
+from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.training.rl_data import build_prompt_datasets
@@ -123,12 +124,13 @@ def test_where_images_stand(case):
 @pytest.mark.parametrize("content, count", [("<image>", 2), ("<image><image>", 1), ("<image>", 0)])
 def test_another_number_of_places_than_images_is_refused(content, count):
     found = content.count("<image>")
-    with pytest.raises(BadRow, match=rf"{found} places for images .*column 'pics' has {count} images"):
+    with refused(ErrorCode.INVALID_ROW) as told:
         place_images([{"role": "user", "content": content}], count, "pics")
+    assert f"{found} places" in told.value.text and f"'pics' has {count} images" in told.value.text
 
 
 def test_images_without_a_user_have_no_place():
-    with pytest.raises(BadRow, match="no message is of the user"):
+    with refused(ErrorCode.INVALID_ROW):
         place_images([{"role": "system", "content": "S"}], 1, "images")
 
 
@@ -206,8 +208,9 @@ def test_a_sample_in_which_an_image_would_be_cut_is_dropped(folder, tokenizer, c
     end = int(image.nonzero()[-1]) + 1
     assert end < length
     assert samples_of(rows, tokenizer, column, multiturn=True, max_len=end).lengths[0] == end
-    with pytest.raises(ValueError, match=rf"1 × image cut at max_len;\n--data.max_len {length} would keep"):
+    with refused(ErrorCode.NO_ROWS) as told:
         samples_of(rows, tokenizer, column, multiturn=True, max_len=end - 1)
+    assert "1 × image cut" in told.value.text and f"--data.max_len {length}" in told.value.text
 
 
 def test_pairs_share_their_images(folder, tokenizer, column):
@@ -235,16 +238,16 @@ def test_pairs_share_their_images(folder, tokenizer, column):
 # Rows that cannot be used
 
 BAD = {
-    "missing file": ({"input": "x", "images": "no.png"}, "column 'images': no.png: there is no such file"),
-    "outside": ({"input": "x", "images": ["../x.png"]}, r"\.\./x.png: it leads to"),
+    "missing file": ({"input": "x", "images": "no.png"}, "'images': no.png"),
+    "outside": ({"input": "x", "images": ["../x.png"]}, "'images': ../x.png"),
     "too many": (
         {"input": "x", "images": ["square.png"] * 4},
-        "has 4 images; --data.max_images_per_prompt 3",
+        "--data.max_images_per_prompt 3",
     ),
     "too few tags": ({"input": "<image>", "images": ["square.png"] * 2}, "1 places for images"),
-    "no image": ({"input": "<image>x"}, "1 places for images .*'images' has 0 images"),
-    "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "has 2 tokens that stand for"),
-    "too thin": ({"input": "x", "images": ["thin.png"]}, "the processor refuses an image: abs"),
+    "no image": ({"input": "<image>x"}, "'images' has 0 images"),
+    "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "has 2 tokens"),
+    "too thin": ({"input": "x", "images": ["thin.png"]}, "the processor refuses"),
     "number": ({"input": "x", "images": [7]}, "an image is a number"),
 }
 
@@ -255,8 +258,9 @@ def test_a_bad_row_is_named_or_skipped(folder, tokenizer, column, case):
     good = ROWS[0]
     rows = rows_of(folder, [good, row | {"output": "y"}, good])
     for build in (prompts_of, samples_of):
-        with pytest.raises(ValueError, match=rf"rows.jsonl:2: .*{reason}(.|\n)*--data.bad_rows skip"):
+        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
             build(rows, tokenizer, column)
+        assert reason in told.value.text and "--data.bad_rows skip" in told.value.text
         kept = build(rows, tokenizer, column, bad_rows="skip")
         assert (len(kept), kept.dropped) == (2, {"bad row": 1})
     assert [prompt.prompt_id for prompt in prompts_of(rows, tokenizer, column, bad_rows="skip")] == [0, 2]
@@ -270,8 +274,9 @@ def test_a_damaged_picture_is_skipped_or_named_when_it_is_read(folder, tokenizer
     for build in (prompts_of, samples_of):
         assert build(rows, tokenizer, column, bad_rows="skip").dropped == {"bad row": 1}
         kept = build(rows, tokenizer, column, bad_rows="error")
-        with pytest.raises(ValueError, match=r"rows.jsonl:2: column 'images': half.png: not a whole picture"):
+        with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
             kept[1]
+        assert "'images': half.png" in told.value.text
 
 
 # When images are read
@@ -373,8 +378,9 @@ def test_image_root_takes_the_place_of_the_rows_folder(folder, model, tokenizer)
     rows_of(folder, ROWS[:1])
     task = sft_task(model, folder, image_root=folder / "elsewhere", cache_enable=False)
     read = lambda: tokenise(task, tokenizer, str(folder / "rows.jsonl"), "--data.dataset", MIX)
-    with pytest.raises(ValueError, match=r"rows.jsonl:1: .*no such file in .*elsewhere"):
+    with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=1) as told:
         read()
+    assert str(folder / "elsewhere") in told.value.text
     (folder / "square.png").rename(folder / "elsewhere" / "square.png")
     assert read()[0].images[0].data == (folder / "elsewhere" / "square.png").read_bytes()
 
@@ -411,15 +417,16 @@ def test_a_template_that_shows_no_images_is_refused(model, processor):
         "{{ raise_exception('text only') }}",
     ):
         tokenizer.chat_template = template
-        with pytest.raises(ValueError, match=r"writes no <\|image_pad\|>\nfor an image"):
+        with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.max_images_per_prompt") as told:
             ImageTokens(processor, tokenizer)
+        assert "<|image_pad|>" in told.value.text
 
 
 def test_a_model_that_reads_no_images_is_refused(tmp_path, folder):
     rows_of(folder, ROWS)
     text_only = tiny_chat_model(tmp_path / "text")
     task = sft_task(text_only, folder)
-    with pytest.raises(ValueError, match=r"--model.model_name_or_path .*/text: it reads no images"):
+    with refused(ErrorCode.INVALID_MODEL, flag="--model.model_name_or_path", value=text_only):
         task.images(AutoTokenizer.from_pretrained(text_only))
 
 
@@ -433,7 +440,7 @@ def test_a_processor_that_writes_lines_of_an_image_apart_is_refused(processor, t
             ids = processor(**options)["input_ids"][0]
             return {"input_ids": [[*ids[:2], 0, *ids[2:]]]}
 
-    with pytest.raises(ValueError, match="Lines does not write an image as one token"):
+    with refused(ErrorCode.UNSUPPORTED, flag="--data.max_images_per_prompt"):
         ImageTokens(Lines(), tokenizer)
 
 

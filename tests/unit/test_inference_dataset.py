@@ -1,5 +1,6 @@
 import pytest
 import torch
+from refusals import refused
 
 from openrlhf.data.conversation import Conversation
 from openrlhf.data.inference import (
@@ -11,6 +12,7 @@ from openrlhf.data.inference import (
 )
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sources import Rows
+from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -64,13 +66,12 @@ def test_a_suffix_looks_as_the_reward_template_writes_it():
 
 def test_prompts_that_are_too_long_are_bad_rows():
     some = rows("a b", "a b c d e f", "c")
-    with pytest.raises(
-        ValueError, match=r"rows? 2: the prompt has \d+ tokens; --data.prompt_max_len allows 1 to 3"
-    ):
+    with refused(ErrorCode.TOO_LONG, value="train.jsonl", row=2) as told:
         questions(some, max_len=3)
+    assert "--data.prompt_max_len" in told.value.text
     kept = questions(some, max_len=3, bad_rows="skip")
     assert [q.prompt_id for q in kept] == [0, 2]
-    with pytest.raises(ValueError, match="All 3 rows were skipped"):
+    with refused(ErrorCode.NO_ROWS, value="train.jsonl"):
         questions(some, max_len=0, bad_rows="skip")
 
 
