@@ -4,13 +4,14 @@ import errno
 import os
 import platform
 import shutil
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError
 
 
 @contextmanager
@@ -54,6 +55,60 @@ def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
     for pattern in MODEL_FILES if adapter else ADAPTER_FILES:
         for file in Path(folder).glob(pattern):
             file.unlink()
+
+
+EXPORT = ".export"
+"""Folder in which a model is written before its files move to the folder around it."""
+
+
+@contextmanager
+def exporting(folder: str | os.PathLike) -> Iterator[Path]:
+    """Yields an empty folder for the files of a model. When the block ends they move to `folder`, and files
+    of another model that is there are removed; configurations move last. After an error `folder` is as it
+    was. Raises RunError where the disk refuses the files."""
+    place, made = Path(folder), Path(folder) / EXPORT
+    try:
+        _remove(made)  # left by a process that was killed
+        made.mkdir(parents=True)
+        yield made
+        _flush(made)
+        for pattern in (*MODEL_FILES, *ADAPTER_FILES):
+            for file in place.glob(pattern):
+                if not (made / file.name).exists():
+                    file.unlink()
+        for path in sorted(made.iterdir(), key=lambda path: path.name.endswith("config.json")):
+            if path.is_dir():
+                _remove(place / path.name)
+            path.replace(place / path.name)
+        sync_folder(place)
+    except Exception as error:
+        if not isinstance(error, OSError) and "I/O error" not in str(error):  # safetensors has its own class
+            raise
+        reason = getattr(error, "strerror", None) or str(error)
+        text = f"the model could not be written to {place}: {reason}"
+        raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+    finally:
+        _remove(made)
+
+
+PROBE_BYTES = 1 << 20
+"""Bytes that are written to find out whether a folder can be written to."""
+
+
+def unwritable(folder: str | os.PathLike) -> str | None:
+    """Returns the reason for which nothing can be written to `folder`, or to the nearest folder above it that
+    exists; None if a file can."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    try:
+        with tempfile.NamedTemporaryFile(dir=place) as probe:
+            probe.write(bytes(PROBE_BYTES))
+            probe.flush()
+            os.fsync(probe.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 PATIENCE = 5.0

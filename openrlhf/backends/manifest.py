@@ -4,7 +4,6 @@ damage."""
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from openrlhf.errors import first_line
-from openrlhf.files import sync_file, sync_folder, write_atomically
+from openrlhf.files import sync_file, sync_folder, unwritable, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -20,9 +19,6 @@ FORMAT = 1
 
 SMALL = 1 << 20
 """Bytes of a file whose content is always compared."""
-
-PROBE_BYTES = 1 << 20
-"""Bytes that are written to find out why an earlier write failed."""
 
 
 class Entry(NamedTuple):
@@ -109,11 +105,4 @@ def why_unwritten(error: BaseException, folder: Path) -> str:
     small file is tried."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    try:
-        with tempfile.NamedTemporaryFile(dir=folder) as probe:
-            probe.write(bytes(PROBE_BYTES))
-            probe.flush()
-            os.fsync(probe.fileno())
-    except OSError as reason:
-        return reason.strerror or str(reason)
-    return first_line(error)
+    return unwritable(folder) or first_line(error)

@@ -8,7 +8,7 @@ from openrlhf.config.commands import LORA_COMBINER
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import short_errors
-from openrlhf.files import clear_for_model
+from openrlhf.files import exporting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,9 +37,9 @@ def run(config: LoraCombinerConfig) -> None:
         tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer)
         for name, value in load_statistics(config.lora_path).items():
             setattr(model.config, name, value)
-    clear_for_model(config.output_path, adapter=False)
-    model.save_pretrained(config.output_path)
-    tokenizer.save_pretrained(config.output_path)
+    with exporting(config.output_path) as made:
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
     print(f"merged model saved to {config.output_path}", flush=True)
 
 

@@ -18,7 +18,7 @@ from openrlhf.errors import catch_signals, short_errors, telling
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
-from openrlhf.training.start import begin, make_room, origin_of, position, take_folders
+from openrlhf.training.start import begin, check_places, make_room, origin_of, position, take_folders
 from openrlhf.user_file import split
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
 
+    check_places(config)
     with waiting("starting Ray"):
         start_ray()
     catch_signals()  # again: Ray has replaced the handlers

@@ -10,8 +10,8 @@ from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import tell
-from openrlhf.files import holds_model
+from openrlhf.errors import ErrorCode, UsageError, tell
+from openrlhf.files import holds_model, unwritable
 
 if TYPE_CHECKING:
     from openrlhf.training.checkpoints import CheckpointFolder, Found
@@ -35,6 +35,20 @@ def origin_of(
         for flag, paths in models.items()
     }
     return Origin.of(command.name, config, {**prints, **more})
+
+
+def check_places(config: Config) -> None:
+    """Raises UsageError where the run cannot write to one of its folders. Nothing is created."""
+    ckpt = config.ckpt
+    places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
+    if ckpt.is_used:
+        places["--ckpt.path"] = ckpt.folder
+    if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
+        places["--critic.save_value_network"] = config.critic_output_dir
+    for flag, folder in places.items():
+        if reason := unwritable(folder):
+            text = f"cannot be written to: {reason}.\nFree space or change its permissions, or name another."
+            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
 
 
 def check_output(config: Config, *, resumes: bool) -> None:
@@ -85,7 +99,7 @@ def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None"
     tag, lines = checkpoints.choose(found)
     check_output(config, resumes=tag is not None)
     for reason in found.skipped if found else ():
-        tell(f"--ckpt.load_enable: skipped {checkpoints.path}/{reason}")
+        tell(f"--ckpt.load_enable: in {checkpoints.path}: {reason}")
     for line in lines:
         print(line, flush=True)
     return tag

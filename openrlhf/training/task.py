@@ -3,7 +3,7 @@
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
@@ -15,9 +15,18 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import catch_signals, short_errors, telling
+from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.training.publish import publish
-from openrlhf.training.start import begin, check_output, make_room, origin_of, position, take_folders
+from openrlhf.training.start import (
+    begin,
+    check_output,
+    check_places,
+    make_room,
+    origin_of,
+    position,
+    take_folders,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -294,13 +303,14 @@ class Run(Generic[ConfigT]):
         """Writes the model with its tokenizer or processor in Hugging Face format. Collective."""
         from openrlhf.models.loading import processor_around
 
-        self.engine.export(folder)
-        if not self.mesh.is_first:
-            return
-        if self.config.data.reads_images:
-            processor_around(self.tokenizer, self.config.model.model_name_or_path).save_pretrained(folder)
-        else:
-            self.tokenizer.save_pretrained(folder)
+        with exporting(folder) if self.mesh.is_first else nullcontext(folder) as made:
+            self.engine.export(str(made))
+            if not self.mesh.is_first:
+                return
+            reader = self.tokenizer
+            if self.config.data.reads_images:
+                reader = processor_around(reader, self.config.model.model_name_or_path)
+            reader.save_pretrained(made)
 
     def _observer(self, resume_step: int | None) -> "Observer":
         from openrlhf.observability.observer import Observer
@@ -333,6 +343,7 @@ def run(task: Task, argv: Sequence[str] = ()) -> None:
     choose_hub(task.config.use_ms)
     from openrlhf.observability.progress import checking
 
+    check_places(task.config)
     check_output(task.config, resumes=task.config.ckpt.load_enable)
     with checking():
         check_files(task)

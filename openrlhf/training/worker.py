@@ -35,6 +35,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfi
 from openrlhf.data.batches import Windows
 from openrlhf.data.packing import pack_to_budget
 from openrlhf.data.store import SampleStore
+from openrlhf.files import exporting
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (
@@ -251,9 +252,10 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         return self.model.row_memory(num_tokens)
 
     def export(self, folder: str) -> None:
-        self.model.export(folder)
-        if self.rank == 0:
-            policy_processor(self.config).save_pretrained(folder)
+        with exporting(folder) if self.rank == 0 else nullcontext(folder) as made:
+            self.model.export(str(made))
+            if self.rank == 0:
+                policy_processor(self.config).save_pretrained(made)
 
     def _engine(
         self,

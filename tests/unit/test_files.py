@@ -7,10 +7,11 @@ from threading import Barrier
 import pytest
 from refusals import refused
 
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.files import (
     cache_folder,
     clear_for_model,
+    exporting,
     holds_model,
     made_once,
     replacing,
@@ -169,3 +170,34 @@ def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeyp
     )
     with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("not kept in"):
         raise OSError("damaged")  # errors that libraries raise about a file have no number
+
+
+def test_an_export_replaces_the_model_of_its_folder_and_keeps_the_rest(tmp_path):
+    for name in [*ADAPTER, "model-2-of-2.safetensors", "config.json"]:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / ".export").mkdir()  # left by a process that was killed
+    (tmp_path / ".export" / "half").touch()
+    with exporting(tmp_path) as made:
+        for name in FULL:
+            (made / name).write_text("new")
+        (made / "templates").mkdir()
+        (made / "templates" / "one").touch()
+        assert (tmp_path / "config.json").read_text() == "old"
+    assert set(os.listdir(tmp_path)) == {*FULL, "checkpoints", "templates"}
+    assert all((tmp_path / name).read_text() == "new" for name in FULL)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), Exception("I/O error: No space left on device")],
+)
+def test_an_export_that_fails_leaves_the_model_that_is_there(tmp_path, error):
+    for name in FULL:
+        (tmp_path / name).write_text("old")
+    with pytest.raises(RunError) as told, exporting(tmp_path) as made:
+        (made / "config.json").write_text("half")
+        raise error
+    assert str(told.value).startswith(f"the model could not be written to {tmp_path}: ")
+    assert str(told.value).endswith("No space left on device")
+    assert set(os.listdir(tmp_path)) == set(FULL) and (tmp_path / "config.json").read_text() == "old"

@@ -1,5 +1,7 @@
 """Checks of a run before it loads a model."""
 
+import errno
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOCkptConfig, PPOConfig
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, SFTModelConfig
-from openrlhf.training.start import check_output
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.training.start import check_output, check_places
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
@@ -50,3 +53,24 @@ def test_a_model_that_a_run_reads_is_never_written_over(
         with pytest.raises(ValueError, match=r"base/: is the model of --model\.model_name_or_path"):
             check_output(config, resumes=resumes)
     check_output(SFTConfig(model=model, ckpt=CkptConfig(output_dir="new")), resumes=False)
+
+
+def test_a_place_that_refuses_files_is_told_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = SFTConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/file/model"))
+    with pytest.raises(UsageError) as refusal:
+        check_places(config)
+    text = str(refusal.value)
+    assert text.startswith(f"--ckpt.output_dir {tmp_path}/file/model: cannot be written to: Not a directory.")
+    check_places(SFTConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/a/b")))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UsageError, match="No space left on device") as refusal:
+        check_places(SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path))))
+    assert refusal.value.code is ErrorCode.NOT_WRITABLE
