@@ -123,7 +123,7 @@ def test_a_report_shows_the_run(tmp_path):
         assert expected in page.text, expected
     assert "0.333" not in page.text
     assert len(page.named("svg")) == 2
-    assert "The same in every step: eval/gsm8k_pass1 0.625" in page.text
+    assert "Constant in every step: eval/gsm8k_pass1 0.625" in page.text
 
 
 def test_a_report_says_that_it_shows_a_few_of_many_samples(tmp_path):
@@ -150,7 +150,7 @@ def test_what_looked_unhealthy_is_shown_newest_last(tmp_path):
     rows = [{"step": step, "text": f"metric {step} {HOSTILE}"} for step in range(1, 31)]
     folder.health_path.write_text("".join(to_json(row) + "\n" for row in rows))
     page = Page(write_report(folder.path).read_text())
-    assert "Health warnings10 earlier ones are in health.jsonl" in page.text
+    assert "Health warnings10 earlier warnings are in health.jsonl" in page.text
     assert re.findall(r"step (\d+) metric (\d+)", page.text) == [(str(i), str(i)) for i in range(11, 31)]
     assert not {"script", "img"} & {tag for tag, _ in page.tags}
 
@@ -212,11 +212,11 @@ def test_what_says_the_same_twice_is_shown_once(tmp_path):
     page = Page(write_report(make_run(tmp_path, metrics=values).path).read_text())
     assert [svg["aria-label"] for svg in page.named("svg")] == [verdicts[0], scores[0], "kl/mean"]
     assert (
-        "The same figures, shown once: rollout/score_mean as rollout/reward_mean, reward/mean as "
+        "Equal metrics, shown once: rollout/score_mean as rollout/reward_mean, reward/mean as "
         "rollout/reward_mean, eval/math_score_mean as eval/math_pass1, kl/log_ratio_mean as kl/mean"
         in page.text
     )
-    assert "The same in every step: policy/loss 0.5, policy/kl_loss 0.5" in page.text
+    assert "Constant in every step: policy/loss 0.5, policy/kl_loss 0.5" in page.text
 
 
 def test_a_card_and_its_chart_have_one_number_and_say_what_it_is(tmp_path):
@@ -249,7 +249,7 @@ def test_metrics_of_ones_own_are_drawn_whatever_else_there_is(tmp_path):
     drawn = [svg["aria-label"] for svg in page.named("svg")]
     assert drawn == [*others[:30], "rollout/politeness", "rollout/code/compiles"]
     assert "Your own metrics" in page.text
-    assert "The same in every step: rollout/num_samples 32Also in metrics.jsonl: rollout/rew" in page.text
+    assert "Constant in every step: rollout/num_samples 32Also in metrics.jsonl: rollout/rew" in page.text
 
 
 def test_hostile_text_is_inert(tmp_path):
