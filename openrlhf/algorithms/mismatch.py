@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.reductions import mean, segment_mean, spread
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.types import Metrics
 
 
@@ -111,7 +112,7 @@ GROWTH = 5.0
 
 
 def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int) -> None:
-    """Raises RuntimeError if the mean or the 99th percentile of |log r| of fresh samples exceeds what
+    """Raises RunError if the mean or the 99th percentile of |log r| of fresh samples exceeds what
     rounding explains. The maximum is not checked: for a single action a router near a tie may choose another
     expert.
 
@@ -121,13 +122,14 @@ def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int)
     for name, value in fresh_gap(metrics).items():
         allowed = most * _shape(name)
         if not name.endswith("_max") and not value <= allowed:  # true for NaN, too
-            raise RuntimeError(
-                f"step {step}: {name} is {value:.3g} nats on samples of the current weights, and {dtype} "
-                f"explains at most {allowed:.3g}: what was sampled is not the policy's, so training on it "
-                "would go wrong.\nLook for a sampler whose weights, chat template, precision or sampling "
-                "parameters are not the trainer's; the step's samples are in the run folder's rollouts.\n"
-                "--algo.max_mismatch sets another limit on the mean, inf none."
+            text = (
+                f"step {step}: {name} is {value:.3g} nats on samples of the current weights, and rounding in "
+                f"{dtype} explains at most {allowed:.3g}: the samples are from another distribution than the "
+                "policy's.\nCompare the weights, chat template, precision and sampling parameters of sampler "
+                "and trainer; the step's samples are in the run folder's rollouts.\n--algo.max_mismatch sets "
+                "another limit on the mean; inf turns the check off."
             )
+            raise RunError(ErrorCode.WRONG_WEIGHTS, text)
 
 
 @dataclass(kw_only=True)

@@ -11,9 +11,10 @@ from typing import Any, Self
 from openrlhf.backends.base import Rollout
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompt_sampler import PromptSampler
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.failures import commonest_failure
 from openrlhf.observability.health import SAME_REWARD
-from openrlhf.types import Metrics, Prompt, PromptGroup, Trajectory, present
+from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Trajectory, present
 
 GroupKey = tuple[int, int]
 """(epoch, prompt id)"""
@@ -139,9 +140,9 @@ class Collector:
     def next_batch(self, step: int) -> Collected:
         """Returns the trajectories of RL step `step`; the number appears in error messages.
 
-        RuntimeError, where filtering is on: more of the samples failed than `reward.max_failed_ratio` allows,
-        `algo.dynamic_filtering_max_batches` batches of prompts did not give one, or the first step has
-        nothing at all. RuntimeError also where no sample finishes within `rollout.timeout`.
+        Raises RunError, with filtering, if more samples failed than `reward.max_failed_ratio` allows, if
+        `algo.dynamic_filtering_max_batches` batches of prompts do not fill one, or if the first step keeps no
+        group; and always if no sample finishes within `rollout.timeout`.
         """
         now = _Step(number=step)
         if self._to_submit:
@@ -155,7 +156,7 @@ class Collector:
         taken = {key_of(group.prompt) for group in batch}
         self._kept = [group for group in self._kept if key_of(group.prompt) not in taken]
         if self._filters and step == 1 and not batch:
-            raise RuntimeError(self._kept_too_little(now))
+            raise self._kept_too_little(now)
         return Collected(
             trajectories=[t for group in batch for t in group.trajectories],
             sampled=now.sampled,
@@ -174,14 +175,15 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state of the collector that wrote `state`. Raises ValueError where that one read other
-        prompts, or where the state holds samples in an unreadable form."""
+        """Restores the state of the collector that wrote `state`. Raises UsageError if that collector read
+        other prompts, or if the state holds samples in an unreadable form."""
         self._prompts.load_state_dict(state["prompts"])
         if state.get("buffer"):
-            raise ValueError(
-                f"--ckpt.load_enable: the checkpoint holds {len(state['buffer'])} groups that another "
-                "version sampled ahead of its steps.\nResume with that version, or start a new run."
+            text = (
+                f"the checkpoint holds {len(state['buffer'])} groups of samples in the format of an older "
+                "version.\nResume with that version, or start a new run."
             )
+            raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
         self._kept = list(state.get("groups", ()))
         self._under_way = {key_of(prompt): prompt for prompt in state.get("under_way", ())}
         self._finished = {key_of(group.prompt): group for group in state.get("finished", ())}
@@ -237,7 +239,7 @@ class Collector:
         if room <= 0:
             is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
             if is_short and not under_way and not self._prompts.is_exhausted:
-                raise RuntimeError(self._kept_too_little(now))
+                raise self._kept_too_little(now)
             return []
         return [] if self._is_episode_over else self._prompts.next_batch(room)
 
@@ -312,45 +314,50 @@ class Collector:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
         return metrics
 
-    def _kept_too_little(self, now: _Step) -> str:
+    def _kept_too_little(self, now: _Step) -> RunError:
         algo, size = self._config.algo, self._config.rollout.batch_size
         (low, high), verdicts = algo.dynamic_filtering_range, now.verdicts
         remedy = (
-            "Use prompts that the policy solves sometimes, not always, or widen "
+            "Use prompts that the policy solves in some samples and not in others, or widen "
             "--algo.dynamic_filtering_range."
         )
         scores = {present(t.score) for t in now.sampled if t.ok}
         if len(scores) == 1:
             remedy = f"All scores are {scores.pop():g}: {SAME_REWARD}"
-        return (
-            f"step {now.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of the {verdicts.total()} "
-            f"groups asked for, and the step needs {size}. Mean score {low:g} or less: "
-            f"{verdicts[Verdict.LOW]}; {high:g} or more: {verdicts[Verdict.HIGH]}; no finished sample: "
-            f"{verdicts[Verdict.FAILED]}.\n{remedy}\n"
-            f"A step asks for --algo.dynamic_filtering_max_batches {algo.dynamic_filtering_max_batches} "
-            "batches of prompts at most; raise it for rare successes."
+        text = (
+            f"step {now.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of {verdicts.total()} "
+            f"groups, and the step needs {size}. Groups with a mean score of {low:g} or less: "
+            f"{verdicts[Verdict.LOW]}; of {high:g} or more: {verdicts[Verdict.HIGH]}; without a finished "
+            f"sample: {verdicts[Verdict.FAILED]}.\n{remedy}\n"
+            "If successes are rare, raise --algo.dynamic_filtering_max_batches "
+            f"{algo.dynamic_filtering_max_batches}: a step samples at most that many batches of prompts."
         )
+        return RunError(ErrorCode.EPISODES_FAILED, text)
 
 
 def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:
-    """Raises RuntimeError where a sample failed with an outcome of `stop_on`."""
+    """Raises RunError if a sample failed with an outcome of `stop_on`."""
     if failed := next((t for t in trajectories if t.outcome in stop_on), None):
-        raise RuntimeError(
-            f"step {step}: a sample ended with {failed.outcome}, which --rollout.stop_on names:\n"
-            f"{failed.error}"
-        )
+        text = f"step {step}: a sample ended with this outcome:\n{failed.error}"
+        raise RunError(_code_of(failed), text, flag="--rollout.stop_on", value=failed.outcome)
 
 
 def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
-    """Raises RuntimeError where more than `max_failed_ratio` of the samples, or all of them, failed."""
+    """Raises RunError if more than `max_failed_ratio` of the samples, or all of them, failed."""
     samples = [t for t in trajectories if t.is_first]
     failed = [t for t in samples if not t.ok]
     if failed and (len(failed) > max_failed_ratio * len(samples) or len(failed) == len(samples)):
         example, count = commonest_failure(failed)
-        allowed = f", more than --reward.max_failed_ratio {max_failed_ratio:g} allows"
-        if len(failed) <= max_failed_ratio * len(samples):
-            allowed = f"; --reward.max_failed_ratio {max_failed_ratio:g} allows that, but nothing is left"
-        raise RuntimeError(
-            f"step {step}: {len(failed)} of {len(samples)} samples failed{allowed}. "
-            f"{count} of them with:\n{example.error}"
+        rest = ", so none is left to train on" if len(failed) == len(samples) else ""
+        raise RunError(
+            _code_of(example),
+            f"step {step}: {len(failed)} of {len(samples)} samples failed{rest}. {count} of them with:\n"
+            f"{example.error}",
+            flag="--reward.max_failed_ratio",
+            value=f"{max_failed_ratio:g}",
         )
+
+
+def _code_of(failed: Trajectory) -> ErrorCode:
+    is_reward = failed.outcome is Outcome.REWARD_ERROR
+    return ErrorCode.REWARDS_FAILED if is_reward else ErrorCode.EPISODES_FAILED

@@ -11,6 +11,7 @@ from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.journal import Trained
 from openrlhf.observability.observer import Observer
 from openrlhf.training.checkpoints import COPY, CheckpointFolder
@@ -210,14 +211,15 @@ class PPOTrainer(Generic[PolicyT]):
         return critic | ({"policy": self.policy} if self.policy_learns else {})
 
     def trained_on(self, finished: Sequence[Trajectory]) -> list[int]:
-        """Returns the indices of the samples to train on. Raises RuntimeError where none is left."""
+        """Returns the indices of the samples to train on. Raises RunError if none is left."""
         masks = self.config.rollout.mask_truncated
         if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
             return left
-        raise RuntimeError(
-            f"step {self.step + 1}: --rollout.mask_truncated leaves nothing to train on, all {len(finished)} "
-            "samples ran out of tokens.\nRaise --rollout.max_new_tokens or --data.max_len."
+        text = (
+            f"step {self.step + 1}: all {len(finished)} samples are truncated, so none is left to train on.\n"
+            "Raise --rollout.max_new_tokens or --data.max_len."
         )
+        raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
 
     def schedules(self, batch: Batch, trained_on: Sequence[int], num_sampled: int) -> dict[str, Schedule]:
         """Returns for each learner a schedule of `train.max_epochs` passes over these sequences of the batch,
@@ -300,7 +302,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     def _metric_of(self, metrics: Metrics) -> float | None:
         """Returns the metric that `ckpt.best_metric_key` names; None where it is "none", nothing was
-        evaluated, or every sample of its source failed. Raises ValueError for an unknown metric."""
+        evaluated, or every sample of its source failed. Raises UsageError for an unknown metric."""
         key = self.config.ckpt.best_metric_key
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if key == "none" or not evaluated:
@@ -312,7 +314,8 @@ class PPOTrainer(Generic[PolicyT]):
         failed = [source for source in self.eval_sources if f"eval/{source}_score_mean" not in metrics]
         if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
             return metrics.get(name)
-        raise ValueError(f"--ckpt.best_metric_key {key}: no such metric; there are {', '.join(evaluated)}")
+        text = f"no evaluation metric has this name; there are {', '.join(evaluated)}"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ckpt.best_metric_key", value=key)
 
 
 def check_version(state: Mapping[str, Any]) -> None:

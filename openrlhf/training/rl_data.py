@@ -5,6 +5,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -191,8 +192,8 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 def check_reward_templates(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
 ) -> None:
-    """Raises ValueError where a reward model's own chat template cannot render the prompts, or where only the
-    policy's tokens have placeholders for a prompt's images."""
+    """Raises UsageError if a reward model's own chat template cannot render the prompts, or if prompts have
+    images and the reward model has another chat template or other tokens than the policy."""
     from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 
@@ -200,16 +201,17 @@ def check_reward_templates(
         own = load_tokenizer(path, flag=REWARD_FLAG)
         is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
         if config.reads_images and is_another:
-            raise ValueError(
-                f"{REWARD_FLAG} {path}: its chat template or its tokens are not the policy's, so it could "
-                "not tell where\nan image stands. Train one from the policy's family."
+            text = (
+                "this reward model has another chat template or other tokens than the policy, so the places "
+                "of images are\nunknown to it. Train a reward model from the policy's family."
             )
+            raise UsageError(ErrorCode.INVALID_MODEL, text, flag=REWARD_FLAG, value=path)
         if has_own_template(own, tokenizer):
             check_conversations(chain.from_iterable(sets), own, path)
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises ValueError where a model cannot read the policy's tokens or sequences of that length."""
+    """Raises UsageError if a model cannot read the policy's tokens, or sequences of that length."""
     from openrlhf.models.loading import (
         check_room,
         check_same_vocabulary,
@@ -223,10 +225,11 @@ def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") 
     if config.uses_critic:
         path = config.critic_path
         if not reads_the_tokens_of(load_tokenizer(path, flag=CRITIC_FLAG), tokenizer):
-            raise ValueError(
-                f"{CRITIC_FLAG}: the critic would start from {path}, to which the policy's tokens mean "
-                f"something else.\nName one of the policy's family, as {config.actor.model_name_or_path}."
+            text = (
+                "the critic starts from this model, whose vocabulary differs from the policy's.\n"
+                f"Name a model of the policy's family, such as {config.actor.model_name_or_path}."
             )
+            raise UsageError(ErrorCode.INVALID_MODEL, text, flag=CRITIC_FLAG, value=path)
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
         if reads_the_tokens_of(own, tokenizer):  # another one reads another number of tokens

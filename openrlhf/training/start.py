@@ -52,8 +52,8 @@ def check_places(config: Config) -> None:
 
 
 def check_output(config: Config, *, resumes: bool) -> None:
-    """Raises ValueError where the run would overwrite a finished model, unless it resumes the run that wrote
-    it. A model that the run reads may never be overwritten: an adapter would replace its base."""
+    """Raises UsageError if the run would overwrite a finished model, unless it resumes the run that wrote it.
+    A model that the run reads may never be overwritten: an adapter would replace its base."""
     ckpt = config.ckpt
     folders = {"--ckpt.output_dir": ckpt.output_dir}
     if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
@@ -61,15 +61,15 @@ def check_output(config: Config, *, resumes: bool) -> None:
     for flag, folder in folders.items():
         for key, path in _models(config):
             if Path(path).exists() and Path(path).resolve() == Path(folder).resolve():
-                raise ValueError(
-                    f"{flag} {folder}: is the model of --{key}.\nName another --ckpt.output_dir."
-                )
+                text = f"this run reads the model in this folder (--{key}).\nName another --ckpt.output_dir."
+                raise UsageError(ErrorCode.CONFLICT, text, flag=flag, value=folder)
         if not (resumes or ckpt.overwrite) and holds_model(folder):
-            raise ValueError(
-                f"{flag} {folder}: holds a model, which this run would write over.\nName another "
-                "--ckpt.output_dir, go on with its run by --ckpt.load_enable, or write over it with "
-                "--ckpt.overwrite."
+            text = (
+                "this folder holds a model, which this run would overwrite.\nName another "
+                "--ckpt.output_dir, resume the run that wrote the model (--ckpt.load_enable), or overwrite "
+                "the model (--ckpt.overwrite)."
             )
+            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
 
 
 def _models(config: Config) -> list[tuple[str, str]]:
@@ -80,7 +80,7 @@ def _models(config: Config) -> list[tuple[str, str]]:
 
 def take_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> None:
     """Locks the run's folders until `held` ends, and removes checkpoints that a killed run left unfinished.
-    Runs on rank 0 only. Raises ValueError where a live run holds a folder."""
+    Runs on rank 0 only. Raises UsageError if a live run holds a folder."""
     from openrlhf.observability.lock import locked
 
     if config.ckpt.is_used:

@@ -14,7 +14,7 @@ from openrlhf.config.fields import flag_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import catch_signals, short_errors, telling
+from openrlhf.errors import ErrorCode, UsageError, catch_signals, short_errors, telling
 from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.training.publish import publish
@@ -66,7 +66,7 @@ class Task(ABC, Generic[ConfigT]):
         return {MODEL_FLAG: self.config.model.model_name_or_path}
 
     def check_models(self) -> None:
-        """Raises ValueError for a missing or unsuitable model, before anything is loaded."""
+        """Raises UsageError for a missing or unsuitable model, before anything is loaded."""
         from openrlhf.models.loading import check_model
 
         for flag, path in self.models().items():
@@ -441,8 +441,8 @@ def build_dataset(
     probs: str | None = None,
     max_samples: int | None = None,
 ) -> "TokenisedDataset":
-    """Builds a dataset, or reads it from the data cache. Raises ValueError where it has sequences longer than
-    a model reads."""
+    """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that are longer than
+    a model's maximum length."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
     from openrlhf.data.encode import tell_losses
 
@@ -453,17 +453,18 @@ def build_dataset(
 
 
 def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
-    """Raises ValueError where a sequence is longer than a model reads. data.max_len alone may exceed that
-    length, since it does not cut shorter rows."""
+    """Raises UsageError if a sequence is longer than a model's maximum length. `data.max_len` alone may
+    exceed that length, since it does not cut shorter rows."""
     for model_flag, room in rooms_of(task).items():
         if max(lengths) > room:
             path, count = task.models()[model_flag], sum(length > room for length in lengths)
-            raise ValueError(
-                f"{flag_of(task.config, 'data.max_len')}: {count} of {len(lengths)} sequences of {flag} "
-                f"are longer than the {room} tokens that\n{path} ({model_flag}) reads; the longest has "
-                f"{max(lengths)}.\nCut them with --data.max_len {room}, or stretch the model's RoPE in its "
-                "config.json (docs/models.md)."
+            text = (
+                f"{count} of {len(lengths)} sequences of {flag} exceed the maximum length of {path} "
+                f"({model_flag}),\n{room} tokens; the longest has {max(lengths)}.\nTruncate them with "
+                f"--data.max_len {room}, or stretch the model's RoPE in its config.json (docs/models.md)."
             )
+            limit, _, value = flag_of(task.config, "data.max_len").partition(" ")
+            raise UsageError(ErrorCode.TOO_LONG, text, flag=limit, value=value)
 
 
 def rooms_of(task: Task) -> dict[str, int]:

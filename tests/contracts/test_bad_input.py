@@ -27,7 +27,7 @@ from openrlhf.cli import (
 )
 from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.training.task import check_lengths
 
@@ -159,12 +159,9 @@ def test_a_model_that_is_not_there(refused, files, command):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_folder_with_a_model(refused, files, command):
     """A finished model is not overwritten silently."""
-    text = refused(command, "--ckpt.output_dir", files["finished"])
-    assert text.startswith(
-        f"error: --ckpt.output_dir {files['finished']}: holds a model, which this run would write over.\n"
-        "Name another --ckpt.output_dir, go on with its run by --ckpt.load_enable, or write over it with "
-        "--ckpt.overwrite."
-    )
+    (error,) = printed(refused(command, "--ckpt.output_dir", files["finished"]))
+    assert (error.code, error.place) == (ErrorCode.NOT_WRITABLE, f"--ckpt.output_dir {files['finished']}")
+    assert "--ckpt.load_enable" in error.text and "--ckpt.overwrite" in error.text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -526,11 +523,11 @@ def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, message
 def test_a_row_that_is_longer_than_the_model_reads(refused, with_rows, files, command):
     long = {"question": "1+" * 300 + "1?", "steps": "1+" * 300 + "1#"}
     changes = ("--data.dataset", with_rows({}, long), "--data.max_len", "1024", "--data.no_cache_enable")
-    text = refused(command, *changes, before_processes=False).splitlines()
+    (error,) = printed(refused(command, *changes, before_processes=False))
     longer = {"rm": "2 of 4", "dpo": "2 of 4", "kto": "2 of 4"}.get(command, "1 of 2")
-    assert text[0].startswith(f"error: --data.max_len 1024: {longer} sequences of --data.dataset are longer")
-    assert text[1].startswith(f"{files['model']} (--model.model_name_or_path) reads; the longest has 6")
-    assert text[2].startswith("Cut them with --data.max_len 512, or stretch the model's RoPE")
+    assert (error.code, error.place) == (ErrorCode.TOO_LONG, "--data.max_len 1024")
+    for named in (longer, f"{files['model']} (--model.model_name_or_path)", "--data.max_len 512"):
+        assert named in error.text
 
 
 @pytest.mark.parametrize(
@@ -546,8 +543,9 @@ def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, task, fl
     command = task.command.name
     built = task(parse(task.command, [*good_flags(command, files), flag, short]).config)
     check_lengths(built, [64, 64], "--data.dataset")  # 64 is what the model reads; data.max_len is larger
-    with pytest.raises(ValueError, match=rf"1 of 2 sequences .*\n{short} \({flag}\) reads; .* 65\."):
+    with pytest.raises(UsageError, match=rf"1 of 2 .* {short} \({flag}\)") as error:
         check_lengths(built, [65, 64], "--data.dataset")
+    assert error.value.code is ErrorCode.TOO_LONG
 
 
 def test_a_margin_that_is_no_number(refused, with_rows):

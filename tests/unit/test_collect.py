@@ -18,9 +18,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from records import group_of, plain
+from refusals import refused
 
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.errors import ErrorCode
+from openrlhf.observability.health import SAME_REWARD
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.training.collect import Admission, Collected, Collector, check_failures
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
@@ -246,7 +249,7 @@ def test_a_group_is_kept_if_the_mean_of_its_finished_samples_is_inside(scores, i
 def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
     assert (0.1 + 0.1 + 0.1) / 3 > 0.1
     world = World(lambda epoch, prompt: (0.1,) * 3, batch=1, filters=True, score_range=(0.1, 0.9))
-    with pytest.raises(RuntimeError, match="kept 0 of the 8"):
+    with pytest.raises(RuntimeError, match="kept 0 of 8"):
         world.collector.next_batch(1)
 
 
@@ -265,14 +268,11 @@ def test_a_step_that_asks_for_too_many_prompts_stops_the_run():
         max_batches=3,
         filters=True,
     )
-    with pytest.raises(RuntimeError) as error:
+    with refused(ErrorCode.EPISODES_FAILED) as error:
         world.collector.next_batch(7)
     assert [len(asked) for asked in world.asked] == [4, 2]
-    first, *remedies = str(error.value).splitlines()
-    assert first == (
-        "step 7: dynamic filtering kept 1 of the 6 groups asked for, and the step needs 2. Mean score 0 or "
-        "less: 2; 1 or more: 2; no finished sample: 1."
-    )
+    first, *remedies = error.value.text.splitlines()
+    assert re.findall(r"[\d]+", first) == ["7", "1", "6", "2", "0", "2", "1", "2", "1"]
     assert len(remedies) == 2
     assert "--algo.dynamic_filtering_range" in remedies[0]
     assert "--algo.dynamic_filtering_max_batches 3" in remedies[1]
@@ -290,11 +290,10 @@ def test_a_buffer_does_not_count_towards_the_bound():
 
 def test_a_first_step_without_anything_is_an_error():
     world = World(lambda epoch, prompt: (0.0, 0.0), num_prompts=3, filters=True)
-    with pytest.raises(
-        RuntimeError, match=r"^step 1: dynamic filtering kept 0 of the 3 .* less: 3; 1 or more: 0"
-    ) as error:
+    with refused(ErrorCode.EPISODES_FAILED) as error:
         world.collector.next_batch(1)
-    assert "\nAll scores are 0: " in str(error.value) and "the label" in str(error.value)
+    assert re.search(r"^step 1: .* 0 of 3 groups, .* 0 or less: 3; of 1 or more: 0;", error.value.text)
+    assert SAME_REWARD in error.value.text
 
 
 @pytest.mark.parametrize("at_a_time", [None, 1, 3, 4, 7])
@@ -303,9 +302,9 @@ def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time,
     world = World(
         lambda epoch, prompt: (None, None), num_prompts=num_prompts, at_a_time=at_a_time, filters=True
     )
-    text = r"^step 3: (\d+) of \1 samples failed.*--reward.max_failed_ratio .* \1 of them .*\nno opinion$"
-    with pytest.raises(RuntimeError, match=text):
+    with refused(ErrorCode.REWARDS_FAILED, flag="--reward.max_failed_ratio") as error:
         world.collector.next_batch(3)
+    assert re.search(r"^step 3: (\d+) of \1 samples .* \1 of them .*\nno opinion$", error.value.text)
     portion = at_a_time or 4
     assert sum(map(len, world.asked)) == min(num_prompts, -(-4 // portion) * portion)
 
@@ -328,10 +327,11 @@ def test_failures_up_to_the_ratio_are_dropped():
     prompt = Prompt(prompt_id=0, text="")
     mixed = group_of(prompt, [0.5, None, 0.5]).trajectories
     check_failures(mixed, 1 / 3, 5)
-    with pytest.raises(RuntimeError, match=re.escape("step 5: 1 of 3 samples failed, more than")):
-        check_failures(mixed, 0.3, 5)
-    with pytest.raises(RuntimeError, match="step 5: 1 of 1 samples failed"):
-        check_failures(mixed[1:2], 1.0, 5)
+    for samples, ratio, counts in ((mixed, 0.3, "1 of 3"), (mixed[1:2], 1.0, "1 of 1")):
+        limit = {"flag": "--reward.max_failed_ratio", "value": f"{ratio:g}"}
+        with refused(ErrorCode.REWARDS_FAILED, **limit) as error:
+            check_failures(samples, ratio, 5)
+        assert error.value.text.startswith(f"step 5: {counts} ")
 
 
 # ---- order
@@ -616,9 +616,7 @@ def test_the_state_of_other_prompts_is_refused():
 
 def test_groups_in_a_form_of_another_version_are_refused():
     state = World(num_prompts=8).collector.state_dict() | {"buffer": [["one"], ["two"]]}
-    with pytest.raises(
-        ValueError, match=r"--ckpt\.load_enable: the checkpoint holds 2 groups .*\nResume with"
-    ):
+    with refused(ErrorCode.OTHER_RUN, flag="--ckpt.load_enable"):
         World(num_prompts=8).collector.load_state_dict(state)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from records import trajectory
+from refusals import refused
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.config.choices import Failure
@@ -28,6 +29,7 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.errors import ErrorCode
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
@@ -357,14 +359,10 @@ def test_too_many_failures_stop_the_run(tmp_path, ratio):
     config = replace(config, reward=replace(config.reward, max_failed_ratio=ratio))
     failing = {0.5: lambda p, i: 1.0 if p.prompt_id == PROMPTS[0].prompt_id else None, 1.0: lambda p, i: None}
     trainer = trainer_of(tmp_path, config, reward=failing[ratio])
-    texts = {
-        0.5: r"step \d+: [34] of 4 samples failed, more than --reward.max_failed_ratio 0.5 allows",
-        1.0: r"step 1: 4 of 4 samples failed; --reward.max_failed_ratio 1 allows that, but nothing is left",
-    }
-    text = texts[ratio]
-    with pytest.raises(RuntimeError, match=text) as error:
+    limit = {"flag": "--reward.max_failed_ratio", "value": f"{ratio:g}"}
+    with refused(ErrorCode.REWARDS_FAILED, **limit) as error:
         fit(trainer)
-    assert re.search(r"\. [34] of them with:\nno opinion$", str(error.value))
+    assert re.search(r"^step \d: ([34]) of 4 .* \1 of them .*\nno opinion$", error.value.text)
     assert not trainer.policy.updates
 
 
@@ -378,9 +376,10 @@ def test_a_failure_that_ends_the_run(tmp_path):
         return trainer_of(tmp_path, replace(config, rollout=rollout), total_steps=3, reward=failing)
 
     stopped = trainer_with("timed_out", "reward_error")
-    text = "sample ended with reward_error, which --rollout.stop_on names:\nno opinion"
-    with pytest.raises(RuntimeError, match=text):
+    outcome = {"flag": "--rollout.stop_on", "value": "reward_error"}
+    with refused(ErrorCode.REWARDS_FAILED, **outcome) as error:
         fit(stopped)
+    assert error.value.text.endswith("\nno opinion")
     stopped.observer.journal.close()
     assert read_journal(journal_steps(tmp_path / "run" / "rollouts")[stopped.step + 1])
     fit(trainer_with("timed_out", "env_error"))
@@ -398,7 +397,7 @@ def test_samples_that_ran_out_of_tokens_are_compared_and_not_trained_on(tmp_path
     assert sorted(i for step in schedule for rank in step for i in rank) == [0, 2]
     trainer = trainer_of(tmp_path, config, total_steps=1)
     trainer.rollout.truncated = {0, 1}
-    with pytest.raises(RuntimeError, match=r"mask_truncated leaves nothing to train on, all 4 samples"):
+    with refused(ErrorCode.EPISODES_FAILED, flag="--rollout.mask_truncated"):
         fit(trainer)
 
 
@@ -580,11 +579,11 @@ def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
     assert "eval/code_score_mean" not in metrics[2] and metrics[2]["eval/failed_ratio"] == 0.5
 
 
-def test_a_best_metric_that_does_not_exist(tmp_path):
+def test_a_best_metric_that_does_not_exist_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=1, best_metric_key="physics_pass1"))
-    text = "--ckpt.best_metric_key physics_pass1: no such metric; there are .*eval/math_score_mean"
-    with pytest.raises(ValueError, match=text):
+    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.best_metric_key", value="physics_pass1") as error:
         fit(trainer)
+    assert "eval/math_score_mean" in error.value.text
 
 
 def test_nothing_is_saved_unless_asked_for(tmp_path):

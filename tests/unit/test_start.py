@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOCkptConfig, PPOConfig
 from openrlhf.config.sections import CkptConfig
@@ -19,9 +20,10 @@ def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path:
     check_output(config, resumes=False)  # there is no model yet
     (tmp_path / "config.json").touch()
     check_output(config, resumes=True)
-    with pytest.raises(ValueError, match="holds a model") as refusal:  # a resume that found no checkpoint
+    where = {"flag": "--ckpt.output_dir", "value": tmp_path}
+    with refused(ErrorCode.NOT_WRITABLE, **where) as refusal:  # a resume that found no checkpoint
         check_output(config, resumes=False)
-    assert "--ckpt.overwrite" in str(refusal.value)
+    assert "--ckpt.overwrite" in refusal.value.text
     check_output(SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), overwrite=True)), resumes=False)
 
 
@@ -34,8 +36,8 @@ def test_a_critic_is_looked_for_where_one_will_be_written(tmp_path: Path, saved:
         critic=CriticConfig(save_value_network=saved),
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
     )
-    text = f"--critic.save_value_network {tmp_path}/policy_critic: holds a"
-    with pytest.raises(ValueError, match=text) if saved else nullcontext():
+    where = {"flag": "--critic.save_value_network", "value": f"{tmp_path}/policy_critic"}
+    with refused(ErrorCode.NOT_WRITABLE, **where) if saved else nullcontext():
         check_output(config, resumes=False)
 
 
@@ -50,8 +52,10 @@ def test_a_model_that_a_run_reads_is_never_written_over(
     model = SFTModelConfig(model_name_or_path="base")
     config = SFTConfig(model=model, ckpt=CkptConfig(output_dir=f"{tmp_path}/other/../base/", overwrite=True))
     for resumes in (True, False):
-        with pytest.raises(ValueError, match=r"base/: is the model of --model\.model_name_or_path"):
+        where = {"flag": "--ckpt.output_dir", "value": config.ckpt.output_dir}
+        with refused(ErrorCode.CONFLICT, **where) as refusal:
             check_output(config, resumes=resumes)
+        assert "--model.model_name_or_path" in refusal.value.text
     check_output(SFTConfig(model=model, ckpt=CkptConfig(output_dir="new")), resumes=False)
 
 
