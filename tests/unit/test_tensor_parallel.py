@@ -137,13 +137,13 @@ def test_layers_with_the_same_input_sum_its_gradients_once(
     """In a layer there are two sums forward, after attention and MLP, and two backward, before them."""
     module, row = BUILT["qwen3, tied"](), experiences().row
     of_states: list[int] = []
-    own = tensor_parallel._sum
+    own = tensor_parallel.summed
 
     def counted(x: Tensor, group: dist.ProcessGroup) -> Tensor:
         of_states.extend([group.rank()] * (x.dim() == 3))
         return own(x, group)
 
-    monkeypatch.setattr(tensor_parallel, "_sum", counted)
+    monkeypatch.setattr(tensor_parallel, "summed", counted)
 
     def part() -> tuple[int, int]:
         shared = copy.deepcopy(module)
