@@ -91,6 +91,14 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
         _remove(made)
 
 
+def nearest(folder: str | os.PathLike) -> Path:
+    """Returns `folder`, or the nearest folder above it that exists."""
+    place = Path(folder).absolute()
+    while not place.exists():
+        place = place.parent
+    return place
+
+
 PROBE_BYTES = 1 << 20
 """Bytes that are written to find out whether a folder can be written to."""
 
@@ -98,11 +106,8 @@ PROBE_BYTES = 1 << 20
 def unwritable(folder: str | os.PathLike) -> str | None:
     """Returns the reason for which nothing can be written to `folder`, or to the nearest folder above it that
     exists; None if a file can."""
-    place = Path(folder).absolute()
-    while not place.exists():
-        place = place.parent
     try:
-        with tempfile.NamedTemporaryFile(dir=place) as probe:
+        with tempfile.NamedTemporaryFile(dir=nearest(folder)) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())

@@ -18,7 +18,15 @@ from openrlhf.errors import catch_signals, short_errors, telling
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
-from openrlhf.training.start import begin, check_places, make_room, origin_of, position, take_folders
+from openrlhf.training.start import (
+    begin,
+    check_places,
+    check_space,
+    make_room,
+    origin_of,
+    position,
+    take_folders,
+)
 from openrlhf.user_file import split
 
 if TYPE_CHECKING:
@@ -45,6 +53,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
+    from openrlhf.training.schedule import prompts_of_steps
 
     check_places(config)
     with waiting("starting Ray"):
@@ -59,6 +68,7 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, data)
             take_folders(config, checkpoints, held)
+            check_space(config, checkpoints, len(prompts_of_steps(config, len(data.prompts))))
             tag = begin(config, checkpoints)
             train(config, argv, layout, places, data, checkpoints, tag)
     finally:

@@ -311,6 +311,10 @@ class CheckpointFolder:
             del kept_bytes[gone]
             self._remove(gone)
 
+    def num_bytes(self) -> int:
+        """Returns the size of all checkpoints of the folder, for which later ones make room."""
+        return sum(_size(place) for tag in self._tags(_TAG) for place in self._places(tag))
+
     def _remove(self, tag: str) -> None:
         for place in self._places(tag):
             if place.exists():

@@ -1,6 +1,7 @@
 """Prepares the start of a training command between loading its data and its model: locks its folders and
 selects the checkpoint to resume from."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, UsageError, tell
-from openrlhf.files import holds_model, unwritable
+from openrlhf.files import holds_model, nearest, unwritable
 
 if TYPE_CHECKING:
     from openrlhf.training.checkpoints import CheckpointFolder, Found
@@ -88,6 +89,40 @@ def take_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStac
         for line in checkpoints.remove_unfinished():
             tell(line)
     held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
+
+
+STATE_BYTES = {"torch": 12, "fp32": 16, "bf16": 14, "fp16": 14}
+"""Bytes of a checkpoint for each trained parameter: weights, float32 master weights and two moments. PyTorch
+keeps float32 weights alone, and so does DeepSpeed in float32 at stage 0."""
+
+
+def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
+    """Raises UsageError where the disk has too little space for the checkpoints to be kept and the one that
+    is being written. Adapters are small and not counted."""
+    ckpt, ds = config.ckpt, config.ds
+    if ckpt.save_steps <= 0 or ckpt.disable_ds or ds.lora.rank > 0:
+        return
+    from openrlhf.models.loading import weight_bytes
+
+    if isinstance(config, PPOConfig):
+        models = {"--actor.model_name_or_path": config.actor.model_name_or_path}
+        if config.uses_critic:
+            models["--critic.model_name_or_path"] = config.critic_path
+        images = config.reads_images
+    else:
+        models = {"--model.model_name_or_path": config.model.model_name_or_path}
+        images = config.data.reads_images
+    weights = sum(weight_bytes(path, flag=flag, dtype="fp32", images=images) for flag, path in models.items())
+    in_float32 = config.train.backend == "torch" or (ds.zero_stage == 0 and ds.param_dtype == "fp32")
+    size = weights // 4 * STATE_BYTES["torch" if in_float32 else ds.param_dtype]
+    count = min(ckpt.max_num + 1, total_steps // ckpt.save_steps)
+    free = shutil.disk_usage(nearest(ckpt.folder)).free + checkpoints.num_bytes()
+    if count * size > free:
+        text = (
+            f"{count} checkpoints of about {size / 1e9:.2g} GB are to be there at a time, and "
+            f"{free / 1e9:.2g} GB are free.\nFree space, lower --ckpt.max_num, or name another folder."
+        )
+        raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--ckpt.path", value=ckpt.folder)
 
 
 def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None) -> str | None:

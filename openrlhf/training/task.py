@@ -22,6 +22,7 @@ from openrlhf.training.start import (
     begin,
     check_output,
     check_places,
+    check_space,
     make_room,
     origin_of,
     position,
@@ -288,6 +289,7 @@ class Run(Generic[ConfigT]):
             take_folders(self.config, self.checkpoints, held)
         found = from_first(self.checkpoints.find) if ckpt.load_enable else None
         if self.mesh.is_first:
+            check_space(self.config, self.checkpoints, self.total_steps)
             return begin(self.config, self.checkpoints, found)
         return self.checkpoints.choose(found)[0]
 

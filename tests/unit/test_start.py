@@ -2,17 +2,20 @@
 
 import errno
 import os
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from refusals import refused
 
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOCkptConfig, PPOConfig
-from openrlhf.config.sections import CkptConfig
+from openrlhf.config.sections import CkptConfig, DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.training.start import check_output, check_places
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.start import check_output, check_places, check_space
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
@@ -78,3 +81,20 @@ def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path, monkeypatch:
     with pytest.raises(UsageError, match="No space left on device") as refusal:
         check_places(SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path))))
     assert refusal.value.code is ErrorCode.NOT_WRITABLE
+
+
+@pytest.mark.parametrize(("free", "is_refused"), [(47_000_000, True), (49_000_000, False)])
+def test_checkpoints_that_do_not_fit_the_disk_are_told_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_refused: bool
+) -> None:
+    """A million parameters have 16 bytes each in float32 at ZeRO stage 2, and 3 saves are made."""
+    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", lambda path, **options: 4_000_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    ckpt = CkptConfig(output_dir=f"{tmp_path}/new", save_steps=2)
+    config = SFTConfig(ckpt=ckpt, ds=DeepSpeedConfig(param_dtype="fp32"))
+    with pytest.raises(UsageError) if is_refused else nullcontext() as refusal:
+        check_space(config, CheckpointFolder(ckpt.folder, ckpt), total_steps=7)
+    if refusal:
+        assert str(refusal.value).startswith(
+            f"--ckpt.path {ckpt.folder}: 3 checkpoints of about 0.016 GB are to be there at a time, "
+        )
