@@ -17,6 +17,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from openrlhf.completions import Completions, SamplingParams
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.text import (
     decode,
     image_data,
@@ -191,14 +192,13 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
     ) -> dict:
         """Runs one episode. An answer has at most `sampling_params.max_tokens` tokens, the sequence at most
         `max_length`. The episode is truncated if one of these limits or `max_turns` ends it instead of the
-        environment. Raises ValueError if the first observation fills `max_length`."""
+        environment. Raises UsageError if the first observation fills `max_length`."""
         call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
         history = History(hf_tokenizer, _get(first, "observation", "reset"), max_length, images or ())
         if history.length >= max_length:
-            room = f"no room in --data.max_len {max_length}"
-            raise ValueError(f"an observation of {history.length} tokens leaves {room}")
+            raise _no_room(f"an observation of {history.length} tokens", max_length)
         steps: list[dict] = []
         limit = sampling_params.max_tokens
         while True:
@@ -220,6 +220,12 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
             sampling_params = step.get("sampling_params") or sampling_params
             if sampling_params.max_tokens != asked:  # equal: the step returned the params that it received
                 limit = sampling_params.max_tokens
+
+
+def _no_room(what: str, max_length: int) -> UsageError:
+    return UsageError(
+        ErrorCode.TOO_LONG, f"{what} leaves no room for an answer", flag="--data.max_len", value=max_length
+    )
 
 
 class History:
@@ -378,7 +384,7 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
         length = num_tokens_read(hf_tokenizer, prompt_ids, images or ())
         room = max_length - length
         if room < 1:
-            raise ValueError(f"a prompt of {length} tokens leaves no room in --data.max_len {max_length}")
+            raise _no_room(f"a prompt of {length} tokens", max_length)
         sampling_params.max_tokens = min(room, sampling_params.max_tokens or room)
         output = (await llm_engine.generate(prompt_ids, sampling_params, image_data(images))).outputs[0]
         if output.finish_reason == "abort":

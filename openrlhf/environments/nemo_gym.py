@@ -10,6 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from openrlhf.agents.openai import OpenAIAgentExecutor, Session
+from openrlhf.errors import ErrorCode, UsageError
 
 SESSION = "openrlhf_session"
 """Field of a request's body with the address and key of the episode's server."""
@@ -58,14 +59,13 @@ class NeMoGymExecutor(OpenAIAgentExecutor):
 
 def rows(lines: Iterable[str]) -> Iterator[dict[str, str]]:
     """Yields rows for --data.prompt_dataset from the JSON lines of a NeMo Gym dataset. `input` is shown in
-    reports only; the policy reads the agent's requests. Raises ValueError for a line of another format."""
+    reports only; the policy reads the agent's requests. Raises UsageError for a line of another format."""
     for number, line in enumerate(lines, start=1):
         try:
             asked = json.loads(line)["responses_create_params"]["input"]
         except (ValueError, TypeError, LookupError) as error:
-            raise ValueError(
-                f"line {number}: no responses_create_params.input: is this a dataset of NeMo Gym?"
-            ) from error
+            text = f"line {number} has no responses_create_params.input. Use a dataset of NeMo Gym."
+            raise UsageError(ErrorCode.INVALID_ROW, text) from error
         text = asked if isinstance(asked, str) else asked[-1]["content"]
         yield {"input": text if isinstance(text, str) else json.dumps(text), "label": line.strip()}
 

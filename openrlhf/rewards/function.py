@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.rewards.calls import BatchedReward, Call
 from openrlhf.rewards.process import RewardProcess, load_reward_func
 from openrlhf.user_file import resolved
@@ -24,8 +25,8 @@ def check_reward_file(reference: str, flag: str, limit: float = IMPORT_LIMIT) ->
 def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: float) -> str:
     """Imports the file or module in a temporary process.
 
-    Returns a remark where the import took more than `limit` seconds, otherwise "". Raises ValueError where
-    `load` finds nothing callable in it.
+    Returns a remark if the import took more than `limit` seconds, otherwise "". Raises UsageError, with the
+    line, if the import fails or `load` finds nothing callable.
     """
     process = RewardProcess(reference, timeout=limit, load=load)
 
@@ -36,9 +37,10 @@ def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: flo
     try:
         asyncio.run(ready())
     except TimeoutError:
-        return f"{flag} {reference}: its import takes more than {limit:g} s, so nobody knows whether it works"
+        return f"{flag} {reference}: its import takes more than {limit:g} s, so it could not be checked"
     except RewardError as error:
-        raise ValueError(f"{flag} {error}") from None
+        text = str(error).removeprefix(f"{reference}: ")
+        raise UsageError(ErrorCode.USER_CODE, text, flag=flag, value=reference) from None
     finally:
         process.stop()
     return ""

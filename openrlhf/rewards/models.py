@@ -12,6 +12,7 @@ from openrlhf.data.answers import scored_answer
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.encode import Encoder, Text, with_end
 from openrlhf.data.inference import score_last
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import reads_the_tokens_of
 from openrlhf.text import decode
 from openrlhf.types import Outcome, Prompt, Sample, Trajectory, present
@@ -75,7 +76,8 @@ class RewardReader:
         try:
             return scored_answer([*messages, answer], len(messages), self.own, is_open=t.truncated)
         except BadRow as reason:
-            raise ValueError(f"{REWARD_FLAG} {self.own.name_or_path}: {reason}\n{answer}") from reason
+            place = {"flag": REWARD_FLAG, "value": self.own.name_or_path}
+            raise UsageError(ErrorCode.CHAT_TEMPLATE, f"{reason}\n{answer}", **place) from reason
 
 
 def has_own_template(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
@@ -84,7 +86,7 @@ def has_own_template(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBa
 
 
 def check_conversations(prompts: Iterable[Prompt], own: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises ValueError where the reward model's chat template rejects a conversation; tries one conversation
+    """Raises UsageError if the reward model's chat template rejects a conversation; tries one conversation
     for each order of roles."""
     talks = {tuple(m["role"] for m in p.messages): p.messages for p in prompts if p.messages is not None}
     for roles, messages in talks.items():
@@ -92,12 +94,13 @@ def check_conversations(prompts: Iterable[Prompt], own: PreTrainedTokenizerBase,
             answer = {"role": "assistant", "content": "Yes."}
             scored_answer([*map(dict, messages), answer], len(messages), own)
         except BadRow as reason:
-            raise ValueError(
-                f"{REWARD_FLAG} {path}: it reads conversations through its own chat template, which cannot "
-                f"show messages of\n{', '.join(roles)} with an answer: {reason}\n"
-                "Write the prompts otherwise (a system message can stand at the head of the user's), or\n"
-                "take the chat template out of the reward model's tokenizer: then it reads the policy's text."
-            ) from reason
+            text = (
+                "the chat template of this reward model rejects messages with the roles "
+                f"{', '.join(roles)}, assistant: {reason}\nChange the prompts (put the text of a system "
+                "message at the head of the user's), or remove the chat template from\nthe reward model's "
+                "tokenizer: the reward model then reads the policy's text."
+            )
+            raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag=REWARD_FLAG, value=path) from reason
 
 
 def _text(prompt: str, response: str) -> Text:

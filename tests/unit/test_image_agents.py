@@ -13,6 +13,7 @@ from transformers import AutoProcessor
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
 from openrlhf.data.pictures import decoded, encoded
+from openrlhf.errors import UsageError
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, PLACEHOLDER, tiny_vision_model
@@ -100,7 +101,7 @@ def test_one_turn(processor) -> None:
     assert sent.count(processor.image_token_id) == 1 and prompt.count(processor.image_token_id) == 4
     assert [picture.tobytes() for picture in pictures] == [decoded(RED.data).tobytes()]
     assert engine.asked[0][1].max_tokens == 20 - len(prompt)
-    with pytest.raises(ValueError, match=f"a prompt of {len(prompt)} tokens leaves no room"):
+    with pytest.raises(UsageError, match=f"a prompt of {len(prompt)} tokens"):
         play(processor, executor, max_len=len(prompt))
 
 

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 from fake_engine import Engine
+from refusals import refused
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -270,8 +272,9 @@ def test_limits_that_an_executor_would_not_keep_to(tmp_path: Path) -> None:
         "    async def execute(self, prompt, label, sampling_params, max_length, hf_tokenizer, llm_engine):\n"
         "        return {}\n"
     )
-    with pytest.raises(ValueError, match=r"--train.max_turns is set, and execute has no parameter max_turns"):
+    with refused(ErrorCode.USER_CODE, flag=FLAG, value=path) as error:
         check_agent_file(str(path), FLAG, limits=["max_turns"])
+    assert "--train.max_turns" in error.value.text
     assert (
         check_agent_file(str(agent(tmp_path, "return {}")), FLAG, limits=["max_turns", "step_timeout"]) == ""
     )

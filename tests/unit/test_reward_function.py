@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from records import trajectory
+from refusals import refused
 
 from openrlhf.agents.base import Reward, RewardError
+from openrlhf.errors import ErrorCode
 from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.rewards.values import read_rewards
@@ -225,7 +227,7 @@ def test_a_file_that_cannot_be_imported(tmp_path):
 def test_files_that_cannot_be_reward_files(tmp_path, monkeypatch, source, text):
     monkeypatch.chdir(tmp_path)
     Path("reward.py").write_text(source)
-    with pytest.raises(ValueError, match=r"^--reward\.remote_url reward\.py: ") as error:
+    with refused(ErrorCode.USER_CODE, flag="--reward.remote_url", value="reward.py") as error:
         check_reward_file("reward.py", "--reward.remote_url")
     assert text in str(error.value)
     assert len(str(error.value).splitlines()) <= 2

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import records
+from refusals import refused
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.config.ppo import AlgoConfig, RewardConfig
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sources import Rows
+from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.rewards.models import (
     RewardReader,
@@ -165,10 +167,9 @@ def test_a_template_that_refuses_the_prompts_is_told_before_the_run():
     )
     prompts = [Prompt(prompt_id=0, text="", messages=MESSAGES[1:]), Prompt(prompt_id=1, text="")]
     check_conversations(prompts, own, "rm")
-    with pytest.raises(
-        ValueError, match=r"--reward\.model_name_or_path rm: .*\nsystem, user with .*no system"
-    ):
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--reward.model_name_or_path", value="rm") as error:
         check_conversations([*prompts, Prompt(prompt_id=2, text="", messages=MESSAGES)], own, "rm")
+    assert "system, user" in error.value.text and "no system" in error.value.text
 
 
 def test_a_long_text_is_cut_before_its_end():
