@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from records import trajectory
+from refusals import refused
 from tokenizers import processors
 from tokenizers_of_users import llama_2_style
 
@@ -25,6 +26,7 @@ from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
 from openrlhf.data.steps import build_steps
 from openrlhf.data.unpaired import build_unpaired
+from openrlhf.errors import ErrorCode
 from openrlhf.rewards.models import RewardReader
 from openrlhf.serving.scoring import TextScorer
 from openrlhf.serving.server import text_of
@@ -205,7 +207,7 @@ def test_what_a_policy_is_asked_in_rl_is_what_was_counted(tokenizer, is_chat):
     if not is_chat:
         options = {"input_key": "p", "label_key": None, **PLAIN}
         build_prompts(Rows.of([{"p": "2 + 2"}]), tokenizer, max_len=len(asked[0]) + 1, **options)
-        with pytest.raises(ValueError, match="No prompt is left"):
+        with refused(ErrorCode.NO_ROWS):
             build_prompts(Rows.of([{"p": "2 + 2"}]), tokenizer, max_len=len(asked[0]), **options)
 
 
