@@ -1,13 +1,10 @@
 """KL(policy || reference) estimated from the policy's samples, and the controller of its coefficient."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from openrlhf.algorithms.tensor import Tensor
 
 
 def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tensor:

@@ -17,6 +17,7 @@ from openrlhf.algorithms.corrections.base import SamplerGap
 from openrlhf.algorithms.log_ratio import LOG_RATIOS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.fields import convert, fields_of
 from openrlhf.config.ppo import PPOConfig
 
@@ -90,8 +91,8 @@ def test_flags_name_the_estimators_that_read_them(key, trait):
 
 
 def test_flags_say_what_each_choice_stands_for():
-    assert HELP["actor.loss_aggregation"].startswith("Mean of policy loss, KL and entropy. None:")
-    assert HELP["actor.loss_aggregation"].endswith("(Dr. GRPO).")
+    for name, aggregation in AGGREGATIONS.items():
+        assert f"{name}: {aggregation.summary}" in HELP["actor.loss_aggregation"]
     assert "gae: PPO with a critic, by generalized" in HELP["algo.advantage.estimator"]
     field = fields_of(PPOConfig)["actor.loss_aggregation"]
     assert field.values == "{token_mean,sample_mean,constant_length} | None"

@@ -1,16 +1,12 @@
 """Base class of advantage estimators, and their view of a step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from openrlhf.algorithms.advantages.returns import discounted_returns
+from openrlhf.algorithms.tensor import Tensor
 from openrlhf.registry import Selectable
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -1,12 +1,7 @@
 """Statistics over groups, the samples of one prompt. `group_ids` (E,) has any integers, equal within a group;
 the samples of a group need not be neighbours."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from openrlhf.algorithms.tensor import Tensor
 
 
 def group_sums(x: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor]:

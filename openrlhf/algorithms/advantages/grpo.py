@@ -1,12 +1,6 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
 from openrlhf.algorithms.advantages.groups import deviations, group_std
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from openrlhf.algorithms.tensor import Tensor
 
 
 class GRPO(AdvantageEstimator):

@@ -1,11 +1,6 @@
 """Rewards and returns of single actions. `counts` (B,) has the number of actions of each sequence."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from openrlhf.algorithms.tensor import Tensor
 
 
 def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -> Tensor:

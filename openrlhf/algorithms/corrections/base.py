@@ -1,15 +1,11 @@
 """Base class of off-policy corrections, and their view of a row."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from openrlhf.algorithms.tensor import Tensor
 from openrlhf.registry import Selectable
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Bounds = tuple[float, float]
 

@@ -1,12 +1,6 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from openrlhf.algorithms.corrections.base import SamplerGap
 from openrlhf.algorithms.corrections.tis import TIS
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from openrlhf.algorithms.tensor import Tensor
 
 
 class SeqMaskTIS(TIS):

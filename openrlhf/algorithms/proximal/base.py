@@ -1,14 +1,10 @@
 """Base class of proximal policies."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from openrlhf.algorithms.tensor import Tensor
 from openrlhf.registry import Selectable
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ProximalPolicy(Selectable, ABC):

@@ -1,11 +1,5 @@
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from openrlhf.algorithms.proximal.base import ProximalPolicy
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from openrlhf.algorithms.tensor import Tensor
 
 
 class Interpolated(ProximalPolicy):
