@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from openrlhf.errors import first_line
+from openrlhf.errors import ErrorCode, UsageError, first_line
 
 VARIABLE = "OPENRLHF_HUB"
 """Environment variable with the hub; forwarded to every process of a run on every machine."""
@@ -32,14 +32,14 @@ def uses_modelscope() -> bool:
 def model_folder(name: str, *, weights: bool = False) -> str:
     """Returns the path or name from which transformers and vLLM load `name`: the local copy of ModelScope's
     files if ModelScope is selected, else `name` itself. Without `weights` only the small files are fetched.
-    Raises ValueError if they cannot be fetched."""
+    Raises UsageError if they cannot be fetched."""
     if not uses_modelscope() or Path(name).exists():
         return name
     return str(_snapshot(name, "model", weights))
 
 
 def dataset_folder(name: str) -> Path:
-    """Returns the local folder of a ModelScope dataset. Raises ValueError if it cannot be fetched."""
+    """Returns the local folder of a ModelScope dataset. Raises UsageError if it cannot be fetched."""
     return _snapshot(name, "dataset", True)
 
 
@@ -57,7 +57,7 @@ def _snapshot(name: str, kind: Literal["model", "dataset"], weights: bool) -> Pa
         try:
             folder = snapshot_download(name, repo_type=kind, local_files_only=True)
         except Exception:
-            text = f"--use_ms {name}: not on this machine, and from ModelScope: {reason}"
-            raise ValueError(text) from error
+            text = f"not on this machine, and ModelScope says: {reason}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag="--use_ms", value=name) from error
     print(f"note: --use_ms {name}: {reason}; reading the copy in {folder}", file=sys.stderr, flush=True)
     return Path(folder)

@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from openrlhf.user_file import import_place, import_remedy, source_of, split
+from openrlhf.user_file import UnusableFile, import_place, import_remedy, source_of, split
 
 
 def is_reference(name: str) -> bool:
@@ -40,20 +40,20 @@ def resolve(name: str, kind: str) -> str:
 def load(reference: str) -> Any:
     """Imports the object that `reference` names.
 
-    Raises ValueError if the module cannot be imported or lacks the object. The message has the line of the
+    Raises UnusableFile if the module cannot be imported or lacks the object. The message has the line of the
     file, or the objects that the module has; the caller adds the flag and its value.
     """
     place, name = split(reference)
     if file_of(reference) and not Path(place).is_file():
-        raise ValueError(f"there is no file {place}")
+        raise UnusableFile(f"there is no file {place}")
     try:
         module = import_place(*_as_module(place))
     except (Exception, SystemExit) as error:
-        raise ValueError(import_remedy(error, reference)) from error
+        raise UnusableFile(import_remedy(error, reference)) from error
     if not hasattr(module, name):
         own = [n for n, x in vars(module).items() if inspect.getmodule(x) is module and not n.startswith("_")]
         problem = f"{place} has no {name}" if name else f"say which object of {place}"
-        raise ValueError(f"{problem}. It has {', '.join(own) or 'nothing'}.")
+        raise UnusableFile(f"{problem}. It has {', '.join(own) or 'nothing'}.")
     return getattr(module, name)
 
 

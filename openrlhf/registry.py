@@ -15,6 +15,7 @@ from pkgutil import iter_modules
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from openrlhf import plugins
+from openrlhf.user_file import UnusableFile
 
 KindT = TypeVar("KindT", bound="Selectable")
 
@@ -87,7 +88,7 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         return reference
 
     def __getitem__(self, name: str) -> type[KindT]:
-        """Returns the class. Raises KeyError for an unknown name, ValueError if a reference leads to no
+        """Returns the class. Raises KeyError for an unknown name, UnusableFile if a reference leads to no
         subclass of `base`."""
         reference = self.reference(name)
         if reference is None:
@@ -98,7 +99,7 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         return self.loaded[place]
 
     def __contains__(self, name: object) -> bool:
-        """Tells whether `name` selects a class. Raises ValueError if a reference leads to no subclass of
+        """Tells whether `name` selects a class. Raises UnusableFile if a reference leads to no subclass of
         `base`."""
         try:
             return bool(self[str(name)])
@@ -115,12 +116,12 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         found = plugins.load(reference)
         base = f"{self.base.__module__}.{self.base.__name__}"
         if not inspect.isclass(found) or not issubclass(found, self.base):
-            raise ValueError(f"{_place(found)} must be a subclass of {base}")
+            raise UnusableFile(f"{_place(found)} must be a subclass of {base}")
         if missing := sorted(getattr(found, "__abstractmethods__", ())):
-            raise ValueError(f"{_place(found)} must define {', '.join(missing)}, as {base} says")
+            raise UnusableFile(f"{_place(found)} must define {', '.join(missing)}, as {base} says")
         unset = [f.name for f in fields(found) if f.init and f.default is f.default_factory is MISSING]
         if unset:
-            raise ValueError(
+            raise UnusableFile(
                 f"{_place(found)}: give the option {unset[0]} a default, as `{unset[0]}: float = 1.0`"
             )
         return found

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Self
 
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.files import cache_folder, replacing
 
 IMPORT_DEADLINE = 1800.0
@@ -32,21 +33,28 @@ NOT_FOUND = (
 )
 
 
-class UnusableFile(ValueError):
-    """Raised for a file that was imported, but lacks the object that a flag needs."""
+class UnusableFile(UsageError):
+    """Raised for a user's file or module that cannot be imported, or lacks the object that a flag needs. The
+    caller names the flag and its value."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(ErrorCode.USER_CODE, text)
+        self.args = (text,)  # pickle creates a copy with this argument
 
 
-class ImportTimeout(RuntimeError):
+class ImportTimeout(RunError):
     """Raised for a user's file whose import in an engine did not end within its limit."""
 
     def __init__(self, path: str, limit: float) -> None:
-        super().__init__(
-            f"{path}: its import in the engine took more than {limit:g} s.\nDoes it wait for something that "
+        text = (
+            f"its import in the engine took more than {limit:g} s.\nDoes it wait for something that "
             "is only there later? Do that where it is first used."
         )
+        super().__init__(ErrorCode.USER_CODE, text, value=path)
+        self.args = (path, limit)  # pickle creates a copy with these arguments
 
 
-class OtherModule(RuntimeError):
+class OtherModule(RunError):
     """Raised on a machine that lacks a module, or has another version than the machine where the run
     starts."""
 
@@ -79,8 +87,10 @@ class UserFiles:
         if not place.endswith(".py"):
             problem = f"{source} is not the same" if source else "it is not found"
             raise OtherModule(
-                f"{reference}: on {platform.node()} {problem}.\nInstall the "
-                f"same package on every machine, or name a file, which is copied: folder/file.py:{name}."
+                ErrorCode.USER_CODE,
+                f"on {platform.node()} {problem}.\nInstall the same package on every machine, or name a "
+                f"file, which is copied: folder/file.py:{name}.",
+                value=reference,
             )
         copy = cache_folder() / "user_files" / hashlib.sha256(content).hexdigest()[:16] / Path(place).name
         if not copy.exists():

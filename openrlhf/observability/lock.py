@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from openrlhf.errors import ErrorCode, UsageError
+
 logger = logging.getLogger(__name__)
 
 LOCK = ".lock"
@@ -18,7 +20,7 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
-    """Holds an exclusive lock on the folder inside the block. Raises ValueError, naming the owner, where
+    """Holds an exclusive lock on the folder inside the block. Raises UsageError, naming the owner, where
     another process holds it; warns where the file system has no locks."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
@@ -27,10 +29,9 @@ def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise ValueError(
-                f"{flag} {path}: a living run uses it: {file.read().strip() or 'it does not say which'}.\n"
-                "Wait for that run or end it, or name another folder."
-            ) from None
+            owner = file.read().strip() or "its lock does not name the process"
+            text = f"a living run uses it: {owner}.\nWait for that run or end it, or name another folder."
+            raise UsageError(ErrorCode.IN_USE, text, flag=flag, value=path) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise

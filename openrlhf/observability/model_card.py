@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
 from openrlhf.config.reasoning_gym import is_gym
-from openrlhf.errors import first_line
+from openrlhf.errors import ErrorCode, RunError, first_line
 from openrlhf.hub import uses_modelscope
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
@@ -58,7 +58,7 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
     """Uploads a model's folder; creates the repository as private where it does not exist. Returns its
     address.
 
-    Raises ValueError when the hub refuses; the folder stays as it is.
+    Raises RunError when the hub refuses; the folder stays as it is.
     """
     api = HfApi()
     try:
@@ -70,11 +70,13 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
             ignore_patterns=["checkpoints*/**", "runs/**"],
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
-        reason = first_line(error)
-        raise ValueError(
-            f"--ckpt.push_to_hub {repository}: the upload failed: {reason}\n"
+        raise RunError(
+            ErrorCode.NOT_WRITABLE,
+            f"the upload failed: {first_line(error)}\n"
             f"The model is complete in {folder}. Log in with `hf auth login`, then\n"
-            f"`hf upload {repository} {folder}` sends it."
+            f"`hf upload {repository} {folder}` sends it.",
+            flag="--ckpt.push_to_hub",
+            value=repository,
         ) from error
     return str(address)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal, Self, TextIO
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
 from openrlhf.observability.journal import (
     Decode,
@@ -99,12 +100,11 @@ policy or a critic does not show the progress of a run."""
 
 def write_report(run_dir: str | Path) -> Path:
     """Writes `run_dir/report.html` from the folder's files, also during a run, and returns its path. Raises
-    ValueError where there is no metrics.jsonl."""
+    UsageError where there is no metrics.jsonl."""
     folder = RunFolder(Path(run_dir))
     if not folder.metrics_path.exists():
-        raise ValueError(
-            f"{folder.path} is not a run folder: it has no metrics.jsonl. Give the folder of a run."
-        )
+        text = "it has no metrics.jsonl, so it is not a run folder. Give the folder of a run."
+        raise UsageError(ErrorCode.NOT_FOUND, text, value=folder.path)
     path = folder.path / "report.html"
     write_atomically(path, _template().generate(contents_of(folder)))
     return path

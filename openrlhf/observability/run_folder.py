@@ -26,6 +26,7 @@ from typing import Any, Self
 
 import yaml
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
 
 REDACTED = "<redacted>"
@@ -127,7 +128,7 @@ def plain(value: Any) -> Any:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file, without a half-written last line, which a killed writer leaves.
 
-    Raises ValueError with file and line for any other line that is not JSON.
+    Raises UsageError with file and line for any other line that is not JSON.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -136,7 +137,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 if not line.endswith(b"\n"):
                     return
-                raise ValueError(f"{path}:{number} is not JSON: {error}. Delete the line to go on.") from None
+                text = f"not JSON: {error}. Delete the line to go on."
+                raise UsageError(ErrorCode.UNREADABLE, text, value=path, row=number) from None
 
 
 def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, str]) -> set[str]:

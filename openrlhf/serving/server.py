@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.data.encode import Text
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.serving.scoring import QueueFull, ScoreQueue
 
 RETRY_AFTER = 1
@@ -160,20 +161,20 @@ def text_of(query: str, prompt: str, is_chat: bool = False) -> Text:
 
 def bind(host: str, port: int) -> socket.socket:
     """Takes the port before the model is loaded; connections are refused until the server listens. Raises
-    ValueError if the port cannot be taken."""
+    UsageError if the port cannot be taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except socket.gaierror as error:
-        raise ValueError(f"--host {host}: this machine has no such address: {error.strerror}") from error
+        text = f"this machine has no such address: {error.strerror}"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--host", value=host) from error
     bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise ValueError(
-            f"--port {port}: cannot listen there at {host}: {os.strerror(error.errno or 0)}"
-        ) from error
+        text = f"cannot listen there at {host}: {os.strerror(error.errno or 0)}. Name another port."
+        raise UsageError(ErrorCode.CLUSTER, text, flag="--port", value=port) from error
     return bound
 
 

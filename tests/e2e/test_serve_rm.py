@@ -18,11 +18,13 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from refusals import refused
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.backends.distributed import free_port
 from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import load_scorer
 from openrlhf.rewards import remote as remote_reward
 from openrlhf.rewards.remote import RemoteReward
@@ -235,7 +237,7 @@ def test_no_text_reaches_a_log(server: Server) -> None:
     assert server.log.read_text() == server.starting
 
 
-def refused(*flags: str, **environment: str) -> str:
+def stderr_of(*flags: str, **environment: str) -> str:
     command = [sys.executable, "-m", "openrlhf.cli.serve_rm", *flags]
     environ = {k: v for k, v in os.environ.items() if k != KEY_VARIABLE} | environment
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
@@ -247,17 +249,15 @@ def test_a_server_without_a_key_listens_to_this_machine_only(model: Path) -> Non
     flags = ("--reward.model_name_or_path", str(model), "--host", "0.0.0.0")
     assert (
         f"error: --host 0.0.0.0: without a key only this machine may ask; set {KEY_VARIABLE} here"
-        in refused(*flags)
+        in stderr_of(*flags)
     )
-    stated = refused(*flags, "--api_key", "True")
+    stated = stderr_of(*flags, "--api_key", "True")
     assert f"error: --api_key: the environment variable {KEY_VARIABLE} is not set" in stated
 
 
 def test_a_port_in_use_is_told(server: Server) -> None:
     port = urlsplit(server.url).port or 0
-    with pytest.raises(
-        ValueError, match=f"^--port {port}: cannot listen there at 127.0.0.1: Address already"
-    ):
+    with refused(ErrorCode.CLUSTER, flag="--port", value=port):
         bind("127.0.0.1", port)
 
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from openrlhf import plugins
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
+from openrlhf.errors import ErrorCode
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.rollout.executors import UserExecutor, check_agent_file
-from openrlhf.user_file import OtherModule, UserFiles
+from openrlhf.user_file import UserFiles
 
 REWARD, AGENT = "--reward.remote_url", "--train.agent_func_path"
 FLAGS = "--actor.model_name_or_path org/model --data.prompt_dataset org/rows --rollout.n_samples_per_prompt 2"
@@ -152,11 +154,13 @@ def test_every_machine_has_the_file_and_must_have_the_module(package: Path, tmp_
     copy, _, name = files.here(file).rpartition(":")
     assert (Path(copy).read_text(), name) == (JUDGE, "judge")
     (package / "rewards.py").write_text(JUDGE.replace("7.0", "0.0"))
-    with pytest.raises(OtherModule, match=r"house\.rewards:judge: on .*rewards\.py is not the same"):
+    with refused(ErrorCode.USER_CODE, value=module) as told:
         files.here(module)
+    assert str(package / "rewards.py") in told.value.text
     (package / "rewards.py").unlink()
-    with pytest.raises(OtherModule, match=r"it is not found\.\nInstall the same package on every machine"):
+    with refused(ErrorCode.USER_CODE, value=module) as told:
         files.here(module)
+    assert "rewards.py" not in told.value.text and "folder/file.py:judge" in told.value.text
 
 
 def test_a_fingerprint_follows_the_source(package: Path, tmp_path: Path) -> None:
@@ -173,11 +177,14 @@ def test_what_a_file_lacks_is_told_with_what_it_has(tmp_path: Path) -> None:
     path = tmp_path / "score.py"
     path.write_text(JUDGE)
     assert plugins.load(f"{path}:judge")([1], [1], [1]) == [7.0]
-    with pytest.raises(ValueError, match=rf"^{path} has no mark\. It has judge\.$"):
+    with refused(ErrorCode.USER_CODE, flag="", value="") as told:
         plugins.load(f"{path}:mark")
+    assert told.value.text == f"{path} has no mark. It has judge."
     path.write_text("x = 1\nopen('/no/such/file')\n")
-    with pytest.raises(ValueError, match=r"^line 2: FileNotFoundError"):
+    with refused(ErrorCode.USER_CODE, flag="", value="") as told:
         plugins.load(f"{path}:judge")
+    assert told.value.text.startswith("line 2: FileNotFoundError")
     path.unlink()
-    with pytest.raises(ValueError, match=f"^there is no file {path}$"):
+    with refused(ErrorCode.USER_CODE, flag="", value="") as told:
         plugins.load(f"{path}:judge")
+    assert str(path) in told.value.text

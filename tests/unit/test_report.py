@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from refusals import refused
 
+from openrlhf.errors import ErrorCode
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.report import (
     _is_noisy,
@@ -301,7 +303,7 @@ def test_a_report_while_the_last_line_is_being_written(tmp_path):
 
 
 def test_a_folder_that_is_not_a_run_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"is not a run folder: it has no metrics\.jsonl"):
+    with refused(ErrorCode.NOT_FOUND, value=tmp_path):
         write_report(tmp_path)
 
 

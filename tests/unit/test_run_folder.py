@@ -6,7 +6,9 @@ import sys
 
 import pytest
 import yaml
+from refusals import refused
 
+from openrlhf.errors import ErrorCode
 from openrlhf.observability.run_folder import (
     REDACTED,
     RunFolder,
@@ -163,7 +165,7 @@ def test_json_is_strict_and_numbers_come_back():
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "m.jsonl"
     path.write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-    with pytest.raises(ValueError, match=r"m\.jsonl:2 is not JSON"):
+    with refused(ErrorCode.UNREADABLE, value=path, row=2):
         list(read_jsonl(path))
     path.write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xc3')
     assert list(read_jsonl(path)) == [{"step": 1}]

@@ -3,14 +3,16 @@
 import importlib.util
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from openrlhf.config.fields import convert
 from openrlhf.config.options import PREFIX, option_fields
 from openrlhf.config.sections import LoggerConfig
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
 from openrlhf.registry import Registry
-from openrlhf.user_file import located
+from openrlhf.user_file import line_and_error
 
 FLAG, OPTIONS = "--logger.trackers", "--logger.tracker_options"
 TRACKERS = Registry("openrlhf.observability.trackers", Tracker)
@@ -19,26 +21,28 @@ TRACKERS = Registry("openrlhf.observability.trackers", Tracker)
 def trackers_of(logger: LoggerConfig) -> list[Tracker]:
     """Builds the trackers that the flags ask for, not yet opened.
 
-    Raises ValueError, which names the flag, for a tracker that cannot be imported, lacks its package or does
+    Raises UsageError, which names the flag, for a tracker that cannot be imported, lacks its package or does
     not have a given option.
     """
     flags = {} if logger.tensorboard_dir is None else {"tensorboard": "--logger.tensorboard_dir"}
     flags |= {"wandb": "--logger.wandb.key"} if logger.wandb.is_used else {}
     names = dict.fromkeys([*flags, *(logger.trackers or ())])
     classes = {flags.get(name, f"{FLAG} {name}"): _class_of(name) for name in names}
-    for flag, cls in classes.items():
+    for place, cls in classes.items():
         if cls.package and importlib.util.find_spec(cls.package) is None:
-            raise ValueError(
-                f"{flag}: needs the package {cls.package}.\n"
+            flag, _, name = place.partition(" ")
+            text = (
+                f"needs the package {cls.package}.\n"
                 f"Run `{cls.remedy}`, or leave the flag out: metrics.jsonl is always written."
             )
+            raise UsageError(ErrorCode.MISSING_PACKAGE, text, flag=flag, value=name)
     options = _options(logger.tracker_options or (), classes)
     return [cls.of(options) for cls in classes.values()]
 
 
 def open_trackers(run: TrackedRun) -> list[Tracker]:
     """Builds and opens the trackers that the flags ask for. Turns any exception of a user's tracker into a
-    ValueError."""
+    UsageError."""
     made = trackers_of(run.logger)
     for tracker in made:
         try:
@@ -47,7 +51,9 @@ def open_trackers(run: TrackedRun) -> list[Tracker]:
             if type(tracker) in TRACKERS.ours.values():
                 raise
             file = inspect.getsourcefile(type(tracker)) or type(tracker).__module__
-            raise ValueError(f"{FLAG}: {located(error, file)}") from error
+            raise UsageError(
+                ErrorCode.USER_CODE, line_and_error(error, file), flag=FLAG, value=file
+            ) from error
     return made
 
 
@@ -55,12 +61,13 @@ def _class_of(name: str) -> type[Tracker]:
     try:
         return TRACKERS[name]
     except KeyError:
-        raise ValueError(
-            f"{FLAG} {name}: there is no such tracker. There are {', '.join(TRACKERS.names)}.\n"
-            "One of yours is named as folder/file.py:NAME or package.module:NAME."
-        ) from None
+        text = (
+            f"there is no such tracker. There are {', '.join(TRACKERS.names)}.\n"
+            "Name your own as folder/file.py:NAME or package.module:NAME."
+        )
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=FLAG, value=name) from None
     except ValueError as error:
-        raise ValueError(f"{FLAG} {name}: {error}") from error
+        raise UsageError(ErrorCode.USER_CODE, str(error), flag=FLAG, value=name) from error
 
 
 def _options(words: Sequence[str], classes: Mapping[str, type[Tracker]]) -> dict[str, Any]:
@@ -71,15 +78,14 @@ def _options(words: Sequence[str], classes: Mapping[str, type[Tracker]]) -> dict
     options = {}
     for word in words:
         name, equals, value = word.partition("=")
+        wrong = partial(UsageError, flag=OPTIONS, value=word)
         if not equals:
-            raise ValueError(f"{OPTIONS} {word}: expects NAME=VALUE")
+            raise wrong(ErrorCode.INVALID_VALUE, "expects NAME=VALUE")
         if (field := fields.get(PREFIX + name)) is None:
-            raise ValueError(
-                f"{OPTIONS} {word}: no tracker has this option; "
-                + (f"there are {there}" if there else "they have none")
-            )
+            others = f"there are {there}" if there else "they have none"
+            raise wrong(ErrorCode.UNKNOWN_FLAG, f"no tracker has this option; {others}")
         try:
             options[name] = convert([value], field.type)
         except ValueError as error:
-            raise ValueError(f"{OPTIONS} {word}: {error}") from None
+            raise wrong(ErrorCode.INVALID_VALUE, str(error)) from None
     return options
