@@ -8,16 +8,17 @@ import difflib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
-from openrlhf.config.command import Explicit, NotYet, Problem, remark
+from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.plugins import file_of, is_reference, registered
 
 SCATTERED = (
@@ -28,98 +29,102 @@ SCATTERED = (
 there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A problem of a configuration for which a condition holds."""
+
+    key: str
+    """Key of the flag."""
+    when: Callable[[Any], object]
+    """Condition on the configuration."""
+    text: str | Callable[[Any], str]
+    """Problem and remedy, or a function of the configuration that returns them."""
+    code: ErrorCode = ErrorCode.CONFLICT
+    fatal: bool = True
+
+
+def broken(config: Any, rules: Iterable[Rule]) -> Iterator[Problem]:
+    """Yields the problems of a configuration by the rules, in their order."""
+    for rule in rules:
+        if rule.when(config):
+            text = rule.text if isinstance(rule.text, str) else rule.text(config)
+            yield Problem(rule.key, text, rule.code, rule.fatal)
+
+
+@dataclass(frozen=True, slots=True)
 class Unread:
     """Flags without effect under a condition. A value other than the default causes a remark and no error,
     since documented commands have such flags."""
 
-    keys: tuple[str, ...]
-    """Full keys of flags, or prefixes that end with a dot."""
-    when: Callable[[Any], bool]
+    keys: str
+    """Keys of flags with spaces between them. One that ends with a dot stands for all flags of a section."""
+    when: Callable[[Any], object]
+    """Condition on the configuration."""
     why: str
+    """The reason, as it continues the words "has no effect"."""
 
     def covers(self, key: str) -> bool:
-        return any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys)
+        return any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys.split())
+
+
+def needs(flag: str, keys: str) -> Unread:
+    """Returns the row of flags that have no effect unless another flag is set: to something else than None,
+    False, 0, -1 and an empty text."""
+    value_of = attrgetter(flag)
+    return Unread(keys, lambda c: value_of(c) in (None, False, -1, ""), f"without --{flag}")
 
 
 TEMPLATE_UNREAD = (
+    needs("data.apply_chat_template", "data.tokenizer_chat_template"),
     Unread(
-        keys=("data.tokenizer_chat_template",),
-        when=lambda c: not c.data.apply_chat_template,
-        why="data.apply_chat_template is off",
-    ),
-    Unread(
-        keys=("data.input_template",),
-        when=lambda c: c.data.apply_chat_template and c.data.input_template is not None,
-        why="data.apply_chat_template formats the rows",
+        "data.input_template",
+        lambda c: c.data.apply_chat_template and c.data.input_template is not None,
+        "with --data.apply_chat_template",
     ),
 )
-ALWAYS_PACKED = Unread(
-    keys=("ds.packing_samples",),
-    when=lambda c: True,
-    why="rows are always packed (padding-free)",
-)
+ALWAYS_PACKED = Unread("ds.packing_samples", lambda c: True, "because samples are always packed")
 COMMON_UNREAD = (
     ALWAYS_PACKED,
     Unread(
-        keys=("data.dataloader_num_workers",),
-        when=lambda c: True,
-        why="the tokenizer's own threads read all rows before training starts",
+        "data.dataloader_num_workers",
+        lambda c: True,
+        "because the tokenizer's own threads read all rows before training starts",
+    ),
+    needs("ds.lora.rank", "ds.lora.alpha ds.lora.dropout ds.lora.target_modules"),
+    Unread(
+        "ds.ring_attn_head_stride ds.sequence_parallel_mode",
+        lambda c: c.ds.ring_attn_size == 1,
+        "without sequence parallelism (ds.ring_attn_size 1)",
     ),
     Unread(
-        keys=("ds.lora.alpha", "ds.lora.dropout", "ds.lora.target_modules"),
-        when=lambda c: c.ds.lora.rank == 0,
-        why="LoRA is off (ds.lora.rank 0)",
+        "ds.ring_attn_head_stride",
+        lambda c: c.ds.sequence_parallel_mode == "ulysses",
+        "with ds.sequence_parallel_mode ulysses, which gathers no keys",
     ),
     Unread(
-        keys=("ds.ring_attn_head_stride", "ds.sequence_parallel_mode"),
-        when=lambda c: c.ds.ring_attn_size == 1,
-        why="every rank has whole rows (ds.ring_attn_size 1)",
+        "ds.zpg ds.overlap_comm ds.bucket_mb",
+        lambda c: c.train.backend == "torch",
+        "with train.backend torch, whose fully_shard plans its communication",
     ),
+    Unread("ds.zpg", lambda c: c.ds.zero_stage < 3, "unless ds.zero_stage is 3, which shards weights"),
+    Unread("ds.bucket_mb", lambda c: c.ds.zero_stage == 0, "with ds.zero_stage 0, which shards nothing"),
+    needs("train.dynamic_batch_enable", "train.max_tokens_per_gpu rollout.max_tokens_per_gpu"),
     Unread(
-        keys=("ds.ring_attn_head_stride",),
-        when=lambda c: c.ds.sequence_parallel_mode == "ulysses",
-        why="ds.sequence_parallel_mode ulysses gathers no keys",
-    ),
-    Unread(
-        keys=("ds.zpg", "ds.overlap_comm", "ds.bucket_mb"),
-        when=lambda c: c.train.backend == "torch",
-        why="fully_shard plans its communication (train.backend torch)",
-    ),
-    Unread(keys=("ds.zpg",), when=lambda c: c.ds.zero_stage < 3, why="only ds.zero_stage 3 shards weights"),
-    Unread(keys=("ds.bucket_mb",), when=lambda c: c.ds.zero_stage == 0, why="ds.zero_stage 0 shards nothing"),
-    Unread(
-        keys=("train.max_tokens_per_gpu", "rollout.max_tokens_per_gpu"),
-        when=lambda c: not c.train.dynamic_batch_enable,
-        why="train.dynamic_batch_enable is off",
-    ),
-    Unread(
-        keys=("train.micro_batch_size", "rollout.micro_batch_size"),
-        when=lambda c: c.train.dynamic_batch_enable,
-        why="train.dynamic_batch_enable fills rows by tokens",
+        "train.micro_batch_size rollout.micro_batch_size",
+        lambda c: c.train.dynamic_batch_enable,
+        "with --train.dynamic_batch_enable, which fills rows by tokens",
     ),
     *TEMPLATE_UNREAD,
+    needs("eval.dataset", "eval."),
+    needs("ckpt.save_steps", "ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem"),
+    needs("ckpt.load_enable", "ds.use_universal_ckpt"),
     Unread(
-        keys=("eval.",),
-        when=lambda c: c.eval.dataset is None,
-        why="there is no eval.dataset",
-    ),
-    Unread(
-        keys=("ckpt.save_hf", "ckpt.disable_ds", "ckpt.max_num", "ckpt.max_mem"),
-        when=lambda c: c.ckpt.save_steps < 1,
-        why="no checkpoints are written (ckpt.save_steps)",
-    ),
-    Unread(
-        keys=("ds.use_universal_ckpt",),
-        when=lambda c: not c.ckpt.load_enable,
-        why="nothing is resumed (ckpt.load_enable)",
-    ),
-    Unread(
-        keys=("logger.wandb.org", "logger.wandb.group", "logger.wandb.project"),
-        when=lambda c: c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()),
-        why="W&B is off (logger.wandb.key)",
+        "logger.wandb.org logger.wandb.group logger.wandb.project",
+        lambda c: c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()),
+        "without --logger.wandb.key",
     ),
 )
+IMAGES_UNREAD = needs("data.max_images_per_prompt", "data.image_key data.image_root data.image_hosts")
 
 
 def first_of_each(problems: list[Problem]) -> list[Problem]:
@@ -130,31 +135,14 @@ def first_of_each(problems: list[Problem]) -> list[Problem]:
     return list(first.values())
 
 
-NOT_YET = {
-    "ds.deepcompile": NotYet(
-        "DeepCompile",
-        "DeepSpeed then reduces the gradients of compiled graphs alone, and of rows of many lengths torch "
-        "compiles only some",
-    )
-}
-"""Training flags whose feature does not exist, with the reason."""
-
-IMAGES_UNREAD = Unread(
-    keys=("data.image_key", "data.image_root", "data.image_hosts"),
-    when=lambda c: not c.data.max_images_per_prompt,
-    why="data.max_images_per_prompt is 0",
-)
-
-
 def unread(config: Any, explicit: Explicit, table: tuple[Unread, ...]) -> Iterator[Problem]:
+    """Yields a remark on each flag that was set to something else than its default and has no effect."""
     values, defaults = values_of(config), values_of(type(config)())
     for key, source in explicit.items():
         if key not in defaults or source.shared or values[key] == defaults[key]:
             continue
-        for row in table:
-            if row.covers(key) and row.when(config):
-                yield remark(key, f"has no effect: {row.why}")
-                break
+        if row := next((row for row in table if row.covers(key) and row.when(config)), None):
+            yield remark(key, f"has no effect {row.why}")
 
 
 def required(config: Any, *keys: str) -> Iterator[Problem]:
@@ -170,7 +158,8 @@ def local_models(config: Any, *keys: str) -> Iterator[Problem]:
     for key in keys:
         for name in (values[key] or "").split(","):
             if _looks_local(name) and not os.path.isdir(name):
-                text = f"{missing(name, values[key])}; give the folder of a model, or a name on the hub"
+                remedy = "" if name.startswith("~") else "; give the folder of a model, or a name on the hub"
+                text = f"{missing(name, values[key])}{remedy}"
                 yield Problem(key, text, ErrorCode.NOT_FOUND)
 
 
@@ -184,8 +173,8 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
         if probs and values[probs] is not None:
             try:
                 parse_probabilities(values[probs], len(items), key)
-            except ValueError as error:
-                yield Problem(probs, str(error))
+            except UsageError as error:
+                yield Problem(probs, error.text, error.code)
 
 
 def split_spec(spec: str) -> list[str]:
@@ -207,18 +196,21 @@ def _dataset_path(item: str) -> str:
 
 
 def parse_probabilities(text: str, count: int, dataset_key: str) -> list[float]:
-    """Returns the numbers in `text`, one for each of the `count` datasets of `dataset_key`. Raises ValueError
-    with a message for users."""
+    """Returns the numbers in `text`, one for each of the `count` datasets of `dataset_key`. Raises UsageError
+    without the flag's name, which the caller adds."""
     try:
         probs = [float(word) for word in text.split(",")]
     except ValueError:
-        raise ValueError("expects numbers with commas between them, as 0.7,0.3") from None
+        message = "expects numbers with commas between them, such as 0.7,0.3"
+        raise UsageError(ErrorCode.INVALID_VALUE, message) from None
     if len(probs) != count:
-        raise ValueError(f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each")
+        message = f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each"
+        raise UsageError(ErrorCode.CONFLICT, message)
     total = sum(probs)
     if min(probs) <= 0 or abs(total - 1) > 1e-6:
         scaled = ",".join(f"{prob / total:.4g}" for prob in probs)
-        raise ValueError(f"must be above 0 and add up to 1{f', as {scaled}' if min(probs) > 0 else ''}")
+        remedy = f", for example {scaled}" if min(probs) > 0 else ""
+        raise UsageError(ErrorCode.INVALID_VALUE, f"must be above 0 and add up to 1{remedy}")
     return probs
 
 
@@ -236,7 +228,7 @@ def missing(path: str, said: str) -> str:
     """Describes a missing path. `said`: the flag's whole value, which the message shows in any case."""
     name = "" if path == said else f"{path} "
     if path.startswith("~"):
-        return "~ is only understood by the shell; write the whole path"
+        return "only a shell expands ~; write the whole path"
     parent = os.path.dirname(path) or "."
     if not os.path.isdir(parent):
         return f"{name}does not exist, nor does the folder {parent}"
@@ -244,44 +236,61 @@ def missing(path: str, said: str) -> str:
     return f"{name}does not exist" + (f"; near it: {', '.join(near)}" if near else "")
 
 
-IN_BASH = r"has a backslash and an n, not a line break; in bash write $'...\n...'"
+HIDDEN_ROUTERS = "hides the routers from the load-balancing loss ({}); remove one of the two"
+IN_BASH = r"has a backslash and an n instead of a line break; in bash write $'...\n...'"
 
 
 def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
+    """Checks that data.input_template has a place for the prompt."""
     key, template = "data.input_template", config.data.input_template
     if template is None or key not in explicit or config.data.apply_chat_template:
         return
     try:
         has_place = template.format("<prompt>") != template.format("")
     except (KeyError, IndexError, ValueError):
-        yield Problem(key, "must have one {} for the prompt; write other braces twice: {{ }}")
+        text = "must have one {} for the prompt; write every other brace twice: {{ }}"
+        yield Problem(key, text, ErrorCode.INVALID_VALUE)
         return
     if not has_place:
-        yield Problem(key, "has no {} for the prompt to go to; use None for the prompt alone")
+        text = "has no {} in place of the prompt; use None for the prompt alone"
+        yield Problem(key, text, ErrorCode.INVALID_VALUE)
     elif "\\n" in template:
         yield remark(key, IN_BASH)
 
 
-def image_rows(config: Any) -> Iterator[Problem]:
-    data, key = config.data, "data.max_images_per_prompt"
-    if data.max_images_per_prompt and not data.apply_chat_template:
-        yield Problem(key, "needs --data.apply_chat_template, which writes where an image stands")
-    if data.max_images_per_prompt and config.ds.use_liger_kernel:
-        yield Problem("ds.use_liger_kernel", f"its kernels read no images (--{key}); remove it")
-    if data.image_root is not None and not os.path.isdir(data.image_root):
-        yield Problem("data.image_root", "is no folder; name the one that the paths of images begin at")
-    if not all(_HOST.fullmatch(host) for host in data.image_hosts or ()):
-        yield Problem(
-            "data.image_hosts", "names of hosts are without https:// and paths, as images.example.org"
-        )
-
-
 _HOST = re.compile(r"[a-z0-9.-]+")
+
+IMAGE_ROWS = (
+    Rule(
+        "data.max_images_per_prompt",
+        lambda c: c.data.max_images_per_prompt and not c.data.apply_chat_template,
+        "needs --data.apply_chat_template, which marks the place of each image",
+    ),
+    Rule(
+        "ds.use_liger_kernel",
+        lambda c: c.data.max_images_per_prompt and c.ds.use_liger_kernel,
+        "Liger's kernels read no images (--data.max_images_per_prompt); remove one of the two",
+        ErrorCode.UNSUPPORTED,
+    ),
+    Rule(
+        "data.image_root",
+        lambda c: c.data.image_root is not None and not os.path.isdir(c.data.image_root),
+        "is not a folder; name the one to which image paths are relative",
+        ErrorCode.NOT_FOUND,
+    ),
+    Rule(
+        "data.image_hosts",
+        lambda c: not all(_HOST.fullmatch(host) for host in c.data.image_hosts or ()),
+        "expects names of hosts without https:// and path, such as images.example.org",
+        ErrorCode.INVALID_VALUE,
+    ),
+)
 
 
 def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
     if not alone:
-        yield Problem(key, f"{name} must stand alone: one .py file, or several http URLs")
+        text = f"{name} must stand alone: give one .py file, or several http URLs"
+        yield Problem(key, text, ErrorCode.INVALID_VALUE)
     else:
         form = "is neither a .py file nor a URL that starts with http:// or https://"
         yield from plugged(key, name, "rewards", f"{form}, nor a function as folder/file.py:NAME")
@@ -294,7 +303,7 @@ def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
             yield Problem(key, missing(file, name), ErrorCode.NOT_FOUND)
     elif not is_reference(name) and name not in (names := registered(kind)):
         known = f"; installed packages register {', '.join(names)}" if names else ""
-        yield Problem(key, f"{form} or package.module:NAME{known}")
+        yield Problem(key, f"{form} or package.module:NAME{known}", ErrorCode.INVALID_VALUE)
 
 
 def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
@@ -302,9 +311,10 @@ def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
     if not ds.load_in_4bit:
         return
     if ds.lora.rank == 0:
-        yield Problem(key, "leaves nothing to train, 4-bit weights are frozen; add --ds.lora.rank 16")
+        yield Problem(key, "freezes all linear layers, so adapters must be trained; add --ds.lora.rank 16")
     elif ds.zero_stage == 3:
-        yield Problem(key, "gives wrong gradients where weights are sharded; use --ds.zero_stage 0, 1 or 2")
+        text = "gives wrong gradients at ds.zero_stage 3, which shards weights; use --ds.zero_stage 0, 1 or 2"
+        yield Problem(key, text, ErrorCode.UNSUPPORTED)
     else:
         yield from bitsandbytes(ds.load_in_4bit)
 
@@ -334,43 +344,43 @@ def vllm(key: str) -> Iterator[Problem]:
 
 
 def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[Problem]:
+    """Checks the optimizer of a model. `prefix`: prefix of its flags."""
     if optim.lr_scheduler not in LR_SCHEDULERS:
         near = difflib.get_close_matches(optim.lr_scheduler, LR_SCHEDULERS, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(LR_SCHEDULERS)}"
-        yield Problem(f"{prefix}lr_scheduler", f"there is no such schedule; {remedy}")
+        text = f"there is no such schedule; {remedy}"
+        yield Problem(f"{prefix}lr_scheduler", text, ErrorCode.INVALID_VALUE)
     if optim.optim == "muon" and optim.max_norm > 0 and ds.zero_stage > 0:
         yield Problem(
             f"{prefix}max_norm",
-            "DeepSpeed clips what Muon has made orthogonal, and little is left of it; "
-            f"use --{prefix}max_norm 0",
+            "DeepSpeed would clip the updates that Muon has already normalised, and leave almost nothing of "
+            f"them; use --{prefix}max_norm 0",
         )
     if optim.optim == "muon" and ds.adam_offload:
-        yield Problem("ds.adam_offload", "keeps states of Adam on the CPU, not of Muon; remove it")
+        text = "only supports Adam's optimizer states, not Muon's; remove it"
+        yield Problem("ds.adam_offload", text, ErrorCode.UNSUPPORTED)
 
 
-def optimizer_unread(prefix: str, optim_of: Callable[[Any], OptimConfig]) -> tuple[Unread, ...]:
-    """Returns the flags of a model's optimizer that have no effect. `prefix`: prefix of their names;
-    `optim_of`: returns their section of a configuration."""
+def optimizer_unread(prefix: str = "") -> tuple[Unread, ...]:
+    """Returns the flags of a model's optimizer that have no effect. `prefix`: prefix of their names, a
+    section with a dot."""
+    of = attrgetter(prefix[:-1]) if prefix else lambda config: config
     return (
         Unread(
-            keys=(f"{prefix}muon.ns_steps", f"{prefix}muon.nesterov"),
-            when=lambda c: optim_of(c).optim == "muon",
-            why="DeepSpeed's Muon always takes 5 steps with Nesterov momentum",
+            f"{prefix}muon.ns_steps {prefix}muon.nesterov",
+            lambda c: of(c).optim == "muon",
+            "because DeepSpeed's Muon always makes 5 steps with Nesterov momentum",
+        ),
+        Unread(f"{prefix}muon.", lambda c: of(c).optim == "adam", f"without --{prefix}optim muon"),
+        Unread(
+            f"{prefix}min_lr_ratio",
+            lambda c: not of(c).lr_scheduler.endswith("_with_min_lr"),
+            f"because the schedule has no floor; {prefix}lr_scheduler cosine_with_min_lr has one",
         ),
         Unread(
-            keys=(f"{prefix}muon.",),
-            when=lambda c: optim_of(c).optim == "adam",
-            why="the optimizer is adam",
-        ),
-        Unread(
-            keys=(f"{prefix}min_lr_ratio",),
-            when=lambda c: not optim_of(c).lr_scheduler.endswith("_with_min_lr"),
-            why=f"the schedule has no floor; {prefix}lr_scheduler cosine_with_min_lr has one",
-        ),
-        Unread(
-            keys=(f"{prefix}lr_decay_ratio",),
-            when=lambda c: optim_of(c).lr_scheduler != "warmup_stable_decay",
-            why="only the schedule warmup_stable_decay ends in a decay of its own",
+            f"{prefix}lr_decay_ratio",
+            lambda c: of(c).lr_scheduler != "warmup_stable_decay",
+            f"without --{prefix}lr_scheduler warmup_stable_decay",
         ),
     )
 
@@ -399,7 +409,7 @@ def uneven_batch(config: Any, batch: int, ranks: int) -> str:
     """Returns why a batch of this size does not divide among the ranks in full rows; "" if it does."""
     micro = config.train.micro_batch_size
     if batch % ranks:
-        return f"does not divide among {ranks} ranks"
+        return f"is not a multiple of the {ranks} data-parallel ranks"
     if not config.train.dynamic_batch_enable and batch // ranks > micro and batch // ranks % micro:
         return f"is not a multiple of {ranks} ranks x train.micro_batch_size {micro} = {ranks * micro}"
     return ""
@@ -410,13 +420,51 @@ _SEARCH = 10_000
 
 
 def precision(config: Any) -> Iterator[Problem]:
-    ds = config.ds
-    if ds.adam_offload and ds.zero_stage == 0:
-        yield Problem("ds.adam_offload", "needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3")
-    yield from _accumulation(ds)
-    yield from row_attention(ds.attn_implementation)
-    yield from attention_packages(ds)
-    yield from _liger(ds)
+    yield from broken(config, PRECISION)
+    yield from row_attention(config.ds.attn_implementation)
+    yield from attention_packages(config.ds)
+    yield from _liger(config.ds)
+
+
+def _sums_in_other_type(c: Any) -> bool:
+    return c.ds.grad_accum_dtype not in (None, c.ds.param_dtype)
+
+
+PRECISION = (
+    Rule(
+        "ds.deepcompile",
+        lambda c: c.ds.deepcompile,
+        "is not implemented: DeepSpeed would reduce only the gradients of compiled graphs, and torch "
+        "compiles only some of the rows, because their lengths differ; remove it",
+        ErrorCode.UNSUPPORTED,
+    ),
+    Rule(
+        "ds.adam_offload",
+        lambda c: c.ds.adam_offload and c.ds.zero_stage == 0,
+        "needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3",
+    ),
+    Rule(
+        "ds.grad_accum_dtype",
+        lambda c: _sums_in_other_type(c) and c.ds.grad_accum_dtype != "fp32",
+        lambda c: (
+            f"with ds.param_dtype {c.ds.param_dtype} gradients can add up in "
+            + (
+                "fp32; use that"
+                if c.ds.param_dtype == "fp32"
+                else f"{c.ds.param_dtype} or fp32; use one of them"
+            )
+        ),
+        ErrorCode.UNSUPPORTED,
+    ),
+    Rule(
+        "ds.grad_accum_dtype",
+        lambda c: _sums_in_other_type(c) and c.ds.zero_stage == 0,
+        lambda c: (
+            f"at ds.zero_stage 0 they add up in ds.param_dtype {c.ds.param_dtype}; use ds.zero_stage 2 or 3"
+        ),
+        ErrorCode.UNSUPPORTED,
+    ),
+)
 
 
 def secondary_partition(ds: DeepSpeedConfig, ranks: Mapping[str, int]) -> Iterator[Problem]:
@@ -437,17 +485,15 @@ def sequence_parallel(
     size, key = ds.ring_attn_size, "ds.ring_attn_size"
     if size == 1:
         return
-    yield from _torn(key, ranks, size, "share each row")
+    yield from _incomplete_groups(key, ranks, size, "sequence-parallel size")
     if reads_images:
-        yield Problem(key, "ranks do not share rows with images (data.max_images_per_prompt); remove one")
+        text = "sequence parallelism reads no images (data.max_images_per_prompt); remove one of the two"
+        yield Problem(key, text, ErrorCode.UNSUPPORTED)
     if ds.attn_implementation != "auto":
         is_flash = ds.attn_implementation in FLASH_PACKAGES
-        yield Problem(
-            "ds.attn_implementation",
-            "sees whole rows, which ranks share (ds.ring_attn_size); "
-            + ("auto takes its place, flash attention too" if is_flash else "use auto"),
-            fatal=not is_flash,
-        )
+        remedy = "auto replaces it, flash attention included" if is_flash else "use auto"
+        text = f"reads whole rows, and sequence parallelism (ds.ring_attn_size) splits them; {remedy}"
+        yield Problem("ds.attn_implementation", text, ErrorCode.CONFLICT, not is_flash)
 
 
 def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
@@ -458,40 +504,37 @@ def tensor_parallel(config: Any, ranks: Mapping[str, int]) -> Iterator[Problem]:
     if ds.zero_stage == 3:
         yield Problem(key, "ds.zero_stage 3 shards the same weights; use --ds.zero_stage 2")
     if ds.zero_stage == 0 and ds.param_dtype != "fp32":
-        yield Problem(
-            key,
-            f"at ds.zero_stage 0 DeepSpeed counts a part of the norm of gradients in {ds.param_dtype}; "
-            "use --ds.zero_stage 1 or 2",
-        )
+        text = f"at ds.zero_stage 0 DeepSpeed computes a part of the gradient norm in {ds.param_dtype}"
+        yield Problem(key, f"{text}; use --ds.zero_stage 1 or 2", ErrorCode.UNSUPPORTED)
     for other, why in NOT_TENSOR_PARALLEL.items():
         if values.get(other) not in (None, False, 0):
-            yield Problem(key, f"{why} ({other}); remove one")
+            yield Problem(key, f"{why} ({other}); remove one of the two", ErrorCode.UNSUPPORTED)
     for other in (name for name, value in values.items() if name.endswith("optim") and value == "muon"):
-        yield Problem(key, f"Muon makes whole matrices orthogonal ({other}); remove one")
-    each = ds.tensor_parallel_size * ds.ring_attn_size
-    yield from _torn(key, ranks, each, "have the same samples")
+        text = f"Muon needs whole matrices ({other}); remove one of the two"
+        yield Problem(key, text, ErrorCode.UNSUPPORTED)
+    size = ds.tensor_parallel_size * ds.ring_attn_size
+    name = "tensor-parallel size" + (" x sequence-parallel size =" if ds.ring_attn_size > 1 else "")
+    yield from _incomplete_groups(key, ranks, size, name)
 
 
-def _torn(key: str, ranks: Mapping[str, int], each: int, how: str) -> Iterator[Problem]:
-    """Refuses models whose number of ranks is not a multiple of `each`, the size of a group. `how`: what a
-    group does, for messages."""
+def _incomplete_groups(key: str, ranks: Mapping[str, int], size: int, name: str) -> Iterator[Problem]:
+    """Refuses models whose number of ranks is not a multiple of `size`, the ranks of a group. `name`: what
+    the size is called in messages."""
     for whose, number in ranks.items():
-        if number % each:
-            yield Problem(
-                key,
-                f"does not divide the {number} rank{'s' * (number > 1)} of the {whose}, of which {each} "
-                f"{how}; use a multiple of {each}",
-            )
+        if number % size:
+            ranks_of = f"the {whose} has {number} rank{'s' * (number > 1)}"
+            yield Problem(key, f"{ranks_of}, not a multiple of the {name} {size}; change one of the two")
 
 
 NOT_TENSOR_PARALLEL = {
-    "ds.lora.rank": "adapters are not shared with the matrices that they change",
-    "data.max_images_per_prompt": "models that read images are not shared",
+    "ds.lora.rank": "tensor parallelism does not split adapters",
+    "data.max_images_per_prompt": "tensor parallelism does not split models that read images",
     **dict.fromkeys(
-        ("ref.offload", "teacher.offload", "reward.offload"), "DeepSpeed shards the weights that it offloads"
+        ("ref.offload", "teacher.offload", "reward.offload"),
+        "DeepSpeed would shard the offloaded weights again",
     ),
 }
-"""Flags that cannot be combined with it unless they are off, with the reason."""
+"""Flags that cannot be combined with tensor parallelism unless they are off, with the reason."""
 
 
 def backend(config: Any) -> Iterator[Problem]:
@@ -507,39 +550,27 @@ def backend(config: Any) -> Iterator[Problem]:
             if values[own] not in allowed:
                 words = " or ".join(str(value) for value in allowed if value is not None)
                 remedy = "remove it" if allowed == (False,) else f"use {words}"
-                yield Problem(own, f"train.backend torch {why}; {remedy}, or use train.backend deepspeed")
+                text = f"train.backend torch {why}; {remedy}, or use train.backend deepspeed"
+                yield Problem(own, text, ErrorCode.UNSUPPORTED)
 
 
 TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {
-    "ds.zero_stage": ((2, 3), "shards optimizer states and gradients"),
-    "ds.param_dtype": (("bf16", "fp32"), "does not scale losses"),
-    "ds.grad_accum_dtype": ((None, "fp32"), "adds gradients up in float32"),
-    "ds.tensor_parallel_size": ((1,), "shares no matrices"),
-    "ds.ring_attn_size": ((1,), "shares no rows"),
+    "ds.zero_stage": ((2, 3), "always shards optimizer states and gradients"),
+    "ds.param_dtype": (("bf16", "fp32"), "has no loss scaling"),
+    "ds.grad_accum_dtype": ((None, "fp32"), "adds gradients up in fp32"),
+    "ds.tensor_parallel_size": ((1,), "has no tensor parallelism"),
+    "ds.ring_attn_size": ((1,), "has no sequence parallelism"),
     "ds.adam_offload": ((False,), "has no optimizer on the CPU beside a GPU"),
-    "ds.load_in_4bit": ((False,), "shards no weights of 4 bits"),
-    "ds.use_universal_ckpt": ((False,), "reads its own checkpoints, for any number of ranks"),
+    "ds.load_in_4bit": ((False,), "cannot shard 4-bit weights"),
+    "ds.use_universal_ckpt": ((False,), "resumes from its own checkpoints with any number of ranks"),
     "optim": (("adam",), "has no Muon"),
     "train.enable_ema": ((False,), "keeps no moving average"),
-    "gradient_checkpointing_reentrant": ((False,), "has no reentrant checkpointing"),
+    "gradient_checkpointing_reentrant": ((False,), "has no reentrant gradient checkpointing"),
     **dict.fromkeys(
         ("ref.offload", "teacher.offload", "reward.offload"), ((False,), "keeps no weights on the CPU")
     ),
 }
 """Maps a flag, or the end of its name, to its values with train.backend torch and the reason."""
-
-
-def _accumulation(ds: Any) -> Iterator[Problem]:
-    key, accumulated, own = "ds.grad_accum_dtype", ds.grad_accum_dtype, ds.param_dtype
-    if accumulated in (None, own):
-        return
-    if accumulated != "fp32":
-        kinds = "fp32" if own == "fp32" else f"{own} or fp32"
-        yield Problem(key, f"gradients of ds.param_dtype {own} add up in {kinds}; use that")
-    elif ds.zero_stage == 0:
-        yield Problem(
-            key, f"at ds.zero_stage 0 they add up in ds.param_dtype {own}; use --ds.zero_stage 2 or 3"
-        )
 
 
 def row_attention(name: str) -> Iterator[Problem]:
@@ -548,7 +579,8 @@ def row_attention(name: str) -> Iterator[Problem]:
         remedy = (
             f"did you mean {near[0]}?" if near else f"use {', '.join(ROW_KERNELS)} or a {HUB_KERNELS} name"
         )
-        yield Problem("ds.attn_implementation", f"is not known to keep packed sequences apart; {remedy}")
+        text = f"is not known to keep packed sequences apart; {remedy}"
+        yield Problem("ds.attn_implementation", text, ErrorCode.INVALID_VALUE)
 
 
 def attention_packages(ds: Any) -> Iterator[Problem]:
@@ -559,26 +591,25 @@ def attention_packages(ds: Any) -> Iterator[Problem]:
     if flash is None:
         return
     if importlib.util.find_spec(flash) is None:
-        yield remark(key, f"the package {flash} is not installed: auto takes its place")
+        yield remark(key, f"the package {flash} is not installed, so auto replaces it")
     elif ds.param_dtype == "fp32":
-        yield Problem(key, "flash attention has no float32; use auto, or ds.param_dtype bf16")
+        yield Problem(key, "flash attention does not support fp32; use auto, or ds.param_dtype bf16")
 
 
 def _liger(ds: Any) -> Iterator[Problem]:
-    key = "ds.use_liger_kernel"
     if not ds.use_liger_kernel:
         return
-    yield from package(key, "liger-kernel", extra="liger")
+    yield from package("ds.use_liger_kernel", "liger-kernel", extra="liger")
     if ds.experts_implementation is not None:
-        yield Problem("ds.experts_implementation", f"{key} brings a kernel for experts; remove one")
+        text = "ds.use_liger_kernel has a kernel for experts too; remove one of the two"
+        yield Problem("ds.experts_implementation", text)
 
 
 def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
+    """Checks the flags of checkpoints, folders, trackers and W&B."""
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
-        yield remark(
-            "ckpt.disable_ds",
-            "leaves nothing to save every ckpt.save_steps; --ckpt.save_hf would write copies",
-        )
+        text = "leaves nothing to save every ckpt.save_steps; --ckpt.save_hf would save models"
+        yield remark("ckpt.disable_ds", text)
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
         "ckpt.path": ckpt.folder,
@@ -587,15 +618,17 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     }
     for key, folder in folders.items():
         if folder is not None and os.path.isfile(folder):
-            yield Problem(key, "is a file; name a folder")
+            yield Problem(key, "is a file; name a folder", ErrorCode.NOT_WRITABLE)
     for name in logger.trackers or ():
         if (file := file_of(name)) and not os.path.isfile(file):
-            yield Problem("logger.trackers", missing(file, " ".join(logger.trackers or ())))
+            text = missing(file, " ".join(logger.trackers or ()))
+            yield Problem("logger.trackers", text, ErrorCode.NOT_FOUND)
     if logger.wandb.key == "***":
-        yield Problem("logger.wandb.key", "is a mask, not a key; use True and set WANDB_API_KEY")
+        text = "is a mask, not a key; use True and set WANDB_API_KEY"
+        yield Problem("logger.wandb.key", text, ErrorCode.INVALID_VALUE)
     elif logger.wandb.key is not None and not logger.wandb.is_used:
-        yield remark("logger.wandb.key", "has no effect: WANDB_MODE is disabled")
+        yield remark("logger.wandb.key", "has no effect because WANDB_MODE is disabled")
     elif logger.wandb.is_used:
-        without = ".\nTo go on without it set WANDB_MODE=disabled, or leave it out: metrics.jsonl and "
-        without += "report.html are written all the same"
+        without = ".\nTo run without it set WANDB_MODE=disabled or remove the flag; metrics.jsonl and "
+        without += "report.html are written in any case"
         yield from package("logger.wandb.key", "wandb", extra="wandb", otherwise=without)

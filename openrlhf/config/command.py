@@ -47,20 +47,6 @@ def remark(key: str, text: str) -> Problem:
     return Problem(key, text, fatal=False)
 
 
-@dataclass(frozen=True, slots=True)
-class NotYet:
-    """A flag whose feature does not exist: values other than its default are refused."""
-
-    what: str
-    """The feature."""
-    why: str = ""
-    """The reason why it does not work."""
-
-    @property
-    def state(self) -> str:
-        return f"not available yet{self.why and ': '}{self.why}"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command(Generic[ConfigT]):
     name: str
@@ -74,8 +60,6 @@ class Command(Generic[ConfigT]):
     """Checks the placement, given the values that `resolve` chose."""
     selected: Callable[[ConfigT], Mapping[str, type]] = lambda config: {}
     """Maps flags to the classes that they select, whose fields are options."""
-    not_yet: Mapping[str, NotYet] = field(default_factory=dict)
-    """Flags without a feature, by key; `--help` and docs/flags.md mark them."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Maps flags to environment variables, which set them if nothing else does."""
     has_plan: bool = False

@@ -1,7 +1,6 @@
 """The commands of `openrlhf`, declared for `parse`."""
 
 from openrlhf.config import old_flags, supervised_checks
-from openrlhf.config.checks import NOT_YET
 from openrlhf.config.command import Command
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.inference_checks import batch_inference_problems, chat_problems
@@ -16,7 +15,6 @@ SFT = Command(
     config_type=SFTConfig,
     summary="Supervised fine-tuning: trains a model on prompts and responses.",
     old_flags=old_flags.SFT,
-    not_yet=NOT_YET,
     problems=supervised_checks.sft_problems,
 )
 RM = Command(
@@ -24,7 +22,6 @@ RM = Command(
     config_type=RMConfig,
     summary="Reward model: learns from pairs of answers which one is better.",
     old_flags=old_flags.RM,
-    not_yet=NOT_YET,
     problems=supervised_checks.rm_problems,
 )
 PRM = Command(
@@ -32,7 +29,6 @@ PRM = Command(
     config_type=PRMConfig,
     summary="Process reward model: learns to score every step of a solution.",
     old_flags=old_flags.PRM,
-    not_yet=NOT_YET,
     problems=supervised_checks.prm_problems,
 )
 DPO = Command(
@@ -40,7 +36,6 @@ DPO = Command(
     config_type=DPOConfig,
     summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
     old_flags=old_flags.DPO,
-    not_yet=NOT_YET,
     problems=supervised_checks.dpo_problems,
 )
 KTO = Command(
@@ -48,7 +43,6 @@ KTO = Command(
     config_type=KTOConfig,
     summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
     old_flags=old_flags.KTO,
-    not_yet=NOT_YET,
     problems=supervised_checks.kto_problems,
 )
 KD = Command(
@@ -56,7 +50,6 @@ KD = Command(
     config_type=KDConfig,
     summary="Knowledge distillation: a student learns to answer as a teacher does.",
     old_flags=old_flags.KD,
-    not_yet=NOT_YET,
     problems=supervised_checks.kd_problems,
 )
 PPO = Command(
@@ -64,7 +57,6 @@ PPO = Command(
     config_type=PPOConfig,
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
     old_flags=old_flags.PPO,
-    not_yet=NOT_YET,
     problems=ppo_problems,
     placed=ppo_placement_problems,
     selected=lambda config: config.selected,

@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterator
 
 from openrlhf.config import checks
-from openrlhf.config.checks import Unread
+from openrlhf.config.checks import Rule, Unread, needs
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+from openrlhf.errors import ErrorCode
 
 
 def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -> list[Problem]:
@@ -17,9 +18,8 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *checks.local_models(config, "model.model_name_or_path"),
             *checks.local_datasets(config, ("data.dataset", "data.dataset_probs")),
             *checks.template(config, explicit),
-            *_output(config),
-            *_processing(config),
-            *_answers(config),
+            *checks.broken(config, RULES),
+            *_ranks(config),
             *checks.attention_packages(config.ds),
             *_engine(config, explicit),
             *checks.unread(config, explicit, SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
@@ -34,8 +34,7 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *checks.required(config, "model.model_name_or_path"),
             *checks.local_models(config, "model.model_name_or_path"),
             *checks.template(config, explicit),
-            *_initial_prompt(config),
-            *_room(config),
+            *checks.broken(config, CHAT_RULES),
             *checks.attention_packages(config.ds),
             *_engine(config, explicit),
             *checks.unread(config, explicit, SAMPLING_UNREAD + CHAT_UNREAD),
@@ -46,127 +45,131 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
 SAMPLING_UNREAD = (
     *checks.TEMPLATE_UNREAD,
     Unread(
-        keys=("rollout.temperature", "rollout.top_p"),
-        when=lambda c: c.rollout.greedy,
-        why="rollout.greedy takes the most likely token",
+        "rollout.temperature rollout.top_p",
+        lambda c: c.rollout.greedy,
+        "with --rollout.greedy, which takes the most likely token",
     ),
-    Unread(keys=("csft.prompt",), when=lambda c: not c.csft.enable, why="csft.enable is off"),
+    needs("csft.enable", "csft.prompt"),
 )
 BATCH_INFERENCE_UNREAD = (
     Unread(
-        keys=("rollout.", "csft.", "iter", "data.prompt_max_len"),
-        when=lambda c: c.task == "rm",
-        why="task rm samples nothing",
+        "rollout. csft. iter data.prompt_max_len",
+        lambda c: c.task == "rm",
+        "with task rm, which samples nothing",
     ),
     Unread(
-        keys=("reward.", "data.output_key", "data.max_len", "ds.value_head_prefix"),
-        when=lambda c: c.task != "rm",
-        why="only task rm scores answers",
+        "reward. data.output_key data.max_len ds.value_head_prefix",
+        lambda c: c.task != "rm",
+        "because only task rm scores answers",
     ),
     Unread(
-        keys=("reward.template",),
-        when=lambda c: c.post_processor != "csft",
-        why="only post_processor csft writes rewards into inputs",
+        "reward.template",
+        lambda c: c.post_processor != "csft",
+        "without --post_processor csft, which writes rewards into inputs",
     ),
-    Unread(keys=("rollout.batch_size",), when=lambda c: c.iter is None, why="there is no iter"),
+    Unread("rollout.batch_size", lambda c: c.iter is None, "without --iter"),
     Unread(
-        keys=("ds.zero_stage",),
-        when=lambda c: True,
-        why="each rank holds the whole model; task generate_vllm spreads it over GPUs "
+        "ds.zero_stage",
+        lambda c: True,
+        "because each rank holds the whole model; task generate_vllm spreads it over GPUs "
         "(vllm.tensor_parallel_size)",
     ),
     Unread(
-        keys=("vllm.",),
-        when=lambda c: c.engine != "vllm",
-        why="no vLLM engine starts (task, rollout.engine)",
+        "vllm.",
+        lambda c: c.engine != "vllm",
+        "because no vLLM engine starts (task, rollout.engine)",
     ),
     Unread(
-        keys=("train.micro_batch_size", "ds.attn_implementation", "train.full_determinism_enable"),
-        when=lambda c: c.engine == "vllm",
-        why="vLLM makes its own batches and chooses its own kernels",
+        "train.micro_batch_size ds.attn_implementation train.full_determinism_enable",
+        lambda c: c.engine == "vllm",
+        "because vLLM forms its own batches and chooses its own kernels",
     ),
 )
 CHAT_UNREAD = (
-    Unread(
-        keys=("vllm.",),
-        when=lambda c: c.engine != "vllm",
-        why="rollout.engine is transformers",
+    Unread("vllm.", lambda c: c.engine != "vllm", "without --rollout.engine vllm"),
+    Unread("ds.attn_implementation", lambda c: c.engine == "vllm", "because vLLM chooses its own kernels"),
+)
+
+RULES = (
+    Rule(
+        "output_path",
+        lambda c: os.path.isdir(c.output_path),
+        "is a folder; name a .jsonl file",
+        ErrorCode.NOT_WRITABLE,
     ),
-    Unread(
-        keys=("ds.attn_implementation",),
-        when=lambda c: c.engine == "vllm",
-        why="vLLM chooses its own kernels",
+    Rule(
+        "output_path",
+        lambda c: c.output_path and not c.output_path.endswith(".jsonl"),
+        "must end in .jsonl, from which commands that read it know its format",
+        ErrorCode.INVALID_VALUE,
+    ),
+    Rule(
+        "output_path",
+        lambda c: (
+            c.output_path
+            and os.path.abspath(c.output_path) in map(os.path.abspath, c.data.dataset.split(","))
+        ),
+        "is the dataset that is read; name another file",
+    ),
+    Rule(
+        "post_processor",
+        lambda c: c.post_processor and c.task in ("generate", "generate_vllm"),
+        lambda c: f"needs rewards, and task {c.task} gives none; use it with --task rm on the answers",
+    ),
+    *(
+        Rule(
+            "reward.template",
+            lambda c, place=place: c.post_processor == "csft" and place not in c.reward.template,
+            f"has no {place}",
+            ErrorCode.INVALID_VALUE,
+        )
+        for place in ("{input}", "{reward}")
+    ),
+    Rule(
+        "rollout.n_samples_per_prompt",
+        lambda c: c.task != "rm" and c.rollout.greedy and c.rollout.n_samples_per_prompt > 1,
+        "rollout.greedy gives the same answer every time; remove one of the two",
+    ),
+)
+CHAT_RULES = (
+    Rule(
+        "ta_prompt",
+        lambda c: c.ta_prompt is not None and not os.path.isfile(c.ta_prompt),
+        lambda c: checks.missing(c.ta_prompt, c.ta_prompt),
+        ErrorCode.NOT_FOUND,
+    ),
+    Rule(
+        "rollout.max_new_tokens",
+        lambda c: (c.rollout.max_new_tokens or 0) >= c.data.max_len,
+        lambda c: f"leaves no room for a prompt in data.max_len {c.data.max_len}; raise data.max_len",
     ),
 )
 
 
-def _output(config: BatchInferenceConfig) -> Iterator[Problem]:
-    path = config.output_path
-    if not path:
-        return
-    if os.path.isdir(path):
-        yield Problem("output_path", "is a folder; name a .jsonl file")
-    elif not path.endswith(".jsonl"):
-        yield Problem("output_path", "must end in .jsonl: by its ending the commands that read it know it")
-    elif os.path.abspath(path) in map(os.path.abspath, config.data.dataset.split(",")):
-        yield Problem("output_path", "is the dataset that is read; name another file")
-
-
-def _processing(config: BatchInferenceConfig) -> Iterator[Problem]:
-    if config.post_processor and config.task in ("generate", "generate_vllm"):
-        yield Problem(
-            "post_processor",
-            f"works on rewards, and task {config.task} gives none; use it with --task rm on its output",
-        )
-    if config.post_processor == "csft":
-        for place in ("{input}", "{reward}"):
-            if place not in config.reward.template:
-                yield Problem("reward.template", f"has no {place}")
-
-
-def _answers(config: BatchInferenceConfig) -> Iterator[Problem]:
-    rollout, ranks = config.rollout, os.environ.get("WORLD_SIZE", "1")
-    if config.task == "rm":
-        return
-    if rollout.greedy and rollout.n_samples_per_prompt > 1:
-        yield Problem(
-            "rollout.n_samples_per_prompt",
-            "rollout.greedy gives the same answer every time; remove one of the two",
-        )
+def _ranks(config: BatchInferenceConfig) -> Iterator[Problem]:
+    """Refuses vLLM on several ranks of a launcher."""
+    ranks = os.environ.get("WORLD_SIZE", "1")
     if config.engine == "vllm" and ranks != "1":
         yield Problem(
             "rollout.engine" if config.rollout.engine else "task",
-            f"is one process, but the launcher started {ranks}; start it with python.\n"
-            "vllm.tensor_parallel_size says how many GPUs it takes",
+            f"vLLM runs in one process, and the launcher started {ranks}; start it with python.\n"
+            "vllm.tensor_parallel_size sets the number of its GPUs",
         )
 
 
 def _engine(config: BatchInferenceConfig | ChatConfig, explicit: Explicit) -> Iterator[Problem]:
-    """Refuses what the engine that samples does not have, and vLLM where it is not installed."""
+    """Refuses features that the engine does not have, and vLLM where it is not installed."""
     yield from checks.bitsandbytes(config.ds.load_in_4bit)
     if config.engine == "transformers":
         if "rollout.engine" in explicit and (config.vllm.tensor_parallel_size or 1) > 1:
-            yield Problem(
-                "vllm.tensor_parallel_size", "--rollout.engine transformers cannot; remove one of them"
-            )
+            text = "rollout.engine transformers does not support it; remove it, or use vllm"
+            yield Problem("vllm.tensor_parallel_size", text, ErrorCode.UNSUPPORTED)
         return
     if config.ds.load_in_4bit:
         yield Problem(
             "ds.load_in_4bit",
-            "vLLM has no NF4 weights; use --rollout.engine transformers, or without this flag a model that\n"
-            "was saved in four bits for vLLM (AWQ or GPTQ, of which its config.json tells)",
+            "vLLM does not quantise to NF4. Use --rollout.engine transformers, or without this flag a model\n"
+            "that is quantised for vLLM (AWQ or GPTQ, see quantization_config in its config.json)",
+            ErrorCode.UNSUPPORTED,
         )
     yield from checks.vllm("rollout.engine" if config.rollout.engine else "task")
-
-
-def _initial_prompt(config: ChatConfig) -> Iterator[Problem]:
-    if config.ta_prompt is not None and not os.path.isfile(config.ta_prompt):
-        yield Problem("ta_prompt", checks.missing(config.ta_prompt, config.ta_prompt))
-
-
-def _room(config: ChatConfig) -> Iterator[Problem]:
-    new = config.rollout.max_new_tokens
-    if new is not None and new >= config.data.max_len:
-        yield Problem(
-            "rollout.max_new_tokens", f"leaves no room for a prompt in data.max_len {config.data.max_len}"
-        )

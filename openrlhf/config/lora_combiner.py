@@ -1,12 +1,12 @@
 """Configuration of `lora_combiner`, and the checks of its flags."""
 
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openrlhf.config.checks import first_of_each, local_models, required
+from openrlhf.config.checks import Rule, broken, first_of_each, local_models, required
 from openrlhf.config.choices import ParamDtype
 from openrlhf.config.command import Explicit, Problem
+from openrlhf.errors import ErrorCode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,21 +34,27 @@ class LoraCombinerConfig:
     ds: MergeDeepSpeedConfig = MergeDeepSpeedConfig()
 
 
+RULES = (
+    Rule(
+        "output_path",
+        lambda c: os.path.isfile(c.output_path),
+        "is a file; name a folder",
+        ErrorCode.NOT_WRITABLE,
+    ),
+    Rule(
+        "output_path",
+        lambda c: os.path.isdir(c.output_path) and os.listdir(c.output_path) and not c.overwrite,
+        "is not empty, and its model would be overwritten; name a new folder, or use --overwrite",
+        ErrorCode.NOT_WRITABLE,
+    ),
+)
+
+
 def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> list[Problem]:
     return first_of_each(
         [
             *required(config, "model_path", "lora_path", "output_path"),
             *local_models(config, "model_path", "lora_path"),
-            *_output(config),
+            *broken(config, RULES),
         ]
     )
-
-
-def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
-    if os.path.isfile(config.output_path):
-        yield Problem("output_path", "is a file; name a folder")
-    elif os.path.isdir(config.output_path) and os.listdir(config.output_path) and not config.overwrite:
-        yield Problem(
-            "output_path",
-            "is not empty, and its model would be overwritten; name a new folder, or use --overwrite",
-        )

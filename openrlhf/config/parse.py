@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Generic, NoReturn, TypeVar
@@ -67,14 +67,14 @@ def parse(
     explicit = {key: setting.source for key, setting in chosen.items()}
     problems += more + list(bad.values())
     notes = [*_in_one_line(renamed), *hints]
-    found = _problems(command, config, explicit, bad)
+    found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
     only_prints = line.print_config or line.print_command or line.print_plan
     refused = _refusals(found, config, explicit)
     if problems or (refused and not only_prints):
         _refuse([*problems, *refused], command, notes + _remarks(found, config, explicit))
     resolved = resolve(config, explicit, line.cluster)
     config = with_values(config, resolved)
-    found = _problems(command, config, explicit) + command.placed(config, explicit)
+    found = command.problems(config, explicit) + command.placed(config, explicit)
     if resolved:
         flags = " ".join(_spelled(key, value) for key, value in resolved.items())
         notes.append(f"auto-selected for this hardware: {flags}")
@@ -95,29 +95,6 @@ def parse(
     if only_prints:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
-
-
-def _problems(
-    command: Command[ConfigT], config: ConfigT, explicit: Explicit, bad: Container[str] = ()
-) -> list[Problem]:
-    """Lists the problems of flags alone, except those of `bad` flags, whose words are invalid."""
-    missing = list(_not_yet(command, config))
-    told = {problem.key for problem in missing}
-    others = (problem for problem in command.problems(config, explicit) if problem.key not in told)
-    return [problem for problem in [*missing, *others] if problem.key not in bad]
-
-
-def _not_yet(command: Command[ConfigT], config: ConfigT) -> Iterator[Problem]:
-    values, defaults = values_of(config), values_of(command.config_type())
-    for key, feature in command.not_yet.items():
-        if values[key] != defaults[key]:
-            text = f"{feature.what} is {feature.state}; {_back_to(defaults[key])}"
-            yield Problem(key, text, ErrorCode.UNSUPPORTED)
-
-
-def _back_to(default: Any) -> str:
-    unset = default is None or default is False
-    return "remove it" if unset else f"leave it at {' '.join(to_words(default))}"
 
 
 def _refusals(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[UsageError]:

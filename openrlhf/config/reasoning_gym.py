@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from openrlhf.errors import ErrorCode, UsageError
+
 PREFIX = "reasoning_gym:"
 GYM_VERIFIER = str(Path(__file__).parents[1] / "tasks" / "reasoning_gym_reward.py")
 """File of the reward function that verifies answers by the package."""
@@ -36,23 +38,27 @@ def is_gym(item: str) -> bool:
 
 def parse_gym(item: str) -> GymSpec:
     """Parses a specification. Values are JSON or else text, with %2C and %26 for commas and &. Raises
-    ValueError without the flag's name if `item` is no specification."""
+    UsageError without the flag's name, which the caller adds, if `item` is no specification."""
     name, _, query = item.removeprefix(PREFIX).partition("?")
     if not name:
-        raise ValueError(f"no dataset is named; write {PREFIX}NAME?size=1000&seed=1")
+        raise _invalid(f"names no dataset; write {PREFIX}NAME?size=1000&seed=1")
     values: dict[str, Any] = {}
     for setting in filter(None, query.split("&")):
         key, equals, value = setting.partition("=")
         if not equals or not key:
-            raise ValueError(f"{setting!r} is no setting; write {PREFIX}{name}?size=1000&seed=1")
+            raise _invalid(f"{setting!r} is no setting; write {PREFIX}{name}?size=1000&seed=1")
         if key in values:
-            raise ValueError(f"{key} is set twice")
+            raise _invalid(f"{key} is set twice; set it once")
         values[key] = _value(unquote(value))
     size, seed = values.pop("size", SIZE), values.pop("seed", SEED)
     for key, value, least in (("size", size, 1), ("seed", seed, 0)):
         if type(value) is not int or value < least:
-            raise ValueError(f"{key}={value} must be a whole number of at least {least}")
+            raise _invalid(f"{key}={value} must be a whole number of at least {least}")
     return GymSpec(name=name, size=size, seed=seed, parameters=values)
+
+
+def _invalid(text: str) -> UsageError:
+    return UsageError(ErrorCode.INVALID_VALUE, text)
 
 
 def _value(text: str) -> Any:

@@ -28,7 +28,7 @@ def help_text(command: Command, config: Any, word: str) -> str:
     for title, doc, fields in _sections(command, word, option_fields(selected)):
         lines = [f"{title}: {doc}" if doc else title]
         for field in fields:
-            lines += _help_of(field, values[field.key], defaults[field.key], _refusal(command, field))
+            lines += _help_of(field, values[field.key], defaults[field.key])
         blocks.append("\n".join(lines))
     if not blocks:
         return ""
@@ -53,9 +53,7 @@ def markdown(command: Command) -> str:
         lines += ["| flag | old spelling | values | default | meaning |", "|---|---|---|---|---|"]
         for field in fields:
             old = " ".join(f"`--{name}`" for name in old_names.get(field.key, ()))
-            refusal = _refusal(command, field)
-            meaning = f"**{refusal}** {field.help}" if refusal else field.help
-            cells = (f"`--{field.key}`", old, field.values, _shown(field, values[field.key]), meaning)
+            cells = (f"`--{field.key}`", old, field.values, _shown(field, values[field.key]), field.help)
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
             )
@@ -130,18 +128,10 @@ def _old_names(command: Command) -> dict[str, list[str]]:
     return names
 
 
-def _refusal(command: Command, field: Field) -> str:
-    """Returns a note that the flag's feature does not exist yet; "" if it exists."""
-    feature = command.not_yet.get(field.key)
-    return "" if feature is None else f"N{feature.state[1:]}."
-
-
-def _help_of(field: Field, value: Any, default: Any, refusal: str) -> list[str]:
+def _help_of(field: Field, value: Any, default: Any) -> list[str]:
     words = "" if field.is_bool else f" {field.values}"
     state = "" if value == "" else f" ({'default' if value == default else 'now'}: {_shown(field, value)})"
-    help_lines = textwrap.wrap(
-        f"{refusal} {field.help}", _WIDTH, initial_indent="      ", subsequent_indent="      "
-    )
+    help_lines = textwrap.wrap(field.help, _WIDTH, initial_indent="      ", subsequent_indent="      ")
     return [f"  --{field.key}{words}{state}", *help_lines]
 
 

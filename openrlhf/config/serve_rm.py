@@ -2,14 +2,15 @@
 
 import ipaddress
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from openrlhf.config import checks
+from openrlhf.config.checks import Rule
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.sections import HubConfig, InferenceKernelsConfig, TokenizerConfig
+from openrlhf.errors import ErrorCode
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 """Environment variable with the key of reward servers, read by servers and clients."""
@@ -91,35 +92,6 @@ class ServeRMConfig(HubConfig):
         return (os.environ.get(KEY_VARIABLE) if from_environment else self.api_key) or None
 
 
-def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
-    return checks.first_of_each(
-        [
-            *checks.bitsandbytes(config.ds.load_in_4bit),
-            *checks.modelscope(config),
-            *checks.required(config, "reward.model_name_or_path"),
-            *checks.local_models(config, "reward.model_name_or_path"),
-            *_access(config),
-            *_limits(config),
-            *checks.row_attention(config.ds.attn_implementation),
-            *checks.attention_packages(config.ds),
-            *checks.unread(config, explicit, (checks.ALWAYS_PACKED,)),
-        ]
-    )
-
-
-def _access(config: ServeRMConfig) -> Iterator[Problem]:
-    if config.api_key == "True" and not config.key:
-        yield Problem("api_key", f"the environment variable {KEY_VARIABLE} is not set")
-    elif config.api_key == "***":
-        yield Problem("api_key", f"is a mask, not a key; use True and set {KEY_VARIABLE}")
-    elif not config.key and not _is_loopback(config.host):
-        yield Problem(
-            "host",
-            "without a key only this machine may ask; "
-            f"set {KEY_VARIABLE} here and where the rewards are used, or listen at 127.0.0.1",
-        )
-
-
 def _is_loopback(host: str) -> bool:
     if host == "localhost":
         return True
@@ -129,8 +101,43 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _limits(config: ServeRMConfig) -> Iterator[Problem]:
-    if config.max_texts > config.max_queue:
-        yield Problem(
-            "max_texts", f"a request of so many could never wait: max_queue is {config.max_queue}; raise that"
-        )
+RULES = (
+    Rule(
+        "api_key",
+        lambda c: c.api_key == "True" and not c.key,
+        f"the environment variable {KEY_VARIABLE} is not set",
+        ErrorCode.MISSING_FLAG,
+    ),
+    Rule(
+        "api_key",
+        lambda c: c.api_key == "***",
+        f"is a mask, not a key; use True and set {KEY_VARIABLE}",
+        ErrorCode.INVALID_VALUE,
+    ),
+    Rule(
+        "host",
+        lambda c: c.api_key not in ("True", "***") and not c.key and not _is_loopback(c.host),
+        "without a key only this machine may connect; "
+        f"set {KEY_VARIABLE} here and where the rewards are used, or use 127.0.0.1",
+    ),
+    Rule(
+        "max_texts",
+        lambda c: c.max_texts > c.max_queue,
+        lambda c: f"a request of so many texts would never fit in max_queue {c.max_queue}; raise max_queue",
+    ),
+)
+
+
+def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
+    return checks.first_of_each(
+        [
+            *checks.bitsandbytes(config.ds.load_in_4bit),
+            *checks.modelscope(config),
+            *checks.required(config, "reward.model_name_or_path"),
+            *checks.local_models(config, "reward.model_name_or_path"),
+            *checks.broken(config, RULES),
+            *checks.row_attention(config.ds.attn_implementation),
+            *checks.attention_packages(config.ds),
+            *checks.unread(config, explicit, (checks.ALWAYS_PACKED,)),
+        ]
+    )

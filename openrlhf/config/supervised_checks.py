@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from openrlhf.config import checks
-from openrlhf.config.checks import Unread
+from openrlhf.config.checks import Rule, Unread, needs
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.supervised import (
     DPOConfig,
@@ -16,6 +16,7 @@ from openrlhf.config.supervised import (
     SFTConfig,
     SupervisedConfig,
 )
+from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 
 
@@ -24,11 +25,8 @@ def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
         config,
         explicit,
         checks.template(config, explicit),
-        checks.image_rows(config),
-        _pretrained_images(config),
-        _multiturn(config),
-        _responses(config),
-        _no_template(config, explicit),
+        checks.broken(config, (*checks.IMAGE_ROWS, *PRETRAIN)),
+        _responses(config, explicit),
         checks.unread(config, explicit, (*PRETRAIN_UNREAD, checks.IMAGES_UNREAD)),
     )
 
@@ -38,7 +36,7 @@ def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
         config,
         explicit,
         checks.template(config, explicit),
-        checks.image_rows(config),
+        checks.broken(config, checks.IMAGE_ROWS),
         checks.unread(config, explicit, (*RM_UNREAD, checks.IMAGES_UNREAD)),
     )
 
@@ -55,8 +53,7 @@ def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         checks.local_models(config, "ref.model_name_or_path"),
         checks.template(config, explicit),
-        checks.image_rows(config),
-        _dropout(config),
+        checks.broken(config, (*checks.IMAGE_ROWS, NO_DROPOUT)),
         checks.unread(config, explicit, (*DPO_UNREAD, checks.IMAGES_UNREAD)),
     )
 
@@ -67,9 +64,8 @@ def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
         explicit,
         checks.local_models(config, "ref.model_name_or_path"),
         checks.template(config, explicit),
-        _dropout(config),
-        _responses(config),
-        _no_template(config, explicit),
+        checks.broken(config, (NO_DROPOUT,)),
+        _responses(config, explicit),
     )
 
 
@@ -80,10 +76,8 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
         checks.required(config, "teacher.model_name_or_path"),
         checks.local_models(config, "teacher.model_name_or_path"),
         checks.template(config, explicit),
-        checks.image_rows(config),
-        _multiturn(config),
-        _responses(config),
-        _no_template(config, explicit),
+        checks.broken(config, (*checks.IMAGE_ROWS, *PRETRAIN)),
+        _responses(config, explicit),
         checks.unread(config, explicit, (*PRETRAIN_UNREAD, *KD_UNREAD, checks.IMAGES_UNREAD)),
     )
 
@@ -107,7 +101,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *checks.sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
             *checks.tensor_parallel(config, {"run": num_ranks}),
             *checks.four_bits(config.ds),
-            *_balance(config),
+            *checks.broken(config, (BALANCE,)),
             *checks.outputs(config.ckpt, config.logger),
             *checks.unread(config, explicit, checks.COMMON_UNREAD + SUPERVISED_UNREAD),
         ]
@@ -115,123 +109,99 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
 
 
 SUPERVISED_UNREAD = (
-    *checks.optimizer_unread("", lambda c: c),
-    Unread(
-        keys=("model.gradient_checkpointing_reentrant", "ds.activation_offload"),
-        when=lambda c: not c.model.gradient_checkpointing_enable,
-        why="model.gradient_checkpointing_enable is off",
+    *checks.optimizer_unread(),
+    needs(
+        "model.gradient_checkpointing_enable",
+        "model.gradient_checkpointing_reentrant ds.activation_offload",
     ),
+    needs("data.cache_enable", "data.cache_dir"),
     Unread(
-        keys=("data.cache_dir",),
-        when=lambda c: not c.data.cache_enable,
-        why="data.cache_enable is off",
+        "model.freeze_visual_encoder",
+        lambda c: not c.data.reads_images,
+        "because the rows have no images (data.max_images_per_prompt)",
     ),
-    Unread(
-        keys=("model.freeze_visual_encoder",),
-        when=lambda c: not c.data.reads_images,
-        why="the rows have no images (data.max_images_per_prompt)",
-    ),
-    Unread(
-        keys=("ds.enable_sleep",), when=lambda c: True, why="supervised training shares its GPUs with nobody"
-    ),
+    Unread("ds.enable_sleep", lambda c: True, "because nothing else uses the GPUs of supervised training"),
 )
-
 RM_UNREAD = (
+    Unread("model.compute_fp32_loss_enable", lambda c: True, "because scores and losses are always fp32"),
     Unread(
-        keys=("model.compute_fp32_loss_enable",),
-        when=lambda c: True,
-        why="scores and losses are always float32",
-    ),
-    Unread(
-        keys=("model.margin_loss_enable",),
-        when=lambda c: c.model.loss_type == "logexp",
-        why="model.loss_type logexp has no margin",
+        "model.margin_loss_enable",
+        lambda c: c.model.loss_type == "logexp",
+        "with model.loss_type logexp, which has no margin",
     ),
 )
-
 PRETRAIN_UNREAD = (
     Unread(
-        keys=("data.input_template", "data.apply_chat_template"),
-        when=lambda c: c.model.pretrain_mode_enable,
-        why="model.pretrain_mode_enable takes data.input_key as plain text",
+        "data.input_template data.apply_chat_template",
+        lambda c: c.model.pretrain_mode_enable,
+        "with --model.pretrain_mode_enable, which reads data.input_key as plain text",
     ),
     Unread(
-        keys=("data.output_key",),
-        when=lambda c: c.model.pretrain_mode_enable and c.data.output_key is not None,
-        why="model.pretrain_mode_enable takes data.input_key as plain text",
+        "data.output_key",
+        lambda c: c.model.pretrain_mode_enable and c.data.output_key is not None,
+        "with --model.pretrain_mode_enable, which reads data.input_key as plain text",
     ),
 )
-
 KD_UNREAD = (
     Unread(
-        keys=("model.kd_temperature", "model.kd_loss_type"),
-        when=lambda c: c.model.kd_coef == 0,
-        why="model.kd_coef 0 leaves the teacher out",
+        "model.kd_temperature model.kd_loss_type",
+        lambda c: c.model.kd_coef == 0,
+        "with model.kd_coef 0, which leaves the teacher out",
     ),
 )
-
 DPO_UNREAD = (
     Unread(
-        keys=("model.label_smoothing",),
-        when=lambda c: c.model.ipo_enable,
-        why="model.ipo_enable has no label smoothing",
+        "model.label_smoothing",
+        lambda c: c.model.ipo_enable,
+        "with --model.ipo_enable, whose loss has no label smoothing",
+    ),
+)
+
+BALANCE = Rule(
+    "model.gradient_checkpointing_reentrant",
+    lambda c: c.model.aux_loss_coef > 0 and c.model.gradient_checkpointing_reentrant,
+    checks.HIDDEN_ROUTERS.format("model.aux_loss_coef"),
+    ErrorCode.UNSUPPORTED,
+)
+NO_DROPOUT = Rule(
+    "model.dropout_enable",
+    lambda c: c.model.dropout_enable,
+    "the policy must start equal to the reference, which has no dropout; remove it",
+    ErrorCode.UNSUPPORTED,
+)
+PRETRAIN = (
+    Rule(
+        "data.max_images_per_prompt",
+        lambda c: c.data.reads_images and c.model.pretrain_mode_enable,
+        "model.pretrain_mode_enable reads plain text; remove one of the two",
+    ),
+    Rule(
+        "data.multiturn",
+        lambda c: c.data.multiturn and c.model.pretrain_mode_enable,
+        "model.pretrain_mode_enable trains on all tokens; remove one of the two",
+    ),
+    Rule(
+        "data.multiturn",
+        lambda c: c.data.multiturn and not c.data.apply_chat_template,
+        "needs rows with messages; add --data.apply_chat_template",
     ),
 )
 
 
-def _balance(config: SupervisedConfig) -> Iterator[Problem]:
-    if config.model.aux_loss_coef > 0 and config.model.gradient_checkpointing_reentrant:
-        yield Problem(
-            "model.gradient_checkpointing_reentrant",
-            "hides the routers from the balance loss (model.aux_loss_coef); remove one",
-        )
-
-
-def _dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
-    if config.model.dropout_enable:
-        yield Problem(
-            "model.dropout_enable",
-            "the policy would differ from its reference, which has none, before it learned anything; "
-            "remove it",
-        )
-
-
-def _pretrained_images(config: SFTConfig) -> Iterator[Problem]:
-    if config.data.reads_images and config.model.pretrain_mode_enable:
-        yield Problem(
-            "data.max_images_per_prompt",
-            "contradicts model.pretrain_mode_enable, which takes plain text; remove one",
-        )
-
-
-def _multiturn(config: SFTConfig | KDConfig) -> Iterator[Problem]:
-    if not config.data.multiturn:
-        return
-    if config.model.pretrain_mode_enable:
-        yield Problem(
-            "data.multiturn", "contradicts model.pretrain_mode_enable, which trains on all tokens; remove one"
-        )
-    elif not config.data.apply_chat_template:
-        yield Problem("data.multiturn", "needs messages; add --data.apply_chat_template")
-
-
-def _responses(config: SFTConfig | KTOConfig | KDConfig) -> Iterator[Problem]:
-    if config.data.output_key is None and not config.data.apply_chat_template:
-        others = "use --data.apply_chat_template\n(the last message is the response)"
-        if not isinstance(config, KTOConfig):
-            if config.model.pretrain_mode_enable:
-                return
-            others += " or --model.pretrain_mode_enable (loss on all tokens)"
-        yield Problem("data.output_key", f"nothing says what the response is: name its column, or {others}")
-
-
-def _no_template(config: SFTConfig | KTOConfig | KDConfig, explicit: Explicit) -> Iterator[Problem]:
+def _responses(config: SFTConfig | KTOConfig | KDConfig, explicit: Explicit) -> Iterator[Problem]:
+    """Checks that something says where the prompt ends and what the response is."""
     data, key = config.data, "data.input_template"
-    is_plain = isinstance(config, KTOConfig) or not config.model.pretrain_mode_enable
-    if is_plain and not data.apply_chat_template and data.input_template is None and key not in explicit:
+    has_pretraining = not isinstance(config, KTOConfig)
+    if data.apply_chat_template or (has_pretraining and config.model.pretrain_mode_enable):
+        return
+    if data.output_key is None:
+        remedy = "name the column of the response, or use --data.apply_chat_template\n(its last message)"
+        remedy += " or --model.pretrain_mode_enable (loss on all tokens)" if has_pretraining else ""
+        yield Problem("data.output_key", f"the response is not known: {remedy}", ErrorCode.MISSING_FLAG)
+    if data.input_template is None and key not in explicit:
         yield remark(
             key,
-            "nothing stands between a prompt and its response, here as in RL; to mark them use\n"
+            "nothing separates a prompt from its response, as in RL with the same flags. To mark them use\n"
             r"--data.apply_chat_template, or --data.input_template $'User: {}\nAssistant: ' in every command",
         )
 
@@ -240,6 +210,7 @@ def _reward_tokens(config: PRMConfig) -> Iterator[Problem]:
     key, tokens = "data.reward_tokens", config.data.reward_tokens or ()
     twice = next((token for token in tokens if tokens.count(token) > 1), None)
     if twice is not None:
-        yield Problem(key, f"names {twice} twice; name each once")
+        yield Problem(key, f"has {twice} twice; name each token once", ErrorCode.INVALID_VALUE)
     elif len(tokens) == 1:
-        yield Problem(key, "a step's label is one of two or more; name them all")
+        text = "a step's label is one of two or more tokens; name them all"
+        yield Problem(key, text, ErrorCode.INVALID_VALUE)

