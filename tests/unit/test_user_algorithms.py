@@ -172,7 +172,7 @@ def test_help_shows_the_options_of_what_is_selected(capsys):
     with pytest.raises(SystemExit):
         parsed(LOSS, SAPO, "--algo.options.tau_negative", "1.5", "--help", "options")
     text = capsys.readouterr().out
-    assert "--algo.options.tau_positive FLOAT (default: 1.0)\n       Temperature of the gate where" in text
+    assert "--algo.options.tau_positive FLOAT (default: 1.0)\n      Temperature of the gate where" in text
     assert "--algo.options.tau_negative FLOAT (now: 1.5)" in text
 
 
