@@ -113,8 +113,8 @@ def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: in
         models = {"--model.model_name_or_path": config.model.model_name_or_path}
         images = config.data.reads_images
     weights = sum(weight_bytes(path, flag=flag, dtype="fp32", images=images) for flag, path in models.items())
-    in_float32 = config.train.backend == "torch" or (ds.zero.stage == 0 and ds.param_dtype == "fp32")
-    size = weights // 4 * STATE_BYTES["torch" if in_float32 else ds.param_dtype]
+    in_float32 = config.train.backend == "torch" or (ds.zero.stage == 0 and ds.precision.dtype == "fp32")
+    size = weights // 4 * STATE_BYTES["torch" if in_float32 else ds.precision.dtype]
     count = min(ckpt.max_num + 1, total_steps // ckpt.save_steps)
     free = shutil.disk_usage(nearest(ckpt.folder)).free + checkpoints.num_bytes()
     if count * size > free:
