@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
-from openrlhf.errors import short_errors
+from openrlhf.errors import ErrorCode, RunError, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.training.task import load_tokenizer_of
 
@@ -87,7 +87,7 @@ def run(config: BatchInferenceConfig) -> None:
 
 
 def check(config: BatchInferenceConfig) -> None:
-    """Raises ValueError for problems with the dataset or the model's files, before anything is loaded."""
+    """Raises UsageError for problems with the dataset or the model's files, before anything is loaded."""
     from openrlhf.data.sources import check_columns
 
     check_columns(
@@ -102,7 +102,7 @@ def check(config: BatchInferenceConfig) -> None:
 
 
 def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
-    """Raises ValueError if the model is missing, has too short a context for the sum of the flags `lengths`,
+    """Raises UsageError if the model is missing, has too short a context for the sum of the flags `lengths`,
     or does not run in vLLM where that is the engine."""
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.config.fields import values_of
@@ -284,9 +284,8 @@ def _finish(
 
     rows = merge(config.raw_path)
     if len(rows) != num_wanted:
-        raise RuntimeError(
-            f"{config.raw_path}: {len(rows)} rows instead of {num_wanted}. Is another run writing it?"
-        )
+        text = f"has {len(rows)} rows instead of {num_wanted}. Another run may be writing it."
+        raise RunError(ErrorCode.IN_USE, text, value=config.raw_path)
     facts = [f"{len(rows)} rows"]
     cut = sum(row.get("finish_reason") == "length" for row in rows)
     facts += [f"{cut} cut at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []

@@ -99,7 +99,7 @@ def _check_packages() -> None:
 
 def _engine_memory() -> str:
     """Returns the flag that gives the engine half of the GPU's free memory, since trainer and engine share
-    the GPU and neither is offloaded; "" without a GPU. Raises ValueError if too little is free."""
+    the GPU and neither is offloaded; "" without a GPU. Raises UsageError if too little is free."""
     import torch
 
     from openrlhf.device import DEVICE_TYPE
@@ -109,10 +109,11 @@ def _engine_memory() -> str:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     if free < NEEDED_GB << 30:
-        raise ValueError(
+        raise UsageError(
+            ErrorCode.RESOURCES,
             f"the demo needs {NEEDED_GB} GiB of a GPU's memory, and {free / 2**30:.1f} of "
-            f"{total / 2**30:.0f} are free.\n`nvidia-smi` says who holds the rest; CUDA_VISIBLE_DEVICES "
-            "chooses another GPU."
+            f"{total / 2**30:.0f} are free.\n`nvidia-smi` lists the processes that use the rest; "
+            "CUDA_VISIBLE_DEVICES selects another GPU.",
         )
     return f" --vllm.gpu_memory_utilization {free / total / 2:.2f}"
 

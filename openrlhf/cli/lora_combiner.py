@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from openrlhf.config.commands import LORA_COMBINER
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse
-from openrlhf.errors import short_errors
+from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.files import exporting
 
 if TYPE_CHECKING:
@@ -44,21 +44,17 @@ def run(config: LoraCombinerConfig) -> None:
 
 
 def _check_adapter(config: LoraCombinerConfig) -> str:
-    """Returns the name of the base model that the adapter was trained on. Raises ValueError if there is no
+    """Returns the name of the base model that the adapter was trained on. Raises UsageError if there is no
     adapter, or if it is one of another kind of model."""
     from peft import PeftConfig
 
     try:
         adapter = PeftConfig.from_pretrained(config.lora_path)
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"--lora_path {config.lora_path}: holds no adapter: there is no adapter_config.json"
-        ) from error
+        raise _wrong_adapter(config, "holds no adapter: there is no adapter_config.json") from error
     if (adapter.task_type == "SEQ_CLS") != config.is_rm:
         kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
-        raise ValueError(
-            f"--lora_path {config.lora_path}: is the adapter of a {kind} model; {remedy} --is_rm"
-        )
+        raise _wrong_adapter(config, f"is the adapter of a {kind} model; {remedy} --is_rm")
     return str(adapter.base_model_name_or_path)
 
 
@@ -80,21 +76,21 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     try:
         model = PeftModel.from_pretrained(base, config.lora_path)
     except (RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"{_of_another_base(config, trained_on)}\n{str(error).strip().splitlines()[-1].strip()}"
-        ) from error
+        raise _other_base(config, trained_on, str(error).strip().splitlines()[-1].strip()) from error
     has = {re.sub(r"(\.modules_to_save)?\.default(?=\.|$)", "", name) for name, _ in model.named_parameters()}
     unknown = sorted(load_peft_weights(config.lora_path, device="cpu").keys() - has)
     if unknown:
-        raise ValueError(f"{_of_another_base(config, trained_on)}\nThe base has no place for {unknown[0]}.")
+        raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
     return model.merge_and_unload()
 
 
-def _of_another_base(config: LoraCombinerConfig, trained_on: str) -> str:
-    return (
-        f"--lora_path {config.lora_path}: this adapter does not fit --model_path {config.model_path}.\n"
-        f"It was trained on {trained_on}."
-    )
+def _other_base(config: LoraCombinerConfig, trained_on: str, reason: str) -> UsageError:
+    text = f"does not fit --model_path {config.model_path}.\nIt was trained on {trained_on}.\n{reason}"
+    return _wrong_adapter(config, text)
+
+
+def _wrong_adapter(config: LoraCombinerConfig, text: str) -> UsageError:
+    return UsageError(ErrorCode.INVALID_MODEL, text, flag="--lora_path", value=config.lora_path)
 
 
 def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:

@@ -6,10 +6,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.hub import choose_hub
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.training.start import check_output
-from openrlhf.user_file import located
+from openrlhf.user_file import line_and_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,15 +44,15 @@ def problems_outside(config: PPOConfig) -> list[ValueError]:
         on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
         check_files(config, ask, on_cpu=on_cpu)
     if on_cpu:
-        _tell_who_stays(config)
+        _note_offloading(config)
     return problems
 
 
-def _tell_who_stays(config: PPOConfig) -> None:
+def _note_offloading(config: PPOConfig) -> None:
     asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.offloading.sleeps}
     if flags := " and ".join(flag for flag, is_asked in asked.items() if is_asked):
         print(
-            f"note: {flags}: without a GPU everyone's memory stays where it is", file=sys.stderr, flush=True
+            f"note: {flags}: has no effect without a GPU, nothing is offloaded", file=sys.stderr, flush=True
         )
 
 
@@ -151,14 +152,15 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 
 def check_algorithm(config: PPOConfig, flag: str, reference: str) -> None:
-    """Raises ValueError if a user's class fails in a trial with four samples."""
+    """Raises UsageError if a user's class fails in a trial with four samples."""
     from openrlhf.algorithms.trial import try_out
 
     kind = config.selected[flag.removeprefix("--")]
     try:
         try_out(lambda: kind.of(config.algo.options))
     except Exception as error:
-        raise ValueError(f"{flag} {located(error, reference)}") from error
+        text = line_and_error(error, reference)
+        raise UsageError(ErrorCode.USER_CODE, text, flag=flag, value=reference) from error
 
 
 def _tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
@@ -174,7 +176,7 @@ def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
 
 
 def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
-    """Raises ValueError if vLLM would refuse the policy. Other engines are not checked."""
+    """Raises UsageError if vLLM would refuse the policy. Other engines are not checked."""
     if config.rollout.engine != "vllm":
         return
     from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
@@ -196,12 +198,12 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
-    """Raises ValueError if the critic's warm-up takes the whole run, so that the policy would never learn."""
+    """Raises UsageError if the critic's warm-up takes the whole run, so that the policy would never learn."""
     from openrlhf.training.schedule import prompts_of_steps
 
     steps = len(prompts_of_steps(config, num_prompts))
     if steps <= config.frozen_actor_steps:
-        raise ValueError(
-            f"--critic.freezing_steps {config.critic.freezing_steps}: the run has {steps} steps, so the "
-            "policy would never learn. Use less."
+        text = f"the run has only {steps} steps, so the policy would never learn; use less than {steps}"
+        raise UsageError(
+            ErrorCode.CONFLICT, text, flag="--critic.freezing_steps", value=config.critic.freezing_steps
         )

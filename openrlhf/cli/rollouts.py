@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from openrlhf.errors import short_errors
+from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
     steps = steps_of(options.run, options.name)
     step = options.step if options.step is not None else max(steps)
     if step not in steps:
-        raise ValueError(f"--step {step}: there is no such step; there are {_listed(list(steps))}")
+        raise _not_found(f"there is no such step; there are {_listed(list(steps))}", "--step", step)
     found, total = choose(steps, step, options)
     rows = read_rows(steps[step], found[: options.limit])
     pieces = pieces_of(options.run, rows) if coloured and rows else None
@@ -69,22 +69,22 @@ def steps_of(folder: Path, name: str) -> dict[int, Path]:
     if steps := journal_steps(rollouts, name):
         return steps
     if others := [other for other in NAMES if journal_steps(rollouts, other)]:
-        raise ValueError(f"--name {name}: {folder} has no such rollouts; it has {', '.join(others)}")
+        raise _not_found(f"{folder} has no such rollouts; it has {', '.join(others)}", "--name", name)
     runs = sorted(str(path.parent) for path in folder.glob("**/rollouts"))
     hint = f"there are {_listed(runs)}" if runs else "give the folder of an RL run (--logger.run_dir)"
-    raise ValueError(f"{folder} has no rollouts; {hint}")
+    raise _not_found(f"has no rollouts; {hint}", value=folder)
 
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
     """Returns the indices of the rows that the options select, in their order, and the step's number of
-    samples. Raises ValueError for a prompt that the step does not have."""
+    samples. Raises UsageError for a prompt that the step does not have."""
     from openrlhf.observability.journal import num_samples, read_table
 
     values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
     table = read_table(steps[step], ["prompt_id", "outcome", values])
     prompts, outcomes = table["prompt_id"].to_pylist(), table["outcome"].to_pylist()
     if options.prompt is not None and options.prompt not in prompts:
-        raise ValueError(no_such_prompt(steps, step, options.prompt))
+        raise _not_found(no_such_prompt(steps, step, options.prompt), "--prompt", options.prompt)
     found = [
         i
         for i, outcome in enumerate(outcomes)
@@ -106,8 +106,12 @@ def no_such_prompt(steps: dict[int, Path], step: int, prompt: int) -> str:
         n: set(read_table(path, ["prompt_id"])["prompt_id"].to_pylist()) for n, path in steps.items()
     }
     if elsewhere := [n for n, prompts in prompts_of.items() if prompt in prompts]:
-        return f"--prompt {prompt}: not in step {step}; it is in {_listed(elsewhere)}"
-    return f"--prompt {prompt}: in no step; step {step} has {_listed(sorted(prompts_of[step]))}"
+        return f"not in step {step}; it is in {_listed(elsewhere)}"
+    return f"in no step; step {step} has {_listed(sorted(prompts_of[step]))}"
+
+
+def _not_found(text: str, flag: str = "", value: object = "") -> UsageError:
+    return UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=value)
 
 
 def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
@@ -132,12 +136,12 @@ def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
 
 def tokenizer_of(folder: Path) -> Any:
     """Loads the tokenizer of the policy that the run started from, or else of the one that it wrote. Raises
-    ValueError if neither is there."""
+    UsageError if neither is there."""
     from openrlhf.models.loading import load_tokenizer
 
     path = folder / "config.yaml"
     if not path.exists():
-        raise ValueError(f"{folder} has no config.yaml, which says what the run's tokenizer is")
+        raise _not_found("has no config.yaml, which names the run's tokenizer", value=folder)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     choose_hub(config.get("use_ms", False))
     use_fast = not config["data"].get("disable_fast_tokenizer", False)

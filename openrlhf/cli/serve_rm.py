@@ -7,7 +7,7 @@ from openrlhf import heap
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
-from openrlhf.errors import short_errors
+from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def run(config: ServeRMConfig) -> None:
 
 
 def check(config: ServeRMConfig) -> None:
-    """Raises ValueError for problems with the model's files, before the model is loaded."""
+    """Raises UsageError for problems with the model's files, before the model is loaded."""
     from openrlhf.models.loading import check_room, load_config
     from openrlhf.models.scorer import score_statistics
 
@@ -52,9 +52,10 @@ def check(config: ServeRMConfig) -> None:
     check_room(model_config, config, "data.max_len", path=path)
     own = config.ds.param_dtype is None and str(model_config.dtype)
     if own == "torch.float32" and "flash_attention" in config.ds.attn_implementation:
-        raise ValueError(
-            f"--ds.attn_implementation {config.ds.attn_implementation}: {path} has float32 weights, and "
-            "flash attention has no float32.\nUse auto, or --ds.param_dtype bf16."
+        text = f"flash attention does not support the fp32 weights of {path}.\n"
+        text += "Use auto, or --ds.param_dtype bf16."
+        raise UsageError(
+            ErrorCode.CONFLICT, text, flag="--ds.attn_implementation", value=config.ds.attn_implementation
         )
 
 

@@ -125,7 +125,7 @@ def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
-    """Returns the table of the run's placement (`--print_plan`). Raises ValueError if the run does not fit.
+    """Returns the table of the run's placement (`--print_plan`). Raises UsageError if the run does not fit.
     `cluster`: GPUs of each node; empty for the cluster that the run would join, or this machine."""
     from openrlhf.cluster.layout import layout_of, table
 

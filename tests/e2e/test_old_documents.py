@@ -256,4 +256,4 @@ def test_a_document_means_what_it_meant(name: str, run: Callable[[str, str], str
     if "async" in command:
         assert metrics[2]["rollout/staleness_max"] <= 1
     if "flash" in command:
-        assert "the package flash_attn is not installed: auto takes its place" in printed
+        assert "the package flash_attn is not installed" in printed

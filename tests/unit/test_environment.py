@@ -14,9 +14,11 @@ from zipfile import ZipFile
 
 import pytest
 import torch
+from refusals import refused
 
 from openrlhf import device
 from openrlhf.cli import demo
+from openrlhf.errors import ErrorCode
 
 ROOT = Path(__file__).parents[2]
 NO_DRIVER_FOR_IT = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
@@ -232,8 +234,9 @@ def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
     assert demo._engine_memory() == " --vllm.gpu_memory_utilization 0.12"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 30, 80 << 30))
-    with pytest.raises(ValueError, match=r"needs 4 GiB of a GPU's memory, and 3.0 of 80 are free"):
+    with refused(ErrorCode.RESOURCES) as told:
         demo._engine_memory()
+    assert "4 GiB" in told.value.text and "3.0 of 80" in told.value.text
 
 
 def test_the_demo_needs_what_its_commands_use(monkeypatch, tmp_path, capsys) -> None:

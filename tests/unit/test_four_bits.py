@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import printed
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -96,8 +97,9 @@ CHATS = ["--model.model_name_or_path", "org/m"]
 def test_vllm_has_no_such_weights(command, flags: list[str], capsys) -> None:
     with pytest.raises(SystemExit):
         parse(command, [*flags, "--ds.load_in_4bit"])
-    said = capsys.readouterr().err
-    assert "--ds.load_in_4bit: vLLM has no NF4 weights; use --rollout.engine transformers" in said
+    (refusal,) = printed(capsys.readouterr().err)
+    assert (refusal.code, refusal.place) == ("unsupported", "--ds.load_in_4bit")
+    assert "--rollout.engine transformers" in refusal.text
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from refusals import refused
 from torch import Tensor
 
 from openrlhf.cli.serve_rm import check, load
@@ -15,6 +16,7 @@ from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
 from openrlhf.data.encode import Text
+from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.serving.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
 from openrlhf.serving.server import occurs, text_of
@@ -171,7 +173,7 @@ def test_a_model_is_served_in_the_type_of_its_files(tmp_path: Path, dtype: torch
     assert load(config).model.model.dtype == dtype
     flash = replace(config, ds=replace(config.ds, attn_implementation="flash_attention_2"))
     if dtype == torch.float32:
-        with pytest.raises(ValueError, match="float32 weights, and flash attention has no float32"):
+        with refused(ErrorCode.CONFLICT, flag="--ds.attn_implementation", value="flash_attention_2"):
             check(replace(flash, data=replace(config.data, max_len=64)))
 
 

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import printed
 from rich.console import Console
 from tokenizers_of_users import llama_2_style
 
@@ -138,25 +139,28 @@ def test_versions_of_the_weights_and_epochs(folder, capsys):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "place", "there"),
     [
-        (["--step", "3"], "--step 3: there is no such step; there are 1, 12"),
-        (["--prompt", "5"], "--prompt 5: in no step; step 12 has 7, 8, 9"),
-        (["--step", "1", "--prompt", "9"], "--prompt 9: not in step 1; it is in 12"),
-        (["--name", "filtered"], "has no such rollouts; it has step, eval"),
+        (["--step", "3"], "--step 3", "1, 12"),
+        (["--prompt", "5"], "--prompt 5", "step 12 has 7, 8, 9"),
+        (["--step", "1", "--prompt", "9"], "--prompt 9", "in 12"),
+        (["--name", "filtered"], "--name filtered", "step, eval"),
     ],
 )
-def test_an_error_says_what_there_is(folder, capsys, flags, said):
+def test_an_error_says_what_there_is(folder, capsys, flags, place, there):
     with pytest.raises(SystemExit) as stop:
         rollouts.main([str(folder), *flags])
-    assert stop.value.code == 2 and said in capsys.readouterr().err
+    (refusal,) = printed(capsys.readouterr().err)
+    assert (stop.value.code, refusal.code, refusal.place) == (2, "not-found", place)
+    assert there in refusal.text
 
 
 def test_a_folder_that_is_no_run(folder, capsys):
     for path, said in ((folder.parent, f"there are {folder}"), (folder / "rollouts", "give the folder")):
         with pytest.raises(SystemExit):
             rollouts.main([str(path)])
-        assert f"{path} has no rollouts; " in (err := capsys.readouterr().err) and said in err
+        (refusal,) = printed(capsys.readouterr().err)
+        assert (refusal.code, refusal.place) == ("not-found", str(path)) and said in refusal.text
 
 
 def on_a_terminal(monkeypatch):
