@@ -197,7 +197,7 @@ def test_what_nobody_set_is_resolved_checked_and_shown(tmp_path, monkeypatch, ca
     with pytest.raises(SystemExit):
         parse(PPO, [*argv, "--print_config"])
     (refusal,) = refusals.printed(capsys.readouterr().err)
-    assert refusal.place == "--train.batch_size 3" and "8 ranks" in refusal.text
+    assert refusal.place == "--train.batch_size 3" and "the 8 " in refusal.text
 
     resolved = {"actor.num_gpus_per_node": 1}
     with pytest.raises(SystemExit) as stop:
@@ -215,7 +215,7 @@ def test_where_nobody_can_sleep_it_is_said_once(monkeypatch, capsys, gpus, told)
     asleep = config(actors=1, engines=1, colocate_all=True)
     asleep = replace(asleep, vllm=replace(asleep.vllm, enable_sleep=True))
     assert rl_checks.problems_outside(asleep) == []
-    text = "note: --vllm.enable_sleep: without a GPU everyone's memory stays where it is\n"
+    text = "note: --vllm.enable_sleep: has no effect without a GPU, nothing is offloaded\n"
     assert capsys.readouterr().err == (text if told else "")
 
 
