@@ -33,19 +33,24 @@ class CheckpointWriter:
 
     def write(self, path: str | Path, write: Callable[[], object]) -> None:
         """Calls `write`, which writes the file `path`."""
+        if self.attempt(path, write):
+            self.add(path)
+
+    def attempt(self, path: str | Path, write: Callable[[], object]) -> bool:
+        """Calls `write`, which writes to `path`, unless an earlier write failed. Returns whether it
+        succeeded."""
         if self._failure is not None:
-            return
+            return False
         try:
             write()
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
             self._fail(error, path)
-        else:
-            self.add(path)
+        return self._failure is None
 
     def add(self, path: str | Path) -> None:
         """Adds a file that has been written."""
         name = str(Path(path).relative_to(self.folder))
-        self._entries[name] = self._thread.submit(_settle, Path(path))
+        self._entries[name] = self._thread.submit(_synced_entry, Path(path))
 
     def finish(self) -> None:
         """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. Raises
@@ -70,6 +75,7 @@ class CheckpointWriter:
         self._failure = self._failure or f"{path} could not be written: {why_unwritten(error, self.folder)}"
 
 
-def _settle(file: Path) -> Entry:
+def _synced_entry(file: Path) -> Entry:
+    """Writes a file's content to the disk and returns its entry of the manifest."""
     sync_file(file)
     return Entry.of(file)

@@ -87,7 +87,7 @@ class CheckpointFolder:
 
     def choose(self, found: "Found | None" = None) -> tuple[str | None, list[str]]:
         """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
-        `found`: the result of `find`, where another rank has called it. Raises ValueError where there are
+        `found`: the result of `find`, where another rank has called it. Raises UsageError where there are
         checkpoints and none is sound, or where the checkpoint belongs to a run that this one cannot
         continue."""
         if not self.ckpt.load_enable:
@@ -107,24 +107,25 @@ class CheckpointFolder:
         resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
         origin = self._origin_of(tag)
         if origin is None:
-            untold = "it is of a version that does not tell its flags and models: they could not be compared"
+            untold = "it records no flags and models, as those of older releases, so they are not compared"
             return tag, [resuming, untold]
-        unlisted = "it is of a version without manifests: damage to its files could not be looked for"
+        unlisted = "it has no manifest, as those of older releases, so its files are not checked for damage"
         notes = [] if tag.endswith(UNIVERSAL) or (self.path / tag / MANIFEST).exists() else [unlisted]
         return tag, [resuming, *notes, *self.check(tag, origin)]
 
     def check(self, tag: str, before: Origin) -> list[str]:
-        """Returns remarks on the changes since `before`, the checkpoint's origin. Raises ValueError where a
+        """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError where a
         change forbids resuming."""
         assert self.origin is not None  # of every run that resumes
         differences, remarks = compare(before, self.origin)
         if differences:
-            raise ValueError(
-                f"--ckpt.load_enable: {self.path / tag} is of another run:\n"
-                + "\n".join(f"  {text}" for text in differences)
-                + "\nResume with what was. Or start over: in another --ckpt.output_dir, or without\n"
+            text = (
+                "this checkpoint belongs to another run:\n"
+                + "\n".join(f"  {difference}" for difference in differences)
+                + "\nResume with its settings. Or start over: in another --ckpt.output_dir, or without\n"
                 "--ckpt.load_enable, which keeps what is there."
             )
+            raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable", value=self.path / tag)
         return remarks
 
     def _found(self) -> list[str]:

@@ -319,12 +319,13 @@ class PPOTrainer(Generic[PolicyT]):
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Raises ValueError for the state of a later version of this package, which this one cannot read."""
+    """Raises UsageError for the state of a later version of this package, which this one cannot read."""
     if (version := state.get("version", 1)) > STATE_VERSION:
-        raise ValueError(
-            f"--ckpt.load_enable: the checkpoint has version {version}, and this installation reads up to "
-            f"{STATE_VERSION}.\nResume with the release that wrote it, or start a new run."
+        text = (
+            f"the checkpoint has version {version}, and this installation reads up to {STATE_VERSION}.\n"
+            "Resume with the release that wrote it, or start a new run."
         )
+        raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
 
 
 def restore(tag: str, policy: TrainableRanks, critic: TrainableRanks | None) -> dict:

@@ -119,15 +119,16 @@ def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: in
     free = shutil.disk_usage(nearest(ckpt.folder)).free + checkpoints.num_bytes()
     if count * size > free:
         text = (
-            f"{count} checkpoints of about {size / 1e9:.2g} GB are to be there at a time, and "
-            f"{free / 1e9:.2g} GB are free.\nFree space, lower --ckpt.max_num, or name another folder."
+            f"the run keeps {count} checkpoints of about {size / 1e9:.2g} GB, counting the one that it "
+            f"writes, and {free / 1e9:.2g} GB are free.\nFree space, lower --ckpt.max_num, or name "
+            "another folder."
         )
         raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--ckpt.path", value=ckpt.folder)
 
 
 def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None) -> str | None:
     """Prints what the run can resume from, and returns that tag. Runs on rank 0 only. `found`: the result of
-    `checkpoints.find()`, if that was called. Raises ValueError where no checkpoint is sound or it belongs to
+    `checkpoints.find()`, if that was called. Raises UsageError where no checkpoint is sound or it belongs to
     another run."""
     if config.ckpt.load_enable and found is None:
         found = checkpoints.find()

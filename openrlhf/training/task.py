@@ -284,7 +284,8 @@ class Run(Generic[ConfigT]):
 
         ckpt = self.config.ckpt
         if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
-            raise ValueError(f"--ckpt.path {ckpt.folder}: {SCATTERED.format(', '.join(machines))}")
+            text = SCATTERED.format(", ".join(machines))
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
             take_folders(self.config, self.checkpoints, held)
         found = from_first(self.checkpoints.find) if ckpt.load_enable else None

@@ -44,7 +44,7 @@ def test_dropout_goes_on_where_it_was(task, run_worker, layout: str, num_ranks: 
     assert reports[0]["rates"] == expected
     for report in reports:
         head, *differences, data, _, _ = report["refused"].splitlines()
-        assert head.startswith("--ckpt.load_enable: ") and head.endswith("global_step2 is of another run:")
+        assert head.startswith("--ckpt.load_enable ") and "global_step2: " in head
         assert differences == [
             "  --adam.lr was 0.01, is 0.02",
             "  --data.max_samples was 20, is 18",

@@ -1,9 +1,11 @@
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.origin import Origin
 
@@ -165,14 +167,10 @@ def test_a_resume_says_what_it_resumes_from(tmp_path):
 
 def test_a_resume_of_another_run_is_refused(tmp_path):
     save(run_of(tmp_path), "global_step2")
-    with pytest.raises(ValueError) as refused:
+    place = tmp_path / "_actor/global_step2"
+    with refused(ErrorCode.OTHER_RUN, flag="--ckpt.load_enable", value=place) as told:
         run_of(tmp_path, load_enable=True, batch_size=64).choose()
-    assert str(refused.value).splitlines() == [
-        f"--ckpt.load_enable: {tmp_path}/_actor/global_step2 is of another run:",
-        "  --train.batch_size was 128, is 64",
-        "Resume with what was. Or start over: in another --ckpt.output_dir, or without",
-        "--ckpt.load_enable, which keeps what is there.",
-    ]
+    assert "  --train.batch_size was 128, is 64" in told.value.text.splitlines()
 
 
 def test_a_checkpoint_that_does_not_tell_its_run(tmp_path):
@@ -181,7 +179,7 @@ def test_a_checkpoint_that_does_not_tell_its_run(tmp_path):
         (tmp_path / "_actor/global_step2" / name).unlink()
     tag, (line, warning) = run_of(tmp_path, load_enable=True).choose()
     assert tag == "global_step2" and "step 2, written 2" in line
-    assert "does not tell its flags and models: they could not be compared" in warning
+    assert "records no flags and models" in warning
 
 
 def test_nothing_to_resume(tmp_path):

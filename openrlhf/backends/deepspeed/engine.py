@@ -28,7 +28,6 @@ from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.deepspeed.resharding import ORDER, Checkpoint, load_resharded, names_in_order
 from openrlhf.backends.distributed import BACKENDS, ProcessMesh, use_own_cores
 from openrlhf.backends.lr_schedule import lr_schedule
-from openrlhf.backends.manifest import why_unwritten
 from openrlhf.backends.model_rank import (
     ModelRank,
     TrainedRank,
@@ -40,7 +39,7 @@ from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.lora import adapter_weights, fill_randomly
@@ -121,7 +120,7 @@ class DeepSpeedEngine(TrainedRank):
             mpu=None if self.mesh.tensor_group is None else ModelParallelUnit(self.mesh),
             config=config,
         )
-        self.files = self.engine.checkpoint_engine = DeepSpeedFiles()
+        self.files = DeepSpeedFiles.of(self.engine)
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
         shard_rows(self.module, self.mesh, ds)
         reading_of(self.module.model).gathers = self.stage == 3
@@ -206,17 +205,13 @@ class DeepSpeedEngine(TrainedRank):
         dist.barrier()
         self.files.writer = writer = CheckpointWriter(place)
         # DeepSpeed mixes client state with its own keys, so the trainer's state has a single key.
-        try:
-            self.engine.save_checkpoint(
-                folder,
-                tag=tag,
-                client_state={"openrlhf": state, ORDER: names_in_order(self.engine)},
-                save_latest=False,
-                exclude_frozen_parameters=True,
-            )
-        except OSError as error:  # of the scripts that DeepSpeed copies to `folder`
-            text = f"{folder} could not be written: {why_unwritten(error, place)}"
-            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+        self.engine.save_checkpoint(
+            folder,
+            tag=tag,
+            client_state={"openrlhf": state, ORDER: names_in_order(self.engine)},
+            save_latest=False,
+            exclude_frozen_parameters=True,
+        )
         if self.average is not None:
             self.average.save(writer)
         save_random_state(writer, self.mesh.rank, self.mesh.size)
