@@ -249,7 +249,9 @@ def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
         f"--ckpt.path {own}/ckpt --ckpt.output_dir {own}/policy"
     )
     assert code == 2, output
-    assert f"error: --actor.model_name_or_path {own}/model: not on 127.0.0.3 ({name}).\n" in output
+    assert (
+        f"error: --actor.model_name_or_path {own}/model: not on 127.0.0.3 ({name}). [not-found]\n" in output
+    )
     assert f"\n--ckpt.path {own}/ckpt: not shared with 127.0.0.3 ({name}): parts of" in output
     assert "--ckpt.output_dir" not in output  # the path is on a disk that the actor's rank 0 writes to
 
