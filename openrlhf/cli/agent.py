@@ -1,5 +1,5 @@
-"""`openrlhf agent try FILE`: plays an episode of an agent with a model and prints it turn by turn, as a test
-before training."""
+"""`openrlhf agent try FILE`: plays an episode of an agent with a model and prints it turn by turn, to test
+the agent before training."""
 
 import argparse
 import asyncio
@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
 
@@ -22,23 +23,25 @@ if TYPE_CHECKING:
     from openrlhf.types import Prompt, PromptGroup, Trajectory
 
 EPILOG = """
-All other flags are those of `openrlhf ppo`, and mean what they mean there: --rollout.max_new_tokens,
---data.max_len, --data.apply_chat_template, --train.max_turns, --rollout.temperature, ...
+Every flag of `openrlhf ppo` is accepted and has the same meaning, for example --rollout.max_new_tokens,
+--rollout.temperature, --data.max_len, --data.apply_chat_template and --train.max_turns.
 """
+
+ONE_SEQUENCE = "all requests form one token sequence"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="openrlhf agent")
+    parser = ArgumentParser(prog="openrlhf agent")
     trying = parser.add_subparsers(required=True, metavar="try").add_parser(
         "try", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    trying.add_argument("file", metavar="FILE", help="with the class AgentExecutor")
-    trying.add_argument("--model", required=True, help="the policy: a folder or a name")
-    trying.add_argument("--prompt", required=True, help="as a row of --data.prompt_dataset has it")
-    trying.add_argument("--label", default="", help="as a row has it")
-    trying.add_argument("--samples", type=int, default=1, metavar="N", help="episodes (default: 1)")
-    options, flags = parser.parse_known_args(argv)
+    trying.add_argument("file", metavar="FILE", help="Python file with the class AgentExecutor")
+    trying.add_argument("--model", required=True, help="policy: a Hugging Face name or a folder")
+    trying.add_argument("--prompt", required=True, help="text of the prompt")
+    trying.add_argument("--label", default="", help="ground truth for the reward (default: empty)")
+    trying.add_argument("--samples", type=int, default=1, metavar="N", help="episodes to play (default: 1)")
     with short_errors(), TemporaryDirectory() as folder:
+        options, flags = parser.parse_known_args(argv)
         config, prompt = prepare(options, flags, Path(folder))
         group = asyncio.run(play(config, prompt))
         report(config, group)
@@ -46,8 +49,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> "tuple[PPOConfig, Prompt]":
-    """Returns the config, and the prompt built as in training, with templates applied. `folder`: for
-    temporary files."""
+    """Returns the configuration and the prompt, which is built as in training, with templates applied.
+    `folder`: folder for temporary files."""
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
     from openrlhf.config.ppo import ACTOR_FLAG
@@ -74,7 +77,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
 
 
 async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
-    """Plays the episodes with a run's rollout engine, in this process."""
+    """Plays the episodes with a rollout engine in this process."""
     from openrlhf.observability.progress import waiting
 
     with waiting("starting 1 rollout engine", key=config.actor.model_name_or_path):
@@ -125,11 +128,11 @@ def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequen
             write(console, departure(tokenizer, parts[:part], trajectory), "yellow")
         print_turns(console, tokenizer, trajectory)
     if len(parts) == 1 and first.num_actions:
-        write(console, "the token stream holds: one sequence", "green")
+        write(console, ONE_SEQUENCE, "green")
 
 
 def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
-    """Prints the read and the sampled parts of a trajectory in turn."""
+    """Prints the context and the sampled parts of a trajectory in order."""
     from openrlhf.text import decode
     from openrlhf.types import runs
 
@@ -138,36 +141,37 @@ def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
         end = start + count
         text = decode(tokenizer, ids[start:end], after=ids[:start])
         if sampled:
-            earned = f", earned {t.turn_rewards[turn]:g}" if turn < len(t.turn_rewards) else ""
+            reward = f", turn reward {t.turn_rewards[turn]:g}" if turn < len(t.turn_rewards) else ""
             actions = int(t.action_mask[:start].sum())
             log_prob = t.rollout_log_probs[actions : actions + count].mean()
-            kind = f"turn {turn + 1}: {count} tokens sampled, log-prob {log_prob:.2f} each{earned}"
+            kind = f"turn {turn + 1}: {count} sampled tokens, mean log-prob {log_prob:.2f}{reward}"
             turn += 1
         else:
-            kind = f"{count} tokens read, not trained on"
+            kind = f"{count} context tokens, not trained on"
         write(console, kind, "bold cyan" if sampled else "dim")
         write(console, text, "" if sampled else "italic cyan")
         start = end
 
 
 def departure(tokenizer: Any, earlier: "Sequence[Trajectory]", other: "Trajectory") -> str:
-    """Explains why a later request does not continue the earlier sequence that it shares most tokens with."""
+    """Explains why a request does not continue an earlier sequence. Compares it with the earlier sequence
+    that has the longest common prefix."""
     from openrlhf.text import decode
 
     new = other.token_ids
     same, nearest = max(((_shared(t.token_ids, new), t) for t in earlier), key=lambda pair: pair[0])
     if same >= other.prompt_length:
         return (
-            f"a new sequence begins here: another answer to the same {other.prompt_length} tokens. The agent "
-            "asked for several answers with n, or asked the same again"
+            f"new sequence: another answer to the same {other.prompt_length} prompt tokens. The agent "
+            "requested several answers (n > 1), or sent the same request twice"
         )
     was, now = (
         decode(tokenizer, ids[same : same + 12].tolist(), after=ids[:same].tolist())
         for ids in (nearest.token_ids, new)
     )
     return (
-        f"a new sequence begins here: the history was rewritten. After {same} equal tokens the stream had "
-        f"{was!r}, the agent asked with {now!r}"
+        f"new sequence: the agent rewrote the history. After {same} common tokens the earlier sequence has "
+        f"{was!r}, and the new request has {now!r}"
     )
 
 

@@ -1,5 +1,5 @@
-"""Batch inference: answers a dataset's prompts, or scores its answers. `python -m
-openrlhf.cli.batch_inference`; tasks generate and rm also run under torchrun or deepspeed."""
+"""Batch inference: answers a dataset's prompts, or scores its answers. Run it as `python -m
+openrlhf.cli.batch_inference`; the tasks generate and rm also run under torchrun or deepspeed."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ def run(config: BatchInferenceConfig) -> None:
     mine = pending[rank::world]
     with Progress(show=rank == 0) as progress:
         if done:
-            progress.message(f"{len(done)} of {len(work)} rows are in {config.raw_path} already")
+            progress.message(f"{config.raw_path} already has {len(done)} of {len(work)} rows")
         if rank == 0:
             write_origin(config.meta_path, made_from)
         recorder = Recorder()
@@ -82,7 +82,9 @@ def run(config: BatchInferenceConfig) -> None:
             if rank == 0:
                 _finish(config, progress, len(work), num_tokens, recorder.elapsed)
         except KeyboardInterrupt:
-            progress.message(f"stopped; the same command continues from what is in {config.raw_path}")
+            progress.message(
+                f"stopped; run the same command again to continue from the rows in {config.raw_path}"
+            )
             raise
 
 
@@ -102,8 +104,8 @@ def check(config: BatchInferenceConfig) -> None:
 
 
 def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
-    """Raises UsageError if the model is missing, has too short a context for the sum of the flags `lengths`,
-    or does not run in vLLM where that is the engine."""
+    """Raises UsageError if the model is missing, if its context is shorter than the sum of the flags
+    `lengths`, or if the engine is vLLM and does not support it."""
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.config.fields import values_of
     from openrlhf.device import DEVICE_TYPE
@@ -267,7 +269,8 @@ def _loader(config: BatchInferenceConfig) -> str:
 
 
 def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
-    """Returns (mean, std) by which scores are normalised. For csft (0, 1): it takes z-scores at the end."""
+    """Returns (mean, std) by which scores are normalised. For csft these are (0, 1), because it normalises
+    all scores at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0
     from openrlhf.models.scorer import score_statistics
@@ -288,7 +291,7 @@ def _finish(
         raise RunError(ErrorCode.IN_USE, text, value=config.raw_path)
     facts = [f"{len(rows)} rows"]
     cut = sum(row.get("finish_reason") == "length" for row in rows)
-    facts += [f"{cut} cut at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []
+    facts += [f"{cut} truncated at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []
     if config.post_processor:
         processed, remark = _post_process(config, rows)
         write_rows(config.output_path, processed)
@@ -360,8 +363,8 @@ def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
 
 
 def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
-    """Joins the process group and waits for all ranks; returns (rank, number of ranks). (0, 1) with vLLM,
-    which starts its own processes."""
+    """Joins the process group, waits for all ranks, and returns (rank, number of ranks). Returns (0, 1) with
+    vLLM, which starts its own processes."""
     if config.engine == "vllm":
         return 0, 1
     import torch.distributed as dist

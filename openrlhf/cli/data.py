@@ -24,8 +24,8 @@ TASKS = {
 USAGE = f"""\
 usage: openrlhf data preview {"|".join(TASKS)} [--samples N] [--no_color] [flags of that command]
 
-Prints the first N samples (3) as training reads them, with what is learned marked, the first packed rows, and
-counts and lengths of the whole dataset. Loads no model, only its tokenizer."""
+Prints the first N samples (default: 3) as training reads them, with the tokens that have a loss marked, then
+the first packed rows, and counts and lengths of the whole dataset. Loads the tokenizer, but no model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +56,8 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
 
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
-    """Prints samples, rows and a summary of the dataset that training would build, through the same cache."""
+    """Prints samples, rows and a summary of the dataset. It is built as for training, with the same
+    cache."""
     from openrlhf.observability.preview import Preview
 
     config = task.config

@@ -1,8 +1,8 @@
-"""`openrlhf demo`: runs the whole system on this machine, in minutes, without a download.
+"""`openrlhf demo`: trains a tiny model on this machine, in minutes, without a download.
 
-It runs three commands, and prints each first, so that you can run and change them one by one: SFT teaches a
-tiny model to write worked problems; SFT teaches it to answer in a chat, carefully or hastily; RL with only a
-verifier as reward then teaches it that careful answers pay.
+It prints and runs three commands, which you can also run and change one by one. The first SFT run teaches the
+model worked problems as plain text. The second teaches it to answer in a chat, with or without reasoning. RL
+with a verifier as the only reward then teaches it that reasoning pays.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
+from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
@@ -37,20 +38,18 @@ NEEDED_GB = 4
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="of the data, the model and the sampling (default: 0)"
+        "--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)"
     )
     parser.add_argument("--steps", type=int, default=30, help="RL steps (default: 30)")
-    parser.add_argument(
-        "--folder", type=Path, default=Path("demo"), help="where everything goes (default: demo)"
-    )
-    options = parser.parse_args(argv)
+    parser.add_argument("--folder", type=Path, default=Path("demo"), help="output folder (default: demo)")
     # The models are so small that a second thread only slows them down. Must be set before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
+        options = parser.parse_args(argv)
         _check_packages()
         _engine_memory()  # raises before anything starts if memory is short
         run(options.folder / f"seed{options.seed}", options.seed, options.steps)
@@ -59,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(folder: Path, seed: int, steps: int) -> None:
     started = time.monotonic()
     seconds: dict[str, float] = {}
-    with _phase("prepare: problems, a tokenizer and a model without knowledge", seconds):
+    with _phase("prepare: problems, a tokenizer and an untrained model", seconds):
         from openrlhf.tasks.prepare import prepare
 
         files = prepare(folder / "task", seed=seed)
@@ -69,7 +68,7 @@ def run(folder: Path, seed: int, steps: int) -> None:
             f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} --train.seed {seed} "
             f"{PRETRAIN} {SFT_FLAGS}"
         )
-    with _phase("chat: SFT on careful and hasty answers", seconds):
+    with _phase("chat: SFT on answers with and without reasoning", seconds):
         _sft(
             f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} "
             f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'sft'} "
@@ -90,7 +89,7 @@ def run(folder: Path, seed: int, steps: int) -> None:
 
 
 def _check_packages() -> None:
-    """Raises UsageError if DeepSpeed or vLLM, which the demo's commands use, is not installed."""
+    """Raises UsageError if DeepSpeed or vLLM is not installed; the demo's commands use both."""
     if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
         text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
         text += 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
@@ -98,8 +97,8 @@ def _check_packages() -> None:
 
 
 def _engine_memory() -> str:
-    """Returns the flag that gives the engine half of the GPU's free memory, since trainer and engine share
-    the GPU and neither is offloaded; "" without a GPU. Raises UsageError if too little is free."""
+    """Returns the flag that gives the engine half of the GPU's free memory; "" without a GPU. Trainer and
+    engine share the GPU, and neither is offloaded. Raises UsageError if too little memory is free."""
     import torch
 
     from openrlhf.device import DEVICE_TYPE
@@ -111,8 +110,8 @@ def _engine_memory() -> str:
     if free < NEEDED_GB << 30:
         raise UsageError(
             ErrorCode.RESOURCES,
-            f"the demo needs {NEEDED_GB} GiB of a GPU's memory, and {free / 2**30:.1f} of "
-            f"{total / 2**30:.0f} are free.\n`nvidia-smi` lists the processes that use the rest; "
+            f"the demo needs {NEEDED_GB} GiB of GPU memory, and only {free / 2**30:.1f} of "
+            f"{total / 2**30:.0f} GiB are free.\n`nvidia-smi` lists the processes that use the rest; "
             "CUDA_VISIBLE_DEVICES selects another GPU.",
         )
     return f" --vllm.gpu_memory_utilization {free / total / 2:.2f}"
@@ -147,8 +146,8 @@ def _ppo(flags: str) -> None:
 
 
 def _show_result(folder: Path, steps: int) -> None:
-    """Prints accuracy, share of answers that think, answer length, and sample answers, before and after
-    RL."""
+    """Prints accuracy, share of answers with reasoning, answer length and sample answers, before and
+    after RL."""
     from rich.console import Console
     from rich.table import Table
 
@@ -174,7 +173,7 @@ def _show_result(folder: Path, steps: int) -> None:
         figures.add_column(column, justify="right")
     for name, read, form in (
         ("accuracy", lambda t: t.reward, "{:.1%}"),
-        ("answers that think", lambda t: t.extra_logs["thinks"], "{:.1%}"),
+        ("answers with reasoning", lambda t: t.extra_logs["thinks"], "{:.1%}"),
         ("tokens in an answer", lambda t: t.num_actions, "{:.1f}"),
     ):
         figures.add_row(name, form.format(mean(before, read)), form.format(mean(after, read)))

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from openrlhf.backends.rollout import AnswerStream
     from openrlhf.data.conversation import Conversation
 
-HELP = "clear forgets the conversation, exit or Ctrl-D ends, Ctrl-C stops an answer"
+HELP = "type clear to start a new conversation, exit or Ctrl-D to quit; Ctrl-C stops an answer"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -63,7 +63,7 @@ def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "
 
 
 def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "AnswerStream":
-    """Loads the model in the selected engine, which streams its answers."""
+    """Loads the model in the selected engine, for streamed answers."""
     from openrlhf.device import DEVICE_TYPE
 
     if config.engine == "transformers":
@@ -121,8 +121,8 @@ def _answer(
     room = config.data.max_len - len(prompt)
     if room < 1:
         print(
-            f"(the conversation has {len(prompt)} tokens, and --data.max_len {config.data.max_len} leaves no "
-            "room for an answer: clear forgets it)"
+            f"(the conversation has {len(prompt)} tokens, so --data.max_len {config.data.max_len} leaves no "
+            "room for an answer; type clear to start a new one)"
         )
         return
     decoding = decoding_of(config, tokenizer, min(room, config.rollout.max_new_tokens or room))

@@ -21,7 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: LoraCombinerConfig) -> None:
-    """Writes the merged model: W + (alpha / rank) B A for every adapted layer, all else as in the base."""
+    """Writes the merged model: W + (alpha / rank) B A for every adapted layer, and the base model's other
+    weights."""
     from openrlhf.models.loading import load_config, load_tokenizer
     from openrlhf.models.lora import load_statistics
     from openrlhf.models.scorer import padding_token_id
@@ -45,13 +46,15 @@ def run(config: LoraCombinerConfig) -> None:
 
 def _check_adapter(config: LoraCombinerConfig) -> str:
     """Returns the name of the base model that the adapter was trained on. Raises UsageError if there is no
-    adapter, or if it is one of another kind of model."""
+    adapter, or if it belongs to another kind of model."""
     from peft import PeftConfig
 
     try:
         adapter = PeftConfig.from_pretrained(config.lora_path)
     except (OSError, ValueError) as error:
-        raise _wrong_adapter(config, "holds no adapter: there is no adapter_config.json") from error
+        raise _wrong_adapter(
+            config, "has no adapter_config.json; give the folder of a LoRA adapter"
+        ) from error
     if (adapter.task_type == "SEQ_CLS") != config.is_rm:
         kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
         raise _wrong_adapter(config, f"is the adapter of a {kind} model; {remedy} --is_rm")
@@ -94,8 +97,8 @@ def _wrong_adapter(config: LoraCombinerConfig, text: str) -> UsageError:
 
 
 def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:
-    """Returns the path of the tokenizer, beside the adapter or else beside the base, and the flag of that
-    path."""
+    """Returns the tokenizer's path and the flag of that path: the adapter's folder if it has a tokenizer,
+    else the base model's."""
     from transformers.utils import cached_file
 
     beside = cached_file(

@@ -1,4 +1,4 @@
-"""Entry point `openrlhf`: imports and runs the given command, and no other."""
+"""Entry point `openrlhf`: imports the module of the given command, and only that, and runs it."""
 
 import difflib
 import sys
@@ -10,18 +10,18 @@ from openrlhf.errors import ErrorCode, UsageError, short_errors
 COMMANDS = {
     "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
     "sft": ("train_sft", "supervised fine-tuning"),
-    "rm": ("train_rm", "reward model from pairs of answers"),
-    "prm": ("train_prm", "process reward model from labelled steps"),
-    "dpo": ("train_dpo", "DPO, IPO and cDPO on pairs of answers"),
-    "kto": ("train_kto", "KTO on answers that are good or bad"),
-    "kd": ("train_kd", "distillation from a teacher"),
+    "rm": ("train_rm", "train a reward model on pairs of answers"),
+    "prm": ("train_prm", "train a process reward model on labelled steps"),
+    "dpo": ("train_dpo", "preference optimization (DPO, IPO, cDPO) on pairs of answers"),
+    "kto": ("train_kto", "KTO on single answers labelled good or bad"),
+    "kd": ("train_kd", "knowledge distillation from a teacher model"),
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
-    "data": ("data", "preview: what a supervised command will learn from"),
-    "rollouts": ("rollouts", "print the samples of an RL run, tokens coloured by advantage"),
-    "agent": ("agent", "try: one episode of an agent with a model, turn by turn"),
-    "batch_inference": ("batch_inference", "answers to a dataset's prompts, or rewards of its answers"),
-    "chat": ("interactive_chat", "talk to a model"),
-    "serve_rm": ("serve_rm", "a reward model over HTTP"),
+    "data": ("data", "data preview: show the samples that a supervised command would train on"),
+    "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
+    "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),
+    "batch_inference": ("batch_inference", "answer the prompts of a dataset, or score its answers"),
+    "chat": ("interactive_chat", "chat with a model"),
+    "serve_rm": ("serve_rm", "serve a reward model over HTTP"),
     "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),
 }
 """Command -> (module of `openrlhf.cli`, summary for `--help`)."""

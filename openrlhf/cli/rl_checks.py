@@ -1,4 +1,4 @@
-"""Checks of an RL run beyond its flags: the cluster, files, models and users' code."""
+"""Checks of what the flags of an RL run refer to: the cluster, files, models and users' code."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def problems_outside(config: PPOConfig) -> list[ValueError]:
-    """Returns the problems of the cluster and of files, before anything is loaded or started: the first one
-    of each flag."""
+    """Returns the first problem of each flag with the cluster or with files. Nothing is loaded or
+    started."""
     from openrlhf.observability.progress import checking
     from openrlhf.observability.trackers.load import trackers_of
 
@@ -52,13 +52,15 @@ def _note_offloading(config: PPOConfig) -> None:
     asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.offloading.sleeps}
     if flags := " and ".join(flag for flag, is_asked in asked.items() if is_asked):
         print(
-            f"note: {flags}: has no effect without a GPU, nothing is offloaded", file=sys.stderr, flush=True
+            f"note: {flags}: has no effect, because nothing is offloaded without a GPU",
+            file=sys.stderr,
+            flush=True,
         )
 
 
 def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) -> None:
     """Checks datasets, models and users' files through `ask(flag, check, ...)`, which calls `check(...)`
-    unless a problem of the flag is already known. `on_cpu`: it is known that no engine has a GPU."""
+    unless the flag already has a problem. `on_cpu`: whether the engines are known to have no GPU."""
     _check_columns(config, ask)  # before the import of transformers, which takes longer than these checks
     from openrlhf.models.experts import check_experts
     from openrlhf.models.loading import check_model
@@ -127,8 +129,8 @@ def _check_statistics(path: str) -> None:
 
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
-    """Imports and checks the user's agent or reward function, and tries users' algorithms. `ask`: as in
-    `check_files`."""
+    """Imports and checks the user's agent or reward function, and runs users' algorithms on a few samples.
+    `ask`: as in `check_files`."""
     from openrlhf.rewards.function import check_reward_file
     from openrlhf.rollout.executors import check_agent_file
 
@@ -152,7 +154,7 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 
 def check_algorithm(config: PPOConfig, flag: str, reference: str) -> None:
-    """Raises UsageError if a user's class fails in a trial with four samples."""
+    """Raises UsageError if a user's class fails on four test samples."""
     from openrlhf.algorithms.trial import try_out
 
     kind = config.selected[flag.removeprefix("--")]
@@ -176,7 +178,7 @@ def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
 
 
 def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
-    """Raises UsageError if vLLM would refuse the policy. Other engines are not checked."""
+    """Raises UsageError if vLLM does not support the policy. Checks no other engine."""
     if config.rollout.engine != "vllm":
         return
     from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
@@ -198,7 +200,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
-    """Raises UsageError if the critic's warm-up takes the whole run, so that the policy would never learn."""
+    """Raises UsageError if the critic's warm-up takes the whole run: the policy would never learn."""
     from openrlhf.training.schedule import prompts_of_steps
 
     steps = len(prompts_of_steps(config, num_prompts))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
 
@@ -23,22 +24,23 @@ FEW = 20
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="openrlhf rollouts", description=__doc__)
+    parser = ArgumentParser(prog="openrlhf rollouts", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
-    parser.add_argument("--step", type=int, metavar="N", help="default: the last one")
+    parser.add_argument("--step", type=int, metavar="N", help="RL step (default: the last)")
     parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
     parser.add_argument("--failed", action="store_true", help="only samples without a reward")
-    parser.add_argument("--sort", choices=ORDERS, help="largest first; default: as they were sampled")
+    parser.add_argument(
+        "--sort", choices=ORDERS, help="print the largest first (default: in the order of sampling)"
+    )
     parser.add_argument(
         "--name",
         choices=NAMES,
         default="step",
-        help="of training, of an evaluation, or left out by filtering",
+        help="samples of a training step (default), of an evaluation, or dropped by dynamic filtering",
     )
     parser.add_argument("--limit", type=_count, default=8, metavar="N", help="samples to print (default: 8)")
-    options = parser.parse_args(argv)
     with short_errors():
-        run(options)
+        run(parser.parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -53,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     steps = steps_of(options.run, options.name)
     step = options.step if options.step is not None else max(steps)
     if step not in steps:
-        raise _not_found(f"there is no such step; there are {_listed(list(steps))}", "--step", step)
+        raise _not_found(f"there is no such step; the run has {_listed(list(steps))}", "--step", step)
     found, total = choose(steps, step, options)
     rows = read_rows(steps[step], found[: options.limit])
     pieces = pieces_of(options.run, rows) if coloured and rows else None
@@ -115,28 +117,30 @@ def _not_found(text: str, flag: str = "", value: object = "") -> UsageError:
 
 
 def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
-    """Returns, for each row, the text of each token of its answer. None, with a line on stderr, if the run's
-    tokenizer is missing or does not reproduce the stored text."""
+    """Returns, for each row, the text of each token of its answer. Returns None and prints a note if the
+    run's tokenizer is missing or does not reproduce the stored text."""
     from openrlhf.observability.rollout_view import prompt_length
     from openrlhf.text import decode_each
 
     try:
         tokenizer = tokenizer_of(folder)
     except ValueError as error:
-        print(f"answers without colours: {error}", file=sys.stderr)
+        print(f"note: answers are printed without colours: {error}", file=sys.stderr)
         return None
     splits = [(row["token_ids"], prompt_length(row)) for row in rows]
     pieces = [decode_each(tokenizer, ids[start:], after=ids[:start]) for ids, start in splits]
     for row, texts in zip(rows, pieces, strict=True):
         if row["response"] not in (None, "".join(texts)):
-            print("answers without colours: the tokenizer is not the one of the run", file=sys.stderr)
+            print(
+                "note: answers are printed without colours: the tokenizer is not the run's", file=sys.stderr
+            )
             return None
     return pieces
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """Loads the tokenizer of the policy that the run started from, or else of the one that it wrote. Raises
-    UsageError if neither is there."""
+    """Loads the tokenizer of the model that the policy started from, or else of the final model. Raises
+    UsageError if neither exists."""
     from openrlhf.models.loading import load_tokenizer
 
     path = folder / "config.yaml"
@@ -161,7 +165,7 @@ def _count(text: str) -> int:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    """Joins names for an error; of many only the first ones and the last."""
+    """Joins names for an error; of more than FEW names only the first ones and the last."""
     if len(names) <= FEW:
         return ", ".join(map(str, names))
     return f"{', '.join(map(str, names[: FEW - 1]))}, ... {names[-1]} ({len(names)} in all)"

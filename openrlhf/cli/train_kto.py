@@ -55,8 +55,8 @@ class KTOTask(ComparedTask[KTOConfig]):
     def prepare(
         self, run: task.Run[KTOConfig], objective: "Objective"
     ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
-        """Returns a function that sets the KL estimate and the fraction of desirable answers of a whole
-        batch. Both are taken over all rows and ranks, so they do not depend on the micro-batch size."""
+        """Returns a function that sets the objective's KL estimate and fraction of desirable answers for a
+        batch. Both are means over all rows and ranks, so they do not depend on the micro-batch size."""
         from dataclasses import replace
 
         from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio

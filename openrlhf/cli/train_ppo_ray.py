@@ -85,7 +85,7 @@ def train(
     checkpoints: "CheckpointFolder",
     tag: str | None,
 ) -> None:
-    """Starts all processes of the run on reserved resources, trains, exports the models and ends the
+    """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
     from openrlhf.cluster.deaths import naming_the_dead
     from openrlhf.cluster.roles import start_roles
@@ -121,7 +121,7 @@ def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
     tokens = most_tokens(config.train, config.data.max_len, config.ds.parallel.sequence)
     groups = {"actor": roles.policy, "critic": roles.critic}
     needs = [f"{role} {group.row_memory(tokens)}" for role, group in groups.items() if group]
-    return f"memory of a rank for a row of up to {tokens:,} tokens, about: {'; '.join(needs)}"
+    return f"estimated memory of a rank for a row of {tokens:,} tokens: {'; '.join(needs)}"
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
@@ -163,8 +163,9 @@ def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> 
 
 
 def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> int:
-    """Returns the number of GPUs that hold an engine's weights, by the memory of this machine's GPUs. The
-    flag's value if it is set, for a `cluster` given by numbers, or if the memory is unknown."""
+    """Returns the number of GPUs that an engine's weights need, given the memory of this machine's GPUs.
+    Returns the flag's value if it is set, if `cluster` describes another machine, or if the memory is
+    unknown."""
     from openrlhf.device import gpu_bytes
 
     size = config.vllm.tensor_parallel_size
@@ -182,8 +183,8 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
 
 
 def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:
-    """Returns smaller `num_gpus_per_node` for roles whose flag is unset and whose default exceeds a node's
-    GPUs; one rank without GPUs. `cluster`: as in `plan`."""
+    """Returns `num_gpus_per_node` for roles whose flag is unset and whose default exceeds a node's GPUs: the
+    GPUs of the smallest node, or 1 without GPUs. `cluster`: as in `plan`."""
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
@@ -196,8 +197,8 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
 
 
 def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
-    """Returns the checkpoint folders of the policy and of the critic, if any, with this run's origin, which
-    checkpoints are compared with."""
+    """Returns the checkpoint folders of the policy and, if there is one, of the critic. Loaded checkpoints
+    are compared with this run's origin."""
     from openrlhf.training.checkpoints import CheckpointFolder
 
     ckpt = config.ckpt
@@ -237,7 +238,7 @@ def build_trainer(
     checkpoints: "CheckpointFolder",
     tag: str | None,
 ) -> "PPOTrainer[PolicyRanks]":
-    """Builds the trainer with its roles, data and observer, restored to the step it resumes from."""
+    """Builds the trainer with its roles, data and observer. Loads the checkpoint `tag` if it is given."""
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.mismatch import MismatchWatch
     from openrlhf.config.parse import to_yaml

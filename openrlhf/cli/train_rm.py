@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 ConfigT = TypeVar("ConfigT", RMConfig, DPOConfig)
 
 STATISTICS_FRACTION = 0.01
-"""Fraction of the training pairs from which score mean and deviation are estimated without an evaluation
-set."""
+"""Fraction of the training pairs from which the scores' mean and standard deviation are estimated if there is
+no evaluation set."""
 
 
 class PairTask(task.Task[ConfigT]):
-    """Task that learns from pairs of answers to one prompt."""
+    """Task on pairs of answers to one prompt."""
 
     column_keys = ("prompt_key", "chosen_key", "rejected_key")
     score_last_token: ClassVar[bool]
@@ -92,8 +92,8 @@ class RewardModelTask(PairTask[RMConfig]):
         return RewardObjective()
 
     def finish(self, run: task.Run[RMConfig]) -> None:
-        """Writes mean and deviation of the scores into the model's configuration; RL normalises rewards by
-        them."""
+        """Writes the scores' mean and standard deviation to the model's config.json, for
+        --reward.normalize_enable of RL."""
         from openrlhf.data.batches import FirstItems
         from openrlhf.training.objectives.rm import ScoreMoments
 

@@ -16,7 +16,7 @@ ConfigT = TypeVar("ConfigT", SFTConfig, KDConfig)
 
 
 class ResponsesTask(task.Task[ConfigT]):
-    """Task on samples with loss on the responses, or on all tokens with model.pretrain_mode_enable."""
+    """Task whose loss is on the responses, or on all tokens with model.pretrain_mode_enable."""
 
     column_keys = ("input_key", "output_key")
 

@@ -11,6 +11,7 @@ import pytest
 from processes import run_ranks
 
 from openrlhf.backends.distributed import free_port
+from openrlhf.cli.agent import ONE_SEQUENCE
 from openrlhf.data.reasoning_gym import gym_rows
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -36,7 +37,7 @@ def test_every_kind_of_agent(
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")
     assert "episode 0: ok" in printed and f"turn {turns}: " in printed, printed
-    assert "the token stream holds: one sequence" in printed
+    assert ONE_SEQUENCE in printed
 
 
 @pytest.fixture
@@ -76,4 +77,4 @@ def test_every_example_of_an_environment(
     command += ["--prompt", prompt, "--label", label, "--samples", "3"]
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")
-    assert printed.count("ok, reward") == printed.count("the token stream holds: one sequence") == 3, printed
+    assert printed.count("ok, reward") == printed.count(ONE_SEQUENCE) == 3, printed

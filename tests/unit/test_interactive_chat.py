@@ -80,7 +80,7 @@ def test_a_conversation_that_is_too_long_is_not_sent(chat, capsys):
     engine = Engine()
     chat(engine, "many " * 200 + "\nHi\n")
     assert engine.asked == ["User: Hi\nAssistant: "]
-    assert "--data.max_len 128 leaves no room for an answer: clear forgets it" in capsys.readouterr().out
+    assert "--data.max_len 128" in capsys.readouterr().out
 
 
 def test_prompts_ask_for_a_reward(chat):

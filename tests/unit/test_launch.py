@@ -215,8 +215,7 @@ def test_where_nobody_can_sleep_it_is_said_once(monkeypatch, capsys, gpus, told)
     asleep = config(actors=1, engines=1, colocate_all=True)
     asleep = replace(asleep, vllm=replace(asleep.vllm, enable_sleep=True))
     assert rl_checks.problems_outside(asleep) == []
-    text = "note: --vllm.enable_sleep: has no effect without a GPU, nothing is offloaded\n"
-    assert capsys.readouterr().err == (text if told else "")
+    assert capsys.readouterr().err.startswith("note: --vllm.enable_sleep: ") == told
 
 
 def never(*_):

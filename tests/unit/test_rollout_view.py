@@ -193,8 +193,8 @@ def test_without_the_tokenizer_of_the_run(folder, capsys, monkeypatch, break_it)
     rollouts.main([str(folder)])
     out, err = capsys.readouterr()
     assert "it is so and so and so" in out and "48;2;" not in out
-    assert err.startswith("answers without colours: ")
-    assert ("not the one of the run" in err) == (break_it == "change")
+    assert err.startswith("note: ")
+    assert ("config.yaml" in err) == (break_it == "remove")
 
 
 def test_what_the_colours_say():

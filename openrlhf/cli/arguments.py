@@ -1,0 +1,25 @@
+"""Argument parser of the commands that have no configuration class: demo, rollouts and agent."""
+
+import argparse
+import re
+from typing import NoReturn
+
+from openrlhf.errors import ErrorCode, UsageError
+
+_MESSAGES = (
+    (r"argument ([^:]+): (.+)", ErrorCode.INVALID_VALUE, r"\2"),
+    (r"the following arguments are required: (.+)", ErrorCode.MISSING_FLAG, "required, but not set"),
+    (r"unrecognized arguments: (.+)", ErrorCode.UNKNOWN_FLAG, "there is no such option"),
+)
+"""Patterns of argparse's messages, whose first group is the flag, with the code and the text of our error."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Argument parser that raises UsageError instead of printing the usage and ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        remedy = f"see `{self.prog} --help`"
+        for pattern, code, text in _MESSAGES:
+            if match := re.fullmatch(pattern, message, re.DOTALL):
+                raise UsageError(code, f"{match.expand(text)}; {remedy}", flag=match[1])
+        raise UsageError(ErrorCode.INVALID_VALUE, f"{message}; {remedy}")
