@@ -17,16 +17,16 @@ EXIT_USAGE = 2
 EXIT_FAILURE = 1
 
 PATIENCE = 5.0
-"""Seconds that other ranks wait before they print an error: by then rank 0 has usually printed it, and the
-launcher has ended them."""
+"""Seconds that ranks other than 0 wait before they print an error. By then rank 0 has usually printed the
+same one and the launcher has stopped them."""
 GRACE = 20.0
-"""Seconds that a stopped run has to end before it is forced to: if the signal also ended Ray's servers, calls
-to them never return."""
+"""Seconds after a signal until the process exits by force. If the signal also ended Ray's servers, calls to
+them never return."""
 
 
 class ErrorCode(StrEnum):
     """Kinds of errors that a user can act on. Each is printed behind the error's first line, and
-    docs/errors.md has its usual causes and remedies."""
+    docs/errors.md lists the usual causes and remedies of each."""
 
     UNKNOWN_FLAG = "unknown-flag"
     """No flag, option or command has this name."""
@@ -83,19 +83,20 @@ class ErrorCode(StrEnum):
     WORKER_FAILED = "worker-failed"
     """A training rank died or stopped answering."""
     WRONG_WEIGHTS = "wrong-weights"
-    """After a weight sync or a load, a model computes other numbers than the one it should equal."""
+    """After a weight sync or a load, a model's outputs differ from those of the model that it should
+    equal."""
 
 
 class CodedError(Exception):
-    """An error that a user can act on. `str()` gives `FLAG VALUE:ROW: TEXT`, without the parts that are not
-    set."""
+    """An error that a user can act on. `str()` returns `FLAG VALUE:ROW: TEXT`; parts that are not set are
+    omitted."""
 
     def __init__(
         self, code: ErrorCode, text: str, *, flag: str = "", value: object = "", row: int | None = None
     ) -> None:
         """`text`: description and remedy; `flag`: the flag with its dashes; `value`: its value or the file;
         `row`: number of the row or line in the file."""
-        super().__init__(code, text)  # pickled with these arguments, and with the attributes
+        super().__init__(code, text)  # the arguments with which pickle calls __init__; attributes follow
         self.code = code
         self.text = text
         self.flag = flag
@@ -109,15 +110,15 @@ class CodedError(Exception):
 
 
 class UsageError(CodedError, ValueError):
-    """Raised for flags, files and models that cannot be used. Exit status 2."""
+    """Raised for flags, files and models that cannot be used. The command exits with status 2."""
 
 
 class RunError(CodedError, RuntimeError):
-    """Raised for what fails while a run is under way. Exit status 1."""
+    """Raised for a failure during a run. The command exits with status 1."""
 
 
 def as_one(problems: Sequence[UsageError]) -> UsageError:
-    """Returns the first of several problems, with the lines of the others behind its own."""
+    """Returns the first of several problems, with the messages of the others appended to its text."""
     first, *others = problems
     first.text = "\n".join([first.text, *map(str, others)])
     return first
@@ -133,7 +134,7 @@ def describe(error: BaseException) -> str:
 
 
 class Stopped(KeyboardInterrupt):
-    """Raised by Ctrl-C or SIGTERM in a training command. `code`: its exit status, 128 + signal number."""
+    """Raised by Ctrl-C or SIGTERM in a training command. `code`: the exit status, 128 + signal number."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -141,35 +142,36 @@ class Stopped(KeyboardInterrupt):
 
 
 def catch_signals() -> None:
-    """Makes SIGINT and SIGTERM raise Stopped, once: later signals do not interrupt the shutdown."""
+    """Makes the first SIGINT or SIGTERM raise Stopped. Later signals are ignored, so that they do not
+    interrupt the shutdown."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
     for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, lambda number, frame: None)  # SIG_IGN complains about a signal under way
+        signal.signal(other, lambda number, frame: None)  # with SIG_IGN, Python warns about a pending signal
     stopped = Stopped(number)
-    timer = threading.Timer(GRACE, _leave, [stopped])
+    timer = threading.Timer(GRACE, _force_exit, [stopped])
     timer.daemon = True
     timer.start()
     raise stopped
 
 
-def _leave(stopped: Stopped) -> None:
-    _say(stopped)
+def _force_exit(stopped: Stopped) -> None:
+    _print_stopped(stopped)
     os._exit(stopped.code)
 
 
-def _say(stopped: Stopped) -> None:
+def _print_stopped(stopped: Stopped) -> None:
     if _rank() == 0:
         notes = " ".join(_notes(stopped))
         print(f"stopped {notes or 'before the first step'}", file=sys.stderr, flush=True)
 
 
 @contextmanager
-def telling(position: Callable[[], str]) -> Iterator[None]:
-    """Adds the run's position to any error or stop inside, as a note."""
+def noting_position(position: Callable[[], str]) -> Iterator[None]:
+    """Adds the run's position, such as its step, as a note to any error or stop raised inside."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
@@ -179,24 +181,23 @@ def telling(position: Callable[[], str]) -> Iterator[None]:
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Ends the process on an error inside: with its text alone for the error types that are written for users
-    (CodedError, and plain ValueError, RuntimeError, FloatingPointError), with the traceback for any
-    other."""
+    """Ends the process on an error raised inside. For error types written for users (CodedError, and plain
+    ValueError, RuntimeError, FloatingPointError) it prints the message alone, for any other the traceback."""
     try:
         try:
             yield
         except Exception as error:
-            _end_with(error)
+            _exit_with(error)
     except KeyboardInterrupt as stop:
         if os.environ.get("OPENRLHF_DEBUG"):
             raise
         if isinstance(stop, Stopped):
-            _say(stop)
+            _print_stopped(stop)
         sys.exit(getattr(stop, "code", 128 + signal.SIGINT))
 
 
-def _end_with(error: Exception) -> None:
-    cause = getattr(error, "cause", None) or error  # a Ray task's error carries the worker's
+def _exit_with(error: Exception) -> None:
+    cause = getattr(error, "cause", None) or error  # Ray wraps the worker's error
     is_for_users = isinstance(cause, CodedError) or type(cause) in (
         ValueError,
         RuntimeError,
@@ -211,7 +212,8 @@ def _end_with(error: Exception) -> None:
 
 
 def _notes(error: BaseException | None) -> list[str]:
-    """Returns the notes of an error, or else of the nearest error in its context that has notes."""
+    """Returns the notes of an error. Without any, returns those of the nearest error in its `__context__`
+    chain."""
     notes: list[str] = []
     while error is not None and not notes:
         notes, error = list(getattr(error, "__notes__", ())), error.__context__
@@ -224,11 +226,11 @@ def first_line(error: BaseException) -> str:
 
 
 def is_first_of_machine() -> bool:
-    """Whether this process has local rank 0, which prints for all processes of its machine."""
+    """True on local rank 0, which prints for all processes of its machine."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def tell(text: str) -> None:
+def notify(text: str) -> None:
     """Prints a line on stderr, in the first process of each machine."""
     if is_first_of_machine():
         print(text, file=sys.stderr, flush=True)

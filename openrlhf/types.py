@@ -7,19 +7,19 @@
     Episode         what an agent did for one sample of a prompt: its turns and its reward
     Trajectory      a token sequence to train on: an episode, or a part of one
     PromptGroup     the trajectories of a prompt's samples: what a rollout hands out
-    Batch           sequences laid end to end in numpy arrays: a whole step, a rank's part, a micro-batch;
+    Batch sequences concatenated in numpy arrays: a whole step, a rank's part, a micro-batch;
                     models add their log-probs and values, credit assignment adds advantages and returns
     ExperienceRow   a batch as tensors: what one forward pass of an update reads
 
-In supervised learning a dataset has Samples, Pairs, UnpairedExamples or solutions with Steps; one forward
-pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
+In supervised learning a dataset consists of Samples, Pairs, UnpairedExamples or Steps (solutions with
+labelled steps), and one forward pass reads a PackedRow, PairRow, UnpairedRow or StepsRow.
 
-Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions,
-R runs of equal values, T turns, S tokens of all kept sets, M layers of which each token goes to K experts.
-An action is a token that the policy chose and is trained on; in supervised learning, a token with loss. A
-(L,) or (N,) field speaks of the token at that index. A (A,) field has one entry for each True of the matching
-mask, in order: prompts, environment feedback and padding have no entry anywhere, so nothing can train on
-them.
+Shapes: B sequences, L tokens in a sequence, N tokens in a packed row or a batch (the sum of L), A actions, R
+runs of equal values, T turns, S tokens in all top-p/top-k supports, M layers in each of which a token is
+routed to K experts. An action is a token that the policy chose and is trained on; in supervised learning, a
+token with loss. Entry i of an (L,) or (N,) field belongs to token i. An (A,) field has one entry for each
+True of the action mask, in order: prompts, environment feedback and padding have no entry in it, so nothing
+can train on them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -43,12 +43,14 @@ Schedule = list[list[list[int]]]
 
 
 class Outcome(StrEnum):
-    """The outcome of an episode. All outcomes but OK carry no reward, are not trained on, and are counted."""
+    """The outcome of an episode. Only an episode with outcome OK has a reward and is trained on; the others
+    are counted in the metrics."""
 
     OK = "ok"
     ENV_ERROR = "env_error"
     """The user's agent or environment raised an error."""
     REWARD_ERROR = "reward_error"
+    """The reward source raised an error or returned an invalid value."""
     TIMED_OUT = "timed_out"
     """The episode took longer than its limit."""
     ABORTED = "aborted"
@@ -67,27 +69,30 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
+    """A row of the prompt dataset in one pass over the dataset."""
+
     prompt_id: int
     """Row of the prompt dataset. Samples with the same id and epoch form a group."""
     text: str
     """The prompt as the policy reads it: templates applied."""
     label: Any = ""
-    """The `label_key` column, handed to rewards and environments untouched."""
+    """The `label_key` column, passed unchanged to rewards and environments."""
     source: str = "default"
     """The `datasource` column: evaluation reports each source on its own."""
     epoch: int = 0
     """The pass over the prompts, from 0."""
     messages: Sequence[Mapping[str, Any]] | None = None
-    """The conversation from which the chat template made `text`, for models with another template. None
-    without one."""
+    """The conversation from which the chat template made `text`; reward models with another template render
+    it again. None for a plain text."""
     images: tuple[Image, ...] = ()
     """Images in the order of their placeholders in `text`."""
     num_tokens: int = 0
-    """Tokens that the policy reads, including those of images. 0: not counted."""
+    """Number of tokens that the policy reads, including those of images. 0: not counted."""
 
 
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:
-    """Restores a prompt from a checkpoint, whose prompts may lack the last fields."""
+    """Restores a prompt from a checkpoint. An older checkpoint may lack the last fields, which then get their
+    defaults."""
     values = dict(zip([f.name for f in fields(prompt)], state, strict=False))
     for f in fields(prompt):
         object.__setattr__(prompt, f.name, values.get(f.name, f.default))
@@ -99,18 +104,19 @@ Prompt.__setstate__ = _restore  # set here: some versions of Python replace the 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KeptSets:
     """The recorded top-p/top-k support of each action: the tokens that truncated sampling kept. All other
-    tokens had probability 0. Where the support is too large to record, its most likely tokens."""
+    tokens had probability 0. If the support is too large to record, only its most likely tokens are."""
 
     ids: np.ndarray
-    """(S,) int32 token ids, action after action; the sampled token comes first in each set."""
+    """(S,) int32 token ids, action after action; the sampled token comes first in each support."""
     counts: np.ndarray
-    """(A,) int32 sizes of the sets, with sum S. 0: the action was sampled from the whole vocabulary."""
+    """(A,) int32 sizes of the supports, with sum S. 0: the action was sampled from the whole vocabulary."""
     log_masses: np.ndarray
-    """(A,) float32 log of the total probability that the sampler gave the recorded tokens; 0 where they are
-    the whole support."""
+    """(A,) float32 log of the total probability of the recorded tokens under the sampler; 0 if they are the
+    whole support."""
 
     @classmethod
     def of_all_tokens(cls, num_actions: int) -> Self:
+        """Returns the record of actions that were all sampled from the whole vocabulary."""
         return cls(
             ids=np.zeros(0, np.int32),
             counts=np.zeros(num_actions, np.int32),
@@ -119,13 +125,13 @@ class KeptSets:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self | None:
-        """Concatenates parts. None without parts."""
+        """Concatenates parts. Returns None for an empty sequence."""
         if not parts:
             return None
         return cls(**{f.name: np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)})
 
     def parts(self, places: Sequence[slice]) -> "list[KeptSets]":
-        """Returns views of the sets of the actions in each slice."""
+        """Returns, for each slice of actions, a view of their supports."""
         borders = np.concatenate([[0], self.counts.cumsum()])
         return [
             KeptSets(
@@ -137,8 +143,8 @@ class KeptSets:
         ]
 
     def padded(self) -> np.ndarray:
-        """Returns (A, K) int64: each set as a row, padded with its first token; rows of -1 for actions
-        sampled from the whole vocabulary."""
+        """Returns (A, K) int64: each support as a row, padded with its first token. The row of an action
+        sampled from the whole vocabulary is all -1."""
         first = np.full(len(self.counts), -1)
         some, starts = self.counts > 0, self.counts.cumsum() - self.counts
         first[some] = self.ids[starts[some]]
@@ -148,18 +154,19 @@ class KeptSets:
 
 
 def own_choice(routing: np.ndarray | Tensor) -> int:
-    """Returns the value, by the routing's type (uint8 or int16), that stands in place of an expert where the
-    router chooses itself."""
+    """Returns the marker that replaces an expert's index where the router chooses the experts itself: 255 in
+    a uint8 routing, 32767 in an int16 routing."""
     return 255 if routing.dtype.itemsize == 1 else 32767
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
-    """One request to an engine and its answer, recorded by the `RecordingEngine` that wraps the engine: exact
-    whatever the executor does with the answer."""
+    """One request to an engine and its answer. The `RecordingEngine` around the engine records both, so the
+    record is exact whatever the executor does with the answer."""
 
     prompt_ids: np.ndarray
-    """(P,) int32 token ids of the whole context, with as many tokens for an image as the model reads."""
+    """(P,) int32 token ids of the whole context, with one placeholder for each image token that the model
+    reads."""
     action_ids: np.ndarray
     """(A,) int32 token ids of the sampled actions."""
     log_probs: np.ndarray
@@ -169,15 +176,16 @@ class Turn:
     finish_reason: str
     """The engine's finish reason: stop, length or abort."""
     seed: int
+    """Seed of the request's random numbers."""
     kept: KeptSets | None = None
     """Top-p/top-k support of the actions. None: the whole vocabulary."""
     routing: np.ndarray | None = None
     """(P + A, M, K) uint8 or int16 experts of each token in each layer; `own_choice` for the last token,
-    which no forward pass has read yet. None: unknown."""
+    which no forward pass has read yet. None if the engine did not record it."""
     images: tuple[Image, ...] = ()
     """Images in the context, in the order of their tokens."""
     reward: float | None = None
-    """The turn's own part of the episode's reward. None: unknown."""
+    """The turn's share of the episode's reward. None if the executor does not report it."""
 
     @property
     def num_actions(self) -> int:
@@ -190,35 +198,37 @@ class Episode:
 
     prompt: Prompt
     sample_index: int
+    """Index of the sample among the prompt's samples."""
     turns: list[Turn]
     seed: int
     """Seed of the first turn; the seeds of later turns are derived from it."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
-    """Score for filtering and evaluation. None when the outcome is not OK."""
+    """Score for dynamic filtering and evaluation. None when the outcome is not OK."""
     truncated: bool | None = None
-    """True if the executor calls the answer truncated. None: decided by whether the last turn ran out of
-    tokens."""
+    """True if the executor reports the answer as truncated. None: it counts as truncated if the last turn ran
+    out of tokens."""
     outcome: Outcome = Outcome.OK
     error: str = ""
-    """Why the outcome is not OK."""
+    """Error message; empty when the outcome is OK."""
     extra_logs: dict[str, float] = field(default_factory=dict)
+    """Further values from the reward source, logged by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trajectory:
-    """One sequence of an episode. Most episodes have one; each time an agent rewrites its history, a new one
-    begins."""
+    """One sequence of an episode. Most episodes have one sequence; each time an agent rewrites its history, a
+    new sequence begins."""
 
     prompt: Prompt
     sample_index: int
     """Index of the sample among the prompt's samples."""
     part: int = 0
-    """Index of the sequence among its episode's sequences, which all have the episode's reward."""
+    """Index of the sequence in its episode. All sequences of an episode carry the episode's reward."""
     token_ids: np.ndarray
-    """(L,) int32 token ids: prompt, then actions and feedback in order, with as many tokens for an image as
-    the model reads."""
+    """(L,) int32 token ids: prompt, then actions and feedback in order, with one placeholder for each image
+    token that the model reads."""
     action_mask: np.ndarray
     """(L,) bool, True where the policy chose the token."""
     rollout_log_probs: np.ndarray
@@ -229,24 +239,25 @@ class Trajectory:
     """Top-p/top-k support of the actions. None: the whole vocabulary."""
     routing: np.ndarray | None = None
     """(L, M, K) uint8 or int16 experts that the engine chose for each token in each layer, or `own_choice`.
-    None: unknown."""
+    None if the engine did not record them."""
     images: tuple[Image, ...] = ()
     """Images of the prompt and of feedback, in the order of their tokens."""
     turn_starts: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """(T,) int32 index in `token_ids` of each turn's first action."""
     turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
-    """(T,) float32 parts of the reward that each turn earned. Empty where unknown."""
+    """(T,) float32 share of each turn in the episode's reward. Empty if the executor does not report it."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
-    """Score for filtering and evaluation. None when the outcome is not OK."""
+    """Score for dynamic filtering and evaluation. None when the outcome is not OK."""
     outcome: Outcome = Outcome.OK
     error: str = ""
-    """Why the outcome is not OK."""
+    """Error message; empty when the outcome is OK."""
     finish_reason: str = "stop"
     """The engine's finish reason for the last turn: stop, length or abort."""
     truncated: bool = False
-    """True if the executor says so; where it says nothing, if the last turn ran out of tokens."""
+    """True if the executor reports the answer as truncated; without a report, if the last turn ran out of
+    tokens."""
     seed: int = 0
     extra_logs: dict[str, float] = field(default_factory=dict)
 
@@ -256,7 +267,7 @@ class Trajectory:
 
     @property
     def is_first(self) -> bool:
-        """True for the first sequence of an episode, which represents the episode in counts."""
+        """True for the first sequence of an episode. Counts of episodes count these."""
         return self.part == 0
 
     @property
@@ -280,7 +291,7 @@ class Trajectory:
 
     @property
     def prompt_length(self) -> int:
-        """Number of tokens before the first action; all of them without actions."""
+        """Number of tokens before the first action; the whole length if there is no action."""
         return int(self.action_mask.argmax()) if self.num_actions else len(self.token_ids)
 
 
@@ -293,8 +304,8 @@ def runs(values: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PromptGroup:
-    """The samples of one prompt, in order. Pickling packs them into one array for each field, not one for
-    each sample."""
+    """The samples of one prompt, in order. When pickled, each field is one array for all samples instead of
+    one array per sample."""
 
     prompt: Prompt
     trajectories: list[Trajectory]
@@ -314,14 +325,16 @@ class PromptGroup:
 
 
 Work = np.ndarray
-"""(P + 1,) int64: samples for each of the P purposes, and the tokens of their prompts together."""
+"""(P + 1,) int64: the number of samples for each of the P purposes, then the sum of their prompts' tokens."""
 
 
 def no_work() -> Work:
+    """Returns zeros."""
     return np.zeros(len(PURPOSES) + 1, np.int64)
 
 
 def work_of(prompt: Prompt, purpose: Purpose, num_samples: int) -> Work:
+    """Returns the work of `num_samples` samples of a prompt."""
     samples = [num_samples * (p == purpose) for p in PURPOSES]
     return np.array([*samples, num_samples * prompt.num_tokens], np.int64)
 
@@ -341,7 +354,7 @@ _FACTS_OF_VERSION_1 = (
     *("sample_index", "part", "images", "reward", "score", "outcome", "error", "finish_reason", "truncated"),
     *("seed", "extra_logs"),
 )
-"""Field names of checkpoints of version 1, which do not store them."""
+"""Names of the values in `facts` of a group from a version-1 checkpoint, which does not store them."""
 
 
 def _unpack_group(
@@ -352,7 +365,8 @@ def _unpack_group(
     routing: np.ndarray | None = None,
     names: Sequence[str] = _FACTS_OF_VERSION_1,
 ) -> PromptGroup:
-    """Returns a group whose arrays are views of the packed arrays. `facts` has the values of `names`."""
+    """Returns a group whose arrays are views of the packed arrays. `facts` has the values of the fields
+    `names`, one entry per sample."""
     columns = [
         [whole[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
         for whole, sizes in packed.values()
@@ -380,7 +394,7 @@ def _unpack_group(
 
 
 def kept_of(parts: "Sequence[Turn | Trajectory]") -> KeptSets | None:
-    """Returns the joined top-p/top-k supports of all actions. None: all were sampled from the whole
+    """Concatenates the top-p/top-k supports of all actions. Returns None if all were sampled from the whole
     vocabulary."""
     if all(part.kept is None for part in parts):
         return None
@@ -388,7 +402,7 @@ def kept_of(parts: "Sequence[Turn | Trajectory]") -> KeptSets | None:
 
 
 def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
-    """Returns the (N, M, K) routing of all tokens. None where no trajectory has one."""
+    """Returns the (N, M, K) routing of all tokens. None if no trajectory has one."""
     known = next((t.routing for t in trajectories if t.routing is not None), None)
     if known is None:
         return None
@@ -397,13 +411,14 @@ def routing_of(trajectories: Sequence[Trajectory]) -> np.ndarray | None:
 
 
 def unrouted(num_tokens: int, like: np.ndarray) -> np.ndarray:
-    """Returns (L, M, K) filled with `own_choice`: every router chooses itself."""
+    """Returns an (L, M, K) routing filled with `own_choice`. `like` (N, M, K): a routing of the same
+    model."""
     return np.full_like(like, own_choice(like), shape=(num_tokens, *like.shape[1:]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
-    """Sequences laid end to end: a whole rollout, a rank's part of it, or a micro-batch.
+    """Concatenated sequences: a whole rollout, a rank's part of it, or a micro-batch.
 
     The forward passes of a step add the columns from `log_probs` to `values`, credit assignment adds
     `advantages` and `returns`; until then they are None.
@@ -414,21 +429,21 @@ class Batch:
     lengths: np.ndarray  # (B,) int64
     num_actions: np.ndarray  # (B,) int64
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
-    kept: KeptSets | None = None  # of all actions; None: each was chosen from all tokens
-    routing: np.ndarray | None = None  # (N, M, K) of all tokens, as a trajectory's; None: routers choose
+    kept: KeptSets | None = None  # supports of all actions; None: all sampled from the whole vocabulary
+    routing: np.ndarray | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
-    staleness: np.ndarray | None = None  # (A,) int32, updates by which the sampler was behind; None: all 0
-    log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None: not known before it
+    staleness: np.ndarray | None = None  # (A,) int32, age of the sampler's weights in updates; None: all 0
+    log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None if not computed
     ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
-    teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher; no update reads it
+    teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher; not read by updates
     values: np.ndarray | None = None  # (A,) None without a critic
     advantages: np.ndarray | None = None  # (A,) float32
     returns: np.ndarray | None = None  # (A,) float32
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], version: int | None = None) -> Self:
-        """`trajectories` must not be empty. `version`: of the weights that will learn from them; None: of
-        those that sampled."""
+        """Concatenates trajectories, at least one. `version`: version of the weights that will be trained on
+        them, from which `staleness` is computed; None: they are the weights that sampled."""
         return cls(
             token_ids=np.concatenate([t.token_ids for t in trajectories]),
             action_mask=np.concatenate([t.action_mask for t in trajectories]),
@@ -463,8 +478,8 @@ class Batch:
         )
 
     def put_together(self, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> np.ndarray:
-        """Joins the results for the actions of each part, `select(part)`, into one (A,) array in this batch's
-        order."""
+        """Scatters results back into this batch's order. `answers[i]`: one value for each action of
+        `select(parts[i])`. Returns (A,)."""
         whole = np.empty(int(self.num_actions.sum()), answers[0].dtype)
         for part, answer in zip(parts, answers, strict=True):
             start = 0
@@ -481,13 +496,14 @@ def _staleness(trajectories: Sequence[Trajectory], version: int) -> np.ndarray |
 
 
 def _images(sequences: Sequence["Trajectory | Sample"]) -> tuple[tuple[Image, ...], ...]:
-    """Returns the images of each sequence; empty where no sequence has any."""
+    """Returns the images of each sequence; an empty tuple if no sequence has any."""
     images = tuple(sequence.images for sequence in sequences)
     return images if any(images) else ()
 
 
 def _slices(sizes: np.ndarray, indices: Sequence[int]) -> list[slice]:
-    """Returns the slices of the parts at `indices` in a whole whose parts have these sizes."""
+    """Returns the slices that the parts at `indices` occupy in an array of concatenated parts with these
+    sizes."""
     ends = sizes.cumsum()
     starts = ends - sizes
     return [slice(starts[i], ends[i]) for i in indices]
@@ -500,21 +516,21 @@ def _gather(whole: np.ndarray | None, places: Sequence[slice]) -> np.ndarray | N
 
 
 class Updated(NamedTuple):
-    """The report of an update."""
+    """The result of one training update."""
 
     metrics: Metrics
-    """Metrics, as means over the update's optimizer steps."""
+    """Means of the metrics over the update's optimizer steps."""
     first: list[int]
-    """Indices of the sequences of the first optimizer step, whose forward passes precede any change of the
+    """Indices of the sequences of the first optimizer step. Their forward pass comes before any change of the
     policy."""
     log_probs: np.ndarray | None
-    """(A,) log-probs of the actions of `first`, in that order, under the policy before the update. None where
+    """(A,) log-probs of the actions of `first`, in that order, under the policy before the update. None if
     the batch already had them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """A dataset row of supervised learning: one sequence, with a mask of the tokens with loss."""
+    """A dataset row of supervised learning: one sequence, and a mask of the tokens that have a loss."""
 
     token_ids: Tensor  # (L,) int64
     action_mask: Tensor  # (L,) bool; False at 0, because nothing predicts the first token
@@ -532,9 +548,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class LossNorm:
-    """The denominators of a loss: totals of one optimizer step over all its rows and ranks, known before the
-    first backward pass. They make a loss independent of micro-batch size, packing, accumulation and number of
-    ranks."""
+    """The denominators of a loss: totals of one optimizer step over all its rows and ranks, counted before
+    the first backward pass. Dividing by them makes a loss independent of micro-batch size, packing,
+    accumulation and number of ranks."""
 
     num_tokens: float
     """Number of actions."""
@@ -544,18 +560,18 @@ class LossNorm:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackedRow:
-    """Sequences laid end to end without padding. Positions restart at each; attention never crosses a
-    border."""
+    """Concatenated sequences without padding. Positions restart at each sequence, and attention never crosses
+    a boundary between sequences."""
 
     token_ids: Tensor  # (N,) int64
     position_ids: Tensor  # (N,) int64
     action_mask: Tensor  # (N,) bool
-    actions: Tensor  # (A,) int64, where `action_mask` is True: known before the row is on a device
+    actions: Tensor  # (A,) int64 indices of True in `action_mask`, computed on the CPU: no device sync
     lengths: tuple[int, ...]  # B entries
     images: tuple[tuple[Image, ...], ...] = ()  # B entries; empty where no sequence has any
-    kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: actions of all tokens
-    log_masses: Tensor | None = None  # (A,) of the kept sets; None without any
-    routing: Tensor | None = None  # (N, M, K) as a batch's
+    kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: no truncated sampling
+    log_masses: Tensor | None = None  # (A,) `KeptSets.log_masses`; None: no truncated sampling
+    routing: Tensor | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
@@ -572,7 +588,7 @@ class PackedRow:
 
     @classmethod
     def of_batch(cls, batch: Batch) -> Self:
-        """Converts a batch to a row; returns a dummy row where the batch is empty."""
+        """Converts a batch to a row. Returns a dummy row if the batch is empty."""
         if not len(batch):
             return cls.empty()
         return cls(
@@ -589,8 +605,8 @@ class PackedRow:
 
     @classmethod
     def empty(cls) -> Self:
-        """Returns a dummy row without loss, which keeps collectives matched on ranks without a row of their
-        own."""
+        """Returns a dummy row without loss. A rank that has fewer rows than others runs it, so that all ranks
+        call the same collectives."""
         two = torch.zeros(2, dtype=torch.int64)
         return cls(
             token_ids=two,
@@ -607,10 +623,12 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
+        """Number of actions."""
         return len(self.actions)
 
     @property
     def num_sequences(self) -> int:
+        """Number of sequences with at least one action."""
         return int((self.num_actions > 0).sum())
 
     def to(self, device: torch.device | str) -> Self:
@@ -624,7 +642,7 @@ class RowWithMore:
     row: PackedRow
 
     def empty(self) -> Self:
-        """Returns a row without sequences to learn from and with the same optional fields."""
+        """Returns a dummy row without loss that has the same optional fields."""
         nothing = {
             f.name: PackedRow.empty() if isinstance(value, PackedRow) else value[:0]
             for f in fields(self)
@@ -639,7 +657,7 @@ class RowWithMore:
 
     @property
     def num_sequences(self) -> int:
-        """The number of items that a mean over sequences counts."""
+        """Number of items over which a mean over sequences is taken."""
         return self.row.num_sequences
 
     def to(self, device: torch.device | str) -> Self:
@@ -648,14 +666,14 @@ class RowWithMore:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two answers to one prompt. For a reward model an action is the last token, which carries the score; for
-    DPO the answer's tokens."""
+    """Two answers to one prompt. The actions of an answer are its tokens (DPO), or its last token, at which
+    the score is read (reward models)."""
 
     chosen: Sample
     rejected: Sample
     margin: float = 0.0
     """Minimum by which the scores should differ."""
-    ref_log_probs: Tensor | None = None  # (2,) of the chosen and the rejected answer, where known beforehand
+    ref_log_probs: Tensor | None = None  # (2,) of chosen and rejected answer; None if not precomputed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -663,12 +681,12 @@ class PairRow(RowWithMore):
     """Packed pairs, in the order chosen, rejected, chosen, rejected, ..."""
 
     margins: Tensor  # (P,) float32, P pairs
-    ref_log_probs: Tensor | None = None  # (2 P,) of each answer, None where they are not known beforehand
+    ref_log_probs: Tensor | None = None  # (2 P,) of each answer; None if not precomputed
 
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Self:
-        """Packs pairs into one row. `pairs` must not be empty, and must agree on whether reference log-probs
-        are known."""
+        """Packs pairs into one row. `pairs` must not be empty; either all or none of them have reference
+        log-probs."""
         known = pairs[0].ref_log_probs is not None
         return cls(
             row=PackedRow.of([sample for pair in pairs for sample in (pair.chosen, pair.rejected)]),
@@ -695,20 +713,22 @@ class UnpairedExample:
     """The same prompt with another prompt's answer, on which the KL between policy and reference is
     estimated."""
     desirable: bool
-    ref_log_probs: Tensor | None = None  # (2,) of the answer and the mismatched one, where known beforehand
+    ref_log_probs: Tensor | None = None  # (2,) of answer and mismatched answer; None if not precomputed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnpairedRow(RowWithMore):
+    """Packed unpaired examples."""
+
     mismatched: PackedRow
     desirable: Tensor  # (B,) bool
-    ref_log_probs: Tensor | None = None  # (B,) None where they are not known beforehand
-    ref_mismatched: Tensor | None = None  # (B,) likewise
+    ref_log_probs: Tensor | None = None  # (B,) None if not precomputed
+    ref_mismatched: Tensor | None = None  # (B,) reference log-probs of `mismatched`; None if not precomputed
 
     @classmethod
     def of(cls, examples: Sequence[UnpairedExample]) -> Self:
-        """Packs examples into one row. `examples` must not be empty, and must agree on whether reference
-        log-probs are known."""
+        """Packs examples into one row. `examples` must not be empty; either all or none of them have
+        reference log-probs."""
         known = examples[0].ref_log_probs is not None
         ref = torch.stack([present(e.ref_log_probs) for e in examples]) if known else None
         return cls(
@@ -735,6 +755,8 @@ class Steps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepsRow(RowWithMore):
+    """Packed solutions with labelled steps."""
+
     labels: Tensor  # (A,) int64 or float32
 
     @classmethod
@@ -747,7 +769,9 @@ class StepsRow(RowWithMore):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExperienceRow(RowWithMore):
-    old_log_probs: Tensor | None  # (A,) None: those of the policy itself, or unused
+    """A packed batch with everything that an update of policy or critic reads. All columns are (A,)."""
+
+    old_log_probs: Tensor | None  # (A,) None: equal to the policy's own, or not read
     advantages: Tensor  # (A,)
     returns: Tensor  # (A,)
     rollout_log_probs: Tensor  # (A,)
@@ -775,13 +799,13 @@ RecordT = TypeVar("RecordT", bound=PackedRow | RowWithMore)
 
 
 def present(value: ValueT | None) -> ValueT:
-    """Returns an optional value that the configuration or the outcome guarantees to be present."""
+    """Returns an optional value that the caller knows not to be None."""
     assert value is not None
     return value
 
 
 def tensor_of(array: np.ndarray | None) -> Tensor | None:
-    """Returns a tensor view of the column, None where there is none."""
+    """Returns a tensor that shares the array's memory; None for None."""
     return None if array is None else torch.from_numpy(array)
 
 

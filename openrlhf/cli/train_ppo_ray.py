@@ -14,7 +14,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.errors import catch_signals, short_errors, telling
+from openrlhf.errors import catch_signals, noting_position, short_errors
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
@@ -103,7 +103,7 @@ def train(
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         trainer.observer.message(_memory_of_rows(config, roles))
         try:
-            with telling(lambda: position(trainer)), naming_the_dead(roles.members):
+            with noting_position(lambda: position(trainer)), naming_the_dead(roles.members):
                 trainer.fit()
                 with trainer.observer.phase("save the model"):
                     roles.policy.export(config.ckpt.output_dir).result()

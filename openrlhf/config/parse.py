@@ -19,7 +19,7 @@ from openrlhf.config.fields import Field, convert, fields_of, to_words, values_o
 from openrlhf.config.old_flags import OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
-from openrlhf.errors import ErrorCode, UsageError, describe, tell
+from openrlhf.errors import ErrorCode, UsageError, describe, notify
 
 ConfigT = TypeVar("ConfigT")
 
@@ -91,7 +91,7 @@ def parse(
     if unfit:
         _refuse(unfit, command, notes)
     for note in notes:
-        tell(f"note: {note}")
+        notify(f"note: {note}")
     if only_prints:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit)
@@ -521,7 +521,7 @@ def _refuse(problems: Sequence[ValueError], command: Command, notes: Sequence[st
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [*(f"note: {note}" for note in notes), *(f"error: {describe(problem)}" for problem in problems)]
     end = f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."
-    tell("\n".join([*lines, end]))
+    notify("\n".join([*lines, end]))
     sys.exit(2)
 
 

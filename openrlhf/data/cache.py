@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
 
-from openrlhf.errors import ErrorCode, UsageError, is_first_of_machine, tell
+from openrlhf.errors import ErrorCode, UsageError, is_first_of_machine, notify
 from openrlhf.files import cache_folder, replacing
 from openrlhf.observability.progress import tracked
 from openrlhf.text import first_token_ids
@@ -190,7 +190,7 @@ def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
         dataset = _load(dataset_type, entry)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:
         return damage
-    tell(f"tokenised data read from the cache {entry}")
+    notify(f"tokenised data read from the cache {entry}")
     return dataset
 
 
@@ -239,7 +239,7 @@ def _keep(
     except OSError as error:
         logger.warning("%s: tokenised data cannot be kept: %s\n%s", entry, error.strerror or error, _REMEDY)
         return dataset
-    tell(f"tokenised data kept in {entry}")
+    notify(f"tokenised data kept in {entry}")
     return _load(dataset_type, entry)
 
 
@@ -249,7 +249,7 @@ def _lock(entry: Path) -> BaseFileLock:
     try:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
-        tell(f"waiting for another process, which tokenises the same rows into {entry}")
+        notify(f"waiting for another process, which tokenises the same rows into {entry}")
         lock.acquire()
     return lock
 

@@ -28,7 +28,7 @@ from fsspec.core import url_to_fs
 
 from openrlhf.data.cache import digest
 from openrlhf.data.files import ENDINGS, File, has_rows
-from openrlhf.errors import ErrorCode, UsageError, first_line, tell
+from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.files import cache_folder, made_once, write_atomically, writing_to_cache
 from openrlhf.observability.progress import tracked
 
@@ -112,7 +112,7 @@ def _listing(url: str, flag: str) -> _Listing:
         if not kept.exists():
             raise
         on = time.strftime("%Y-%m-%d %H:%M", time.localtime(kept.stat().st_mtime))
-        tell(f"note: {error}\nReading the copy of {on} in {kept.parent}")
+        notify(f"note: {error}\nReading the copy of {on} in {kept.parent}")
         fields = json.loads(kept.read_text())
         files = {name: _Remote(**file) for name, file in fields.pop("files").items()}
         return _Listing(**fields, files=files)
@@ -260,7 +260,7 @@ def _tried(action: Callable[[], ResultT], flag: str, url: str) -> ResultT:
             if wait is None:
                 text = f"not reached in {len(WAITS) + 1} tries: {text}"
                 raise _Unreachable(code, text, flag=flag, value=url) from error
-            tell(f"{flag} {url}: {text}; next try in {wait:g} s")
+            notify(f"{flag} {url}: {text}; next try in {wait:g} s")
             time.sleep(wait)
     raise AssertionError
 

@@ -11,7 +11,7 @@ from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import ErrorCode, UsageError, tell
+from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.files import holds_model, nearest, unwritable
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def take_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStac
     if config.ckpt.is_used:
         held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
         for line in checkpoints.remove_unfinished():
-            tell(line)
+            notify(line)
     held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
 
 
@@ -135,7 +135,7 @@ def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None"
     tag, lines = checkpoints.choose(found)
     check_output(config, resumes=tag is not None)
     for reason in found.skipped if found else ():
-        tell(f"--ckpt.load_enable: in {checkpoints.path}: {reason}")
+        notify(f"--ckpt.load_enable: in {checkpoints.path}: {reason}")
     for line in lines:
         print(line, flush=True)
     return tag

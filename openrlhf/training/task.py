@@ -14,7 +14,7 @@ from openrlhf.config.fields import flag_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import ErrorCode, UsageError, catch_signals, short_errors, telling
+from openrlhf.errors import ErrorCode, UsageError, catch_signals, noting_position, short_errors
 from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.training.publish import publish
@@ -248,7 +248,7 @@ class Run(Generic[ConfigT]):
             )
             trainer.observer.message(self._memory_of_rows())
         try:
-            with telling(lambda: position(trainer)):
+            with noting_position(lambda: position(trainer)):
                 trainer.fit()
         finally:
             if trainer.observer:
