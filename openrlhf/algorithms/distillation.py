@@ -1,4 +1,5 @@
-"""Divergence between student and teacher from hidden states, without the logits of a whole batch."""
+"""Divergence between student and teacher, computed in chunks so that the logits of a batch never exist at
+once."""
 
 from typing import Literal, NamedTuple
 
@@ -9,6 +10,7 @@ from torch.autograd.function import once_differentiable
 from openrlhf.algorithms.logprobs import HeadGradients, HeadLogits, chunks, rows_of_chunk
 
 Divergence = Literal["forward_kl", "reverse_kl"]
+"""KL(teacher || student) or KL(student || teacher)."""
 
 
 class LinearHead(NamedTuple):
@@ -30,8 +32,9 @@ def linear_divergence(
     kind: Divergence,
     chunk: int | None = None,
 ) -> Tensor:
-    """Student's hidden (A, H) and teacher's (A, H') -> (A,) float32 divergences between the distributions s
-    of the student and t of the teacher over the first V tokens that both heads have.
+    """Computes the divergence between student and teacher at each action, (A,) float32, from hidden states
+    (A, H) of the student and (A, H') of the teacher. s and t are the distributions of student and teacher,
+    each over the V token ids that both heads have.
 
     forward_kl: KL(t || s) = sum_v t_v (log t_v - log s_v),   d/dz = s - t
     reverse_kl: KL(s || t) = sum_v s_v (log s_v - log t_v),   d/dz = s * (log s - log t - KL(s || t))
@@ -81,7 +84,9 @@ class _LinearDivergence(torch.autograd.Function):
         grads = HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         grad_divergence = grad_divergence * ctx.scale
 
-        def add(rows: slice) -> None:  # frees a chunk's logits before the next chunk's are computed
+        def add(
+            rows: slice,
+        ) -> None:  # a function, so that each chunk's logits are freed before the next chunk
             logits = student(hidden[rows])
             slope = student.slope(logits)
             s, t = logits.log_softmax(-1), teacher(teacher_hidden[rows]).log_softmax(-1)
@@ -102,5 +107,6 @@ def _first(head: LinearHead, size: int) -> HeadLogits:
 
 
 def _divergence(s: Tensor, t: Tensor, kind: Divergence) -> Tensor:
-    """Log-probs s of the student and t of the teacher, both (C, V) -> divergences (C,)"""
+    """Returns the divergences (C,) of the student's log-probs s and the teacher's log-probs t, both (C,
+    V)."""
     return (t.exp() * (t - s)).sum(-1) if kind == "forward_kl" else (s.exp() * (s - t)).sum(-1)

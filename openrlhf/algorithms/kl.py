@@ -19,6 +19,8 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class KLEstimate:
+    """A way to estimate KL(policy || reference) from samples of the policy."""
+
     summary: str
     """Description in `--help`."""
     of: Callable[[Tensor], Tensor]
@@ -46,7 +48,7 @@ class KLController:
     target: float | None = None
     """Target KL per token, in nats. None: the coefficient is fixed."""
     horizon: int = 10000
-    """Number of samples over which the coefficient may change by a fifth."""
+    """Number of samples over which the coefficient changes by at most 20 %."""
 
     def update(self, kl: float, num_samples: int) -> Self:
         """Returns the controller after a step of `num_samples` samples with mean KL `kl`.
@@ -54,8 +56,8 @@ class KLController:
 
             coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(num_samples / horizon, 1))
 
-        The paper has no `min`: in a step of more than five horizons its coefficient may become negative,
-        which rewards the policy for leaving the reference.
+        The paper has no `min`. Without it, a step of more than five horizons could make the coefficient
+        negative, which would reward the policy for leaving the reference.
         """
         if self.target is None:
             return self

@@ -5,17 +5,18 @@ from torch import Tensor
 from openrlhf.algorithms.reductions import segment_mean, spread
 
 MAX_LOG_RATIO = 20.0
-"""Clamp of log ratios: exp(20) is finite and far outside every clip range."""
+"""Bound to which log ratios are clamped: exp(20) is finite and far outside every clip range."""
 
 
 def token_log_ratio(log_probs: Tensor, old_log_probs: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (A,): the log of PPO's ratio, clamped to [-20, 20]."""
+    """Returns log(pi / pi_old) of each action, (A,), clamped to [-20, 20]: the log of PPO's ratio."""
     return (log_probs - old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(log_probs: Tensor, old_log_probs: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (A,): each sequence's mean log ratio, clamped to [-20, 20], on each of its actions. It is the
-    log of GSPO's ratio, https://arxiv.org/abs/2507.18071, eq. 7"""
+    """Returns, for each action, the mean log ratio of its sequence, (A,), clamped to [-20, 20]: the log of
+    GSPO's ratio, https://arxiv.org/abs/2507.18071, eq. 7. `counts` (B,): number of actions of each
+    sequence."""
     means = segment_mean(log_probs - old_log_probs, counts)
     return spread(means.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), counts, len(log_probs))
 

@@ -1,4 +1,5 @@
-"""Log-probs of chosen tokens from hidden states, without the logits of a whole batch."""
+"""Log-probs and entropies of a linear head, computed in chunks so that the logits of a batch never exist at
+once."""
 
 from dataclasses import dataclass
 
@@ -8,18 +9,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 LOGITS_BYTES = 256 * 2**20
-"""Bytes that the float32 logits of one chunk may take on a CPU. Peak memory is about that; a softcap and the
-gradient of an entropy add as much each."""
+"""Bytes of the float32 logits of one chunk on a CPU. Peak memory is about as large; a softcap and the
+gradient of the entropy each add the same amount."""
 
 SHARE_OF_GPU = 1 / 64
-"""Share of a GPU's memory that the float32 logits of one chunk may take. Each chunk of C rows also reads and
-writes the gradient of the head: 8 bytes per weight, beside 8 C operations of its four products. An H100 does
-240 operations while it moves a byte. The traffic thus takes 11 % of the products' time with the 2,200 rows of
-150,000 tokens that fit; with the 440 rows of a CPU's chunk it would take 55 %."""
+"""Share of a GPU's memory for the float32 logits of one chunk. Per head weight, a chunk of C rows costs 8 C
+floating-point operations (four matrix products) and 8 bytes of memory traffic (reading and writing the
+gradient). An H100 does 240 operations in the time of one byte. With a vocabulary of 150,000, 2,200 rows fit
+into this share and the traffic takes 11 % of the products' time; with the 440 rows of a CPU's chunk it would
+take 55 %."""
 
 FAR = 80.0
-"""Distance of the logits of tokens outside the top-p/top-k support below the largest logit inside it. Their
-probability, 2e-35, changes no sum, and is above the denormal numbers, with which CPUs are slow."""
+"""Difference between the largest logit inside the top-p/top-k support and the logits of all tokens outside
+it. The resulting probability, 2e-35, changes no sum; a smaller one could be denormal, which is slow on
+CPUs."""
 
 
 class Vocabulary:
@@ -30,7 +33,7 @@ class Vocabulary:
         return logits.amax(-1)
 
     def total(self, x: Tensor) -> Tensor:
-        """Turns a sum over this rank's tokens into the sum over all tokens."""
+        """Sums `x` over the shards of the vocabulary, in place."""
         return x
 
     def at(self, logits: Tensor, ids: Tensor) -> Tensor:
@@ -38,7 +41,8 @@ class Vocabulary:
         return logits.gather(-1, ids)
 
     def put(self, logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        """Sets the logits of `ids` to `values` (C, K), which must not be smaller, in place."""
+        """Sets the logits of `ids` to `values` (C, K), in place. `values` must not be below the current
+        logits."""
         return logits.scatter_(-1, ids, values)
 
     def add(self, x: Tensor, ids: Tensor, values: Tensor) -> None:
@@ -46,7 +50,7 @@ class Vocabulary:
         x.scatter_add_(-1, ids, values)
 
     def joined(self, logits: Tensor) -> Tensor:
-        """Gathers the logits of all tokens from this rank's, without a gradient."""
+        """Returns the logits of the whole vocabulary, without a gradient."""
         return logits
 
 
@@ -55,8 +59,9 @@ WHOLE = Vocabulary()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SharedVocabulary(Vocabulary):
-    """Vocabulary-parallel head: each rank of `group` has the weights of `size` tokens, in rank order. The
-    ranks have the same hidden states and exchange a few numbers per row; only `joined` exchanges logits."""
+    """Operations on the logits of a vocabulary-parallel head: each rank of `group` has the weights of `size`
+    tokens, in rank order. The ranks have the same hidden states and exchange a few numbers per row; only
+    `joined` exchanges logits."""
 
     group: dist.ProcessGroup
     size: int
@@ -88,7 +93,8 @@ class SharedVocabulary(Vocabulary):
         return torch.cat(parts, -1)
 
     def own(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which of `ids` are on this rank (bool), and their local indices; 0 for the others."""
+        """Returns a mask of the `ids` on this rank (bool), and their local indices; 0 for ids of other
+        ranks."""
         places = ids - self.group.rank() * self.size
         here = (places >= 0) & (places < self.size)
         return here, places.where(here, 0)
@@ -107,14 +113,15 @@ def linear_log_probs(
     chunk: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Tensor, Tensor | None]:
-    """hidden (A, H), weight (V, H), targets (A,) -> log-probs and, on request, entropies, both (A,) float32.
+    """Computes log-probs of `targets` (A,) and, with `with_entropy`, entropies, both (A,) float32. Maps
+    hidden (A, H) to logits z (A, V) with weight (V, H) and bias (V,).
 
     z = scale * cap(hidden @ weight.T + bias),   log p(y) = z_y - logsumexp(z),   H = -sum_v p_v log p_v
 
     `scale` is 1 / temperature (times the model's own logit scale); `cap(x)` is softcap * tanh(x / softcap),
     or x. `kept` (A, K) has the ids of each action's top-p/top-k support, including its target; z, the sum
-    over v and the gradient are then restricted to these tokens. A row may repeat a token; a row of -1 stands
-    for the whole vocabulary.
+    over v and the gradient are then restricted to these tokens. A row of `kept` may repeat a token; a row of
+    -1 means the whole vocabulary.
 
     Both results are differentiable in hidden, weight and bias. At most `chunk` rows of logits exist at a
     time, in float32 even if the weight is not; the backward pass recomputes them. Without actions the results
@@ -140,8 +147,8 @@ def sum_of_log_probs(
     chunk: int | None = None,
     vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
-    """Returns the sum () of `linear_log_probs`. The forward pass computes the gradients from the logits at
-    hand, so a step has three products of the head's size instead of four."""
+    """Returns the sum () of `linear_log_probs`. The forward pass computes the gradients too, while the logits
+    exist, so forward and backward together have three products of the head's size instead of four."""
     chunk = chunk or rows_of_chunk(weight)
     arguments = hidden, weight, bias, targets, scale, softcap, None, vocabulary, chunk
     if not torch.is_grad_enabled():
@@ -150,13 +157,15 @@ def sum_of_log_probs(
 
 
 def rows_of_chunk(weight: Tensor, copies: int = 1) -> int:
-    """Returns the number of rows of float32 logits of a head (V, H) per chunk, with `copies` of each row."""
+    """Returns the number of rows per chunk for a head `weight` (V, H), if `copies` float32 tensors of the
+    chunk's logits exist at a time."""
     gpu = torch.cuda.get_device_properties(weight.device).total_memory if weight.is_cuda else None
     return max(1, logits_bytes(gpu) // (4 * copies * len(weight)))
 
 
 def logits_bytes(gpu: int | None) -> int:
-    """Returns the bytes that the float32 logits of a chunk may take. `gpu`: its memory; None: on a CPU."""
+    """Returns the limit of the float32 logits of one chunk in bytes. `gpu`: the GPU's memory in bytes; None
+    on a CPU."""
     return LOGITS_BYTES if gpu is None else max(LOGITS_BYTES, int(gpu * SHARE_OF_GPU))
 
 
@@ -165,7 +174,7 @@ def _only_hidden_learns(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> 
     return torch.is_grad_enabled() and hidden.requires_grad and not head_learns
 
 
-# A function call per chunk frees its logits before the next chunk's are computed.
+# Each chunk is processed in a function of its own, so that its logits are freed before those of the next one.
 
 
 class _LinearLogProbs(torch.autograd.Function):
@@ -177,7 +186,10 @@ class _LinearLogProbs(torch.autograd.Function):
         head = HeadLogits(weight, bias, scale, softcap)
         for rows in chunks(len(hidden), chunk):
             scores = _score(
-                _only(head(hidden[rows]), kept, rows, vocabulary), targets[rows], with_entropy, vocabulary
+                _restrict_to_support(head(hidden[rows]), kept, rows, vocabulary),
+                targets[rows],
+                with_entropy,
+                vocabulary,
             )
             for whole, of_rows in zip((log_z, log_probs, entropy), scores, strict=True):
                 if whole is not None and of_rows is not None:
@@ -202,7 +214,7 @@ class _LinearLogProbs(torch.autograd.Function):
         head = HeadLogits(ctx.weight, ctx.bias, ctx.scale, ctx.softcap)
 
         def add(rows: slice) -> None:
-            logits = _only(head(hidden[rows]), kept, rows, ctx.vocabulary)
+            logits = _restrict_to_support(head(hidden[rows]), kept, rows, ctx.vocabulary)
             slope = head.slope(logits)
             all_log_probs = logits.sub_(log_z[rows, None])
             # d log p(y) / dz = onehot(y) - p,   dH / dz = -p * (log p + H)
@@ -219,8 +231,8 @@ class _LinearLogProbs(torch.autograd.Function):
 
 
 class _LogProbsForward(torch.autograd.Function):
-    """Log-probs, or their sum, with gradients computed in the forward pass. This requires one upstream
-    gradient for all actions (the sum), or a frozen head."""
+    """Log-probs or their sum, whose forward pass also computes the gradients. This is possible if all actions
+    have the same upstream gradient (the sum) or the head is frozen."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, scale, softcap, kept, vocabulary, chunk, summed):
@@ -229,7 +241,10 @@ class _LogProbsForward(torch.autograd.Function):
         head = HeadLogits(weight, bias, scale, softcap)
 
         def add(rows: slice) -> None:
-            logits, chosen = _only(head(hidden[rows]), kept, rows, vocabulary), targets[rows, None]
+            logits, chosen = (
+                _restrict_to_support(head(hidden[rows]), kept, rows, vocabulary),
+                targets[rows, None],
+            )
             slope, of_chosen = head.slope(logits), vocabulary.at(logits, chosen)
             log_z, exp, total = _log_sum_exp(logits, vocabulary)
             log_probs[rows] = of_chosen[:, 0] - log_z
@@ -251,15 +266,15 @@ class _LogProbsForward(torch.autograd.Function):
         return *grads.result(), *[None] * 7
 
 
-def _only(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:
-    """Lowers, in place, all logits (C, V) outside the supports `kept[rows]` to FAR below the largest logit
-    inside."""
+def _restrict_to_support(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:
+    """Restricts logits (C, V) to the supports `kept[rows]`, in place: lowers all others to FAR below the
+    largest logit of the support."""
     if kept is None:
         return logits
     ids = kept[rows].clamp(min=0)
-    left = vocabulary.at(logits, ids)
-    far = torch.where(kept[rows, :1] < 0, torch.inf, left.amax(-1, keepdim=True) - FAR)
-    return vocabulary.put(logits.clamp_(max=far), ids, left)
+    inside = vocabulary.at(logits, ids)
+    far = torch.where(kept[rows, :1] < 0, torch.inf, inside.amax(-1, keepdim=True) - FAR)
+    return vocabulary.put(logits.clamp_(max=far), ids, inside)
 
 
 def _score(
@@ -285,8 +300,8 @@ def _log_sum_exp(logits: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor
 
 
 class HeadGradients:
-    """Gradients of hidden (A, H), weight (V, H) and bias (V,). Those of weight and bias accumulate over
-    chunks in at least float32."""
+    """Gradients of hidden (A, H), weight (V, H) and bias (V,). The gradients of weight and bias accumulate
+    over chunks in at least float32."""
 
     def __init__(
         self,
@@ -306,8 +321,8 @@ class HeadGradients:
         self.bias = None if bias is None or not needs_bias else torch.zeros_like(bias, dtype=dtype)
 
     def add(self, rows: slice, hidden: Tensor, weight: Tensor, grad: Tensor, slope: Tensor | None) -> None:
-        """Adds the gradients of one chunk. `grad` (C, V'): the gradient of the scaled logits of the head's
-        first V' tokens at `rows` of hidden, times the scale; it is overwritten. `slope`: from
+        """Adds the gradients of one chunk. `grad` (C, V'): gradient with respect to the logits of the first
+        V' tokens at `rows` of hidden, times the head's scale; it is overwritten. `slope`: result of
         `HeadLogits.slope`."""
         if slope is not None:
             grad.mul_(slope)
@@ -321,15 +336,15 @@ class HeadGradients:
             _add_product(self.weight[:size], grad.t(), hidden[rows])
 
     def scale(self, factor: Tensor) -> None:
-        """Multiplies all gradients by one number; or, if only hidden has one, by a factor per action (A,
-        1)."""
+        """Multiplies all gradients by `factor`: one number, or one per action (A, 1) if only hidden has a
+        gradient."""
         for grad in (self.hidden, self.weight, self.bias):
             if grad is not None:
                 grad.mul_(factor)
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of hidden, weight and bias in the dtypes of these tensors; that of hidden is
-        summed over the whole vocabulary."""
+        """Returns the gradients of hidden, weight and bias, each in the dtype of its tensor. The gradient of
+        hidden is summed over the shards of the vocabulary."""
         hidden = None if self.hidden is None else self.vocabulary.total(self.hidden)
         weight = None if self.weight is None else self.weight.to(self.head_dtype)
         bias = None if self.bias is None else self.bias.to(self.bias_dtype)
@@ -337,8 +352,8 @@ class HeadGradients:
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """hidden (A, H), weight (V, H) -> (A, V) hidden @ weight.T + bias, in float32 even if the weight is not.
-    Differentiable in all three; gradients have the dtypes of their tensors."""
+    """Returns hidden @ weight.T + bias, (A, V), for hidden (A, H) and weight (V, H), in float32 even if the
+    weight is not. Differentiable in all three; gradients have the dtypes of their tensors."""
     return _LinearLogits.apply(hidden, weight, bias)
 
 
@@ -346,7 +361,7 @@ class _LinearLogits(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias):
         ctx.save_for_backward(hidden)
-        ctx.weight, ctx.bias = weight, bias  # as in _LinearLogProbs
+        ctx.weight, ctx.bias = weight, bias  # not saved tensors: see _LinearLogProbs
         return HeadLogits(weight, bias, 1.0, None)(hidden)
 
     @staticmethod
@@ -369,7 +384,7 @@ class HeadLogits:
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> None:
         self.dtype = _accumulation_dtype(weight)
-        # CPUs have no kernel for a float32 product of half-precision factors.
+        # torch has no CPU kernel for half-precision factors with a float32 product.
         self.has_kernel = weight.dtype != self.dtype and weight.device.type != "cpu"
         self.weight = weight.detach() if self.has_kernel else weight.detach().to(self.dtype)
         self.bias, self.scale, self.softcap = bias, scale, softcap

@@ -1,8 +1,8 @@
-"""Mismatch between the log-probs of sampler and trainer: metrics of a step, and limits that rounding
-explains.
+"""Mismatch between the log-probs of sampler and trainer: metrics of a step, and the limits up to which
+rounding explains it.
 
-Both compute the log-probs of the same actions. With the same weights they differ by rounding alone. `r` is an
-action's probability ratio policy / sampler.
+Sampler and trainer compute the log-probs of the same actions. If their weights are equal, the results differ
+by rounding alone. `r` is an action's probability ratio policy / sampler.
 """
 
 from dataclasses import dataclass, field
@@ -21,33 +21,33 @@ def mismatch_metrics(
     staleness: Tensor | None = None,
     counts: Tensor | None = None,
 ) -> Metrics:
-    """Compares the log-probs of the policy before the update with the sampler's, both (A,). For the same
-    weights, the metrics are numerical noise.
+    """Compares the log-probs of the policy before the update with the sampler's, both (A,). If both have the
+    same weights, the metrics are numerical noise.
 
     `mismatch/kl` estimates KL(sampler || policy) by the mean of r - 1 - log r. `mismatch/ess` is the
     effective sample size of the weights r as a fraction, (sum r)^2 / (A sum r^2): 1 if all weights are equal,
-    near 0 if few actions dominate the update. `abs_diff_*` are statistics of |log r| in nats; at most 1 % of
-    the actions exceed p99.
+    near 0 if few actions dominate the update. `abs_diff_*` are statistics of |log r| in nats; `p99` is
+    exceeded by at most 1 % of the actions.
 
     With `staleness` (A,) and `counts` (B,), the number of actions of each sequence, `kl`, `abs_diff_mean` and
-    `ess` are also reported for each staleness, and `fresh_abs_diff_*` for sequences that the current weights
-    sampled completely.
+    `ess` are also reported for each staleness, and `fresh_abs_diff_*` for fresh sequences, all of whose
+    actions were sampled with the current weights.
     """
     log_ratio = (log_probs - rollout_log_probs).clamp(-20, 20)
     metrics = {f"mismatch/{name}": value for name, value in _mismatch(log_ratio).items()}
-    metrics |= {f"mismatch/{name}": value for name, value in _gap(log_ratio).items()}
+    metrics |= {f"mismatch/{name}": value for name, value in _abs_diff(log_ratio).items()}
     if staleness is None:
         return metrics
-    ages = staleness.clamp(max=OLD)
+    ages = staleness.clamp(max=MAX_AGE)
     present = ages.unique().tolist()
     for age in present if len(present) > 1 else ():
-        suffix = f"{age}_or_more" if age == OLD else str(age)
+        suffix = f"{age}_or_more" if age == MAX_AGE else str(age)
         of_age = _mismatch(log_ratio[ages == age])
         metrics |= {f"mismatch/{name}_staleness_{suffix}": value for name, value in of_age.items()}
     counts = torch.ones_like(staleness) if counts is None else counts
     is_fresh = spread(segment_mean(staleness.double(), counts) == 0, counts, len(log_ratio))
     if is_fresh.any():
-        metrics |= {f"mismatch/fresh_{name}": value for name, value in _gap(log_ratio[is_fresh]).items()}
+        metrics |= {f"mismatch/fresh_{name}": value for name, value in _abs_diff(log_ratio[is_fresh]).items()}
     return metrics
 
 
@@ -56,16 +56,16 @@ GAPS = ("abs_diff_mean", "abs_diff_p99", "abs_diff_max")
 
 
 def fresh_gap(metrics: Metrics) -> dict[str, float]:
-    """Returns the statistics `GAPS` of samples from the current weights, by metric name. Empty if a step has
-    no such samples, or their log-probs are not known."""
+    """Returns the statistics `GAPS` of fresh samples, by metric name. Empty if the step has no fresh samples
+    or the policy's log-probs were not computed."""
     names = [f"mismatch/fresh_{name}" for name in GAPS]
     if names[0] not in metrics and metrics.get("rollout/staleness_max") == 0:
         names = [f"mismatch/{name}" for name in GAPS]
     return {name: metrics[name] for name in names if name in metrics}
 
 
-OLD = 3
-"""Staleness from which on actions are reported together."""
+MAX_AGE = 3
+"""Actions of at least this staleness share one metric."""
 
 
 def _mismatch(log_ratio: Tensor) -> Metrics:
@@ -76,15 +76,16 @@ def _mismatch(log_ratio: Tensor) -> Metrics:
     }
 
 
-def _gap(log_ratio: Tensor) -> dict[str, float]:
+def _abs_diff(log_ratio: Tensor) -> dict[str, float]:
     distance = log_ratio.abs()
     largest = float(distance.max()) if len(distance) else 0.0
     return dict(zip(GAPS, (float(mean(distance)), _percentile(distance, 99), largest), strict=True))
 
 
 def _percentile(x: Tensor, percent: int) -> float:
-    """Returns the smallest value that `percent` % of the values do not exceed; 0 for an empty tensor."""
-    # torch.quantile takes no more than 2^24 values
+    """Returns the smallest value that at least `percent` % of the values do not exceed; 0 for an empty
+    tensor."""
+    # torch.quantile accepts at most 2^24 values
     return float(x.kthvalue(-(-len(x) * percent // 100)).values) if len(x) else 0.0
 
 
@@ -96,31 +97,32 @@ def _effective_fraction(weights: Tensor) -> float:
 PROBE = "mismatch/probe_mean"
 """Metric of a weight sync's probe: the mean difference of its log-probs in units of their spread, for the
 engine where it is largest."""
-IMPOSSIBLE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
-"""Limits in nats of the mean of |log r|, by `--ds.param_dtype`: 80 relative roundings of 2^-11 (GPUs may
-round the factors of float32 products to TF32) or 2^-8. A mixture of experts in bfloat16 has about 0.02."""
-DOUBTFUL = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
-"""Means of |log r| in nats above which a run warns, whatever the values of its first steps."""
-NOISE = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
+STOP_ABOVE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
+"""Means of |log r| in nats above which a run stops, by `--ds.param_dtype`: about 80 relative rounding errors
+of 2^-11 (also for fp32, since GPUs may round the factors of products to TF32) or of 2^-8. A mixture of
+experts in bfloat16 measures about 0.02."""
+WARN_ABOVE = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
+"""Means of |log r| in nats above which a run always warns."""
+NEVER_WARN_BELOW = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1e-2}
 """Means of |log r| in nats below which a run never warns."""
-SHAPE = {"mean": 1.0, "p99": 10.0, "max": 100.0}
-"""Limits of the statistics, as multiples of the limit of the mean."""
-FIRST = 3
-"""Number of first values of a statistic that later values are compared with."""
+LIMIT_FACTORS = {"mean": 1.0, "p99": 10.0, "max": 100.0}
+"""Limit of each statistic as a multiple of the limit of the mean."""
+NUM_FIRST = 3
+"""Number of initial values of a statistic with which later values are compared."""
 GROWTH = 5.0
-"""Multiple of the largest of the first values above which a run warns."""
+"""A run warns if a value exceeds this multiple of the largest initial value."""
 
 
 def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int) -> None:
-    """Raises RunError if the mean or the 99th percentile of |log r| of fresh samples exceeds what
-    rounding explains. The maximum is not checked: for a single action a router near a tie may choose another
-    expert.
+    """Raises RunError if the mean or the 99th percentile of |log r| of fresh samples exceeds its limit, up to
+    which rounding explains it. The maximum is not checked: rounding may make a router choose another expert
+    for a single action.
 
-    `dtype`: fp32, fp16 or bf16. `limit`: largest mean of |log r| in nats; None: `IMPOSSIBLE`.
+    `dtype`: fp32, fp16 or bf16. `limit`: largest mean of |log r| in nats; None: the default `STOP_ABOVE`.
     """
-    most = IMPOSSIBLE[dtype] if limit is None else limit
+    most = STOP_ABOVE[dtype] if limit is None else limit
     for name, value in fresh_gap(metrics).items():
-        allowed = most * _shape(name)
+        allowed = most * _limit_factor(name)
         if not name.endswith("_max") and not value <= allowed:  # true for NaN, too
             text = (
                 f"step {step}: {name} is {value:.3g} nats on samples of the current weights, and rounding in "
@@ -134,42 +136,43 @@ def check_mismatch(metrics: Metrics, dtype: str, limit: float | None, step: int)
 
 @dataclass(kw_only=True)
 class MismatchWatch:
-    """Reports statistics of fresh samples and of the weight sync's probe that are larger than in a run's
-    first steps."""
+    """Finds statistics of fresh samples and of the weight sync's probe that are much larger than in a run's
+    first steps, or than rounding explains."""
 
     dtype: str
     """fp32, fp16 or bf16."""
     first: dict[str, list[float]] = field(default_factory=dict, init=False)
     """The first values of each statistic."""
-    told: set[str] = field(default_factory=set, init=False)
-    """Statistics already reported that are still above their limits."""
+    reported: set[str] = field(default_factory=set, init=False)
+    """Statistics that were reported and are still above their limits."""
 
     def check(self, metrics: Metrics) -> list[str]:
         """Returns a message for each statistic that newly exceeds its limit in this step."""
         gap = fresh_gap(metrics) | ({PROBE: metrics[PROBE]} if PROBE in metrics else {})
         above = {name for name, value in gap.items() if not value <= self._limit(name)}
-        messages = [self._message(name, gap[name]) for name in sorted(above - self.told)]
-        self.told = (self.told - gap.keys()) | above
+        messages = [self._message(name, gap[name]) for name in sorted(above - self.reported)]
+        self.reported = (self.reported - gap.keys()) | above
         for name, value in gap.items():
-            if len(values := self.first.setdefault(name, [])) < FIRST:
+            if len(values := self.first.setdefault(name, [])) < NUM_FIRST:
                 values.append(value)
         return messages
 
     def _limit(self, name: str) -> float:
-        values, most = self.first.get(name, []), DOUBTFUL[self.dtype] * _shape(name)
-        if len(values) < FIRST:
+        values, most = self.first.get(name, []), WARN_ABOVE[self.dtype] * _limit_factor(name)
+        if len(values) < NUM_FIRST:
             return most
-        return min(most, max(GROWTH * max(values), NOISE[self.dtype] * _shape(name)))
+        return min(most, max(GROWTH * max(values), NEVER_WARN_BELOW[self.dtype] * _limit_factor(name)))
 
     def _message(self, name: str, value: float) -> str:
         values = self.first.get(name, [])
-        usual = f"; at most {max(values):.3g} in the first steps" if len(values) == FIRST else ""
+        usual = f"; at most {max(values):.3g} in the first steps" if len(values) == NUM_FIRST else ""
         return (
             f"{name} > {self._limit(name):.2g} (now {value:.3g}{usual}): sampler and trainer differ by more "
-            "than they did, or than rounding explains. Look for another precision, kernel or chat template, "
-            "or a weight sync that left something out; with experts --algo.router_replay."
+            "than in the first steps, or than rounding explains. Look for a different precision, kernel or "
+            "chat template, or for weights that the weight sync leaves out; with experts, set "
+            "--algo.router_replay."
         )
 
 
-def _shape(name: str) -> float:
-    return SHAPE[name.rpartition("_")[2]]
+def _limit_factor(name: str) -> float:
+    return LIMIT_FACTORS[name.rpartition("_")[2]]

@@ -1,4 +1,4 @@
-"""Sums and means over actions, shared by all losses so that they divide by the same numbers.
+"""Sums and means over actions, shared by all losses so that all divide by the same totals.
 
 A reduction returns a row's contribution to the loss; the contributions of all rows and ranks add up to the
 loss of the optimizer step. `x` is (A,), and `counts` (B,) has the number of actions of each sequence, as in
@@ -18,23 +18,27 @@ if TYPE_CHECKING:
 
 
 def token_mean(loss: Tensor, norm: LossNorm) -> Tensor:
-    """(A,) -> (): this row's contribution to the mean over all actions of the step."""
+    """Returns this row's contribution, (), to the mean of `loss` (A,) over all actions of the optimizer
+    step."""
     return loss.sum() / max(norm.num_tokens, 1)
 
 
 def sample_mean(loss: Tensor, counts: Tensor, norm: LossNorm) -> Tensor:
-    """(A,) -> (): this row's contribution to the mean over sequences of each sequence's mean."""
+    """Returns this row's contribution, (), to the mean over sequences of each sequence's mean of `loss`
+    (A,)."""
     return segment_mean(loss, counts).sum() / max(norm.num_sequences, 1)
 
 
 def constant_length_mean(loss: Tensor, norm: LossNorm, length: float) -> Tensor:
-    """(A,) -> (): like `sample_mean`, but every sequence counts as `length` actions long, so that a token
+    """Like `sample_mean`, but divides the sum over each sequence by the constant `length`, so that a token
     weighs the same in a short and in a long sequence. Dr. GRPO, https://arxiv.org/abs/2503.20783"""
     return loss.sum() / (max(norm.num_sequences, 1) * length)
 
 
 @dataclass(frozen=True, slots=True)
 class Aggregation:
+    """A way to reduce the losses of actions to the loss of a row."""
+
     summary: str
     """Description in `--help`."""
     of: Callable[[Tensor, Tensor, LossNorm, float], Tensor]
@@ -56,7 +60,7 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
 
 
 def mean(x: Tensor) -> Tensor:
-    """Returns the mean; 0 for an empty tensor, so that a rollout of masked samples does not log NaN."""
+    """Returns the mean; 0 for an empty tensor, so that a step without actions does not log NaN."""
     return x.sum() / max(x.numel(), 1)
 
 
@@ -67,23 +71,24 @@ def whiten(x: Tensor, *, scale: bool = True) -> Tensor:
 
 
 def segment_sum(x: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (B,): the sum over each sequence."""
+    """Sums `x` (A,) over each sequence, (B,)."""
     return x.new_zeros(len(counts)).index_add(0, _segment_ids(counts, len(x)), x)
 
 
 def segment_mean(x: Tensor, counts: Tensor) -> Tensor:
-    """(A,) -> (B,): the mean over each sequence; 0 for a sequence without actions."""
+    """Averages `x` (A,) over each sequence, (B,); 0 for a sequence without actions."""
     return segment_sum(x, counts) / counts.clamp(min=1)
 
 
 def spread(x: Tensor, counts: Tensor, num_actions: int) -> Tensor:
-    """(B,) -> (A,): each sequence's value on each of its actions. `num_actions` is the sum of `counts`."""
+    """Repeats the value `x` (B,) of each sequence for each of its actions, (A,). `num_actions`: the sum of
+    `counts`."""
     return x[_segment_ids(counts, num_actions)]
 
 
 def _segment_ids(counts: Tensor, num_actions: int) -> Tensor:
-    """(B,) -> (A,): the index of each action's sequence."""
+    """Returns the index of each action's sequence, (A,)."""
     import torch
 
-    # output_size avoids a device synchronization for the sum.
+    # With output_size torch need not copy the sum of counts to the CPU.
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_actions)

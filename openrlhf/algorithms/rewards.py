@@ -1,4 +1,4 @@
-"""Penalties and clipping of the rewards of whole samples. All functions are (B,) -> (B,)."""
+"""Penalties and clipping of the rewards of samples. All functions map rewards (B,) to rewards (B,)."""
 
 import torch
 from torch import Tensor

@@ -10,12 +10,12 @@ from openrlhf.algorithms.reductions import segment_mean, spread
 def staleness_weights(
     staleness: Tensor, counts: Tensor, decay: float, limit: int | None, ratio: Literal["token", "sequence"]
 ) -> Tensor:
-    """(A,) int -> (A,): decay^staleness, and 0 where the staleness exceeds `limit`. Actions of weight 0 still
-    count in the divisor of the loss, so that dropping them does not raise the step size.
+    """Returns the weights decay^staleness of `staleness` (A,) int; 0 where the staleness exceeds `limit`. The
+    divisor of the loss still counts actions of weight 0, so that dropping them does not raise the step size.
 
-    With sequence ratios, a sequence is weighted as a whole, since each action changes the ratio of all
-    others. Its staleness is the mean over its actions, like its log ratio, so its decay is the geometric mean
-    of the decays of its actions.
+    If the policy loss has one ratio per sequence, all actions of a sequence get the same weight, because each
+    action changes the ratio of all others. The staleness of a sequence is the mean over its actions, like its
+    log ratio, so its weight is the geometric mean of its actions' weights.
     """
     age = staleness.float()
     if ratio == "sequence":

@@ -1,5 +1,5 @@
-"""The type `Tensor` for annotations of modules that the command line reads without importing torch, which
-takes seconds."""
+"""The type `Tensor` for annotations in modules that `--help` imports: they must not import torch, which takes
+seconds."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,4 +1,4 @@
-"""Losses of supervised learning on single tokens."""
+"""Losses of supervised learning, one per action."""
 
 import torch
 import torch.nn.functional as F
@@ -6,12 +6,12 @@ from torch import Tensor
 
 
 def negative_log_likelihood(log_probs: Tensor) -> Tensor:
-    """(A,) log-probs -> (A,) losses."""
+    """Returns the losses (A,) of the actions' log-probs (A,)."""
     return -log_probs
 
 
 def label_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """(A, K) logits -> (A,) cross entropies.
+    """Returns the cross entropies (A,) of logits (A, K) of K classes.
 
     `labels`: (A,) int64, the correct classes; or (A,) float with K = 2, the probabilities of the first class.
     """

@@ -1,4 +1,4 @@
-"""Trial of users' classes with a few samples before a run starts."""
+"""Tests users' algorithm classes with a few samples before a run starts."""
 
 from collections.abc import Callable
 
@@ -13,12 +13,13 @@ from openrlhf.registry import Selectable
 from openrlhf.types import LossNorm
 
 COUNTS = ([2, 0, 3, 1], [0])
-"""Numbers of actions of the sequences of two rows; the second has none, as may happen on a rank."""
+"""Numbers of actions of the sequences of two rows. The second row has no action, which can happen on a
+rank."""
 
 
 def try_out(build: Callable[[], Selectable]) -> None:
-    """Calls an instance as a run does. Raises whatever it raises, and ValueError if a result differs from
-    what its base class specifies.
+    """Calls an instance as a run does. Raises ValueError if a result differs from what the base class
+    specifies; errors of the instance are passed on.
 
     Args:
         build: returns a new instance with its options.
@@ -41,7 +42,7 @@ def try_out(build: Callable[[], Selectable]) -> None:
 
 
 def _try_estimator(estimator: AdvantageEstimator) -> None:
-    """Tries an estimator with two prompts, one of which has a single sample left."""
+    """Calls an estimator with samples of two prompts, one of which has a single sample."""
     counts = torch.tensor(COUNTS[0])
     values = _numbers(6) if estimator.needs_critic else None
     step = StepView(
@@ -60,12 +61,12 @@ def _try_estimator(estimator: AdvantageEstimator) -> None:
         gamma=1.0,
         lambd=1.0,
     )
-    _expect("shape", estimator.shape(step), 4)
+    _check_floats("shape", estimator.shape(step), 4)
     answer = estimator.advantages(_numbers(6), step)
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise ValueError("advantages returned no pair; return advantages and returns, both (A,)")
+        raise ValueError("advantages() must return a pair: advantages and returns, both (A,)")
     for name, found in zip(("the advantages", "the returns"), answer, strict=True):
-        _expect(name, found, 6)
+        _check_floats(name, found, 6)
 
 
 def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:
@@ -89,13 +90,13 @@ def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:
     answer = loss(row)
     if not (isinstance(answer, tuple) and len(answer) == 3):
         raise ValueError(
-            "returned no triple; return the loss and the active lower and upper bounds, all (A,)"
+            "the loss must return a triple, all (A,): loss, active lower bounds, active upper bounds"
         )
-    _expect("the loss", answer[0], num_actions)
+    _check_floats("the loss", answer[0], num_actions)
     if not answer[0].requires_grad:
         raise ValueError("the loss has no gradient; compute it from log_probs or log_ratio")
     answer[0].sum().backward()
-    _expect("the gradient of the loss", log_probs.grad, num_actions)
+    _check_floats("the gradient of the loss", log_probs.grad, num_actions)
     for name, active in zip(("lower", "upper"), answer[1:], strict=True):
         if not isinstance(active, Tensor) or active.dtype != torch.bool or active.shape != (num_actions,):
             raise ValueError(f"the active {name} bounds are not ({num_actions},) bool")
@@ -104,13 +105,13 @@ def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:
 def _try_correction(correction: Correction, counts: Tensor) -> None:
     log_ratio = _numbers(int(counts.sum()))
     gap = SamplerGap(log_ratio=log_ratio, counts=counts, bounds=(0.5, 5.0))
-    _expect("the weights", correction(gap), len(log_ratio))
+    _check_floats("the weights", correction(gap), len(log_ratio))
 
 
 def _try_proximal(proximal: ProximalPolicy, num_actions: int) -> None:
     log_probs = _numbers(num_actions)
     for staleness in (None, torch.arange(num_actions, dtype=torch.int32)):
-        _expect("log pi_prox", proximal(log_probs, None, log_probs - 1, staleness), num_actions)
+        _check_floats("log pi_prox", proximal(log_probs, None, log_probs - 1, staleness), num_actions)
 
 
 def _numbers(count: int) -> Tensor:
@@ -118,7 +119,7 @@ def _numbers(count: int) -> Tensor:
     return -1 - torch.arange(count) / 4
 
 
-def _expect(name: str, found: object, count: int) -> None:
+def _check_floats(name: str, found: object, count: int) -> None:
     """Raises ValueError unless `found` is a tensor of `count` finite floats."""
     if not isinstance(found, Tensor):
         raise ValueError(f"{name}: expected a tensor ({count},), got {type(found).__name__}")

@@ -7,7 +7,8 @@ from torch import Tensor
 def clipped_value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """(A,) -> the losses and whether the clip was active (bool), both (A,).
+    """Returns the loss of each action and whether the clip was active (bool), both (A,). V: `values`, G:
+    `returns`.
 
     l_t = max((V - G)^2, (V_old + clip(V - V_old, -c, c) - G)^2) / 2
     """

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
-from openrlhf.algorithms.advantages.groups import group_std, without_peers
+from openrlhf.algorithms.advantages.groups import group_std, is_singleton
 from openrlhf.algorithms.advantages.returns import explained_variance, token_rewards
 from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
@@ -191,7 +191,7 @@ def _difference(
 def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:
     """Returns metrics of the (E,) penalised rewards before advantages are computed. The spread within groups
     needs a group of at least two."""
-    alone = without_peers(group_ids)
+    alone = is_singleton(group_ids)
     metrics = {"reward/mean": float(rewards.mean()), "reward/without_peers": float(alone.sum())}
     if not alone.all():
         spread = group_std(rewards, group_ids)[~alone]

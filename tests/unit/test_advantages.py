@@ -8,7 +8,7 @@ from records import step_view
 from torch import Tensor
 
 from openrlhf.algorithms.advantages import ESTIMATORS
-from openrlhf.algorithms.advantages.groups import center, group_std, without_peers
+from openrlhf.algorithms.advantages.groups import center, group_std, is_singleton
 from openrlhf.algorithms.advantages.returns import discounted_returns, token_rewards
 from openrlhf.algorithms.advantages.returns import generalized_advantages as gae
 
@@ -43,7 +43,7 @@ def test_standardize():
 
 
 def test_without_peers():
-    assert without_peers(GROUPS).tolist() == [False, True, False, False]
+    assert is_singleton(GROUPS).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1000.1])

@@ -134,13 +134,13 @@ def test_the_limit_of_a_user():
     assert "at most 0.001:" in error.value.text
 
 
-def test_a_gap_that_grows_is_told_at_once_and_once():
+def test_a_growing_gap_is_reported_at_once_and_only_once():
     """Three steps in float32 have a mean of 1e-6: five times that is noise, a hundred times is reported,
     before any limit that is right for all machines."""
     watch = MismatchWatch(dtype="fp32")
-    told = [watch.check(gap(mean)) for mean in (1e-6, 1e-6, 1e-6, 6e-6, 1.1e-4, 1.2e-4, 1e-6, 1e-4)]
-    assert [bool(messages) for messages in told] == [False, False, False, False, True, False, False, True]
-    assert told[4][0].startswith(
+    steps = [watch.check(gap(mean)) for mean in (1e-6, 1e-6, 1e-6, 6e-6, 1.1e-4, 1.2e-4, 1e-6, 1e-4)]
+    assert [bool(messages) for messages in steps] == [False, False, False, False, True, False, False, True]
+    assert steps[4][0].startswith(
         "mismatch/abs_diff_mean > 1e-05 (now 0.00011; at most 1e-06 in the first steps): "
     )
 
@@ -173,8 +173,8 @@ def test_steps_without_fresh_samples_do_not_count():
     assert not watch.first
 
 
-def test_a_statistic_that_appears_late_has_first_values_of_its_own():
-    """Staleness begins after some steps: from then on fresh samples are told apart from the others."""
+def test_a_statistic_that_appears_late_is_compared_with_its_own_first_values():
+    """Staleness begins after some steps: from then on fresh samples have metrics of their own."""
     watch = MismatchWatch(dtype="fp32")
     for _ in range(5):
         assert not watch.check(gap(1e-6))

@@ -301,7 +301,7 @@ RETURNS = "    def shape(self, step):\n        return "
         (RETURNS + "1.0", "ValueError: shape: expected a tensor (4,), got float"),
         (
             "    def advantages(self, rewards, step):\n        return rewards",
-            "ValueError: advantages returned no pair; return advantages and returns, both (A,)",
+            "ValueError: advantages() must return a pair: advantages and returns, both (A,)",
         ),
         (
             "    def state_dict(self):\n        return {'mean': 1.0}\n"
@@ -324,7 +324,7 @@ def test_an_estimator_that_fails_its_trial(tmp_path, body, problem):
     [
         (
             "row.log_probs",
-            "returned no triple; return the loss and the active lower and upper bounds, all (A,)",
+            "the loss must return a triple, all (A,): loss, active lower bounds, active upper bounds",
         ),
         ("(row.log_probs.mean(), never, never)", "the loss: expected (6,) floats, got () torch.float32"),
         (

@@ -1,4 +1,4 @@
-"""Advantage estimators, which turn the rewards of a step into advantages of its actions."""
+"""Advantage estimators, which compute the advantages of a step's actions from the rewards."""
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.registry import Registry

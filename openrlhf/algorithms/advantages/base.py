@@ -18,7 +18,7 @@ class StepView:
     rewards: Tensor
     """(E,) float32: the reward of each episode, after length penalties."""
     group_ids: Tensor
-    """(E,) integers: equal for the samples of one prompt, which need not be neighbours."""
+    """(E,) integers, equal for the samples of one prompt. These samples need not be adjacent."""
     named_rewards: Mapping[str, Tensor]
     """(E,) float32 each: the values that the reward source reports by name (`extra_logs`), and its `score`;
     NaN for an episode without a value of this name."""
@@ -27,13 +27,13 @@ class StepView:
     turns: Tensor
     """(E,) number of engine requests of each episode."""
     truncated: Tensor
-    """(E,) bool: the last turn ran out of tokens."""
+    """(E,) bool, True if the answer is truncated."""
     episodes: Tensor
     """(B,) index of each sequence's episode."""
     counts: Tensor
     """(B,) number of actions of each sequence; they add up to A."""
     log_probs: Tensor | None
-    """(A,) log-probs of the policy before the update; None if nothing needs them then, see
+    """(A,) log-probs of the policy before the update; None if they are not computed, see
     `AdvantageEstimator.needs_log_probs`."""
     rollout_log_probs: Tensor
     """(A,) log-probs of the sampler."""
@@ -51,27 +51,29 @@ class AdvantageEstimator(Selectable):
     """Turns the rewards of a step into advantages of its actions, in two hooks.
 
     Between the two hooks, shaped rewards are clipped (`--reward.clip_range`) and the KL penalty is added to
-    each action. An estimator lives as long as a run; its state is what it remembers of earlier steps.
+    each action. There is one instance per run, which may keep state across steps.
     """
 
     needs_group: ClassVar[bool] = False
-    """True if it compares the samples of a prompt, so that groups of equal rewards have no signal."""
+    """True if it compares the samples of a prompt, so that a group of equal rewards has no learning
+    signal."""
     needs_critic: ClassVar[bool] = False
     """True if it reads `StepView.values` and `StepView.lambd`; a critic is then loaded and trained."""
     needs_log_probs: ClassVar[bool] = False
     """True if it reads `StepView.log_probs`, which are then computed in a separate forward pass."""
     discounts: ClassVar[bool] = False
-    """True if it reads `StepView.gamma`. Other estimators credit every action with the whole outcome."""
+    """True if it reads `StepView.gamma`. Other estimators give every action the whole reward of its
+    episode."""
     whiten: ClassVar[bool] = False
-    """True if its advantages are whitened over all actions of the step afterwards."""
+    """True if the advantages that it returns are whitened over all actions of the step."""
 
     def shape(self, step: StepView) -> Tensor:
         """Returns the shaped reward of each episode, (E,); by default its reward."""
         return step.rewards
 
     def advantages(self, rewards: Tensor, step: StepView) -> tuple[Tensor, Tensor]:
-        """Returns advantages and returns, both (A,), from the actions' `rewards` (A,). By default advantages
-        equal the returns."""
+        """Returns the advantage and the return of each action, both (A,). `rewards` (A,): the reward of each
+        action. By default advantages equal returns."""
         returns = discounted_returns(rewards, step.counts, step.gamma if self.discounts else 1.0)
         return returns, returns
 

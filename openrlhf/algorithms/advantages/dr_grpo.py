@@ -10,8 +10,9 @@ class DrGRPO(AdvantageEstimator):
 
         A_i = R_i - mean(R)
 
-    Prompts that are nearly always or nearly never solved weigh no more than others. The paper also divides
-    by a constant length, `--actor.loss_aggregation constant_length`. A sample alone in its group earns 0.
+    Without the division, prompts that are nearly always or nearly never solved weigh no more than others. The
+    paper also divides the loss by a constant length, `--actor.loss_aggregation constant_length`. A sample in
+    a singleton group has advantage 0.
     """
 
     name = "dr_grpo"

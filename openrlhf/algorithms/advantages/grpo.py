@@ -11,8 +11,8 @@ class GRPO(AdvantageEstimator):
 
         A_i = (R_i - mean(R)) / (std(R) + 1e-9)
 
-    The standard deviation is the unbiased one, with divisor n - 1. A group of equal rewards earns 0, and so
-    does a sample alone in its group.
+    The standard deviation is the unbiased one, with divisor n - 1. In a group of equal rewards, and so in a
+    singleton group, all advantages are 0.
     """
 
     name = "group_norm"

@@ -11,7 +11,8 @@ class ReinforceBaseline(AdvantageEstimator):
 
         A_i = R_i - mean(R)
 
-    The deviation is that of the whole step, not of a group. A sample alone in its group earns 0.
+    Whitening divides by the standard deviation over the whole step, not over a group. A sample in a singleton
+    group has the shaped reward 0.
     """
 
     name = "reinforce_baseline"

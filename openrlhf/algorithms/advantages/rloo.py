@@ -11,8 +11,8 @@ class RLOO(AdvantageEstimator):
 
         A_i = R_i - sum_{j != i} R_j / (n - 1)
 
-    The baseline does not depend on the sample itself, so the gradient is unbiased. A sample alone in its
-    group earns 0.
+    The baseline does not depend on the sample itself, so the gradient is unbiased. A sample in a singleton
+    group has advantage 0.
     """
 
     name = "rloo"

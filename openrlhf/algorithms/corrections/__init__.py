@@ -1,5 +1,5 @@
-"""Off-policy corrections: loss weights for a sampler that differs from the policy by kernels, precision or
-staleness."""
+"""Off-policy corrections: weights of the loss that correct for differences between sampler and policy in
+kernels, precision or staleness."""
 
 from openrlhf.algorithms.corrections.base import Correction
 from openrlhf.registry import Registry

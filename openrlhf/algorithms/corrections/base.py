@@ -12,10 +12,11 @@ Bounds = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplerGap:
-    """How far the sampler is from the proximal policy, on the A actions of B sequences."""
+    """The difference between sampler and proximal policy on the A actions of B sequences, as a correction
+    sees it."""
 
     log_ratio: Tensor
-    """(A,) log(pi_prox / pi_behave) of tokens or of sequences, as the policy loss says, within [-20, 20]."""
+    """(A,) log(pi_prox / pi_behave) of tokens or of sequences, see `PolicyLoss.ratio`, within [-20, 20]."""
     counts: Tensor
     """(B,) number of actions of each sequence; they add up to A."""
     bounds: Bounds
@@ -24,16 +25,16 @@ class SamplerGap:
     """(low, high) of sequences, `--algo.advantage.is_correction_sequence_threshold`; None: same as
     `bounds`."""
     staleness: Tensor | None = None
-    """(A,) steps by which the weights that sampled an action are behind; None if nothing is stale."""
+    """(A,) age in steps of the weights that sampled each action; None if all are current."""
 
 
 class Correction(Selectable, ABC):
-    """A weight for the loss of each action, through which no gradient flows.
+    """Weights of the actions' losses, through which no gradient flows.
 
     Decoupled PPO (https://arxiv.org/abs/2110.00641) has three policies: pi (being trained), pi_behave (the
     sampler) and pi_prox (the anchor of the clipped ratio). The loss clips pi / pi_prox; a correction
-    multiplies it by a function of pi_prox / pi_behave. Actions of weight 0 still count in the divisor of the
-    loss, so that dropping them does not raise the step size.
+    multiplies it by a function of pi_prox / pi_behave. The divisor of the loss still counts actions of weight
+    0, so that dropping them does not raise the step size.
     """
 
     drops_sequences: ClassVar[bool] = False

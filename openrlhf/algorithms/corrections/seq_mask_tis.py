@@ -8,7 +8,8 @@ class SeqMaskTIS(TIS):
 
         w_t = clip(ratio, low, high) where the geometric mean of the sequence's ratios is in bounds, else 0
 
-    Sequences have the bounds of tokens by default. A sequence without actions has the geometric mean 1.
+    By default the bounds of sequences equal those of tokens. The geometric mean of a sequence without actions
+    is 1.
     """
 
     name = "seq-mask-tis"

@@ -22,7 +22,7 @@ class RowView:
     log_probs: Tensor
     """(A,) log pi, the log-probs of the policy being trained."""
     log_ratio: Tensor
-    """(A,) log(pi / pi_prox) of tokens or of sequences, as `PolicyLoss.ratio` says, within [-20, 20]."""
+    """(A,) log(pi / pi_prox) of tokens or of sequences, see `PolicyLoss.ratio`, within [-20, 20]."""
     advantages: Tensor
     """(A,) advantages."""
     counts: Tensor
@@ -36,11 +36,11 @@ class RowView:
     proximal_log_probs: Tensor
     """(A,) log pi_prox."""
     old_log_probs: Tensor | None
-    """(A,) log-probs of the policy before this step's updates; None if they are not computed before them."""
+    """(A,) log-probs of the policy before this step's updates; None if they are not computed."""
     rollout_log_probs: Tensor
     """(A,) log-probs of the sampler."""
     staleness: Tensor | None
-    """(A,) steps by which the weights that sampled an action are behind; None if nothing is stale."""
+    """(A,) age in steps of the weights that sampled each action; None if all are current."""
     entropy: Tensor | None
     """(A,) entropies of the policy; None without `PolicyLoss.needs_entropy` and `--actor.entropy_coef`."""
     norm: LossNorm
@@ -52,7 +52,8 @@ class PolicyLoss(Selectable, ABC):
     outside."""
 
     ratio: ClassVar[Literal["token", "sequence"]] = "token"
-    """Unit of the probability ratio, in the loss and in the off-policy correction."""
+    """Whether the probability ratio, in the loss and in the off-policy correction, is per token or per
+    sequence."""
     dual_clip: ClassVar[bool] = False
     """True if it reads `RowView.dual_clip`, the bound for negative advantages."""
     needs_entropy: ClassVar[bool] = False
@@ -65,5 +66,5 @@ class PolicyLoss(Selectable, ABC):
 
     @abstractmethod
     def __call__(self, row: RowView) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the loss of each action, and whether its lower and its upper bound are active (bool), all
-        (A,)."""
+        """Returns three tensors (A,): the loss of each action, and whether its lower and its upper bound are
+        active (bool)."""

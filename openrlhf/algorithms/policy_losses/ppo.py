@@ -10,7 +10,7 @@ class PPO(PolicyLoss):
         l_t = -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)
 
     A bound is active where the clipped term is the smaller one: the lower one where A < 0, the upper one
-    where A > 0; there an action has no gradient. `--actor.dual_clip` > 1 bounds the loss where A < 0 by
+    where A > 0. Such an action has no gradient. `--actor.dual_clip` > 1 bounds the loss where A < 0 by
     -dual_clip * A (https://arxiv.org/abs/1912.09729, eq. 5).
     """
 

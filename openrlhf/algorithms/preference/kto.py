@@ -11,7 +11,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimization (KTO) of answers without a partner.
+    """Kahneman-Tversky optimization (KTO) of unpaired answers.
 
     KTO: Model Alignment as Prospect Theoretic Optimization, https://arxiv.org/abs/2402.01306, eq. 8
 

@@ -8,8 +8,8 @@ from openrlhf.registry import Selectable
 
 
 class ProximalPolicy(Selectable, ABC):
-    """The anchor of the probability ratio: the clip bounds how far the policy moves away from it. No gradient
-    flows through it."""
+    """The anchor pi_prox of the clipped ratio pi / pi_prox: the clip bounds how far the policy moves away
+    from it. No gradient flows through it."""
 
     needs_forward: ClassVar[bool] = False
     """True if it must be computed before the first update of a step, unless it is the policy itself."""

@@ -11,8 +11,8 @@ class Interpolated(ProximalPolicy):
 
         log pi_prox = alpha log pi_behave + (1 - alpha) log pi,   alpha = 1 / max(staleness, 1)
 
-    So pi / pi_prox is (pi / pi_behave)^alpha, and up to staleness 1 pi_prox is the sampler. The staleness is
-    that at the start of the step.
+    Thus pi / pi_prox is (pi / pi_behave)^alpha. Up to staleness 1, pi_prox is the sampler. Staleness is
+    measured at the start of the step.
     """
 
     name = "interpolated"

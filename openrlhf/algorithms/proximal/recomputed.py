@@ -10,7 +10,7 @@ class Recomputed(ProximalPolicy):
 
         pi_prox = pi_old
 
-    In a step with one update, pi_prox is the policy itself.
+    In a step with a single optimizer step, pi_prox equals the policy, and needs no separate forward pass.
     """
 
     name = "recomputed"

@@ -9,7 +9,7 @@ class Rollout(ProximalPolicy):
 
         pi_prox = pi_behave
 
-    The ratio is the importance weight of the sampler, as in the paper.
+    As in the paper, the ratio is the importance weight policy / sampler.
     """
 
     name = "rollout"
