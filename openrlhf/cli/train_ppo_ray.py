@@ -19,13 +19,13 @@ from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
 from openrlhf.training.start import (
-    begin,
     check_places,
     check_space,
-    make_room,
+    choose_checkpoint,
+    lock_folders,
+    move_old_checkpoints,
     origin_of,
     position,
-    take_folders,
 )
 from openrlhf.user_file import split
 
@@ -67,9 +67,9 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
             data = build_data(config)
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, data)
-            take_folders(config, checkpoints, held)
+            lock_folders(config, checkpoints, held)
             check_space(config, checkpoints, len(prompts_of_steps(config, len(data.prompts))))
-            tag = begin(config, checkpoints)
+            tag = choose_checkpoint(config, checkpoints)
             train(config, argv, layout, places, data, checkpoints, tag)
     finally:
         stop_ray()
@@ -250,7 +250,7 @@ def build_trainer(
     from openrlhf.training.ppo import PPOTrainer, restore
     from openrlhf.training.schedule import prompts_of_steps
 
-    make_room(config, checkpoints, tag)
+    move_old_checkpoints(config, checkpoints, tag)
     folder = RunFolder.create(
         config.run_dir,
         config_yaml=to_yaml(config),

@@ -1,8 +1,8 @@
-"""Commits the checkpoints of a run, selects those that it keeps and the one that it resumes from. Engines
-read and write their contents.
+"""Checkpoints of a run: committing them, selecting those to keep and the one to resume from. Engines read and
+write their contents.
 
-A checkpoint is written to the folder UNFINISHED and renamed when all of its files are on the disk, so
-`global_step{N}` is there whole or not at all. Its manifest (backends/manifest.py) lists every file, and names
+A checkpoint is written to the folder UNFINISHED and renamed when all of its files are on the disk, so a
+folder `global_step{N}` is always complete. Its manifest (backends/manifest.py) lists every file, and names
 the manifests of the other models of the same save: the rename of the first folder commits all of them.
 """
 
@@ -24,17 +24,18 @@ from openrlhf.observability.run_folder import set_aside
 from openrlhf.training.origin import Origin, compare
 
 LATEST = "latest"
-"""File with the tag to resume from, written when that checkpoint is complete. Without it, or where it names
-no sound checkpoint, the folders are looked at."""
+"""File with the tag to resume from, written when that checkpoint is complete. If it is missing or its
+checkpoint is damaged, the newest undamaged folder is used."""
 
 UNFINISHED = ".saving"
-"""Folder of the checkpoint that is being written, in each model's folder."""
+"""Subfolder of each model's folder for the checkpoint that is being written."""
 
 UNIVERSAL = "_universal"
-"""Suffix of a tag whose checkpoint is in DeepSpeed's universal form, and of LATEST in the name of the file
-that names the last such checkpoint."""
+"""Suffix of the tag of a checkpoint in DeepSpeed's universal format. The file LATEST + UNIVERSAL has the tag
+of the last one."""
 
 METRIC = "metric.json"
+"""File with the evaluation metric of a checkpoint, by which checkpoints are ranked."""
 ORIGIN = "origin.json"
 """File with the origin of a checkpoint (flags, data, models) and the time at which it was written."""
 
@@ -53,11 +54,11 @@ _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIV
 
 
 class CheckpointFolder:
-    """Checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`, in one folder.
+    """The folder with the checkpoints `global_step{N}` of a run, and at most one `best_global_step{N}`.
 
     `others`: folders with the checkpoints of further models under the same tags. A step's checkpoints,
-    Hugging Face copies and universal forms are removed together. `origin`: the run's origin; None where it
-    neither reads nor writes checkpoints. `universal`: resume from the universal form where the last
+    Hugging Face copies and universal formats are removed together. `origin`: the run's origin; None if the
+    run neither reads nor writes checkpoints. `universal`: resume from the universal format if the last
     checkpoint has one.
     """
 
@@ -75,9 +76,9 @@ class CheckpointFolder:
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
     def find(self) -> "Found":
-        """Looks for the checkpoint to resume from: the one that LATEST names, or else the newest; damaged
-        ones are skipped. With `ckpt.verify` full every file of it is read."""
-        names, skipped = self._pointed_at()
+        """Finds the checkpoint to resume from: the one that LATEST names, or else the newest. Damaged ones
+        are skipped. With `ckpt.verify` full, the hash of every file is compared."""
+        names, skipped = self._tags_of_pointers()
         others = sorted(self._complete() - set(names), key=_step, reverse=True)
         for tag in [*names, *others]:
             if (reason := self._damage(tag)) is None:
@@ -87,9 +88,8 @@ class CheckpointFolder:
 
     def choose(self, found: "Found | None" = None) -> tuple[str | None, list[str]]:
         """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
-        `found`: the result of `find`, where another rank has called it. Raises UsageError where there are
-        checkpoints and none is sound, or where the checkpoint belongs to a run that this one cannot
-        continue."""
+        `found`: the result of `find`, if another rank has called it. Raises UsageError if all checkpoints are
+        damaged, or if the checkpoint belongs to a run that this one cannot continue."""
         if not self.ckpt.load_enable:
             return None, self._found()
         tag, skipped = found or self.find()
@@ -107,16 +107,16 @@ class CheckpointFolder:
         resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
         origin = self._origin_of(tag)
         if origin is None:
-            untold = "it records no flags and models, as those of older releases, so they are not compared"
-            return tag, [resuming, untold]
-        unlisted = "it has no manifest, as those of older releases, so its files are not checked for damage"
+            unknown = "an older release wrote it: it records no flags and models, so they are not compared"
+            return tag, [resuming, unknown]
+        unlisted = "an older release wrote it: it has no manifest, so its files are not checked for damage"
         notes = [] if tag.endswith(UNIVERSAL) or (self.path / tag / MANIFEST).exists() else [unlisted]
         return tag, [resuming, *notes, *self.check(tag, origin)]
 
     def check(self, tag: str, before: Origin) -> list[str]:
-        """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError where a
+        """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError if a
         change forbids resuming."""
-        assert self.origin is not None  # of every run that resumes
+        assert self.origin is not None  # set in every run that resumes
         differences, remarks = compare(before, self.origin)
         if differences:
             text = (
@@ -129,16 +129,17 @@ class CheckpointFolder:
         return remarks
 
     def _found(self) -> list[str]:
-        """Returns a line about an existing checkpoint, for a run that starts from the beginning."""
-        names, _ = self._pointed_at()
+        """Returns a line about the newest checkpoint, if there is one, for a run that starts from the
+        beginning."""
+        names, _ = self._tags_of_pointers()
         if not (tags := names or sorted(self._complete(), key=_step, reverse=True)):
             return []
         found = f"{self.path} has a checkpoint of step {_step(tags[0])}, written {self._written(tags[0])}"
         return [f"{found}; --ckpt.load_enable would resume from it"]
 
-    def _pointed_at(self) -> tuple[list[str], list[str]]:
-        """Returns the tags that LATEST and its universal form name, newest first, and the reasons for which
-        they name none. A folder without complete checkpoints and without these files has neither."""
+    def _tags_of_pointers(self) -> tuple[list[str], list[str]]:
+        """Returns the tags in the files LATEST and LATEST + UNIVERSAL, newest first, and the reasons why
+        files have no usable tag. Both are empty for a folder without checkpoints."""
         names, reasons = [], []
         for name in self.pointers:
             if (tag := self._named(name)) is None:
@@ -146,7 +147,7 @@ class CheckpointFolder:
             if not _NAMED.fullmatch(tag):
                 reasons.append(f"the file {name} names no checkpoint")
             elif not (self.path / tag).is_dir():
-                reasons.append(f"the file {name} names {tag}, which is not there")
+                reasons.append(f"the file {name} names {tag}, which does not exist")
             else:
                 names.append(tag)
         if not names and not reasons and self._complete():
@@ -154,8 +155,9 @@ class CheckpointFolder:
         return sorted(names, key=_step, reverse=True), reasons
 
     def _complete(self) -> set[str]:
-        """Returns the tags of the checkpoints that were written to their end. One without manifest and origin
-        is of an earlier release, which may have been killed while it wrote the newest."""
+        """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
+        release, which did not rename complete ones: they count as complete up to the one that LATEST
+        names."""
         tags = {p.name for p in self.path.glob("*") if p.is_dir() and _TAG.fullmatch(p.name)}
         named = self._named() or ""
         last = _step(named) if _NAMED.fullmatch(named) else -1
@@ -163,7 +165,7 @@ class CheckpointFolder:
         return {tag for tag in tags if listed(tag) or _step(tag) <= last}
 
     def _damage(self, tag: str) -> str | None:
-        """Returns the reason for which this checkpoint cannot be resumed from; None if it can."""
+        """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
         folder, hashes = self.path / tag, self.ckpt.verify == "full"
         if tag.endswith(UNIVERSAL):
             return None if (folder / "zero").is_dir() else "it has no folder `zero`"
@@ -183,17 +185,18 @@ class CheckpointFolder:
             return f"{error.filename}: {error.strerror}"
 
     def _damage_of(self, folder: Path, sha256: str | None, hashes: bool) -> str | None:
-        """As `_damage`, for the folder of another model. `sha256`: of the manifest that was saved with it."""
+        """Like `_damage`, for the folder of another model. `sha256`: hash of that model's manifest, as
+        recorded when the checkpoint was saved."""
         try:
             listed = Manifest.read(folder)
         except ValueError as error:
             return str(error)
         if Entry.of(folder / MANIFEST).sha256 != sha256:
-            return f"{MANIFEST} is of another save"
+            return f"{MANIFEST} belongs to another save"
         return listed.damage(folder, hashes=hashes)
 
     def _has_manifest(self, tag: str) -> bool:
-        """Tells whether the checkpoint was saved with a manifest, which may be missing since."""
+        """Returns True if the checkpoint was saved with a manifest, even if the manifest has been deleted."""
         file = self.path / tag / ORIGIN
         return file.exists() and FORMAT in _read_json(file)
 
@@ -201,47 +204,52 @@ class CheckpointFolder:
         pointer = self.path / name
         return pointer.read_text(errors="replace").strip() if pointer.exists() else None
 
-    def standing(self) -> str:
-        """Returns a line that names the last checkpoint, or says that nothing was saved."""
+    def resume_hint(self) -> str:
+        """Returns a message with the last checkpoint and how to resume from it, or that nothing was saved."""
         tag = self._named() if self.ckpt.is_used else None
         if tag is not None:
-            again = "the same command with --ckpt.load_enable goes on from there"
+            again = "the same command with --ckpt.load_enable continues from it"
             return f"the last checkpoint is {self.path / tag}: {again}"
         steps = self.ckpt.save_steps if self.ckpt.save_steps > 0 else "N"
         return f"nothing was saved: --ckpt.save_steps {steps} saves a checkpoint every {steps} steps"
 
     def set_aside(self) -> list[str]:
-        """Moves the checkpoints of an earlier run to `previous/001`, `002`, ... Returns a line that says
-        where they are."""
+        """Moves the checkpoints of an earlier run to the next free folder `previous/001`, `previous/002`, ...
+        Returns a line about it."""
         own = sorted(path.name for path in Path(self.ckpt.folder).glob("*") if _OWN.fullmatch(path.name))
         if not own:
             return []
         place = set_aside(Path(self.ckpt.folder), own)
-        return [f"the checkpoints of an earlier run are in {place}: --ckpt.path {place} names them"]
+        return [
+            f"the checkpoints of an earlier run were moved to {place}: read them with --ckpt.path {place}"
+        ]
 
     def _origin_of(self, tag: str) -> Origin | None:
-        """Returns the checkpoint's origin, None where its file is missing."""
+        """Returns the checkpoint's origin; None if its file is missing."""
         file = self.path / tag / ORIGIN
         return Origin(**_read_json(file)["origin"]) if file.exists() else None
 
     def _written(self, tag: str) -> str:
-        """Returns the time of the checkpoint's completion: as recorded, else that of its folder."""
+        """Returns the recorded time at which the checkpoint was completed, or else its folder's modification
+        time."""
         file = self.path / tag / ORIGIN
         if file.exists():
             return _read_json(file)["written"]
         return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
 
     def latest(self) -> str | None:
-        """Returns the tag of the checkpoint to resume from, None without a sound one."""
+        """Returns the tag of the checkpoint to resume from; None without an undamaged one."""
         return self.find().tag
 
     @contextmanager
     def saving(self, tag: str, metric: float | None = None, *, commits: bool = True) -> Iterator[Path]:
-        """Yields the folder UNFINISHED of the first model; engines write their part of the checkpoint to
-        `tag` in theirs. When the block ends, the checkpoint gets its name, and older ones make room. After an
-        error its files are removed.
+        """Yields the folder UNFINISHED of the first model. Inside the block, each model's engine writes its
+        part of the checkpoint to the subfolder `tag` of the model's UNFINISHED. At the end of the block the
+        checkpoint is renamed to `tag`, and old ones beyond the limits are removed. After an error its files
+        are removed.
 
-        `commits`: False on all ranks but one. `metric`: the evaluation to rank this checkpoint by.
+        `commits`: True on the one rank that renames and removes. `metric`: the evaluation metric by which
+        this checkpoint is ranked.
         """
         unfinished = self.path / UNFINISHED
         if not commits:
@@ -259,19 +267,20 @@ class CheckpointFolder:
         self._rotate(tag)
 
     def remove_unfinished(self) -> list[str]:
-        """Removes checkpoints that were not written to their end. Returns a line about each."""
+        """Removes unfinished checkpoints. Returns a line about each."""
         lines = []
         for folder in self.folders:
             if (place := folder / UNFINISHED).exists():
                 tags = ", ".join(sorted(path.name for path in place.iterdir() if path.is_dir()))
                 lines.append(f"{place}: removed an unfinished checkpoint: {tags or 'no files'}")
-                shutil.rmtree(place, ignore_errors=True)  # ranks that are being stopped may still write
+                shutil.rmtree(place, ignore_errors=True)  # ranks that are stopping may still write
         return lines
 
     def _commit(self, tag: str, metric: float | None) -> None:
-        """Gives the checkpoint in UNFINISHED its name in all models' folders, the first model's last."""
+        """Moves the checkpoint from UNFINISHED to `tag` in the folders of all models. The first model's
+        folder comes last, which commits the checkpoint."""
         made = self.path / UNFINISHED / tag
-        if not made.is_dir():  # only a copy was saved
+        if not made.is_dir():  # only a Hugging Face copy was saved
             return
         if self.origin is not None:
             about = {"written": _time(datetime.now(UTC)), FORMAT: manifest.FORMAT}
@@ -288,21 +297,21 @@ class CheckpointFolder:
             write_atomically(self.path / LATEST, [tag])
 
     def _take(self, folder: Path, tag: str) -> None:
-        """Renames a model's checkpoint, and whatever its engine wrote beside it."""
-        if (folder / tag).exists():  # a damaged one that was skipped, or one of the same step
+        """Moves a model's checkpoint out of UNFINISHED, with all other files that its engine wrote there."""
+        if (folder / tag).exists():  # damaged, or saved earlier at the same step
             shutil.rmtree(folder / tag)
         for path in sorted((folder / UNFINISHED).iterdir(), key=lambda path: path.name == tag):
             path.replace(folder / path.name)
         sync_folder(folder)
 
     def _rotate(self, newest: str) -> None:
-        """Removes checkpoints beyond the limits of `ckpt.*`."""
+        """Removes checkpoints beyond `ckpt.max_num` and `ckpt.max_mem`."""
         if newest.startswith(BEST):
             for other in self._tags(_BEST_TAG) - {newest}:
                 self._remove(other)
             return
         tags = list(self._tags(_TAG) - {newest})
-        # The worst metric goes first, then the oldest; one without a metric counts as worst.
+        # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
         tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
         kept_bytes = {tag: sum(map(_size, self._places(tag))) for tag in [*tags, newest]}
         while tags and (
@@ -313,7 +322,7 @@ class CheckpointFolder:
             self._remove(gone)
 
     def num_bytes(self) -> int:
-        """Returns the size of all checkpoints of the folder, for which later ones make room."""
+        """Returns the size of the folder's checkpoints in bytes. New checkpoints replace them."""
         return sum(_size(place) for tag in self._tags(_TAG) for place in self._places(tag))
 
     def _remove(self, tag: str) -> None:
@@ -322,7 +331,7 @@ class CheckpointFolder:
                 shutil.rmtree(place)
 
     def _places(self, tag: str) -> list[Path]:
-        """Returns the folders that may hold the state, universal form or copy of this step."""
+        """Returns the folders that may hold this step's states, universal formats or Hugging Face copy."""
         states = [folder / f"{tag}{form}" for folder in self.folders for form in ("", UNIVERSAL)]
         return [*states, Path(self.ckpt.folder) / f"{tag}{COPY}"]
 
@@ -333,12 +342,12 @@ class CheckpointFolder:
 
 
 class Found(NamedTuple):
-    """The result of a look at the checkpoints of a folder."""
+    """The result of `CheckpointFolder.find`."""
 
     tag: str | None
-    """The checkpoint to resume from; None without a sound one."""
+    """Tag of the checkpoint to resume from; None without an undamaged one."""
     skipped: list[str]
-    """Reasons for which others were not taken."""
+    """Reasons why other checkpoints were skipped."""
 
 
 def _metric(folder: Path) -> float:
@@ -347,7 +356,7 @@ def _metric(folder: Path) -> float:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """Raises ValueError, naming the file, where it does not hold a JSON object."""
+    """Reads a JSON object. Raises ValueError with the file's name if the file has another content."""
     try:
         found = json.loads(file.read_bytes())
     except (UnicodeDecodeError, json.JSONDecodeError):

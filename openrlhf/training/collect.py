@@ -1,5 +1,5 @@
-"""Collects the groups of the next RL step: filters them, and buffers groups that were sampled ahead for later
-steps."""
+"""Collection of the groups of an RL step: dynamic filtering, and a buffer of groups that are sampled ahead
+for later steps."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -21,16 +21,19 @@ GroupKey = tuple[int, int]
 
 
 def key_of(prompt: Prompt) -> GroupKey:
+    """Returns the key of the group of a prompt's samples."""
     return prompt.epoch, prompt.prompt_id
 
 
 class Verdict(StrEnum):
-    """The verdict of dynamic filtering on a group. Metrics of these names are fractions of a step's
-    groups."""
+    """Result of dynamic filtering for a group. Each value is also part of the name of a metric, the fraction
+    of such groups in a step."""
 
     KEPT = "kept"
     LOW = "filtered_low"
+    """The mean score is at or below the lower bound of `algo.dynamic_filtering_range`."""
     HIGH = "filtered_high"
+    """The mean score is at or above its upper bound."""
     FAILED = "filtered_failed"
     """Every sample of the group failed."""
 
@@ -39,20 +42,20 @@ class Verdict(StrEnum):
 class Admission:
     """Limits the number of prompts that may be in flight.
 
-    Synchronous training requests prompts when nothing is in flight. With `max_staleness` above 0 sampling
-    continues during training, up to as many batches ahead. Groups are trained on in the order in which their
-    prompts were requested, so none is older than that many steps. A `chunk` that may exceed the missing
-    number is sampled that much earlier.
+    Synchronous training requests prompts only when none is in flight. With `max_staleness` = s > 0, sampling
+    continues during training, up to s batches ahead. Groups are trained on in the order in which their
+    prompts were requested, so none is older than s steps. If a request may exceed the missing number of
+    prompts (`may_exceed`), the surplus is sampled that much earlier.
     """
 
     batch_size: int
-    """Groups of one step."""
+    """Number of groups of one step."""
     chunk: int | None = None
-    """Prompts per request. None: the missing number."""
+    """Number of prompts per request. None: the missing number."""
     may_exceed: bool = False
-    """True where a request may exceed the missing number of prompts."""
+    """True if a request may exceed the missing number of prompts."""
     limit: int | None = None
-    """Prompts that one step may request. None: no limit."""
+    """Maximum number of prompts that one step requests. None: no limit."""
     max_staleness: int = 0
     """Maximum staleness of a group, in RL steps."""
 
@@ -83,8 +86,10 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Collected:
+    """The samples of one RL step."""
+
     trajectories: list[Trajectory]
-    """The groups to train on, one after the other. Empty when no prompt is left."""
+    """Trajectories to train on, group after group. Empty when no prompt is left."""
     sampled: list[Trajectory]
     """All trajectories sampled in this step, including filtered ones and those buffered for a later step."""
     filtered: list[Trajectory]
@@ -107,13 +112,13 @@ class Collector:
     """Requests samples for prompts and returns groups, `rollout.batch_size` at a time.
 
     Groups are returned in the order in which their prompts were requested, and each kept group exactly once.
-    So a batch depends on prompts and scores, not on the order in which samples arrive. With
+    A batch therefore depends on prompts and scores, not on the order in which samples arrive. With
     `rollout.vllm_generate_batch_size` above the batch size, or with filtering, a step may sample more than it
     needs: the surplus is buffered and used first in the next step.
 
-    Without filtering a batch holds prompts of one epoch, so that a step trains on the same prompts however
-    many are sampled at a time. Filtering (DAPO, https://arxiv.org/abs/2503.14476) fills a batch across the
-    border of epochs. When no prompt is left, the last batch is what there is.
+    Without filtering all prompts of a batch are of one epoch, so that a step trains on the same prompts
+    however many are sampled at a time. Filtering (DAPO, https://arxiv.org/abs/2503.14476) fills a batch
+    across the boundary of epochs. When no prompt is left, the last batch is smaller.
     """
 
     def __init__(
@@ -124,7 +129,7 @@ class Collector:
         on_group: Callable[[PromptGroup], None],
         admission: Admission | None = None,
     ) -> None:
-        """`on_group`: called with each finished group. `admission`: None for that of `config`."""
+        """`on_group`: called with each finished group. `admission`: None: from `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
         self.admission = admission or Admission.from_config(config)
         self._under_way: dict[GroupKey, Prompt] = {}
@@ -140,9 +145,9 @@ class Collector:
     def next_batch(self, step: int) -> Collected:
         """Returns the trajectories of RL step `step`; the number appears in error messages.
 
-        Raises RunError, with filtering, if more samples failed than `reward.max_failed_ratio` allows, if
-        `algo.dynamic_filtering_max_batches` batches of prompts do not fill one, or if the first step keeps no
-        group; and always if no sample finishes within `rollout.timeout`.
+        Raises RunError if no group finishes within `rollout.timeout`. With filtering it also raises RunError
+        if more samples failed than `reward.max_failed_ratio` allows, if `algo.dynamic_filtering_max_batches`
+        batches of prompts are not enough for one batch of groups, or if the first step keeps no group.
         """
         now = _Step(number=step)
         if self._to_submit:
@@ -156,7 +161,7 @@ class Collector:
         taken = {key_of(group.prompt) for group in batch}
         self._kept = [group for group in self._kept if key_of(group.prompt) not in taken]
         if self._filters and step == 1 and not batch:
-            raise self._kept_too_little(now)
+            raise self._filter_error(now)
         return Collected(
             trajectories=[t for group in batch for t in group.trajectories],
             sampled=now.sampled,
@@ -165,8 +170,8 @@ class Collector:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in the prompts, the groups that were sampled and not yet trained on, and the
-        prompts in flight, which a resumed run requests again."""
+        """Returns the position in the prompts, the sampled groups that were not trained on yet, and the
+        prompts in flight. A resumed run requests the latter again."""
         return {
             "prompts": self._prompts.state_dict(),
             "groups": list(self._kept),
@@ -175,8 +180,8 @@ class Collector:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state of the collector that wrote `state`. Raises UsageError if that collector read
-        other prompts, or if the state holds samples in an unreadable form."""
+        """Restores a state returned by `state_dict`. Raises UsageError if it is about other prompts, or if it
+        holds samples in the format of an older version."""
         self._prompts.load_state_dict(state["prompts"])
         if state.get("buffer"):
             text = (
@@ -194,9 +199,9 @@ class Collector:
         return self._config.algo.dynamic_filtering_enable
 
     def _is_incomplete(self, now: _Step) -> bool:
-        """Returns True while the step must wait for another group before it can train."""
+        """Returns True while the step needs another group."""
         if self._under_way and not self.admission.max_staleness:
-            return True  # the weights change after the step
+            return True  # samples in flight must finish before the weights change
         if len(self._ready()) == self._config.rollout.batch_size:
             return False
         if self._is_end_of_episode:
@@ -204,26 +209,27 @@ class Collector:
         return self._submit(now) or bool(self._under_way)
 
     def _ready(self) -> list[PromptGroup]:
-        """Returns the groups available for the next batch; without filtering they are all of one epoch."""
+        """Returns the groups that are ready for the next batch. Without filtering they are all of one
+        epoch."""
         ready = [g for g in self._kept if self._filters or g.prompt.epoch == self._epoch]
         return ready[: self._config.rollout.batch_size]
 
     @property
     def _epoch(self) -> int:
-        """The first epoch that has groups left to train on."""
+        """The first epoch with groups that were not trained on yet."""
         waiting = (group.prompt.epoch for group in self._kept)
         return min([*waiting, *(epoch for epoch, _ in self._under_way)], default=self._prompts.epoch)
 
     @property
     def _is_end_of_episode(self) -> bool:
-        """True where the next batch must stay short, because no further group of its epoch will come."""
+        """True if the next batch remains incomplete, because its epoch has no further prompts."""
         if self._filters or not self._kept:
             return False
         is_sampled = any(epoch == self._epoch for epoch, _ in self._under_way)
         return not is_sampled and self._prompts.epoch != self._epoch
 
     def _submit(self, now: _Step) -> bool:
-        """Requests as many prompts as there is room for. Returns True if it requested any."""
+        """Requests as many prompts as `admission` allows. Returns True if it requested any."""
         prompts = self._next_prompts(now)
         if prompts:
             self._rollout.submit(prompts, "train")
@@ -232,21 +238,21 @@ class Collector:
         return bool(prompts)
 
     def _next_prompts(self, now: _Step) -> list[Prompt]:
-        """Returns the next prompts to sample. Empty where no group is missing or the batch must stay
-        short."""
-        kept, under_way = len(self._kept) + self._left_empty, len(self._under_way)
+        """Returns the next prompts to sample. Empty if no group is missing, or if the batch remains
+        incomplete."""
+        kept, under_way = len(self._kept) + self._unfillable_places, len(self._under_way)
         room = self.admission.room(kept=kept, under_way=under_way, asked=now.asked)
         if room <= 0:
             is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
             if is_short and not under_way and not self._prompts.is_exhausted:
-                raise self._kept_too_little(now)
+                raise self._filter_error(now)
             return []
         return [] if self._is_episode_over else self._prompts.next_batch(room)
 
     @property
-    def _left_empty(self) -> int:
-        """Places in the last batches of epochs that prompts of the next epoch must not fill. Counting them
-        keeps later groups within the staleness bound."""
+    def _unfillable_places(self) -> int:
+        """Number of places in incomplete last batches of epochs, which prompts of the next epoch must not
+        fill. Counting them as taken keeps later groups within the staleness bound."""
         if self._filters or not self.admission.max_staleness:
             return 0
         waiting = Counter([*(g.prompt.epoch for g in self._kept), *(e for e, _ in self._under_way)])
@@ -255,14 +261,15 @@ class Collector:
 
     @property
     def _is_episode_over(self) -> bool:
-        """True where the next prompt belongs to a later batch than the groups that wait for this step."""
+        """True if the next prompt belongs to a later epoch, and so to a later batch, than the groups of this
+        step."""
         if self._filters or self.admission.max_staleness or not (self._kept or self._under_way):
             return False
         return self._epoch != self._prompts.epoch
 
     def _receive(self, now: _Step) -> None:
-        """Waits for one group, then applies the filter to every finished group whose predecessors have
-        finished."""
+        """Waits for one group. Then applies the filter, in the order of requests, to each finished group
+        before which no other is unfinished."""
         group = self._rollout.next_group("train", self._config.rollout.timeout)
         self._on_group(group)
         self._finished[key_of(group.prompt)] = group
@@ -285,11 +292,13 @@ class Collector:
         if now.verdicts.total() >= self._config.rollout.batch_size:
             check_failures(now.sampled, self._config.reward.max_failed_ratio, now.number)
         elif self._prompts.is_exhausted:
-            check_failures(now.sampled, 1.0, now.number)  # a ratio over less than a batch says little
+            check_failures(
+                now.sampled, 1.0, now.number
+            )  # less than a batch is no estimate of the failure rate
 
     def _verdict(self, group: PromptGroup) -> Verdict:
-        """Returns the filter's verdict. The mean is computed exactly and rounded once, so equal scores at a
-        bound stay at the bound."""
+        """Returns the filter's verdict. `statistics.mean` is exact up to one rounding, so the mean of equal
+        scores equals each of them."""
         if not self._filters:
             return Verdict.KEPT
         scores = [present(t.score) for t in group.trajectories if t.ok and t.is_first]
@@ -314,7 +323,7 @@ class Collector:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
         return metrics
 
-    def _kept_too_little(self, now: _Step) -> RunError:
+    def _filter_error(self, now: _Step) -> RunError:
         algo, size = self._config.algo, self._config.rollout.batch_size
         (low, high), verdicts = algo.dynamic_filtering_range, now.verdicts
         remedy = (
@@ -343,7 +352,7 @@ def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], st
 
 
 def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
-    """Raises RunError if more than `max_failed_ratio` of the samples, or all of them, failed."""
+    """Raises RunError if all samples failed, or more than the fraction `max_failed_ratio` of them."""
     samples = [t for t in trajectories if t.is_first]
     failed = [t for t in samples if not t.ok]
     if failed and (len(failed) > max_failed_ratio * len(samples) or len(failed) == len(samples)):

@@ -1,4 +1,4 @@
-"""Computes advantages and returns of a step, without gradients."""
+"""Advantages and returns of a step's actions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,20 +31,21 @@ def assign_credit(
     max_new_tokens: int,
     teacher_coef: float = 0.0,
 ) -> tuple[Batch, Metrics]:
-    """Returns the batch with the advantages and returns of its actions, and metrics; `kl/mean` is the input
-    of the KL controller. `batch` and `trajectories` describe the same samples of the whole rollout, at least
-    one, each with a reward. Failed samples are excluded, so group sizes differ; estimators that compare a
-    group give a sample without a peer an advantage of 0.
+    """Returns the batch with the advantages and returns of its actions, and metrics. `batch` and
+    `trajectories` describe the same sequences: all successful samples of the step, at least one. Failed
+    samples are missing, so groups differ in size; estimators that compare samples give the sample of a
+    singleton group an advantage of 0.
 
-    penalties -> the estimator's `shape` -> clip -> KL and teacher on every action -> its `advantages` ->
-    whitening over all actions
+    length penalties -> estimator.shape -> clipping -> KL penalty and teacher reward of each action ->
+    estimator.advantages -> whitening over all actions
 
-    Where turn rewards are known and the estimator discounts, each turn's reward is placed at the end of that
-    turn and the rest of the episode's reward at the end.
+    If rewards of turns are known and the estimator discounts, each turn's reward is placed at the turn's last
+    action, and the remainder of the episode's reward at the last action of the episode.
 
-    `kl_coef` is the controller's, `max_new_tokens` the limit that the overlong penalty looks at.
-    `teacher_coef` is the weight of log p_teacher - log p as a reward, where there is a teacher: on-policy
-    distillation, minus a sample of KL(policy || teacher). https://arxiv.org/abs/2306.13649
+    `kl_coef`: the KL controller's coefficient. `max_new_tokens`: the length limit of the overlong penalty.
+    `teacher_coef`: the weight of the reward log p_teacher - log p of each action, with a teacher. This reward
+    is minus a one-sample estimate of KL(policy || teacher): on-policy distillation,
+    https://arxiv.org/abs/2306.13649.
     """
     step = step_view(batch, trajectories, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
     counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
@@ -53,14 +54,14 @@ def assign_credit(
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, tensor_of(batch.teacher_log_probs), torch.sub)
-    earned = earlier_rewards(trajectories) if estimator.discounts else None
-    if earned is not None:
-        clipped = clipped - torch.tensor([float(part.sum()) for part in earned.split(counts.tolist())])
+    turn_rewards = rewards_of_earlier_turns(trajectories) if estimator.discounts else None
+    if turn_rewards is not None:
+        clipped = clipped - torch.tensor([float(part.sum()) for part in turn_rewards.split(counts.tolist())])
     per_action = token_rewards(
         clipped, zeros if kl is None else kl, counts, 0.0 if algo.kl.use_loss else kl_coef
     )
-    if earned is not None:
-        per_action = per_action + earned
+    if turn_rewards is not None:
+        per_action = per_action + turn_rewards
     if to_teacher is not None:
         per_action = per_action - teacher_coef * to_teacher
     advantages, returns = (x.to(per_action.dtype) for x in estimator.advantages(per_action, step))
@@ -83,22 +84,25 @@ def assign_credit(
     return batch, metrics
 
 
-def earlier_rewards(trajectories: Sequence[Trajectory]) -> Tensor | None:
-    """Returns the (A,) reward of each turn but a sequence's last, placed at the turn's last action. None
-    where no turn has a reward of its own."""
+def rewards_of_earlier_turns(trajectories: Sequence[Trajectory]) -> Tensor | None:
+    """Returns (A,): the reward of each turn, except a sequence's last turn, at the turn's last action; 0 at
+    all other actions. None if no trajectory has rewards of several turns."""
     if not any(len(t.turn_rewards) > 1 for t in trajectories):
         return None
     rows = []
     for t in trajectories:
         rows.append(row := torch.zeros(t.num_actions))
-        before = t.action_mask.cumsum()[t.turn_starts[1:] - 1]  # actions before each turn but the first
+        before = t.action_mask.cumsum()[
+            t.turn_starts[1:] - 1
+        ]  # number of actions before each turn, except the first
         row[before - 1] = torch.from_numpy(t.turn_rewards[:-1].copy()) if len(t.turn_rewards) else 0.0
     return torch.cat(rows)
 
 
 def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
-    """Returns metrics of the gap between policy and sampler and, with a reference, of the KL to it. The batch
-    must have the policy's log-probs before the update."""
+    """Returns metrics of the mismatch between policy and sampler and, with a reference, of the KL to the
+    reference. `kl/mean` is the input of the KL controller. The batch must have the policy's log-probs before
+    the update."""
     log_probs = torch.from_numpy(present(batch.log_probs))
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
     counts = torch.from_numpy(batch.num_actions)
@@ -118,8 +122,8 @@ def step_view(
     reward: RewardConfig,
     max_new_tokens: int,
 ) -> StepView:
-    """Returns the same samples as an estimator sees them: a reward is an episode's, of which a trajectory is
-    all or a part."""
+    """Returns the samples as an estimator sees them. It groups sequences into episodes, each of which has one
+    reward."""
     numbers: dict[tuple, int] = {}
     parts = torch.tensor([numbers.setdefault(t.sample, len(numbers)) for t in trajectories])
     last = list({t.sample: t for t in trajectories}.values())
@@ -159,7 +163,7 @@ def step_view(
 def _penalised(
     rewards: Tensor, lengths: Tensor, truncated: Tensor, reward: RewardConfig, max_new_tokens: int
 ) -> Tensor:
-    """(E,) -> (E,)"""
+    """Applies the length penalties of `reward` to the rewards (E,) of episodes. Returns (E,)."""
     if reward.overlong_buffer_len is not None:
         rewards = overlong_penalty(
             rewards,
@@ -174,8 +178,8 @@ def _penalised(
 
 
 def _total(values: Tensor) -> float:
-    """Returns the sum; 0 where float32 cannot tell it from 0, below a millionth of the sum of the absolute
-    values."""
+    """Returns the sum, rounded to 0 if it is within float32 rounding error of 0: less than a millionth of the
+    sum of absolute values."""
     values = values.double()
     total = float(values.sum())
     return total if abs(total) > 16 * 2**-24 * float(values.abs().sum()) else 0.0
@@ -184,13 +188,13 @@ def _total(values: Tensor) -> float:
 def _difference(
     log_probs: Tensor | None, others: Tensor | None, measure: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor | None:
-    """Returns the (A,) `measure` of both, None where one of them is unknown."""
+    """Returns `measure` of both log-probs, (A,); None if one of them is None."""
     return None if log_probs is None or others is None else measure(log_probs, others)
 
 
 def _reward_metrics(rewards: Tensor, group_ids: Tensor) -> Metrics:
-    """Returns metrics of the (E,) penalised rewards before advantages are computed. The spread within groups
-    needs a group of at least two."""
+    """Returns metrics of the penalised rewards (E,). Those of the spread within groups are omitted if all
+    groups are singletons."""
     alone = is_singleton(group_ids)
     metrics = {"reward/mean": float(rewards.mean()), "reward/without_peers": float(alone.sum())}
     if not alone.all():

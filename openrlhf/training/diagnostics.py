@@ -1,4 +1,4 @@
-"""Computes rollout metrics of a step before the update."""
+"""Metrics of a step's samples, computed before the update."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from openrlhf.types import Metrics, Trajectory, present
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """Returns the `rollout/...` metrics of at least one sample. `version`: that of the weights that the
-    samples are about to update.
+    """Returns the `rollout/...` metrics of at least one sample. `version`: version of the weights that will
+    be trained on the samples.
 
-    Failed samples are counted and enter no other metric. For a sample of several sequences, rewards count
-    once and lengths are per sequence. Undefined metrics are omitted: means where all samples failed, a
-    correlation where one side does not vary. `extra_logs` are reported under their names, except names that
-    the run uses itself.
+    Failed samples are counted, and excluded from all other metrics. A sample with several sequences counts
+    once in reward metrics and once per sequence in length metrics. Undefined metrics are omitted: means if
+    all samples failed, a correlation if one variable is constant. `extra_logs` are reported under their
+    names, except names that the run uses itself.
     """
     finished, samples = [t for t in trajectories if t.ok], [t for t in trajectories if t.is_first]
     metrics = {
@@ -60,7 +60,7 @@ def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Returns Pearson's correlation of two lists that vary."""
+    """Returns Pearson's correlation of two lists, neither of which is constant."""
     return sum(a * b for a, b in zip(_direction(x), _direction(y), strict=True))
 
 
@@ -73,8 +73,8 @@ def _direction(x: Sequence[float]) -> list[float]:
 
 
 def _staleness(finished: Sequence[Trajectory], version: int) -> Metrics:
-    """Returns the mean and maximum number of updates by which the sampling weights lag behind, over all
-    actions."""
+    """Returns the mean and maximum staleness over all actions: the number of updates between the weights that
+    sampled an action and `version`."""
     versions, counts = np.concatenate([t.weight_versions for t in finished]).T
     if not len(versions):
         return {}
@@ -100,8 +100,8 @@ def _kept_sets(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
-    """Returns the fraction of a group's later samples whose actions repeat an earlier sample's: 0 where all
-    differ, 1 where all are the same."""
+    """Returns the fraction of duplicates among all but the first samples of each group. A duplicate has the
+    same actions as an earlier sample of its group: 0 if all differ, 1 if all are equal."""
     groups: dict[tuple[int, int], list[bytes]] = defaultdict(list)
     for t in finished:
         groups[t.group].append(t.action_ids.tobytes())
@@ -113,8 +113,8 @@ def _duplicates(finished: Sequence[Trajectory]) -> Metrics:
 
 
 def _repetition(finished: Sequence[Trajectory]) -> Metrics:
-    """Returns the fraction of a sample's 4-grams that occurred in it before, as a mean over samples with at
-    least one 4-gram: 0 without repetition, near 1 for one token repeated."""
+    """Returns the fraction of a sample's 4-grams that occurred earlier in the sample, as a mean over samples
+    with at least one 4-gram: 0 without repetition, near 1 if one token is repeated."""
     fractions = [_repeated_fraction(actions) for t in finished if len(actions := t.action_ids) >= 4]
     return {"rollout/repetition_ratio": fmean(fractions)} if fractions else {}
 
@@ -125,7 +125,7 @@ FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 def _repeated_fraction(actions: np.ndarray) -> float:
     """Returns the fraction of repeated 4-grams among (A,) actions, A >= 4. 4-grams are compared by 64-bit
-    hashes: among a million, two different ones collide with a probability of 3e-8."""
+    hashes: among a million, the probability that any two different ones collide is 3e-8."""
     ids = actions.astype(np.uint64)
     hashes = ids[:-3]
     for shift in (1, 2, 3):

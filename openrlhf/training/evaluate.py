@@ -1,5 +1,4 @@
-"""Computes evaluation metrics: mean and best scores, and pass@k, for each source of the evaluation
-prompts."""
+"""Evaluation metrics: mean and best scores and pass@k of each source of the evaluation prompts."""
 
 import re
 from collections import defaultdict
@@ -13,18 +12,18 @@ Samples = list[Trajectory]
 
 
 def evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
-    """Returns the `eval/...` metrics of each source and overall, from at least one sample; each prompt has n
-    samples.
+    """Returns the `eval/...` metrics of each source and overall. There must be at least one sample. n is the
+    number of samples per prompt.
 
-    `{source}_score_mean` is the mean score, `{source}_best_of{k}` the expected best score of k samples, for
-    k = 2, 4, 8, ... below n and k = n: means over prompts, which are told apart by id. Where all scores of a
-    source are 0 or 1 these also are `{source}_pass1` and `{source}_pass{k}`: the unbiased pass@k of
+    `{source}_score_mean` is the mean score, `{source}_best_of{k}` the expected best score of k samples, for k
+    = 2, 4, 8, ... below n and k = n. Both are means over prompts. If all scores of a source are 0 or 1, they
+    are also reported as `{source}_pass1` and `{source}_pass{k}`: the unbiased pass@k of
     https://arxiv.org/abs/2107.03374.
 
-    Failed samples count in `failed_ratio` and nowhere else. A prompt with m < k samples left gives the best
-    of m, which is too low rather than too high: leaving it out would compare k samples of some prompts with
-    one of others, and prompts that fail are seldom like those that do not. A source of which everything
-    failed has no figures.
+    Failed samples count in `failed_ratio` only. For a prompt with m < k finished samples, the best of m
+    replaces the best of k, which underestimates it. Leaving such prompts out would be worse: `best_of{k}` and
+    `score_mean` would then average over different prompts, and prompts with failed samples are not typical. A
+    source whose samples all failed has no metrics.
     """
     samples = [t for t in trajectories if t.is_first]
     groups: dict[str, dict[int, Samples]] = defaultdict(lambda: defaultdict(list))
@@ -50,7 +49,7 @@ def ks_of(num_samples: int) -> list[int]:
 def expected_best(scores: Sequence[float], k: int) -> float:
     """Returns the mean, over all subsets of k scores, of the largest one."""
     n, total = len(scores), 0.0
-    # Of the choices, C(i, k - 1) / C(n, k) have the i-th smallest score (from 0) as their largest.
+    # The i-th smallest score (from 0) is the largest in a fraction C(i, k - 1) / C(n, k) of the subsets.
     probability = k / n
     for i, score in reversed(list(enumerate(sorted(scores)))[k - 1 :]):
         total += probability * score
@@ -59,8 +58,8 @@ def expected_best(scores: Sequence[float], k: int) -> float:
 
 
 def as_scores(key: str) -> str:
-    """Maps the names of pass@1 and pass@k to those for arbitrary scores: the mean and the best of k. Leaves
-    other names unchanged."""
+    """Maps the metric names of pass@1 and pass@k to those of the mean score and the best of k. Returns other
+    names unchanged."""
     return re.sub(r"_pass(\d+)$", r"_best_of\1", re.sub("_pass1$", "_score_mean", key))
 
 
@@ -68,13 +67,13 @@ def _score_metrics(prefix: str, prompts: Sequence[Samples], ks: Sequence[int]) -
     scores = [[present(t.score) for t in group] for group in prompts]
     best = {k: fmean(expected_best(s, min(k, len(s))) for s in scores) for k in ks}
     passes = {f"{prefix}pass{k}": value for k, value in best.items()}
-    is_verdict = all(score in (0, 1) for group in scores for score in group)
-    return (passes if is_verdict else {}) | {as_scores(name): value for name, value in passes.items()}
+    are_binary = all(score in (0, 1) for group in scores for score in group)
+    return (passes if are_binary else {}) | {as_scores(name): value for name, value in passes.items()}
 
 
 def _answer_metrics(prefix: str, finished: Sequence[Trajectory]) -> Metrics:
-    """Returns counts and lengths. A sample of several sequences counts once, with the length of each
-    sequence, as in training."""
+    """Returns counts and lengths. As in training, a sample with several sequences counts once in counts and
+    once per sequence in lengths."""
     metrics = {f"{prefix}num_samples": float(sum(t.is_first for t in finished))}
     if finished:
         metrics[f"{prefix}response_length_mean"] = fmean(t.num_actions for t in finished)

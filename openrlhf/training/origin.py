@@ -12,18 +12,20 @@ from openrlhf.config.resume import Change, change_of, remarks_of
 from openrlhf.observability.run_folder import redact
 
 SHOWN = 3
-"""Maximum number of flags that a remark names; it counts the others."""
+"""Maximum number of flags that a remark lists by name. The others are only counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Origin:
+    """The flags, data and models of the run that wrote a checkpoint."""
+
     command: str
-    """The command's name, as in `openrlhf NAME`; "" where the checkpoint does not record it."""
+    """The command's name, as in `openrlhf NAME`; empty if the checkpoint does not record it."""
     flags: Mapping[str, Any]
-    """Each flag, except secrets, -> its value as JSON."""
+    """Values of all flags except secrets, as JSON."""
     contents: Mapping[str, str]
-    """Fingerprints of content that flag values do not determine. A key with two dashes is a flag and stands
-    for the content that it names: a dataset, a model."""
+    """Fingerprints of content that flag values do not determine, such as a dataset or a model. If the key is
+    a flag (with two dashes), the fingerprint is that of the dataset or model which the flag names."""
 
     @classmethod
     def of(cls, command: str, config: Any, contents: Mapping[str, str]) -> Self:
@@ -32,7 +34,8 @@ class Origin:
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Self:
-        """Builds the origin of a supervised checkpoint without an origin file: a few flags and the data."""
+        """Builds the origin of an older supervised checkpoint, which has no origin file, from the few flags
+        in its `state`."""
         flags = {name.removeprefix("--"): v for name, v in state.items() if name != "--data.dataset"}
         return cls(command="", flags=flags, contents={"--data.dataset": str(state["--data.dataset"])})
 
@@ -41,15 +44,19 @@ class Origin:
 
 
 class Comparison(NamedTuple):
+    """The result of comparing a checkpoint's origin with that of the current run."""
+
     differences: list[str]
-    """Differences that forbid resuming, one text each."""
+    """Messages about differences that forbid resuming."""
     remarks: list[str]
+    """Messages about differences that allow resuming."""
 
 
 def compare(before: Origin, now: Origin) -> Comparison:
-    """Compares two origins. Resuming is allowed where `differences` is empty."""
+    """Compares the checkpoint's origin with the current run's. Resuming is allowed if `differences` is
+    empty."""
     if before.command not in ("", now.command):
-        return Comparison([f"it is of `openrlhf {before.command}`, and this is `openrlhf {now.command}`"], [])
+        return Comparison([f"`openrlhf {before.command}` wrote it, and this is `openrlhf {now.command}`"], [])
     remarks = remarks_of(now.command)
     comparison = Comparison([], [])
     for name, text in _changes(before, now):
@@ -63,7 +70,7 @@ def compare(before: Origin, now: Origin) -> Comparison:
 
 
 def _changes(before: Origin, now: Origin) -> Iterator[tuple[str, str]]:
-    """Yields (flag, its value before and now) for every change that matters."""
+    """Yields (flag, message) for every changed flag or content that may affect resuming."""
     by_content = before.contents.keys() & now.contents.keys()
     for key in now.flags:
         if key not in before.flags or f"--{key}" in by_content:
@@ -77,7 +84,7 @@ def _changes(before: Origin, now: Origin) -> Iterator[tuple[str, str]]:
 
 
 def _unknown(before: Origin, now: Origin) -> Iterator[str]:
-    """Yields a remark on flags and contents that only one of the two origins records."""
+    """Yields a remark that lists the flags and contents that only one of the two origins records."""
     keys = [
         f"--{key}"
         for key in {**now.flags, **before.flags}

@@ -25,18 +25,18 @@ from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajec
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 
 STATE_VERSION = 2
-"""Version of what `PPOTrainer.state` returns. Version 1 has no number."""
+"""Version of the format of `PPOTrainer.state`. States of version 1 have no entry `version`."""
 
 
 @dataclass(kw_only=True)
 class PPOTrainer(Generic[PolicyT]):
-    """Runs the RL loop. Holds no device, and is independent of Ray, vLLM and DeepSpeed."""
+    """Runs the RL loop. It uses no GPU itself, and does not depend on Ray, vLLM or DeepSpeed."""
 
     config: PPOConfig
     rollout: Rollout[PolicyT]
     policy: PolicyT
     reference: ModelRanks | None
-    """None where the KL coefficient needs no reference."""
+    """None if there is no KL penalty or loss."""
     teacher: ModelRanks | None = None
     """None without on-policy distillation."""
     critic: TrainableRanks | None = None
@@ -48,16 +48,17 @@ class PPOTrainer(Generic[PolicyT]):
     observer: Observer
     kl: KLController
     total_steps: int
-    """RL steps of the whole run."""
+    """Number of RL steps of the whole run."""
     peak_memory: Callable[[], Pending[Metrics]]
-    """Peak memory of the phases since the previous call."""
+    """Returns the peak memory of each phase since the previous call."""
     restored: InitVar[dict | None] = None
     """The `state` of a checkpoint to resume from, as returned by `restore`; None for a new run."""
     step: int = field(default=0, init=False)
-    """RL steps done."""
+    """Number of RL steps done."""
     optimizer_steps: int = field(default=0, init=False)
-    """Optimizer steps of the policy."""
+    """Number of optimizer steps of the policy."""
     best_metric: float | None = field(default=None, init=False)
+    """Largest value of `ckpt.best_metric_key` so far."""
     eval_sources: list[str] = field(default_factory=list, init=False)
     """Sources of the prompts in the last evaluation."""
     collector: Collector = field(init=False)
@@ -76,7 +77,8 @@ class PPOTrainer(Generic[PolicyT]):
                 self.estimator.load_state_dict(state)
 
     def fit(self) -> None:
-        """Runs the loop: generate, compute log-probs, assign credit, update, sync, evaluate, log, save."""
+        """Runs the loop: generate, compute log-probs, assign credit, update, sync weights, evaluate, log,
+        save."""
         self.rollout.sync(self.policy, self.weight_version).result()
         if self.step == 0 and self.is_eval_due:
             self.observer.log_step(0, self.evaluate())
@@ -90,7 +92,9 @@ class PPOTrainer(Generic[PolicyT]):
             metrics = self.train_on(collected) | collected.metrics
             self.step += 1
             with self.observer.phase("sync"):
-                memory = self.peak_memory()  # overlaps the sync, whose own peak comes with the next step
+                memory = (
+                    self.peak_memory()
+                )  # queried during the sync; the sync's own peak counts in the next step
                 metrics |= self.rollout.sync(self.policy, self.weight_version).result() | memory.result()
             if self.is_eval_due:
                 metrics |= self.evaluate()
@@ -99,7 +103,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.save(f"global_step{self.step}", self._metric_of(metrics))
 
     def end_early(self, collected: Collected) -> None:
-        """Ends the run where filtering rejected all remaining prompts."""
+        """Ends the run if filtering rejected all remaining prompts."""
         self.log_filtered(collected)
         self.observer.message(f"no prompt is left for step {self.step + 1} of {self.total_steps}")
         is_evaluated, self.total_steps = self.is_eval_due, self.step
@@ -107,6 +111,7 @@ class PPOTrainer(Generic[PolicyT]):
             self.observer.log_step(self.step, self.evaluate())
 
     def collect(self) -> Collected:
+        """Collects the trajectories of the next RL step."""
         admission = self.collector.admission
         ahead = admission.may_exceed or admission.max_staleness
         total = None if ahead else self.config.samples_per_step
@@ -125,13 +130,13 @@ class PPOTrainer(Generic[PolicyT]):
         return is_due(self.step, steps) or self.step == self.total_steps
 
     def train_on(self, collected: Collected) -> Metrics:
-        """Trains on the collected samples. They are written to the journal even if training fails."""
+        """Trains on the collected samples, and writes them to the journal even if training fails."""
         trained = None
         try:
             check_stops(collected.sampled, self.config.rollout.stop_on or (), self.step + 1)
             if (
                 num_samples(collected.sampled) >= self.config.samples_per_step
-            ):  # a ratio over few samples says little
+            ):  # few samples are no estimate of the failure rate
                 check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
             check_failures(collected.trajectories, 1.0, self.step + 1)
             metrics, trained = self.learn_from(collected.trajectories)
@@ -145,7 +150,8 @@ class PPOTrainer(Generic[PolicyT]):
             self.observer.log_rollouts(self.step + 1, collected.filtered, name="filtered")
 
     def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
-        """Computes log-probs, assigns credit, updates."""
+        """Computes log-probs, assigns credit and updates the models. Returns metrics, and the record for the
+        journal."""
         finished = [t for t in trajectories if t.ok]
         batch = Batch.of(finished, self.weight_version)
         with self.observer.phase("logprobs"):
@@ -185,7 +191,8 @@ class PPOTrainer(Generic[PolicyT]):
         check_mismatch(metrics, config.ds.precision.dtype, config.algo.max_mismatch, self.step + 1)
 
     def forward(self, batch: Batch) -> Batch:
-        """Adds the log-probs and values of all actions by every model that the run has."""
+        """Returns the batch with the log-probs of policy, reference and teacher and the critic's values, as
+        far as the run has these models."""
         policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(batch) if model else None for model in models]
@@ -196,8 +203,8 @@ class PPOTrainer(Generic[PolicyT]):
 
     @property
     def weight_version(self) -> int:
-        """Version of the policy's weights: RL steps that updated them. The critic's warm-up leaves them
-        unchanged."""
+        """Version of the policy's weights: the number of RL steps that updated them. Steps of the critic's
+        warm-up do not count."""
         return max(0, self.step - self.config.frozen_actor_steps)
 
     @property
@@ -207,6 +214,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     @property
     def learners(self) -> dict[str, TrainableRanks]:
+        """The models that the next update trains, the policy last."""
         critic = {"critic": self.critic} if self.critic else {}
         return critic | ({"policy": self.policy} if self.policy_learns else {})
 
@@ -222,8 +230,8 @@ class PPOTrainer(Generic[PolicyT]):
         raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
 
     def schedules(self, batch: Batch, trained_on: Sequence[int], num_sampled: int) -> dict[str, Schedule]:
-        """Returns for each learner a schedule of `train.max_epochs` passes over these sequences of the batch,
-        each learner in an order of its own."""
+        """Returns a schedule of `train.max_epochs` passes over the sequences `trained_on` for each learner.
+        Each learner has its own random order."""
         train = self.config.train
         return {
             name: training_schedule(
@@ -238,18 +246,19 @@ class PPOTrainer(Generic[PolicyT]):
         }
 
     def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Updated:
-        """Updates all learners, in parallel where they have separate devices."""
+        """Updates all learners, in parallel if they have separate GPUs."""
         pending = [
             model.update(batch, schedules[name], self.kl.coef) for name, model in self.learners.items()
         ]
         updated = [update.result() for update in pending]
         metrics = {name: value for of_model in updated for name, value in of_model.metrics.items()}
-        return updated[-1]._replace(metrics=metrics)  # the policy is the last
+        return updated[-1]._replace(metrics=metrics)  # of the policy, which comes last
 
     def evaluate(self) -> Metrics:
+        """Samples the evaluation prompts, logs the samples, and returns the `eval/...` metrics."""
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
-            trajectories = self.sample_all(list(self.eval_prompts))  # their images are read once
+            trajectories = self.sample_all(list(self.eval_prompts))  # list() reads their images once
         self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
         self.observer.log_rollouts(self.step, trajectories, name="eval")
@@ -257,7 +266,7 @@ class PPOTrainer(Generic[PolicyT]):
         return metrics
 
     def save(self, tag: str, metric: float | None = None) -> None:
-        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says."""
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as the flags `ckpt.*` select."""
         with self.observer.phase("save"), self.checkpoints.saving(tag, metric):
             if not self.config.ckpt.disable_ds:
                 if self.critic:
@@ -268,7 +277,7 @@ class PPOTrainer(Generic[PolicyT]):
             self.observer.flush()  # a resumed run does not repeat these steps
 
     def state(self) -> dict:
-        """Returns everything that a resumed run needs apart from its models."""
+        """Returns the state that a resumed run needs besides its models."""
         return {
             "version": STATE_VERSION,
             "step": self.step,
@@ -290,7 +299,7 @@ class PPOTrainer(Generic[PolicyT]):
         return [t for p in prompts for t in groups[p.epoch, p.prompt_id].trajectories]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
-        """Saves a separate checkpoint of the best evaluation so far, in runs that save checkpoints."""
+        """Saves a separate checkpoint if this evaluation is the best so far and the run saves checkpoints."""
         if self.config.ckpt.save_steps <= 0:
             return
         value = self._metric_of(metrics)
@@ -301,8 +310,9 @@ class PPOTrainer(Generic[PolicyT]):
             self.save(f"best_global_step{self.step}", value)
 
     def _metric_of(self, metrics: Metrics) -> float | None:
-        """Returns the metric that `ckpt.best_metric_key` names; None where it is "none", nothing was
-        evaluated, or every sample of its source failed. Raises UsageError for an unknown metric."""
+        """Returns the value of the metric that `ckpt.best_metric_key` names. Returns None if the key is
+        "none", nothing was evaluated, or every sample of its source failed. Raises UsageError for an unknown
+        metric."""
         key = self.config.ckpt.best_metric_key
         evaluated = sorted(name for name in metrics if name.startswith("eval/"))
         if key == "none" or not evaluated:
@@ -319,7 +329,7 @@ class PPOTrainer(Generic[PolicyT]):
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Raises UsageError for the state of a later version of this package, which this one cannot read."""
+    """Raises UsageError if a later release of this package wrote the state."""
     if (version := state.get("version", 1)) > STATE_VERSION:
         text = (
             f"the checkpoint has version {version}, and this installation reads up to {STATE_VERSION}.\n"
@@ -336,5 +346,5 @@ def restore(tag: str, policy: TrainableRanks, critic: TrainableRanks | None) -> 
 
 
 def num_samples(trajectories: Sequence[Trajectory]) -> int:
-    """Returns the number of episodes, each counted once however many sequences it has."""
+    """Returns the number of episodes. An episode with several sequences counts once."""
     return sum(t.is_first for t in trajectories)

@@ -1,4 +1,4 @@
-"""Log-probs of a frozen model on a whole dataset, computed once before training, and kept."""
+"""Log-probs of a frozen model on a whole dataset, computed once before training and cached on disk."""
 
 import logging
 import os
@@ -18,15 +18,17 @@ from openrlhf.observability.progress import tracked
 logger = logging.getLogger(__name__)
 
 
-class Answers(Protocol):
+class Forward(Protocol):
+    """A model with a forward pass without gradients; see `backends.base.FrozenModel`."""
+
     def forward(self, rows: list, read: Callable) -> list[torch.Tensor]: ...
 
 
-def answers_of(
-    model: Answers, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
+def values_of_items(
+    model: Forward, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
 ) -> np.ndarray:
-    """Returns (n, 2) float32, the same on every rank: the two values that `read(model, row)`, (P, 2), returns
-    for each item of a row."""
+    """Computes two values for each of the n items of a dataset. `read(model, row)` returns (P, 2) for a row
+    of P items. Returns (n, 2) float32, the same on every rank. Collective."""
     found = torch.zeros(num_items, 2)
     for rows in tracked(windows.items(epoch=0), len(windows), "reference log-probs, batches"):
         answers = model.forward([windows.pack(items) for items in rows], read)
@@ -37,9 +39,9 @@ def answers_of(
     return found.cpu().numpy()
 
 
-def kept(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
-    """Returns the array in `path`, or computes it with `compute` and stores it there. Collective: unless
-    every rank finds the file, all compute."""
+def cached_array(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns the array stored in `path`. If not every rank finds this file, all ranks call `compute`, and
+    its result is stored there. Collective."""
     found = torch.tensor(int(path.exists()), device=current_device())
     dist.all_reduce(found, dist.ReduceOp.MIN)
     if found.item():
@@ -56,4 +58,4 @@ def _write(path: Path, array: np.ndarray) -> None:
         with replacing(path, shared=True) as beside, beside.open("wb") as file:
             np.save(file, array)
     except OSError as error:
-        logger.warning("%s: reference log-probs cannot be kept: %s", path, error.strerror or error)
+        logger.warning("%s: reference log-probs cannot be cached: %s", path, error.strerror or error)

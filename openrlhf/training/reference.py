@@ -43,17 +43,17 @@ class ComparedTask(Task[ConfigT]):
 
 
 def reference_path(config: DPOConfig | KTOConfig) -> str:
-    """Returns the folder or hub name of the reference."""
+    """Returns the folder or hub name of the reference; by default that of the policy."""
     return config.ref.model_name_or_path or config.model.model_name_or_path
 
 
 def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Reference | None":
-    """Returns row -> (A,) log-probs of the reference. With `ref.precompute_enable` returns None, and attaches
-    the values of `read(model, row)` to each item of the run's datasets."""
+    """Returns a function row -> (A,) log-probs of the reference. With `ref.precompute_enable`, returns None
+    and adds the precomputed values `read(model, row)` to the items of the run's datasets."""
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
     from openrlhf.observability.progress import waiting
-    from openrlhf.training.precompute import answers_of
+    from openrlhf.training.precompute import values_of_items
 
     path = reference_path(run.config)
     is_policy = path == run.config.model.model_name_or_path
@@ -68,25 +68,25 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
     if not ref.precompute_enable:
         reference = load()
         return lambda row: reference(row).log_probs
-    # Before its first step the policy is its own reference.
+    # Before the first step the policy equals the reference.
     model = cache(lambda: run.engine if is_policy else load())
 
     def compute(dataset: "TokenisedDataset") -> "np.ndarray":
-        return answers_of(model(), run.in_order(dataset), read, len(dataset), run.mesh)
+        return values_of_items(model(), run.in_order(dataset), read, len(dataset), run.mesh)
 
-    run.attach(lambda dataset: _remembered(run, path, dataset, partial(compute, dataset)))
+    run.attach_reference(lambda dataset: _cached_log_probs(run, path, dataset, partial(compute, dataset)))
     return None
 
 
-def _remembered(
+def _cached_log_probs(
     run: "ComparingRun", path: str, dataset: "TokenisedDataset", compute: "Callable[[], np.ndarray]"
 ) -> "np.ndarray":
-    """Returns reference log-probs from the data cache where model, precision, tokens and images are the same;
-    computes them otherwise."""
+    """Returns reference log-probs (n, 2) from the data cache if it has them for the same model, precision,
+    tokens and images. Otherwise computes them."""
     from openrlhf.data.cache import arrays_digest, digest
     from openrlhf.files import cache_folder
     from openrlhf.models.loading import model_digest
-    from openrlhf.training.precompute import kept
+    from openrlhf.training.precompute import cached_array
 
     data, ds = run.config.data, run.config.ds
     if not data.cache_enable:
@@ -95,11 +95,12 @@ def _remembered(
     precision = (ds.precision.dtype, ds.precision.in_4bit)
     read = [arrays_digest(dataset.arrays()), dataset.images_digest]
     key = digest([model_digest(path, REF_FLAG), *read, precision])
-    return kept(folder / "reference" / f"{key}.npy", compute)
+    return cached_array(folder / "reference" / f"{key}.npy", compute)
 
 
 def without_adapters(policy: "RowModule") -> "Reference":
-    """Returns row -> (A,) log-probs of the model with its adapters disabled, which needs no second copy."""
+    """Returns a function row -> (A,) log-probs of the policy with its adapters disabled. No second copy of
+    the model is needed."""
     import torch
 
     from openrlhf.models.lora import disabled_adapters

@@ -20,6 +20,8 @@ PRETRAIN_FLAG = "--data.pretrain_dataset"
 
 
 class RLData(NamedTuple):
+    """The data of an RL run."""
+
     prompts: "PromptDataset"
     eval_prompts: "PromptDataset"
     """Empty without evaluation."""
@@ -29,6 +31,7 @@ class RLData(NamedTuple):
 
 
 def build_data(config: PPOConfig) -> RLData:
+    """Reads all data of the run. Raises UsageError for models that cannot read it."""
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     texts = build_pretrain_texts(config, tokenizer, len(prompts))
     return RLData(prompts, eval_prompts, texts, tokenizer)
@@ -37,7 +40,7 @@ def build_data(config: PPOConfig) -> RLData:
 def build_prompt_datasets(
     config: PPOConfig,
 ) -> "tuple[PromptDataset, PromptDataset, PreTrainedTokenizerBase]":
-    """(training prompts, evaluation prompts, tokenizer)"""
+    """Returns the training prompts, the evaluation prompts and the policy's tokenizer."""
     from openrlhf.config.checks import split_spec
     from openrlhf.data.prompt_sampler import PromptDataset
     from openrlhf.data.prompts import source_names
@@ -126,7 +129,7 @@ def _prompts(
 
 
 def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
-    """Returns the column of images, None where prompts have none."""
+    """Returns the image column of the prompts; None without one."""
     from openrlhf.data.image_rows import ImageColumn
 
     return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
@@ -135,8 +138,8 @@ def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "Image
 def build_pretrain_texts(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", num_prompts: int
 ) -> "SampleStore | None":
-    """Returns as many texts as the run's optimizer steps consume, in that order; a longer run begins with the
-    same ones. None without data.pretrain_dataset."""
+    """Returns as many texts as the run's optimizer steps consume, in that order. A longer run begins with the
+    same texts. None without data.pretrain_dataset."""
     from openrlhf.data.encode import tell_losses
     from openrlhf.data.order import epoch_order
     from openrlhf.data.sft import build_sft_samples
@@ -174,6 +177,7 @@ def build_pretrain_texts(
 
 
 def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
+    """Returns flag -> column name, for the columns of prompts; None: not used."""
     data = config.data
     image_key = data.image_key if data.max_images_per_prompt else None
     return {
@@ -184,7 +188,7 @@ def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
 
 
 def pretrain_column(config: PPOConfig) -> dict[str, str]:
-    """Returns {flag of the texts' column: the column}."""
+    """Returns flag -> column name, for the column of pre-training texts."""
     own = config.data.pretrain_key
     return {"--data.input_key": config.data.input_key} if own is None else {"--data.pretrain_key": own}
 
@@ -193,7 +197,7 @@ def check_reward_templates(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
 ) -> None:
     """Raises UsageError if a reward model's own chat template cannot render the prompts, or if prompts have
-    images and the reward model has another chat template or other tokens than the policy."""
+    images and the reward model's chat template or tokenizer differs from the policy's."""
     from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 
@@ -202,8 +206,8 @@ def check_reward_templates(
         is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
         if config.reads_images and is_another:
             text = (
-                "this reward model has another chat template or other tokens than the policy, so the places "
-                "of images are\nunknown to it. Train a reward model from the policy's family."
+                "the chat template or the tokenizer of this reward model differs from the policy's, so the "
+                "places of\nimages are unknown. Use a reward model of the policy's family."
             )
             raise UsageError(ErrorCode.INVALID_MODEL, text, flag=REWARD_FLAG, value=path)
         if has_own_template(own, tokenizer):
@@ -211,7 +215,8 @@ def check_reward_templates(
 
 
 def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
-    """Raises UsageError if a model cannot read the policy's tokens, or sequences of that length."""
+    """Raises UsageError if another model cannot read the policy's tokens, or sequences of the run's
+    length."""
     from openrlhf.models.loading import (
         check_room,
         check_same_vocabulary,
@@ -232,6 +237,6 @@ def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") 
             raise UsageError(ErrorCode.INVALID_MODEL, text, flag=CRITIC_FLAG, value=path)
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
-        if reads_the_tokens_of(own, tokenizer):  # another one reads another number of tokens
+        if reads_the_tokens_of(own, tokenizer):  # other tokenizers: length unknown
             model = load_config(path, REWARD_FLAG)
             check_room(model, config, "data.max_len", path=path)

@@ -1,4 +1,4 @@
-"""Assigns experiences to optimizer steps and ranks."""
+"""Assignment of samples to optimizer steps and ranks, and the number of steps."""
 
 import random
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from openrlhf.types import Metrics
 
 
 def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
-    """Returns the number of prompts that each RL step of a run trains on. The last step of an episode has the
-    remainder; with dynamic filtering, which fills batches across episodes, only the run's last step has. As
-    filtering drops prompts unpredictably, the numbers are then an upper bound."""
+    """Returns the number of prompts that each RL step of a run trains on. The last step of each pass over the
+    prompts has the remainder. Dynamic filtering fills batches across passes, so only the run's last step has
+    a remainder; it also drops an unknown number of prompts, so that the numbers are an upper bound."""
     size, episodes = config.rollout.batch_size, config.train.num_episodes
     stretches = [num_prompts] * episodes
     if config.algo.dynamic_filtering_enable:
@@ -21,15 +21,15 @@ def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
 
 
 def num_updates(config: PPOConfig, num_prompts: int, first_step: int = 0) -> int:
-    """Returns the optimizer steps of a run whose learning starts after `first_step` RL steps."""
+    """Returns the number of optimizer steps of a model that is trained from RL step `first_step` on."""
     samples, batch_size = config.rollout.n_samples_per_prompt, config.train.batch_size
     steps = prompts_of_steps(config, num_prompts)[first_step:]
     return config.train.max_epochs * sum(num_batches(prompts * samples, batch_size) for prompts in steps)
 
 
 def num_batches(num_sampled: int, batch_size: int) -> int:
-    """Returns the optimizer steps of one pass over `num_sampled` samples, failed ones included: failures make
-    batches smaller, never fewer, because the learning rate schedule counts steps."""
+    """Returns the number of optimizer steps of one pass over `num_sampled` samples, which include failed
+    ones. Failures make the batches smaller but not fewer, because the learning rate schedule counts steps."""
     return max(1, round(num_sampled / batch_size))
 
 
@@ -42,9 +42,10 @@ def training_schedule(
     num_ranks: int,
     seed: tuple,
 ) -> list[list[list[int]]]:
-    """Returns [step][rank] -> indices of samples. Each epoch visits each of `trained_on` once, in an order of
-    its own. Batch sizes differ by at most one sample and are never 0 (fewer samples than batches make fewer
-    batches). The ranks of a batch get about the same number of tokens."""
+    """Returns, for each optimizer step and rank, the indices of the samples to train on: [step][rank][i].
+    Each epoch contains each of `trained_on` once, in a new random order. Batch sizes differ by at most one
+    sample and are never 0; with fewer samples than `num_batches` there are fewer batches. The ranks of a
+    batch get about the same number of tokens."""
     rng = random.Random(repr(seed))
     steps = []
     num_batches = min(num_batches, len(trained_on))
@@ -58,5 +59,5 @@ def training_schedule(
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """Returns the mean of each metric over optimizer steps that report the same metrics."""
+    """Returns the mean of each metric over optimizer steps. All steps must have the same metrics."""
     return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}

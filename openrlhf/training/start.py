@@ -1,4 +1,4 @@
-"""Prepares the start of a training command between loading its data and its model: locks its folders and
+"""Start of a training command, between loading its data and its model: checks and locks its folders, and
 selects the checkpoint to resume from."""
 
 import shutil
@@ -26,20 +26,20 @@ Config = PPOConfig | SupervisedConfig
 def origin_of(
     config: Config, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
 ) -> "Origin":
-    """Builds the origin of a run. `models`: flag -> the paths that it names; `more`: further content to
-    compare, see Origin.contents."""
+    """Builds the origin of a run. `models`: flag -> paths of models; `more`: further entries of
+    `Origin.contents`."""
     from openrlhf.models.loading import model_fingerprint
     from openrlhf.training.origin import Origin
 
-    prints = {
+    fingerprints = {
         flag: f"checksum {' '.join(model_fingerprint(path, flag)[:16] for path in paths)}"
         for flag, paths in models.items()
     }
-    return Origin.of(command.name, config, {**prints, **more})
+    return Origin.of(command.name, config, {**fingerprints, **more})
 
 
 def check_places(config: Config) -> None:
-    """Raises UsageError where the run cannot write to one of its folders. Nothing is created."""
+    """Raises UsageError if the run cannot write to one of its folders. Creates nothing."""
     ckpt = config.ckpt
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
@@ -48,13 +48,16 @@ def check_places(config: Config) -> None:
         places["--critic.save_value_network"] = config.critic_output_dir
     for flag, folder in places.items():
         if reason := unwritable(folder):
-            text = f"cannot be written to: {reason}.\nFree space or change its permissions, or name another."
+            text = (
+                f"cannot be written to: {reason}.\nFree space, change its permissions, or name another "
+                "folder."
+            )
             raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
 
 
 def check_output(config: Config, *, resumes: bool) -> None:
-    """Raises UsageError if the run would overwrite a finished model, unless it resumes the run that wrote it.
-    A model that the run reads may never be overwritten: an adapter would replace its base."""
+    """Raises UsageError if the run would overwrite a finished model, unless it resumes the run that wrote it,
+    or a model that it reads: an adapter, for example, would replace its base model."""
     ckpt = config.ckpt
     folders = {"--ckpt.output_dir": ckpt.output_dir}
     if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
@@ -74,14 +77,14 @@ def check_output(config: Config, *, resumes: bool) -> None:
 
 
 def _models(config: Config) -> list[tuple[str, str]]:
-    """Lists the flags that name models, with each name."""
+    """Returns (flag, name or path) of each model that a flag names."""
     flags = {key: value for key, value in values_of(config).items() if key.endswith("model_name_or_path")}
     return [(key, path) for key, value in flags.items() if value for path in value.split(",")]
 
 
-def take_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> None:
-    """Locks the run's folders until `held` ends, and removes checkpoints that a killed run left unfinished.
-    Runs on rank 0 only. Raises UsageError if a live run holds a folder."""
+def lock_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> None:
+    """Locks the run's folders until `held` is closed, and removes unfinished checkpoints of a killed run.
+    Call it on rank 0 only. Raises UsageError if a living run holds a folder."""
     from openrlhf.observability.lock import locked
 
     if config.ckpt.is_used:
@@ -92,13 +95,14 @@ def take_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStac
 
 
 STATE_BYTES = {"torch": 12, "fp32": 16, "bf16": 14, "fp16": 14}
-"""Bytes of a checkpoint for each trained parameter: weights, float32 master weights and two moments. PyTorch
-keeps float32 weights alone, and so does DeepSpeed in float32 at stage 0."""
+"""Bytes of a checkpoint per trained parameter: weights, float32 master weights and Adam's two moments. The
+torch backend has float32 weights and no separate master weights; the same holds for DeepSpeed in float32 at
+stage 0."""
 
 
 def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
-    """Raises UsageError where the disk has too little space for the checkpoints to be kept and the one that
-    is being written. Adapters are small and not counted."""
+    """Raises UsageError if the disk is too small for the checkpoints that the run keeps plus the one that it
+    is writing. Runs with adapters are not checked, because adapters are small."""
     ckpt, ds = config.ckpt, config.ds
     if ckpt.save_steps <= 0 or ckpt.disable_ds or ds.lora.rank > 0:
         return
@@ -126,10 +130,12 @@ def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: in
         raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--ckpt.path", value=ckpt.folder)
 
 
-def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None) -> str | None:
-    """Prints what the run can resume from, and returns that tag. Runs on rank 0 only. `found`: the result of
-    `checkpoints.find()`, if that was called. Raises UsageError where no checkpoint is sound or it belongs to
-    another run."""
+def choose_checkpoint(
+    config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None
+) -> str | None:
+    """Returns the tag of the checkpoint to resume from (None: start from the beginning), and prints lines
+    about it. Call it on rank 0 only. `found`: the result of `checkpoints.find()`, if already known. Raises
+    UsageError if all checkpoints are damaged, or if the checkpoint belongs to another run."""
     if config.ckpt.load_enable and found is None:
         found = checkpoints.find()
     tag, lines = checkpoints.choose(found)
@@ -141,16 +147,16 @@ def begin(config: Config, checkpoints: "CheckpointFolder", found: "Found | None"
     return tag
 
 
-def make_room(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:
-    """Moves checkpoints of another run aside, just before a run from the beginning trains and saves its
-    own."""
+def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:
+    """Moves checkpoints of an earlier run to a subfolder, if this run starts from the beginning and will save
+    its own."""
     if tag is None and config.ckpt.save_steps > 0:
         for line in checkpoints.set_aside():
             print(line, flush=True)
 
 
 def position(trainer: "PPOTrainer | SupervisedTrainer") -> str:
-    """Returns a text with the step at which a run ends and how to resume it."""
+    """Returns a message with the current step and how to resume the run."""
     step, total = trainer.step, trainer.total_steps
     where = f"in step {step + 1} of {total}" if step < total else f"after step {step}, the last one"
-    return f"{where}; {trainer.checkpoints.standing()}"
+    return f"{where}; {trainer.checkpoints.resume_hint()}"

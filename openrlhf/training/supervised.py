@@ -1,4 +1,4 @@
-"""The training loop for fixed datasets. A task provides the dataset and the objective."""
+"""The training loop on fixed datasets. A `Task` defines the dataset and the objective."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,10 +18,10 @@ from openrlhf.types import LossNorm, Metrics
 
 
 class Windows(Protocol[RowT]):
-    """The optimizer steps of an epoch, as data/batches.py lays them out."""
+    """One rank's part of the optimizer steps of an epoch; see data/batches.py."""
 
     def __len__(self) -> int:
-        """Returns the optimizer steps of an epoch."""
+        """Returns the number of optimizer steps of an epoch."""
         ...
 
     def endless(self, start_step: int = 0) -> Iterator[Sequence[RowT]]:
@@ -31,7 +31,7 @@ class Windows(Protocol[RowT]):
 
 @dataclass(kw_only=True)
 class SupervisedTrainer(Generic[RowT]):
-    """Runs on every rank; only rank 0 has an observer."""
+    """Trains a model on a fixed dataset. Runs on every rank; only rank 0 has an observer."""
 
     config: SupervisedConfig
     engine: TrainEngine
@@ -44,11 +44,13 @@ class SupervisedTrainer(Generic[RowT]):
     """Writes model and tokenizer in Hugging Face format to a folder. Collective."""
     observer: Observer | None
     prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
-    """Optional rows -> objective, for objectives that first need a statistic of the whole batch."""
+    """Optional function from the rows of a step to their objective, for objectives that need a statistic of
+    the whole batch first."""
     step: int = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps done."""
 
     def fit(self) -> None:
+        """Trains until the last step; evaluates, logs and saves on the way."""
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             metrics = self.engine.train_step(window, self._objective_for(window))
             self.step += 1
@@ -61,18 +63,18 @@ class SupervisedTrainer(Generic[RowT]):
 
     @property
     def total_steps(self) -> int:
-        """Optimizer steps of the whole run."""
+        """Number of optimizer steps of the whole run."""
         return total_steps(self.config.train, len(self.windows))
 
     def evaluate(self) -> Metrics:
-        """Returns the objective's metrics over the whole evaluation set, as `eval/...`."""
+        """Returns the objective's metrics over the evaluation set, with names `eval/...`."""
         with self._phase("evaluate", len(self.eval_rows)):
             objective = self._counted(self._objective_for(self.eval_rows))
             metrics = self.engine.evaluate(self.eval_rows, objective)
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def save(self, tag: str) -> None:
-        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says."""
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as the flags `ckpt.*` select."""
         checkpoints, commits = self.checkpoints, self.observer is not None
         with self._phase("save"), checkpoints.saving(tag, commits=commits) as folder:
             if not self.config.ckpt.disable_ds:
@@ -81,12 +83,13 @@ class SupervisedTrainer(Generic[RowT]):
                 self.export(f"{self.config.ckpt.folder}/{tag}{COPY}")
 
     def state(self) -> dict[str, Any]:
-        """Returns everything that a resumed run needs apart from its model."""
+        """Returns the state that a resumed run needs besides its model."""
         return {"step": self.step}
 
     def resume(self, tag: str) -> None:
+        """Loads a checkpoint. Raises UsageError if it belongs to another run."""
         state = self.engine.load_checkpoint(str(self.checkpoints.path), tag)
-        if "origin" in state:  # checkpoints that have no file that says it
+        if "origin" in state:  # older checkpoints, which have no origin file
             self.checkpoints.check(tag, Origin.of_state(state["origin"]))
         self.step = state["step"]
 
@@ -94,11 +97,11 @@ class SupervisedTrainer(Generic[RowT]):
         return self.prepare(rows) if self.prepare else self.objective
 
     def _phase(self, name: str, total: int | None = None) -> AbstractContextManager[object]:
-        """Shows a named phase of the run on the rank with the observer."""
+        """Reports a phase of the run to the observer, on the rank that has one."""
         return self.observer.phase(name, total) if self.observer else nullcontext()
 
     def _counted(self, objective: Objective[RowT]) -> Objective[RowT]:
-        """Wraps `objective` so that each row advances the progress of the phase."""
+        """Wraps `objective` so that each row advances the progress bar."""
 
         def counted(model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
             if self.observer:
@@ -115,6 +118,6 @@ class SupervisedTrainer(Generic[RowT]):
 
 
 def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:
-    """Returns the optimizer steps of the whole run."""
+    """Returns the number of optimizer steps of the whole run."""
     steps = steps_per_epoch * train.max_epochs
     return steps if train.max_steps is None else min(steps, train.max_steps)

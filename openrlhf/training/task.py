@@ -1,4 +1,5 @@
-"""The steps common to supervised commands: check, load, train, evaluate, save. Each command adds a `Task`."""
+"""The steps that all supervised commands share: check, load, train, evaluate, save. Each command defines a
+`Task`."""
 
 import sys
 from abc import ABC, abstractmethod
@@ -19,14 +20,14 @@ from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.training.publish import publish
 from openrlhf.training.start import (
-    begin,
     check_output,
     check_places,
     check_space,
-    make_room,
+    choose_checkpoint,
+    lock_folders,
+    move_old_checkpoints,
     origin_of,
     position,
-    take_folders,
 )
 
 if TYPE_CHECKING:
@@ -49,21 +50,21 @@ MODEL_FLAG = "--model.model_name_or_path"
 
 
 class Task(ABC, Generic[ConfigT]):
-    """The dataset and objective of one supervised command. Heavy imports are deferred so that `--help`
-    answers at once."""
+    """The dataset and objective of one supervised command. Methods import torch and transformers themselves,
+    so that `--help` is fast."""
 
     command: ClassVar[Command]
     module: ClassVar[str]
-    """Module that runs the command by `python -m`."""
+    """Name of the module that runs the command with `python -m`."""
     column_keys: ClassVar[Sequence[str]]
-    """Options of the section `data` that name a column of the rows, except the image column, which is added
-    where rows have images."""
+    """Options in the section `data` that name a column of the dataset. The image column is added if rows have
+    images."""
 
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
     def models(self) -> Mapping[str, str]:
-        """Returns flag -> model, for all models that read the rows."""
+        """Returns flag -> name or path, for all models that read the rows."""
         return {MODEL_FLAG: self.config.model.model_name_or_path}
 
     def check_models(self) -> None:
@@ -98,12 +99,13 @@ class Task(ABC, Generic[ConfigT]):
 
     @abstractmethod
     def builder(self) -> partial:
-        """Returns (rows, tokenizer) -> dataset, one item for each usable row; with an argument `images` where
-        rows have some. Its function and arguments are part of the data cache's key."""
+        """Returns a partial (rows, tokenizer) -> dataset with one item for each usable row. If rows have
+        images, it is called with a third argument `images`. The data cache's key contains the partial's
+        function and arguments."""
 
     @abstractmethod
     def collate(self, items: list) -> "Row":
-        """Packs items into one row."""
+        """Packs items of the dataset into one row."""
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "RowModel":
         """Builds the module to train, not yet on its device. The engine decides where to call it."""
@@ -122,19 +124,19 @@ class Task(ABC, Generic[ConfigT]):
     def prepare(
         self, run: "Run[ConfigT]", objective: "Objective"
     ) -> "Callable[[Sequence[Any]], Objective] | None":
-        """Returns rows -> objective, for an objective that first needs a statistic of the whole batch; None
-        for others."""
+        """Returns a function from the rows of an optimizer step to their objective, if the objective needs a
+        statistic of the whole batch first. Otherwise returns None."""
         return None
 
     def finish(self, run: "Run[ConfigT]") -> None:
-        """Called after the last step, before the model is saved."""
+        """Runs after the last step, before the model is saved."""
 
 
 class Run(Generic[ConfigT]):
     """Everything that a supervised command builds on one rank."""
 
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
-        """Builds the run. Its folders stay locked until `held` ends."""
+        """Builds the run, and locks its folders until `held` is closed."""
         from openrlhf.observability.progress import waiting
 
         with waiting("loading libraries, meeting the other ranks"):
@@ -155,7 +157,7 @@ class Run(Generic[ConfigT]):
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = total_steps(config.train, len(self.windows))
         self.checkpoints = self._checkpoints()
-        self.tag = self._begin(held)
+        self.tag = self._choose_checkpoint(held)
         with waiting("loading the model", key=config.model.model_name_or_path):
             self.engine = build_engine(
                 self._build_model,
@@ -189,16 +191,16 @@ class Run(Generic[ConfigT]):
         )
 
     def lay_out(self, dataset: "Dataset", *, batch_size: int, shuffle: bool) -> "Windows[Row]":
-        """Returns the optimizer steps of an epoch, as this rank sees them."""
+        """Returns this rank's part of the optimizer steps of an epoch."""
         return lay_out(self.task, dataset, batch_size=batch_size, shuffle=shuffle, mesh=self.mesh)
 
     def in_order(self, dataset: "Dataset") -> "Windows[Row]":
-        """Returns batches that visit every item once, in order."""
+        """Returns batches that contain every item once, in order."""
         return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
 
-    def attach(self, answers: "Callable[[TokenisedDataset], np.ndarray]") -> None:
-        """Adds the reference log-probs `answers(dataset)` to both datasets, whose items have two samples
-        each."""
+    def attach_reference(self, answers: "Callable[[TokenisedDataset], np.ndarray]") -> None:
+        """Adds reference log-probs `answers(dataset)`, (n, 2), to the training set and the evaluation set.
+        Each item has two samples."""
         from openrlhf.data.labelled import TwoSamples
 
         def attached(dataset: "TokenisedDataset") -> "TokenisedDataset":
@@ -211,11 +213,12 @@ class Run(Generic[ConfigT]):
         self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
 
     def whole(self, dataset: "Dataset") -> list[Any]:
-        """Returns this rank's collated rows of a dataset taken as one batch."""
+        """Returns this rank's rows of the whole dataset, as if it were one batch."""
         (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
         return rows
 
     def train(self) -> None:
+        """Trains from the checkpoint or the beginning, and saves and publishes the model."""
         from openrlhf.observability.progress import waiting
         from openrlhf.training.supervised import SupervisedTrainer
 
@@ -239,7 +242,7 @@ class Run(Generic[ConfigT]):
             with waiting("loading the checkpoint", key=config.model.model_name_or_path):
                 trainer.resume(self.tag)
         if self.mesh.is_first:
-            make_room(config, self.checkpoints, self.tag)
+            move_old_checkpoints(config, self.checkpoints, self.tag)
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
@@ -278,8 +281,9 @@ class Run(Generic[ConfigT]):
         origin = self._origin() if ckpt.is_used else None
         return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
 
-    def _begin(self, held: ExitStack) -> str | None:
-        """Returns the tag to resume from, the same on all ranks. Only rank 0 prints and locks."""
+    def _choose_checkpoint(self, held: ExitStack) -> str | None:
+        """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
+        beginning. Rank 0 also locks the folders and prints."""
         from openrlhf.backends.distributed import from_first, machines_without
 
         ckpt = self.config.ckpt
@@ -287,11 +291,11 @@ class Run(Generic[ConfigT]):
             text = SCATTERED.format(", ".join(machines))
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
-            take_folders(self.config, self.checkpoints, held)
+            lock_folders(self.config, self.checkpoints, held)
         found = from_first(self.checkpoints.find) if ckpt.load_enable else None
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)
-            return begin(self.config, self.checkpoints, found)
+            return choose_checkpoint(self.config, self.checkpoints, found)
         return self.checkpoints.choose(found)[0]
 
     def _origin(self) -> "Origin":
@@ -341,8 +345,7 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
 
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:
-    """Trains, and writes the model to `ckpt.output_dir`. Runs on every rank and leaves the process group
-    open."""
+    """Trains on every rank and writes the model to `ckpt.output_dir`. The process group stays open."""
     choose_hub(task.config.use_ms)
     from openrlhf.observability.progress import checking
 
@@ -385,7 +388,8 @@ def load_tokenizer_of(
 def lay_out(
     task: Task, dataset: "Dataset", *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None
 ) -> "Windows[Row]":
-    """Returns the optimizer steps of an epoch, as this rank of `mesh` sees them; None for a single rank."""
+    """Returns the optimizer steps of an epoch: the part of this rank of `mesh`, or all of it if `mesh` is
+    None."""
     from openrlhf.data.batches import Windows
 
     train = task.config.train
@@ -406,7 +410,7 @@ def lay_out(
 def build_datasets(
     task: Task, tokenizer: "PreTrainedTokenizerBase"
 ) -> "tuple[TokenisedDataset, TokenisedDataset | None]":
-    """Builds the training set and the evaluation set; None without evaluation."""
+    """Builds the training set and the evaluation set; the latter is None without evaluation."""
     evaluation = task.config.eval
     train_set = build_train_set(task, tokenizer)
     if not evaluation.dataset:
@@ -450,15 +454,15 @@ def build_dataset(
     from openrlhf.data.encode import tell_losses
 
     dataset = tokenise(task, tokenizer, spec, flag, mix)
-    tell_losses(dataset, flag, min(rooms_of(task).values(), default=None))
+    tell_losses(dataset, flag, min(max_lengths_of(task).values(), default=None))
     check_lengths(task, dataset.sequence_lengths, flag)
     return dataset
 
 
 def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
-    """Raises UsageError if a sequence is longer than a model's maximum length. `data.max_len` alone may
-    exceed that length, since it does not cut shorter rows."""
-    for model_flag, room in rooms_of(task).items():
+    """Raises UsageError if a sequence is longer than a model's maximum length. `data.max_len` may be larger
+    than that, as long as no sequence is."""
+    for model_flag, room in max_lengths_of(task).items():
         if max(lengths) > room:
             path, count = task.models()[model_flag], sum(length > room for length in lengths)
             text = (
@@ -470,7 +474,7 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
             raise UsageError(ErrorCode.TOO_LONG, text, flag=limit, value=value)
 
 
-def rooms_of(task: Task) -> dict[str, int]:
+def max_lengths_of(task: Task) -> dict[str, int]:
     """Returns flag -> maximum sequence length, for each model whose configuration limits it."""
     from openrlhf.models.loading import load_config, room_of
 
@@ -481,8 +485,8 @@ def rooms_of(task: Task) -> dict[str, int]:
 def tokenise(
     task: Task, tokenizer: "PreTrainedTokenizerBase", spec: str, flag: str, mix: Mapping[str, Any]
 ) -> "TokenisedDataset":
-    """Tokenises the rows of `spec` for the task, using the data cache. `mix`: the selection and order of
-    rows, as arguments of `load_rows`."""
+    """Tokenises the rows of `spec` for the task, using the data cache. `mix`: arguments of `load_rows` that
+    select and order the rows."""
     from openrlhf.data.cache import cached, tokenizer_digest
     from openrlhf.data.sources import load_rows, rows_digest
 
@@ -518,7 +522,7 @@ def tokenise(
 def balanced(
     objective: "Objective", prepare: "Callable[[Sequence[Any]], Objective] | None", coef: float
 ) -> "tuple[Objective, Callable[[Sequence[Any]], Objective] | None]":
-    """Adds the experts' balance loss to both objectives."""
+    """Adds the load-balancing loss of experts to the objective, and to those that `prepare` returns."""
     from openrlhf.training.objectives.balanced import BalancedObjective
 
     add = lambda inner: BalancedObjective(objective=inner, coef=coef)

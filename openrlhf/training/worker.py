@@ -67,7 +67,8 @@ PHASES = {"forward": "logprobs", "forward_unadapted": "logprobs", "update": "upd
 
 
 class Worker:
-    """One rank of a role in its process group."""
+    """One rank of a role (policy, critic, reference, teacher or reward models) in the role's process
+    group."""
 
     def __init__(
         self,
@@ -86,13 +87,13 @@ class Worker:
         self.peaks = PeakMemory()
 
     def call(self, method: str, count: int, *arguments: Any) -> Any:
-        """Calls `method` with the first `count` arguments. The others are results of other workers that Ray
-        has waited for."""
+        """Calls `method` with the first `count` arguments. The remaining arguments are results of other
+        workers; passing them makes Ray wait for these workers first."""
         with self.peaks.during(PHASES[method]) if method in PHASES else nullcontext():
             return getattr(self, method)(*arguments[:count])
 
     def peak_memory(self) -> Peaks:
-        """Returns the peak memory of the phases since the previous call."""
+        """Returns the peak memory of each phase since the previous call."""
         return self.peaks.take()
 
     def join(self, address: str, port: int) -> None:
@@ -111,12 +112,14 @@ class Worker:
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 
     def frozen(self, build: Callable[[], RowModel], offload: bool) -> FrozenModel:
+        """Loads a model that is not trained. `offload`: keep it on the CPU between forward passes."""
         config = self.config
         return build_frozen(
             build, backend=config.train.backend, ds=config.ds, offload=offload, mesh=self.mesh
         )
 
     def memory(self) -> DeviceMemory:
+        """Returns the memory in use on this rank's device, without cached blocks."""
         release_cached_memory()
         return DeviceMemory.now()
 
@@ -125,7 +128,7 @@ class Worker:
         return tokens_per_gpu * self.mesh.sequence if self.config.train.dynamic_batch_enable else None
 
     def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Groups the sequences into rows for log-probs."""
+        """Groups sequences of these lengths into rows of a forward pass without gradients."""
         config = self.config
         return row_groups(
             lengths,
@@ -138,10 +141,10 @@ class ModelWorker(Worker, Generic[ModelT]):
     """One rank of a model with forward passes: a language model with log-probs, a critic with values."""
 
     model: ModelT
-    """Set by `start`."""
+    """The engine around the model. Set by `start`."""
 
     def forward(self, batch: Batch) -> np.ndarray:
-        """Returns the (A,) values that `read` computes for every action."""
+        """Returns the results of `read` for the actions of the batch, (A,)."""
         groups = self.row_groups(batch.lengths.tolist())
         rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
         answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
@@ -149,6 +152,7 @@ class ModelWorker(Worker, Generic[ModelT]):
         return batch.put_together(groups, answers)
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
+        """Computes one value for each action of a row, (A,): here its log-prob."""
         return model(row, temperature=self.config.rollout.temperature).log_probs
 
     def build_model(self, path: str, flag: str) -> RowModel:
@@ -179,7 +183,7 @@ class FrozenWorker(ModelWorker[FrozenModel]):
 
 
 class RewardWorker(Worker):
-    """One rank of all reward models."""
+    """One rank of the reward models, which share their ranks."""
 
     def start(self, address: str, port: int) -> None:
         self.join(address, port)
@@ -198,7 +202,7 @@ class RewardWorker(Worker):
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))
 
     def forward(self, trajectories: Sequence[Trajectory]) -> np.ndarray:
-        """Returns (B, M) scores of each trajectory by each of the M models."""
+        """Returns the score of each trajectory by each of the M models, (B, M)."""
         scores = []
         for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
             samples = [reader(t) for t in trajectories]
@@ -217,7 +221,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     """One rank of a model in training: the policy or the critic."""
 
     name: str
-    """Role name in the names of its checkpoints."""
+    """Name of the role, which is part of its checkpoint folder's name."""
 
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
@@ -230,13 +234,14 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def take_steps(
         self, batch: Batch, windows: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
     ) -> list[Metrics]:
+        """Takes one optimizer step for each window, and returns the metrics of each."""
         with self._optimizer_present():
             return [
-                self.model.train_step(self._rows(batch, window), objective, *self.more_of_a_step())
+                self.model.train_step(self._rows(batch, window), objective, *self.auxiliary_objectives())
                 for window in windows
             ]
 
-    def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
+    def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         """Returns the additional (rows, objective) pairs of the next optimizer step."""
         return []
 
@@ -299,14 +304,16 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
 
 Learned = tuple[list[Metrics], np.ndarray | None]
-"""A rank's report of an update: the metrics of each optimizer step, and the (A,) log-probs of its first
-window before the update, or None where the batch brought them."""
+"""A rank's result of an update: the metrics of each optimizer step, and the log-probs (A,) of its first
+window before the update; None if the batch already had log-probs."""
 
 
 class PolicyWorker(TrainedWorker):
+    """One rank of the policy."""
+
     name = "actor"
     text_windows: Windows[PackedRow] | None = None
-    """Pre-training texts of each step, with actor.ptx_coef."""
+    """Pre-training texts of each optimizer step; None without actor.ptx_coef."""
 
     def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None = None) -> None:
         self.join(address, port)
@@ -319,8 +326,8 @@ class PolicyWorker(TrainedWorker):
             ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
         )
         if texts is not None:
-            self.text_windows = self._lay_out(texts)
-        self._find_place_in_texts()
+            self.text_windows = self._windows_of(texts)
+        self._seek_texts()
         offload_optimizer(self.model, self.config.ds.offloading.sleeps)
 
     def build_model(self, path: str, flag: str) -> RowModel:
@@ -334,7 +341,8 @@ class PolicyWorker(TrainedWorker):
         return PolicyModel(model)
 
     def forward_unadapted(self, batch: Batch) -> np.ndarray:
-        """Returns (A,) log-probs of the model with its adapters disabled."""
+        """Returns the log-probs (A,) of the model with its adapters disabled, which is the reference of LoRA
+        runs."""
         with torch.no_grad(), disabled_adapters(self.model.module.model):
             return self.forward(batch)
 
@@ -343,8 +351,8 @@ class PolicyWorker(TrainedWorker):
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """Where the batch has no log-probs, also returns those of the first window, which its forward passes
-        compute before the policy changes."""
+        """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first window,
+        from its forward passes, which run before the policy changes."""
         seen: list[Tensor] | None = [] if batch.log_probs is None else None
         steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
         if seen is None:
@@ -353,17 +361,17 @@ class PolicyWorker(TrainedWorker):
         groups = self.groups(first, range(len(first)))
         return steps, first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
 
-    def more_of_a_step(self) -> list[tuple[Sequence[PackedRow], Objective]]:
+    def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
             return []
         return [(next(self.text_rows), PTXObjective(coef=self.config.actor.ptx_coef))]
 
     def load_checkpoint(self, tag: str) -> dict:
         state = super().load_checkpoint(tag)
-        self._find_place_in_texts()
+        self._seek_texts()
         return state
 
-    def _lay_out(self, texts: SampleStore) -> Windows[PackedRow]:
+    def _windows_of(self, texts: SampleStore) -> Windows[PackedRow]:
         train = self.config.train
         return Windows(
             texts,
@@ -377,7 +385,7 @@ class PolicyWorker(TrainedWorker):
             shuffle=False,
         )
 
-    def _find_place_in_texts(self) -> None:
+    def _seek_texts(self) -> None:
         if self.text_windows is not None:
             self.text_rows = self.text_windows.endless(self.model.steps)
 
@@ -395,6 +403,7 @@ class PolicyWorker(TrainedWorker):
         )
 
     def weight_bytes(self) -> int:
+        """Returns the bytes that a weight sync sends."""
         return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.model.weight_metadata())
 
     def send_weights(
@@ -415,11 +424,13 @@ class PolicyWorker(TrainedWorker):
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
     def weight_sketches(self) -> dict[str, Sketch]:
-        """Returns sketches of the weights; see `PolicyRanks`. Collective."""
+        """Returns sketches of the weights; see `PolicyRanks.weight_sketches`. Collective."""
         return sketches(self.model.weights(part=self.sender.source.whole_part))
 
 
 class CriticWorker(TrainedWorker):
+    """One rank of the critic."""
+
     name = "critic"
 
     def start(self, address: str, port: int, total_steps: int) -> None:
@@ -435,8 +446,8 @@ class CriticWorker(TrainedWorker):
         offload_optimizer(self.model, config.ds.offloading.sleeps)
 
     def build_model(self, path: str, flag: str) -> ValueModel:
-        """Builds the critic's module: a reward model keeps its head, a plain language model gets a new
-        one."""
+        """Builds the critic from a reward model, whose head it keeps, or from a plain language model, which
+        gets a new head."""
         ds = self.config.ds
         scorer = _build_scorer(self.config, path, flag, in_4bit=ds.precision.in_4bit)
         return ValueModel(prepare_for_training(scorer.model, ds))
@@ -456,7 +467,7 @@ class CriticWorker(TrainedWorker):
 
 
 def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:
-    """Adds the experts' balance loss where `coef` is not 0."""
+    """Adds the load-balancing loss of experts to `objective`, unless `coef` is 0."""
     if not coef:
         return objective
     return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
@@ -465,7 +476,7 @@ def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> 
 def _build_scorer(
     config: PPOConfig, path: str, flag: str, *, trained: bool = False, in_4bit: bool = False
 ) -> ScoreModel:
-    """Loads a reward model; with `trained` off also a model without a trained head."""
+    """Loads a reward model. With `trained`, raises UsageError for a model without a trained head."""
     ds = config.ds
     return load_scorer(
         path,
@@ -483,8 +494,8 @@ def _build_scorer(
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
-    """Groups sequences into rows: as many as fit `max_tokens`, or `max_sequences` where that is None. Without
-    sequences, returns one empty row."""
+    """Groups sequences into rows of at most `max_tokens` tokens or, if that is None, of `max_sequences`
+    sequences. Returns one empty row if there are no sequences."""
     if not lengths:
         return [[]]
     if max_tokens is not None:

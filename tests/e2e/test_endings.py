@@ -1,4 +1,4 @@
-"""A run that is told to end, or loses a process, ends at once, in a few lines, with nothing left over."""
+"""A run that receives a signal or loses a process ends at once, in a few lines, and leaves no process."""
 
 import os
 import shlex
@@ -83,13 +83,13 @@ ONE_RANK = "--actor.num_gpus_per_node 1 --train.colocate_all"
         pytest.param(os.killpg, signal.SIGINT, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_that_is_told_to_end(task: TaskFiles, tmp_path: Path, send: Callable, number: int) -> None:
+def test_a_run_ends_on_a_signal(task: TaskFiles, tmp_path: Path, send: Callable, number: int) -> None:
     flags, code = f"{ONE_RANK} --ckpt.save_steps 2", 128 + number
     ended, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, lambda run: send(run.pid, number))
     assert ended == code, err[-3000:]
     (last,) = (line for line in err.splitlines() if line.startswith("stopped "))
     assert last.startswith("stopped in step ") and f" of {FOREVER}; {last_checkpoint(tmp_path)}" in last
-    assert last.endswith("the same command with --ckpt.load_enable goes on from there")
+    assert "--ckpt.load_enable" in last
     assert "Traceback" not in err and "*** " not in err
 
 

@@ -139,7 +139,7 @@ def test_the_universal_form_is_resumed_from_where_it_is_wanted_and_no_older(tmp_
     (tmp_path / "latest_universal").write_text("global_step2_universal")
     assert universal.find() == (
         "global_step2",
-        ["the file latest_universal names global_step2_universal, which is not there"],
+        ["the file latest_universal names global_step2_universal, which does not exist"],
     )
 
 
@@ -173,7 +173,7 @@ def test_a_resume_of_another_run_is_refused(tmp_path):
     assert "  --train.batch_size was 128, is 64" in told.value.text.splitlines()
 
 
-def test_a_checkpoint_that_does_not_tell_its_run(tmp_path):
+def test_a_checkpoint_without_origin_is_resumed_with_a_warning(tmp_path):
     save(run_of(tmp_path), "global_step2")
     for name in ("origin.json", "manifest.json"):
         (tmp_path / "_actor/global_step2" / name).unlink()
@@ -188,7 +188,7 @@ def test_nothing_to_resume(tmp_path):
     assert line == f"--ckpt.load_enable: {tmp_path}/_actor has no checkpoint: starting from the beginning"
 
 
-def test_a_run_from_the_beginning_is_told_of_a_checkpoint(tmp_path):
+def test_a_run_from_the_beginning_mentions_an_existing_checkpoint(tmp_path):
     assert run_of(tmp_path).choose() == (None, [])
     save(run_of(tmp_path), "global_step2")
     tag, (line,) = run_of(tmp_path, batch_size=64).choose()
@@ -206,17 +206,17 @@ def test_checkpoints_of_another_run_are_set_aside_whole(tmp_path):
         (tmp_path / "notes.txt").touch()
         (line,) = run_of(tmp_path).set_aside()
         place = tmp_path / "previous" / number
-        assert f"are in {place}" in line
+        assert str(place) in line
         assert names(tmp_path) == ["previous"] and (tmp_path / "notes.txt").exists()
         assert names(place) == ["_actor", "_critic", "global_step2_hf"]
         assert run_of(place, load_enable=True).choose()[0] == "global_step2"
 
 
-def test_what_a_run_that_ends_leaves(tmp_path):
+def test_the_last_message_names_the_checkpoint_and_how_to_resume(tmp_path):
     said = "nothing was saved: --ckpt.save_steps {0} saves a checkpoint every {0} steps"
-    assert run_of(tmp_path).standing() == said.format("N")
+    assert run_of(tmp_path).resume_hint() == said.format("N")
     checkpoints = run_of(tmp_path, save_steps=2)
-    assert checkpoints.standing() == said.format(2)
+    assert checkpoints.resume_hint() == said.format(2)
     save(checkpoints, "global_step2")
-    assert checkpoints.standing().startswith(f"the last checkpoint is {tmp_path}/_actor/global_step2: ")
-    assert run_of(tmp_path).standing() == said.format("N")  # that checkpoint belongs to another run
+    assert checkpoints.resume_hint().startswith(f"the last checkpoint is {tmp_path}/_actor/global_step2: ")
+    assert run_of(tmp_path).resume_hint() == said.format("N")  # that checkpoint belongs to another run

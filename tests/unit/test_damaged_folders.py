@@ -105,7 +105,7 @@ def test_the_structure_alone_finds_all_but_changes_inside_of_large_files(copy: P
         (b"", "the file latest names no checkpoint"),
         (b"\x00\xff", "the file latest names no checkpoint"),
         (b"../../../global_step6", "the file latest names no checkpoint"),
-        (b"global_step99", "the file latest names global_step99, which is not there"),
+        (b"global_step99", "the file latest names global_step99, which does not exist"),
     ],
 )
 def test_a_pointer_that_names_nothing_means_a_look_at_the_folders(copy: Path, content, reason) -> None:
@@ -145,7 +145,7 @@ def test_models_of_two_saves_are_no_checkpoint(copy: Path) -> None:
     manifest = copy / critic / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format"', ' "format"'))
     assert of(copy).find() == Found(
-        "global_step4", ["global_step6: _critic: manifest.json is of another save"]
+        "global_step4", ["global_step6: _critic: manifest.json belongs to another save"]
     )
     shutil.rmtree(copy / critic)
     assert of(copy).find() == Found("global_step4", ["global_step6: _critic: manifest.json is missing"])
@@ -159,7 +159,7 @@ def test_checkpoints_of_earlier_releases_still_load(copy: Path) -> None:
         origin.write_text(json.dumps({"written": "then", "origin": json.loads(origin.read_text())["origin"]}))
     tag, (line, note) = of(copy).choose()
     assert tag == "global_step6" and line.endswith("written then")
-    assert note.startswith("it has no manifest")
+    assert "no manifest" in note
 
 
 def test_an_older_checkpoint_is_replaced_when_its_step_is_saved_again(copy: Path) -> None:

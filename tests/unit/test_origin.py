@@ -99,7 +99,8 @@ def test_all_differences_are_in_one_list():
 
 def test_a_checkpoint_of_another_command_is_refused():
     differences, remarks = compare(origin_of("dpo"), origin_of("sft"))
-    assert differences == ["it is of `openrlhf dpo`, and this is `openrlhf sft`"] and remarks == []
+    (difference,) = differences
+    assert "`openrlhf dpo`" in difference and "`openrlhf sft`" in difference and remarks == []
 
 
 def test_what_only_one_version_knows_is_remarked_upon():

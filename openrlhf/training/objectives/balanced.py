@@ -1,4 +1,4 @@
-"""Adds the experts' balance loss to an objective."""
+"""The load-balancing loss of experts, added to another objective."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from openrlhf.types import LossNorm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BalancedObjective(Generic[RowT]):
-    """objective + coef * balance, where balance is the mean over rows, weighted by their actions, of each
-    row's balance loss.
+    """The loss objective + coef * balance. `balance` is the mean of the rows' load-balancing losses, weighted
+    by the rows' numbers of actions.
 
-    The balance loss is not linear in its tokens. So this one term depends on which sequences share a row;
-    with one row in a step it is transformers' own.
+    The load-balancing loss is not a sum over tokens, so this term, unlike all others, depends on which
+    sequences share a row. With one row per step it equals transformers' own.
     """
 
     objective: Objective[RowT]
@@ -29,6 +29,6 @@ class BalancedObjective(Generic[RowT]):
         module: Any = getattr(model, "module", model)
         with recorded_balance(module) as losses:
             loss, metrics = self.objective(model, batch, norm)
-        # The last pass is the trained model's: objectives call a reference first.
+        # The last recorded pass is the trained model's: objectives call the reference first.
         balance = losses[-1] * (batch.num_tokens / norm.num_tokens)
         return loss + self.coef * balance, metrics | {self.metric: balance.detach()}

@@ -12,7 +12,7 @@ from openrlhf.types import ExperienceRow, LossNorm, present
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CriticObjective:
-    """The mean over actions of the clipped squared error of their values."""
+    """The mean over actions of `clipped_value_loss`."""
 
     value_clip: float
 

@@ -1,4 +1,4 @@
-"""DPO, IPO and cDPO."""
+"""The objective of DPO, IPO and cDPO."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,21 +12,21 @@ from openrlhf.types import LossNorm, PairRow
 
 
 def pair_log_probs(model: Callable, batch: PairRow) -> Tensor:
-    """Returns (P, 2) summed log-probs of the chosen and the rejected answer."""
+    """Returns the summed log-probs of the chosen and the rejected answer of each pair, (P, 2)."""
     return batch.by_pair(answer_log_probs(model, batch.row))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DPOObjective:
-    """Mean over pairs of the loss of h, plus `nll_coef` times the mean over pairs of the chosen answer's
-    mean negative log-likelihood."""
+    """The mean over pairs of `dpo_loss` or `ipo_loss`, plus `nll_coef` times the mean over pairs of the
+    chosen answer's mean negative log-likelihood."""
 
     beta: float
     ipo: bool = False
     label_smoothing: float = 0.0
     nll_coef: float = 0.0
     reference: Reference | None = None
-    """Not needed for rows that know their reference log-probs."""
+    """Not needed if reference log-probs are precomputed."""
 
     def __call__(self, model: Callable, batch: PairRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""

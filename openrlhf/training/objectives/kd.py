@@ -1,4 +1,4 @@
-"""Knowledge distillation on given texts."""
+"""The objective of knowledge distillation on the answers of a dataset."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from openrlhf.types import LossNorm, PackedRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DistillationObjective:
-    """(1 - coef) NLL + coef T^2 KL, both means over the step's actions.
+    """The loss (1 - coef) NLL + coef T^2 KL. NLL and KL are means over the step's actions.
 
-    With logits divided by T the gradient of the KL shrinks by T^2, which the factor makes up for.
-    https://arxiv.org/abs/1503.02531
+    Dividing the logits by T scales the gradient of the KL by 1 / T^2, for which the factor T^2 compensates:
+    https://arxiv.org/abs/1503.02531.
     """
 
     teacher: Callable[[PackedRow], Tensor]
-    """(A, H) hidden states, see `models.student.TeacherModel`."""
+    """Returns the teacher's hidden states (A, H), see `models.student.TeacherModel`."""
     teacher_head: LinearHead
     coef: float
     temperature: float = 1.0

@@ -1,4 +1,4 @@
-"""KTO, with the KL estimate of the whole batch."""
+"""The objective of KTO, and the statistics of a whole batch that it needs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from openrlhf.types import LossNorm, UnpairedRow
 
 
 def unpaired_log_probs(model: Callable, batch: UnpairedRow) -> Tensor:
-    """Returns (B, 2) summed log-probs of the answer and of the mismatched one."""
+    """Returns the summed log-probs of each answer and of its mismatched answer, (B, 2)."""
     both = [answer_log_probs(model, row)[: batch.num_sequences] for row in (batch.row, batch.mismatched)]
     return torch.stack(both, dim=1)
 
@@ -27,9 +27,9 @@ class KTOObjective:
     kl: float = 0.0
     """Estimate of KL(policy || reference) over the step's whole batch, see `MismatchedLogRatio`."""
     desirable_fraction: float = 0.5
-    """Fraction of desirable answers among the step's answers; only metrics divide by it."""
+    """Fraction of desirable answers among the step's answers. Used in metrics only."""
     reference: Reference | None = None
-    """Not needed for rows that know their reference log-probs."""
+    """Not needed if reference log-probs are precomputed."""
 
     def __call__(
         self, model: Callable, batch: UnpairedRow, norm: LossNorm
@@ -62,8 +62,8 @@ class KTOObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MismatchedLogRatio:
-    """Zero loss that reports statistics: the mean log-ratio of policy and reference over mismatched answers,
-    from which KTO estimates their KL, and the fraction of desirable answers."""
+    """A loss of 0 whose metrics are statistics of a batch: the mean log ratio log pi - log pi_ref over
+    mismatched answers, from which KTO estimates the KL, and the fraction of desirable answers."""
 
     reference: Reference | None = None
 

@@ -31,22 +31,22 @@ STALENESS_METRICS = "policy/staleness_weight_mean", "policy/staleness_masked_fra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyObjective:
-    """mean(w * v * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy)
+    """The loss mean(w * v * surrogate) + kl_coef * mean(KL to the reference) - entropy_coef * mean(entropy).
 
-    The ratio pi / pi_prox, the correction w of the sampler's mismatch and the weight v of its staleness are
-    those of `loss_type`: of tokens in `ppo` and `cispo`, of sequences in `gspo`. So in `gspo` w is made of
-    the sequence's ratio pi_prox / pi_behave, v of its mean staleness, and one sequence is clipped, weighted
-    or dropped as a whole. All three means are of one kind, `aggregation`.
+    The surrogate is the policy loss `loss_type`, w the off-policy correction and v the weight of stale
+    actions. Ratios are per token in `ppo` and `cispo`, and per sequence in `gspo`. In `gspo`, w is computed
+    from the sequence's ratio pi_prox / pi_behave and v from its mean staleness, so a sequence is clipped,
+    weighted or dropped as a whole. All three means are reduced by `aggregation`.
 
-    Where pi_prox is recomputed, a row without `old_log_probs` belongs to a step of one update: pi_prox is the
-    policy itself.
+    With the proximal policy `recomputed`, a row without `old_log_probs` belongs to a step with a single
+    update, in which pi_prox equals the policy.
     """
 
     loss_type: PolicyLossType = "ppo"
     aggregation: LossAggregation | None = None
     """None: the default of `loss_type`."""
     longest_response: float = 1.0
-    """Length that `constant_length` divides by, in actions."""
+    """Divisor of the aggregation `constant_length`, in actions."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
@@ -60,20 +60,20 @@ class PolicyObjective:
     max_staleness: int | None = None
     """Staleness beyond which v is 0. None: no limit."""
     kl_coef: float = 0.0
-    """0 leaves the KL out of the loss."""
+    """0: no KL in the loss."""
     kl_estimator: KLEstimator = "k1"
     entropy_coef: float | None = None
-    """Weight of the entropy of the tempered distribution. 0 only reports the entropy, None does not compute
-    it."""
+    """Coefficient of the entropy at `temperature`. 0: the entropy is only reported; None: it is not
+    computed."""
     temperature: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the selected classes; may contain options of others, which are ignored here."""
+    """Options of the selected classes. Options of other classes are ignored."""
     seen: list[Tensor] | None = None
     """Optional list to which the (A,) policy log-probs of each row are appended."""
 
     @classmethod
     def from_config(cls, config: PPOConfig, kl_coef: float, seen: list[Tensor] | None = None) -> Self:
-        """`kl_coef` is the coefficient as the controller has it now."""
+        """Builds the objective from the flags. `kl_coef`: the KL controller's current coefficient."""
         actor, algo = config.actor, config.algo
         clip_low, clip_high = actor.clip_range
         correction_low, correction_high = algo.advantage.is_correction_threshold
@@ -156,8 +156,8 @@ class PolicyObjective:
     def _weights(
         self, batch: ExperienceRow, proximal: Tensor, ratio: Literal["token", "sequence"]
     ) -> Iterator[tuple[tuple[str, str], Tensor]]:
-        """Yields the weights (A,) w of the sampler's mismatch and v of its staleness, if any. Each
-        comes with the names of two metrics: its mean, and the fraction of actions that it masks."""
+        """Yields the weights (A,) w of the off-policy correction and v of the staleness, if the run has them.
+        Each comes with the names of two metrics: its mean, and the fraction of actions with weight 0."""
         counts = batch.row.num_actions
         if self.correction is not None:
             gap = SamplerGap(

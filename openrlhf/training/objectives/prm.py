@@ -1,4 +1,4 @@
-"""Process reward models: a label for every step."""
+"""The objective of process reward models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,10 +12,12 @@ from openrlhf.types import LossNorm, StepsRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessObjective:
-    """Mean cross-entropy over all steps, of the whole vocabulary or of the reward tokens alone."""
+    """The mean over steps of the cross-entropy between prediction and label, over the whole vocabulary or
+    over the reward tokens only."""
 
     reward_token_ids: tuple[int, ...] | None = None
-    """Tokens that a step's label may be. Labels that are probabilities belong to the first of two tokens."""
+    """Ids of the tokens that labels may be; None: any token. If labels are probabilities, there are two
+    tokens, and a label is the probability of the first."""
 
     def __call__(self, model: Callable, batch: StepsRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.process_reward.ProcessRewardModel`, possibly wrapped by an engine."""

@@ -11,9 +11,9 @@ from openrlhf.types import LossNorm, PackedRow
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PTXObjective:
-    """coef * mean negative log-likelihood of the step's texts.
+    """The loss coef * mean negative log-likelihood of the step's texts.
 
-    The second term of equation 2 in https://arxiv.org/abs/2203.02155, as a mean over tokens.
+    It is the second term of equation 2 in https://arxiv.org/abs/2203.02155, as a mean over tokens.
     """
 
     coef: float

@@ -9,17 +9,18 @@ from openrlhf.algorithms.reductions import segment_sum
 from openrlhf.types import PackedRow
 
 Reference = Callable[[PackedRow], Tensor]
-"""(A,) log-probs of a frozen model."""
+"""Function from a row to the log-probs (A,) of a frozen model."""
 
 
 def answer_log_probs(model: Callable, row: PackedRow) -> Tensor:
-    """Returns the (B,) sum of log-probs over each sequence's actions. `model` is a
+    """Returns the sum of log-probs over each sequence's actions, (B,). `model` is a
     `models.policy.PolicyModel`."""
     return segment_sum(model(row, temperature=1.0, with_entropy=False).log_probs, row.num_actions)
 
 
 def reference_log_probs(known: Tensor | None, reference: Reference | None, row: PackedRow) -> Tensor:
-    """Returns (B,) precomputed reference log-probs, or computes them with `reference`."""
+    """Returns the reference log-probs of each sequence, (B,): `known` if they are precomputed, else computed
+    with `reference`."""
     if known is not None:
         return known
     assert reference is not None  # commands build one unless log-probs are precomputed

@@ -1,4 +1,4 @@
-"""Reward models from pairs of answers."""
+"""The objective of reward models on pairs of answers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class RewardObjective:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreMoments:
-    """Zero loss that reports the mean of all scores and of their squares."""
+    """A loss of 0 whose metrics are the mean of all scores and of their squares."""
 
     def __call__(self, model: Callable, batch: PairRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         scores = batch.by_pair(model(batch.row)).double()

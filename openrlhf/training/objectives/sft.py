@@ -1,4 +1,4 @@
-"""Supervised fine-tuning."""
+"""The objective of supervised fine-tuning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
