@@ -34,8 +34,9 @@ def build_engine(
 
     `build_model`: called by the engine once it has set up sharding, so that ranks may load only parts of the
     model. `total_steps`: optimizer steps of the whole run, for the learning rate schedule. `dropout`: train
-    with the dropout of the model's configuration. `ema_beta`: decay of a moving average of the trained
-    weights, which `export` writes; None for no average.
+    with the dropout of the model's configuration; without it a training pass computes the same as `forward`
+    and `evaluate`, except for the dropout of adapters. `ema_beta`: decay of a moving average of the trained
+    weights, None for no average; `export` writes the average and checkpoints keep it, nothing else uses it.
     """
     return _class_of(backend, 1)(
         build_model,

@@ -4,7 +4,7 @@ and export."""
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,7 +22,14 @@ from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import set_training
-from openrlhf.models.lora import adapter_weights, base_weights, has_adapters, merged_weights, save_adapter
+from openrlhf.models.lora import (
+    adapter_weights,
+    base_weights,
+    fill_randomly,
+    has_adapters,
+    merged_weights,
+    save_adapter,
+)
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
@@ -80,6 +87,7 @@ class TrainedRank(ModelRank):
     """One rank of a model in training. A subclass defines how gradients are made and applied, and how sharded
     weights are gathered."""
 
+    ds: DeepSpeedConfig
     plain_training: bool
     """True where dropout needs no switching off in training passes: the model has none, or trains with it."""
     scales_loss = False
@@ -106,6 +114,10 @@ class TrainedRank(ModelRank):
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
         """Gathers these parameters within the context, so that `whole` can read them. Collective."""
+        return nullcontext()
+
+    def _changing(self, params: list[Tensor]) -> AbstractContextManager:
+        """Gathers these parameters within the context and keeps rank 0's changes of them. Collective."""
         return nullcontext()
 
     def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
@@ -208,6 +220,23 @@ class TrainedRank(ModelRank):
             for conversion in self._layout.conversions
             for name, t in self._layout.convert(conversion, empty).items()
         ]
+
+    @contextmanager
+    def random_adapter(self, seed: int) -> Iterator[None]:
+        """Replaces the adapters' matrices A and B by random ones within the context, large enough to change
+        every layer's output by about its own size. Afterwards all bits are restored. Collective; no optimizer
+        step may happen inside."""
+        adapters = adapter_weights(self.module.model)
+        params = [*adapters.values()]
+        with self._changing(params):
+            kept = [p.detach().clone() for p in params]
+            fill_randomly(adapters, self.ds.lora, seed)
+        try:
+            yield
+        finally:
+            with self._changing(params), torch.no_grad():
+                for p, before in zip(params, kept, strict=True):
+                    p.copy_(before)
 
     def export(self, folder: str) -> None:
         """Writes the model in Hugging Face format, or its adapter alone where it has one. Rank 0 writes, and

@@ -41,15 +41,16 @@ TrainedT = TypeVar("TrainedT", bound=TrainedWorker)
 class RankGroup(Generic[WorkerT]):
     """All ranks of one model."""
 
+    worker_class: type[WorkerT]
     replays_routing = False
     """Whether ranks receive the batch's expert routing, to replay it."""
 
-    def __init__(self, worker_class: type[WorkerT], config: PPOConfig, bundles: Bundles) -> None:
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
         self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
         files = UserFiles.of(*config.references.values())
         self.workers: list[Handle] = [
-            ray.remote(actor_class(worker_class))
+            ray.remote(actor_class(self.worker_class))
             .options(**bundles.options(rank))
             .remote(config, rank, self.mesh, files, environment.private())
             for rank in range(self.mesh.size)
@@ -100,8 +101,10 @@ class RankGroup(Generic[WorkerT]):
 class FrozenRanks(RankGroup[FrozenWorker]):
     """The reference model, or a teacher."""
 
+    worker_class = FrozenWorker
+
     def __init__(self, config: PPOConfig, bundles: Bundles, *, path: str, flag: str, offload: bool) -> None:
-        super().__init__(FrozenWorker, config, bundles)
+        super().__init__(config, bundles)
         self.model = (path, flag, offload)
 
     def start(self) -> Gathered[None]:
@@ -112,8 +115,7 @@ class FrozenRanks(RankGroup[FrozenWorker]):
 class RewardRanks(RankGroup[RewardWorker]):
     """All reward models of a run, held together by the same workers."""
 
-    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
-        super().__init__(RewardWorker, config, bundles)
+    worker_class = RewardWorker
 
     def start(self) -> Gathered[None]:
         address, port = self.meeting_point()
@@ -144,8 +146,8 @@ class RewardRanks(RankGroup[RewardWorker]):
 class TrainedRanks(RankGroup[TrainedT]):
     """The policy or the critic."""
 
-    def __init__(self, worker_class: type[TrainedT], config: PPOConfig, bundles: Bundles) -> None:
-        super().__init__(worker_class, config, bundles)
+    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+        super().__init__(config, bundles)
         self.num_updates = 0
         """Number of `update` calls so far; seeds each call's shuffle."""
 
@@ -198,10 +200,8 @@ class TrainedRanks(RankGroup[TrainedT]):
 
 
 class PolicyRanks(TrainedRanks[PolicyWorker]):
+    worker_class = PolicyWorker
     replays_routing = True
-
-    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
-        super().__init__(PolicyWorker, config, bundles)
 
     def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
         address, port = self.meeting_point()
@@ -235,5 +235,4 @@ class Unadapted:
 
 
 class CriticRanks(TrainedRanks[CriticWorker]):
-    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
-        super().__init__(CriticWorker, config, bundles)
+    worker_class = CriticWorker

@@ -27,7 +27,7 @@ from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import head_of
 from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
-from openrlhf.models.tensor_parallel import whole, whole_shape
+from openrlhf.models.tensor_parallel import laid_out_as, whole, whole_shape
 
 ALL_LINEAR = "all-linear"
 """Value of `--ds.lora.target_modules` that selects every linear layer except the head."""
@@ -140,12 +140,13 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -> None:
-    """Overwrites full `adapter_weights` with normal numbers, which depend only on name and seed, so that
-    ranks agree. The output that an adapter adds has half the size of its layer's input."""
+    """Overwrites `adapter_weights` with normal numbers, which depend only on name and seed, so that ranks
+    agree. The output that an adapter adds has half the size of its layer's input."""
     for name, param in adapters.items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
         size = 1.0 if ".lora_A." in name else 0.5 * lora.rank / lora.alpha
-        param.copy_(torch.randn(param.shape, generator=generator) * size / math.sqrt(param.shape[1]))
+        values = torch.randn(param.shape, generator=generator) * size / math.sqrt(param.shape[1])
+        param.copy_(laid_out_as(param, values))
 
 
 def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from openrlhf.algorithms.logprobs import SharedVocabulary
@@ -122,6 +122,13 @@ def whole(tensor: Tensor) -> Tensor:
     if shard is None:
         return tensor.data
     return joined(tensor.data, shard.group, shard.dim)
+
+
+def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Shards a full tensor over ranks as `fully_shard` has sharded `parameter`. Collective."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
 
 
 def put_together(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import math
 import shutil
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +42,6 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
-from openrlhf.models.lora import adapter_weights, fill_randomly
 from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
 from openrlhf.types import Metrics
 
@@ -71,18 +70,8 @@ class DeepSpeedEngine(TrainedRank):
         ema_beta: float | None = None,
         mesh: ProcessMesh | None = None,
     ) -> None:
-        """Builds the model and wraps it for training.
-
-        `total_steps`: optimizer steps of the whole run, for the learning rate schedule.
-
-        `dropout`: train with the dropout of the model's configuration. Without it a training pass computes
-        the same as `forward` and `evaluate`, except for the dropout of adapters.
-
-        `ema_beta`: decay of a moving average of the trained weights, None for no average. `export` writes the
-        average and checkpoints keep it; nothing else uses it.
-
-        `mesh`: None where every rank has samples of its own.
-        """
+        """Builds the model and wraps it for training; `build_engine` documents the arguments. `mesh`: None
+        where every rank has samples of its own."""
         join_deepspeed()
         super().__init__(mesh)
         self.ds, self.stage = ds, ds.zero_stage
@@ -140,11 +129,9 @@ class DeepSpeedEngine(TrainedRank):
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps done, including those before a resume."""
         return self.engine.global_steps
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Estimates this rank's peak memory in a step with a row of `num_tokens`, before any step."""
         return row_memory(
             self.shape(),
             self.ds,
@@ -177,23 +164,6 @@ class DeepSpeedEngine(TrainedRank):
         if self.average is not None:
             self.average.update()
         return metrics
-
-    @contextmanager
-    def random_adapter(self, seed: int) -> Iterator[None]:
-        """Replaces the adapters' matrices A and B by random ones within the context, large enough to change
-        every layer's output by about its own size. Afterwards all bits are restored. Collective; no optimizer
-        step may happen inside."""
-        adapters = adapter_weights(self.module.model)
-        params = [*adapters.values()]
-        with self._changing(params):
-            kept = [p.detach().clone() for p in params]
-            fill_randomly(adapters, self.ds.lora, seed)
-        try:
-            yield
-        finally:
-            with self._changing(params), torch.no_grad():
-                for p, before in zip(params, kept, strict=True):
-                    p.copy_(before)
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
@@ -266,11 +236,9 @@ class DeepSpeedEngine(TrainedRank):
         return float(clip_grad_norm_(self.module.parameters(), limit, mpu=self.engine.mpu))
 
     def _changing(self, params: list[Tensor]) -> AbstractContextManager:
-        """Gathers parameters on every rank within the context; rank 0's values are kept. Collective."""
         return deepspeed.zero.GatheredParameters(params, modifier_rank=0, enabled=self.stage == 3)
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
-        """Gathers parameters on every rank within the context. Collective."""
         return deepspeed.zero.GatheredParameters(list(tensors), enabled=self.stage == 3)
 
 
@@ -305,8 +273,6 @@ class DeepSpeedFrozen(ModelRank):
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Any:
-        """Returns the model's output for one row; its form depends on the kind of model (see models/).
-        Collective."""
         return self.model(row)
 
     @property
@@ -318,7 +284,6 @@ class DeepSpeedFrozen(ModelRank):
         return cast(RowModel, self.model.module if self.sharded else self.model)
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Returns an unsharded parameter that the caller may keep. Collective."""
         with deepspeed.zero.GatheredParameters([parameter], enabled=self.sharded):
             return parameter.detach().to(self.device, copy=self.sharded)
 

@@ -8,7 +8,6 @@ weights, and layers compute with weights that are rounded from them.
 
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -43,7 +41,6 @@ from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.loading import DTYPES
-from openrlhf.models.lora import adapter_weights, fill_randomly
 from openrlhf.models.self_check import resolve_reading
 from openrlhf.models.tensor_parallel import whole
 from openrlhf.types import Metrics
@@ -176,24 +173,6 @@ class TorchEngine(TrainedRank):
 
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
-
-    @contextmanager
-    def random_adapter(self, seed: int) -> Iterator[None]:
-        """Replaces the adapters' matrices by random ones within the context, see
-        `DeepSpeedEngine.random_adapter`."""
-        adapters = adapter_weights(self._module.model)
-        kept = {name: p.detach().clone() for name, p in adapters.items()}
-        filled = {name: torch.empty(p.shape, device=self.device) for name, p in adapters.items()}
-        fill_randomly(filled, self.ds.lora, seed)
-        with torch.no_grad():
-            for name, p in adapters.items():
-                p.copy_(_laid_out_as(p, filled[name]))
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for name, p in adapters.items():
-                    p.copy_(kept[name])
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
@@ -343,10 +322,3 @@ def _adamw(module: RowModel, optim: OptimConfig) -> torch.optim.AdamW:
             zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
     return optimizer
-
-
-def _laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Shards an unsharded tensor as `parameter` is."""
-    if not isinstance(parameter, DTensor):
-        return tensor
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)

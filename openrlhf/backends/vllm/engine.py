@@ -135,6 +135,8 @@ def _our_errors() -> Iterator[None]:
 
 
 class VLLMEngine:
+    """A vLLM engine. `RolloutEngine` documents the methods that all engines have."""
+
     environment = staticmethod(engine_environment)
 
     def __init__(self, options: EngineOptions) -> None:
@@ -150,8 +152,6 @@ class VLLMEngine:
         """True where `RoutingRecorder` records the routing, because vLLM does not return it."""
 
     async def start(self, free_fraction: float | None = None) -> None:
-        """Loads the model. `free_fraction`: the fraction of its GPUs' memory that other models on them leave
-        free; None where there are no other models."""
         from vllm.config import WeightTransferConfig
         from vllm.config.model import ModelDType
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -212,7 +212,6 @@ class VLLMEngine:
 
     @property
     def vocabulary(self) -> int:
-        """Number of tokens that have a log-prob."""
         return self.llm.model_config.get_vocab_size()
 
     async def generate(
@@ -221,7 +220,6 @@ class VLLMEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """Answers one request; see `RolloutEngine.generate`."""
         return completions(
             await self._answer(prompt_token_ids, sampling_params, multi_modal_data), sampling_params
         )
@@ -270,8 +268,6 @@ class VLLMEngine:
         return TokensInput(type="token", prompt_token_ids=token_ids, **more)
 
     async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
-        """Computes the log-probs of every token but the first, at temperature 1. `token_ids` have one
-        placeholder for each picture; the result has log-probs for all of the picture's tokens."""
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         output = await self._answer(token_ids, params, image_data(pictures))
         read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
@@ -321,11 +317,9 @@ class VLLMEngine:
         self.adapter = LoRARequest("policy", ADAPTER, "held by the workers")
 
     async def loaded_checksums(self) -> list[int]:
-        """Returns each worker's checksum of what it loaded, see weight_sync.checksum."""
         return await self._bounded(self.llm.collective_rpc("loaded_checksum"))
 
     async def unwritten_parameters(self) -> list[str]:
-        """Returns the names of parameters that some worker has never had changed by a weight sync."""
         workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
         return sorted({name for names in workers for name in names})
 
@@ -336,7 +330,6 @@ class VLLMEngine:
         return {name: Sketch(*numbers) for found in workers for name, numbers in found.items()}
 
     async def peak_memory(self) -> Peaks:
-        """Returns the peak bytes of generation since the last call, in the worker that needs most."""
         if not self.asleep:
             await self._note_peak()
         taken, self.peak = self.peak, 0
@@ -355,7 +348,6 @@ class VLLMEngine:
         self.asleep = TAGS
 
     async def wake(self, tags: list[str]) -> None:
-        """Takes memory for `tags`: weights, kv_cache or both. The engine resumes once both are awake."""
         if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.wake_up(tags))
         self.asleep -= set(tags)

@@ -34,7 +34,7 @@ from vllm.platforms import current_platform
 
 from openrlhf.backends import peak_memory
 from openrlhf.backends.vllm.routing import RoutingRecorder
-from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta, plan_buckets
+from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
 from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
@@ -266,11 +266,6 @@ class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._packed_importer.close()  # with adapters too: the trainer's buffer is not free while mapped
-
-
-def metas_of(tensors: list) -> list[TensorMeta]:
-    """Parses a list of [name, dtype, shape], as `as_json` writes it."""
-    return [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
 
 
 def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:

@@ -2,7 +2,7 @@
 one."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,15 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
         buckets[-1].append(t)
         size += _aligned(t.num_bytes)
     return [Bucket(tuple(b)) for b in buckets if b]
+
+
+def as_json(tensors: Iterable[TensorMeta]) -> list[list]:
+    return [[t.name, t.dtype, list(t.shape)] for t in tensors]
+
+
+def metas_of(tensors: list[list]) -> list[TensorMeta]:
+    """Parses a list of [name, dtype, shape], as `as_json` writes it."""
+    return [TensorMeta(name, dtype, tuple(shape)) for name, dtype, shape in tensors]
 
 
 def _aligned(num_bytes: int) -> int:

@@ -10,8 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from openrlhf.backends.weight_sync.buckets import as_json
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
-from openrlhf.backends.weight_sync.source import WeightSource, as_json, filled
+from openrlhf.backends.weight_sync.source import WeightSource, filled
 
 SENDING_THREADS = 8
 """Largest number of threads with which rank 0 sends over gloo; connections to engines share them."""

@@ -1,7 +1,8 @@
 """Weight transfer through the engines' control plane, which puts each bucket into Ray's object store."""
 
+from openrlhf.backends.weight_sync.buckets import as_json
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
-from openrlhf.backends.weight_sync.source import WeightSource, as_json, filled
+from openrlhf.backends.weight_sync.source import WeightSource, filled
 
 
 class RayTransfer:

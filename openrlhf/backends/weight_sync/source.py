@@ -1,6 +1,6 @@
 """The weights that a trainer sends: their metadata, and the tensors themselves, unsharded on rank 0."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import cycle
 from typing import Protocol
 
@@ -74,10 +74,6 @@ def filled(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor
         yield bucket, buffer
     for _ in stream:  # lets the source leave its last gather
         raise AssertionError("more weights than the metadata announced")
-
-
-def as_json(tensors: Iterable[TensorMeta]) -> list[list]:
-    return [[t.name, t.dtype, list(t.shape)] for t in tensors]
 
 
 def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
