@@ -1,6 +1,6 @@
-"""Names that users' own files import. Nothing here imports torch, which reward processes do without."""
+"""Functions for users' own files. No import here loads torch, so reward processes start without it."""
 
-from openrlhf.rewards.math import extract_boxed_answer, grade_answer
-from openrlhf.text import decode, prompt_token_ids
-
-__all__ = ["decode", "extract_boxed_answer", "grade_answer", "prompt_token_ids"]
+from openrlhf.rewards.math import extract_boxed_answer as extract_boxed_answer
+from openrlhf.rewards.math import grade_answer as grade_answer
+from openrlhf.text import decode as decode
+from openrlhf.text import prompt_token_ids as prompt_token_ids

@@ -1,25 +1,11 @@
-"""Agents of users' files: openrlhf/agents/base.py under the name that they import."""
+"""The agent contract, for users' files. Defined in openrlhf/agents/base.py."""
 
-from openrlhf.agents.base import (
-    AgentExecutorBase,
-    AgentInstanceBase,
-    Engine,
-    MultiTurnAgentExecutor,
-    Reward,
-    RewardError,
-    SingleTurnAgentExecutor,
-    StepTimeout,
-    call_in_time,
-)
-
-__all__ = [
-    "AgentExecutorBase",
-    "AgentInstanceBase",
-    "Engine",
-    "MultiTurnAgentExecutor",
-    "Reward",
-    "RewardError",
-    "SingleTurnAgentExecutor",
-    "StepTimeout",
-    "call_in_time",
-]
+from openrlhf.agents.base import AgentExecutorBase as AgentExecutorBase
+from openrlhf.agents.base import AgentInstanceBase as AgentInstanceBase
+from openrlhf.agents.base import Engine as Engine
+from openrlhf.agents.base import MultiTurnAgentExecutor as MultiTurnAgentExecutor
+from openrlhf.agents.base import Reward as Reward
+from openrlhf.agents.base import RewardError as RewardError
+from openrlhf.agents.base import SingleTurnAgentExecutor as SingleTurnAgentExecutor
+from openrlhf.agents.base import StepTimeout as StepTimeout
+from openrlhf.agents.base import call_in_time as call_in_time

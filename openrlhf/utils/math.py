@@ -1,11 +1,4 @@
-"""Boxed answers: openrlhf/rewards/math.py under the name that users' files import."""
+"""Extraction and comparison of boxed answers, for users' files. Defined in openrlhf/rewards/math.py."""
 
-from openrlhf.rewards.math import (
-    extract_boxed_answer,
-    grade_answer,
-)
-
-__all__ = [
-    "extract_boxed_answer",
-    "grade_answer",
-]
+from openrlhf.rewards.math import extract_boxed_answer as extract_boxed_answer
+from openrlhf.rewards.math import grade_answer as grade_answer

@@ -1,11 +1,4 @@
-"""Tools of MCP servers: openrlhf/agents/mcp.py under the name that users' files import."""
+"""Tools of MCP servers, for users' files. Defined in openrlhf/agents/mcp.py."""
 
-from openrlhf.agents.mcp import (
-    McpServer,
-    McpServerFailed,
-)
-
-__all__ = [
-    "McpServer",
-    "McpServerFailed",
-]
+from openrlhf.agents.mcp import McpServer as McpServer
+from openrlhf.agents.mcp import McpServerFailed as McpServerFailed

@@ -1,11 +1,4 @@
-"""Texts and tokens: openrlhf/text.py under the name that users' files import."""
+"""Conversion between texts and tokens, for users' files. Defined in openrlhf/text.py."""
 
-from openrlhf.text import (
-    decode,
-    prompt_token_ids,
-)
-
-__all__ = [
-    "decode",
-    "prompt_token_ids",
-]
+from openrlhf.text import decode as decode
+from openrlhf.text import prompt_token_ids as prompt_token_ids
