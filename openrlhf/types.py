@@ -193,22 +193,18 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Episode:
-    """One sample of a prompt: its turns and its reward."""
+class OneSample:
+    """Fields that an episode shares with each of its sequences."""
 
     prompt: Prompt
     sample_index: int
     """Index of the sample among the prompt's samples."""
-    turns: list[Turn]
-    seed: int
+    seed: int = 0
     """Seed of the first turn; the seeds of later turns are derived from it."""
     reward: float | None
     """None when the outcome is not OK."""
     score: float | None = None
     """Score for dynamic filtering and evaluation. None when the outcome is not OK."""
-    truncated: bool | None = None
-    """True if the executor reports the answer as truncated. None: it counts as truncated if the last turn ran
-    out of tokens."""
     outcome: Outcome = Outcome.OK
     error: str = ""
     """Error message; empty when the outcome is OK."""
@@ -217,13 +213,20 @@ class Episode:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Trajectory:
+class Episode(OneSample):
+    """One sample of a prompt: its turns and its reward."""
+
+    turns: list[Turn]
+    truncated: bool | None = None
+    """True if the executor reports the answer as truncated. None: it counts as truncated if the last turn ran
+    out of tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Trajectory(OneSample):
     """One sequence of an episode. Most episodes have one sequence; each time an agent rewrites its history, a
     new sequence begins."""
 
-    prompt: Prompt
-    sample_index: int
-    """Index of the sample among the prompt's samples."""
     part: int = 0
     """Index of the sequence in its episode. All sequences of an episode carry the episode's reward."""
     token_ids: np.ndarray
@@ -246,20 +249,11 @@ class Trajectory:
     """(T,) int32 index in `token_ids` of each turn's first action."""
     turn_rewards: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
     """(T,) float32 share of each turn in the episode's reward. Empty if the executor does not report it."""
-    reward: float | None
-    """None when the outcome is not OK."""
-    score: float | None = None
-    """Score for dynamic filtering and evaluation. None when the outcome is not OK."""
-    outcome: Outcome = Outcome.OK
-    error: str = ""
-    """Error message; empty when the outcome is OK."""
     finish_reason: str = "stop"
     """The engine's finish reason for the last turn: stop, length or abort."""
     truncated: bool = False
     """True if the executor reports the answer as truncated; without a report, if the last turn ran out of
     tokens."""
-    seed: int = 0
-    extra_logs: dict[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
