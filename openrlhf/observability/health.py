@@ -6,7 +6,7 @@ They see only the metrics of a step: a run without messages may still be unhealt
 import math
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.types import Metrics
@@ -22,6 +22,13 @@ class Rule:
     text: str
     """The meaning of the condition, and the remedy."""
 
+    @classmethod
+    def of(cls, condition: str, text: str) -> Self:
+        """Reads a condition as it is printed: "policy/entropy < 0.02 for 20 steps"."""
+        metric, sign, limit, _, steps, _ = condition.split()
+        assert sign in ("<", ">")
+        return cls(metric=metric, sign=sign, limit=float(limit), steps=int(steps), text=text)
+
     @property
     def condition(self) -> str:
         steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
@@ -31,148 +38,83 @@ class Rule:
         return value > self.limit if self.sign == ">" else value < self.limit
 
 
-RULES = (
-    Rule(
-        metric="reward/zero_std_fraction",
-        sign=">",
-        limit=0.9,
-        steps=20,
-        text="nearly all prompts give all their samples the same reward, and nothing is learnt from those. "
+_REMEDIES = {
+    "reward/zero_std_fraction > 0.9 for 20 steps": (
+        "nearly all prompts give all their samples the same reward, and nothing is learnt from those. "
         "Read samples: is the reward right? Then use harder prompts where all are right and easier ones "
-        "where all are wrong, or --algo.dynamic_filtering_enable.",
+        "where all are wrong, or --algo.dynamic_filtering_enable."
     ),
-    Rule(
-        metric="rollout/failed_ratio",
-        sign=">",
-        limit=0.1,
-        steps=3,
-        text="samples end without a reward and are left out. Their `error` is in the run folder's rollouts; "
-        "a slow reward function needs a higher --reward.timeout.",
+    "rollout/failed_ratio > 0.1 for 3 steps": (
+        "samples end without a reward and are left out. Their `error` is in the run folder's rollouts; "
+        "a slow reward function needs a higher --reward.timeout."
     ),
-    Rule(
-        metric="rollout/truncated_rate",
-        sign=">",
-        limit=0.5,
-        steps=10,
-        text="most answers run out of tokens. Raise --rollout.max_new_tokens or --data.max_len, or see in "
-        "the samples whether the model ever ends its turn with a stop token.",
+    "rollout/truncated_rate > 0.5 for 10 steps": (
+        "most answers run out of tokens. Raise --rollout.max_new_tokens or --data.max_len, or see in "
+        "the samples whether the model ever ends its turn with a stop token."
     ),
-    Rule(
-        metric="rollout/duplicate_ratio",
-        sign=">",
-        limit=0.9,
-        steps=10,
-        text="the samples of a prompt repeat each other, so there is nothing to compare. Raise "
-        "--rollout.temperature or --actor.entropy_coef, or lower --actor.adam.lr.",
+    "rollout/duplicate_ratio > 0.9 for 10 steps": (
+        "the samples of a prompt repeat each other, so there is nothing to compare. Raise "
+        "--rollout.temperature or --actor.entropy_coef, or lower --actor.adam.lr."
     ),
-    Rule(
-        metric="rollout/repetition_ratio",
-        sign=">",
-        limit=0.5,
-        steps=5,
-        text="answers say the same over and over. Read samples: does the reward pay for it? Raise "
+    "rollout/repetition_ratio > 0.5 for 5 steps": (
+        "answers say the same over and over. Read samples: does the reward pay for it? Raise "
         "--algo.kl.init_coef, or lower --actor.adam.lr; --reward.overlong_buffer_len makes length cost "
-        "something.",
+        "something."
     ),
-    Rule(
-        metric="rollout/length_reward_correlation",
-        sign=">",
-        limit=0.9,
-        steps=20,
-        text="the reward goes with the length of the answer. Read samples: is it length that is rewarded? "
-        "--reward.overlong_buffer_len makes length cost something.",
+    "rollout/length_reward_correlation > 0.9 for 20 steps": (
+        "the reward goes with the length of the answer. Read samples: is it length that is rewarded? "
+        "--reward.overlong_buffer_len makes length cost something."
     ),
-    Rule(
-        metric="rollout/kept_set_rest_mean",
-        sign=">",
-        limit=0.05,
-        steps=3,
-        text="sampling keeps many more tokens than are recorded, and what those others have together, more "
+    "rollout/kept_set_rest_mean > 0.05 for 3 steps": (
+        "sampling keeps many more tokens than are recorded, and what those others have together, more "
         "than 5 % of the probability, has no gradient. Raise --rollout.max_kept_tokens, or lower "
-        "--rollout.top_p or --rollout.temperature.",
+        "--rollout.top_p or --rollout.temperature."
     ),
-    Rule(
-        metric="mismatch/abs_diff_mean",
-        sign=">",
-        limit=0.05,
-        steps=3,
-        text="sampler and trainer disagree about the probability of a token by more than 5 %. Where the "
+    "mismatch/abs_diff_mean > 0.05 for 3 steps": (
+        "sampler and trainer disagree about the probability of a token by more than 5 %. Where the "
         "sampler is not behind by updates, look for another precision, kernel or chat template; "
-        "with experts --algo.router_replay. --algo.advantage.is_correction_enable limits the damage.",
+        "with experts --algo.router_replay. --algo.advantage.is_correction_enable limits the damage."
     ),
-    Rule(
-        metric="mismatch/ess",
-        sign="<",
-        limit=0.5,
-        steps=3,
-        text="sampler and trainer are so far apart that few tokens would carry an importance weighted "
-        "update. Keep the sampler closer: fewer updates between syncs, the same precision.",
+    "mismatch/ess < 0.5 for 3 steps": (
+        "sampler and trainer are so far apart that few tokens would carry an importance weighted "
+        "update. Keep the sampler closer: fewer updates between syncs, the same precision."
     ),
-    Rule(
-        metric="policy/is_masked_fraction",
-        sign=">",
-        limit=0.5,
-        steps=3,
-        text="the correction drops most tokens. Fix what makes sampler and trainer differ (see mismatch/), "
-        "or widen --algo.advantage.is_correction_threshold.",
+    "policy/is_masked_fraction > 0.5 for 3 steps": (
+        "the correction drops most tokens. Fix what makes sampler and trainer differ (see mismatch/), "
+        "or widen --algo.advantage.is_correction_threshold."
     ),
-    Rule(
-        metric="policy/staleness_masked_fraction",
-        sign=">",
-        limit=0.5,
-        steps=3,
-        text="most tokens are older than --algo.advantage.max_token_staleness, and nothing is learnt from "
-        "them. Raise it, or sample less far ahead: --train.async_queue_size.",
+    "policy/staleness_masked_fraction > 0.5 for 3 steps": (
+        "most tokens are older than --algo.advantage.max_token_staleness, and nothing is learnt from "
+        "them. Raise it, or sample less far ahead: --train.async_queue_size."
     ),
-    Rule(
-        metric="policy/clip_fraction",
-        sign=">",
-        limit=0.5,
-        steps=5,
-        text="the policy moves so far within a step that most tokens are clipped. Lower --actor.adam.lr or "
-        "--train.max_epochs, or raise --train.batch_size.",
+    "policy/clip_fraction > 0.5 for 5 steps": (
+        "the policy moves so far within a step that most tokens are clipped. Lower --actor.adam.lr or "
+        "--train.max_epochs, or raise --train.batch_size."
     ),
-    Rule(
-        metric="policy/entropy",
-        sign="<",
-        limit=0.02,
-        steps=20,
-        text="the policy hardly varies its answers and explores little. Raise --actor.entropy_coef, the "
-        "upper clip bound or --rollout.temperature, or lower --actor.adam.lr.",
+    "policy/entropy < 0.02 for 20 steps": (
+        "the policy hardly varies its answers and explores little. Raise --actor.entropy_coef, the "
+        "upper clip bound or --rollout.temperature, or lower --actor.adam.lr."
     ),
-    Rule(
-        metric="kl/mean",
-        sign=">",
-        limit=1.0,
-        steps=5,
-        text="the policy has left the reference by more than 1 nat a token. Raise --algo.kl.init_coef or "
-        "lower --actor.adam.lr, and read samples: reward may rise while answers fall apart.",
+    "kl/mean > 1 for 5 steps": (
+        "the policy has left the reference by more than 1 nat a token. Raise --algo.kl.init_coef or "
+        "lower --actor.adam.lr, and read samples: reward may rise while answers fall apart."
     ),
-    Rule(
-        metric="grad_norm",
-        sign=">",
-        limit=100.0,
-        steps=5,
-        text="gradients are far larger than any clipping expects. Lower the learning rate, lengthen the "
-        "warmup, and look for rewards or rows out of range.",
+    "grad_norm > 100 for 5 steps": (
+        "gradients are far larger than any clipping expects. Lower the learning rate, lengthen the "
+        "warmup, and look for rewards or rows out of range."
     ),
-    Rule(
-        metric="critic/explained_variance",
-        sign="<",
-        limit=0.0,
-        steps=20,
-        text="the critic predicts returns worse than their mean would. Raise --critic.adam.lr, or give it a "
-        "start with --critic.freezing_steps.",
+    "critic/explained_variance < 0 for 20 steps": (
+        "the critic predicts returns worse than their mean would. Raise --critic.adam.lr, or give it a "
+        "start with --critic.freezing_steps."
     ),
-    Rule(
-        metric="eval/failed_ratio",
-        sign=">",
-        limit=0.1,
-        steps=1,
-        text="the evaluation misses samples, and those that fail are seldom like the others. Their `error` "
-        "is in the run folder's rollouts.",
+    "eval/failed_ratio > 0.1 for 1 step": (
+        "the evaluation misses samples, and those that fail are seldom like the others. Their `error` "
+        "is in the run folder's rollouts."
     ),
-)
+}
+"""Condition -> its meaning and the remedy."""
+
+RULES = tuple(Rule.of(condition, text) for condition, text in _REMEDIES.items())
 
 
 SAME_REWARD = (

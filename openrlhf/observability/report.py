@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Self, TextIO
 
 from jinja2 import Environment, StrictUndefined, Template
 
@@ -181,57 +181,6 @@ class _Axis:
         return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Label:
-    """A metric's display name: its section, and the rest in words."""
-
-    section: str
-    words: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tile:
-    label: Label
-    value: str
-    change: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Tick:
-    at: float
-    text: str
-    anchor: str = "end"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Line:
-    kind: Literal["raw", "mean"]
-    points: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dot:
-    x: float
-    y: float
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chart:
-    """The chart of one metric, in pixels of `PLOT`; without lines where no value is finite."""
-
-    name: str
-    label: Label
-    num_bad: int
-    last: str
-    last_is: str = ""
-    y_ticks: Sequence[Tick] = ()
-    x_ticks: Sequence[Tick] = ()
-    lines: Sequence[Line] = ()
-    dots: Sequence[Dot] = ()
-    is_sparse: bool = False
-
-
 def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for step in sorted(metrics):
@@ -304,10 +253,10 @@ class Level:
         return "last step" if self.width == 1 else f"mean of the last {self.width} steps"
 
 
-def _tile(name: str, curve: Curve) -> Tile:
+def _tile(name: str, curve: Curve) -> dict[str, Any]:
     level = Level.of(curve)
     change = f"{level.text}, from {_number(level.first)}" if len(curve) > 1 else "one step"
-    return Tile(label=_label(name), value=_number(level.last), change=change)
+    return {"label": _label(name), "value": _number(level.last), "change": change}
 
 
 def _own_metrics(files: dict[int, Path]) -> set[str]:
@@ -365,12 +314,13 @@ def _heading(name: str, own: set[str]) -> str:
     return SECTIONS[section][0] if section < len(SECTIONS) else "More"
 
 
-def _chart(name: str, curve: Curve) -> Chart:
-    """Builds one small multiple: noisy values pale behind their running mean, dots with tooltips."""
+def _chart(name: str, curve: Curve) -> dict[str, Any]:
+    """Builds one small multiple, in pixels of `PLOT`: noisy values pale behind their running mean, dots with
+    tooltips; without lines where no value is finite."""
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
-    common = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
+    chart = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
     if not finite:
-        return Chart(**common, last="–")
+        return chart | {"last": "–", "last_is": "", "lines": []}
     y_ticks = _ticks(min(v for _, v in finite), max(v for _, v in finite))
     low, high = finite[0][0], finite[-1][0]
     x = _Axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
@@ -379,34 +329,33 @@ def _chart(name: str, curve: Curve) -> Chart:
     is_sparse = len(finite) < 30
     is_noisy = not is_sparse and _is_noisy(finite)
     smooth = _thin(_running_mean(finite)) if is_noisy else points
-    lines = [Line(kind="raw", points=_points(points, x, y))] if is_noisy else []
-    return Chart(
-        **common,
-        last=_number(Level.of(curve).last),
-        last_is=Level.of(curve).text,
-        y_ticks=[Tick(at=y(value), text=_number(value)) for value in y_ticks],
-        x_ticks=_step_ticks(low, high, x),
-        lines=[*lines, Line(kind="mean", points=_points(smooth, x, y))],
-        dots=[
-            Dot(x=x(step), y=y(value), text=f"step {step:,}: {_number(value)}")
+    raw = [{"kind": "raw", "points": _points(points, x, y)}] if is_noisy else []
+    level = Level.of(curve)
+    return chart | {
+        "last": _number(level.last),
+        "last_is": level.text,
+        "y_ticks": [{"at": y(value), "text": _number(value)} for value in y_ticks],
+        "x_ticks": _step_ticks(low, high, x),
+        "lines": [*raw, {"kind": "mean", "points": _points(smooth, x, y)}],
+        "dots": [
+            {"x": x(step), "y": y(value), "text": f"step {step:,}: {_number(value)}"}
             for step, value in smooth[:: math.ceil(len(smooth) / 30)]
         ],
-        is_sparse=is_sparse,
-    )
+        "is_sparse": is_sparse,
+    }
 
 
-def _step_ticks(low: int, high: int, x: _Axis) -> list[Tick]:
+def _step_ticks(low: int, high: int, x: _Axis) -> list[dict[str, Any]]:
     """Returns ticks at the first, a middle and the last step; the outer labels align with the ends of the
     plot."""
-    steps = sorted({low, low + (high - low) // 2, high})
     anchors = {low: "start", high: "end"} if low < high else {}
     return [
-        Tick(
-            at=x(step),
-            text=f"{'step ' if step == low else ''}{_step(step)}",
-            anchor=anchors.get(step, "middle"),
-        )
-        for step in steps
+        {
+            "at": x(step),
+            "text": f"{'step ' if step == low else ''}{_step(step)}",
+            "anchor": anchors.get(step, "middle"),
+        }
+        for step in sorted({low, low + (high - low) // 2, high})
     ]
 
 
@@ -527,9 +476,10 @@ def _points(curve: Curve, x: _Axis, y: _Axis) -> str:
     return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
 
 
-def _label(name: str) -> Label:
+def _label(name: str) -> dict[str, str]:
+    """Returns a metric's display name: its section, and the rest in words."""
     section, _, short = name.rpartition("/")
-    return Label(section=section[:30], words=shorten(short.replace("_", " "), 60))
+    return {"section": section[:30], "words": shorten(short.replace("_", " "), 60)}
 
 
 def _number(value: float) -> str:
