@@ -44,11 +44,12 @@ class DistillationTask(ResponsesTask[KDConfig]):
     def objective(self, run: task.Run[KDConfig]) -> "DistillationObjective":
         from openrlhf.models.student import TeacherModel, linear_head
         from openrlhf.observability.progress import waiting
+        from openrlhf.training.models import load_language_model
         from openrlhf.training.objectives.kd import DistillationObjective
 
         model, path = self.config.model, self.config.teacher.model_name_or_path
         with waiting("loading the teacher", key=path):
-            build = lambda: TeacherModel(task.load_language_model(self.config, path, TEACHER_FLAG))
+            build = lambda: TeacherModel(load_language_model(self.config, path, TEACHER_FLAG))
             teacher = run.frozen(build, self.config.teacher.offload)
         head = linear_head(teacher.module.model)
         return DistillationObjective(

@@ -69,22 +69,11 @@ class RewardModelTask(PairTask[RMConfig]):
         return "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ScoreModel":
-        from openrlhf.models.scorer import load_scorer
+        from openrlhf.training.models import load_reward_model
 
-        config = self.config
-        return load_scorer(
-            config.model.model_name_or_path,
-            flag="--model.model_name_or_path",
-            dtype=config.ds.precision.dtype,
-            attention=config.ds.kernels.attention,
-            max_len=config.data.max_len,
-            head_prefix=config.ds.value_head_prefix,
-            tokenizer=tokenizer,
-            experts=config.ds.kernels.experts,
-            liger=config.ds.kernels.liger,
-            in_4bit=config.ds.precision.in_4bit,
-            images=config.data.reads_images,
-        )
+        config, in_4bit = self.config, self.config.ds.precision.in_4bit
+        path = config.model.model_name_or_path
+        return load_reward_model(config, path, task.MODEL_FLAG, tokenizer=tokenizer, in_4bit=in_4bit)
 
     def objective(self, run: task.Run[RMConfig]) -> "RewardObjective":
         from openrlhf.training.objectives.rm import RewardObjective

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
-from openrlhf.training.task import Task, load_language_model, load_tokenizer_of
+from openrlhf.training.task import Task, load_tokenizer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,6 +53,7 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
     from openrlhf.models.lora import has_adapters
     from openrlhf.models.policy import PolicyModel
     from openrlhf.observability.progress import waiting
+    from openrlhf.training.models import load_language_model
     from openrlhf.training.precompute import values_of_items
 
     path = reference_path(run.config)

@@ -114,6 +114,8 @@ class Task(ABC, Generic[ConfigT]):
         return PolicyModel(self.load_causal_lm())
 
     def load_causal_lm(self) -> "PreTrainedModel":
+        from openrlhf.training.models import load_language_model
+
         path, in_4bit = self.config.model.model_name_or_path, self.config.ds.precision.in_4bit
         return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
@@ -527,22 +529,3 @@ def balanced(
 
     add = lambda inner: BalancedObjective(objective=inner, coef=coef)
     return add(objective), None if prepare is None else lambda rows: add(prepare(rows))
-
-
-def load_language_model(
-    config: SupervisedConfig, path: str, flag: str, *, in_4bit: bool = False
-) -> "PreTrainedModel":
-    """Loads a causal language model with the precision and kernels of `ds.*`."""
-    from openrlhf.models.loading import load_causal_lm
-
-    return load_causal_lm(
-        path,
-        flag=flag,
-        dtype=config.ds.precision.dtype,
-        attention=config.ds.kernels.attention,
-        max_len=config.data.max_len,
-        experts=config.ds.kernels.experts,
-        liger=config.ds.kernels.liger,
-        in_4bit=in_4bit,
-        images=config.data.reads_images,
-    )

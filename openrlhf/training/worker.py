@@ -14,7 +14,6 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from openrlhf import heap
 from openrlhf.backends.base import FrozenModel, Objective, TrainEngine
@@ -39,7 +38,6 @@ from openrlhf.files import exporting
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (
-    load_causal_lm,
     load_config,
     load_tokenizer,
     policy_processor,
@@ -50,10 +48,11 @@ from openrlhf.models.loading import (
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import Replay
-from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, score_statistics
+from openrlhf.models.scorer import ValueModel, score_statistics
 from openrlhf.models.vision import freeze_vision
 from openrlhf.rewards.models import RewardReader
 from openrlhf.training.checkpoints import UNFINISHED
+from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
@@ -156,21 +155,7 @@ class ModelWorker(Worker, Generic[ModelT]):
         return model(row, temperature=self.config.rollout.temperature).log_probs
 
     def build_model(self, path: str, flag: str) -> RowModel:
-        return PolicyModel(self.load(path, flag))
-
-    def load(self, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
-        ds = self.config.ds
-        return load_causal_lm(
-            path,
-            flag=flag,
-            dtype=ds.precision.dtype,
-            attention=ds.kernels.attention,
-            max_len=self.config.data.max_len,
-            experts=ds.kernels.experts,
-            in_4bit=in_4bit,
-            liger=ds.kernels.liger,
-            images=self.config.reads_images,
-        )
+        return PolicyModel(load_language_model(self.config, path, flag))
 
 
 class FrozenWorker(ModelWorker[FrozenModel]):
@@ -192,7 +177,7 @@ class RewardWorker(Worker):
         stops = stop_token_ids(config.actor.model_name_or_path, policy)
         self.models, self.readers, self.statistics = [], [], []
         for path in config.reward.models:
-            build = partial(_build_scorer, config, path, REWARD_FLAG, trained=True)
+            build = partial(load_reward_model, config, path, REWARD_FLAG, trained=True)
             self.models.append(self.frozen(build, config.reward.offload))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
@@ -332,7 +317,7 @@ class PolicyWorker(TrainedWorker):
 
     def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
-        model = self.load(path, flag, in_4bit=ds.precision.in_4bit)
+        model = load_language_model(self.config, path, flag, in_4bit=ds.precision.in_4bit)
         if self.config.algo.router_replay:
             reading_of(model).replay = Replay(model)
         model = prepare_for_training(model, ds)
@@ -449,7 +434,7 @@ class CriticWorker(TrainedWorker):
         """Builds the critic from a reward model, whose head it keeps, or from a plain language model, which
         gets a new head."""
         ds = self.config.ds
-        scorer = _build_scorer(self.config, path, flag, in_4bit=ds.precision.in_4bit)
+        scorer = load_reward_model(self.config, path, flag, in_4bit=ds.precision.in_4bit)
         return ValueModel(prepare_for_training(scorer.model, ds))
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
@@ -471,26 +456,6 @@ def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> 
     if not coef:
         return objective
     return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
-
-
-def _build_scorer(
-    config: PPOConfig, path: str, flag: str, *, trained: bool = False, in_4bit: bool = False
-) -> ScoreModel:
-    """Loads a reward model. With `trained`, raises UsageError for a model without a trained head."""
-    ds = config.ds
-    return load_scorer(
-        path,
-        flag=flag,
-        dtype=ds.precision.dtype,
-        attention=ds.kernels.attention,
-        max_len=config.data.max_len,
-        head_prefix=ds.value_head_prefix,
-        experts=ds.kernels.experts,
-        in_4bit=in_4bit,
-        liger=ds.kernels.liger,
-        images=config.reads_images,
-        trained=trained,
-    )
 
 
 def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
