@@ -62,26 +62,26 @@ class McpServer:
         """Yields the tools that the server lists. Raises McpServerFailed if the server cannot be reached or
         shut down."""
         failure: Exception | None = None
-        with Remains.kept() as remains:
+        with ServerOutput.kept() as output:
             try:
-                async with self._session(remains) as session:
+                async with self._session(output) as session:
                     tools = [self._tool(session, _plain(tool)) for tool in await _listed(session)]
                     try:
                         yield tools
                     except Exception as error:  # an error of the episode, not of the client
                         failure = error
             except Exception as error:
-                first, told = _first(error), remains.told()
-                reason = f"{str(first) or type(first).__name__}{told}"
+                first, details = _first(error), output.details()
+                reason = f"{str(first) or type(first).__name__}{details}"
                 # Once the process has ended, the client's own traceback adds nothing.
-                raise McpServerFailed(self, reason) from (None if told else first)
+                raise McpServerFailed(self, reason) from (None if details else first)
             if isinstance(failure, McpServerFailed) and failure.server is self:
-                raise McpServerFailed(self, f"{failure.reason}{remains.told()}") from None
+                raise McpServerFailed(self, f"{failure.reason}{output.details()}") from None
             if failure is not None:
                 raise failure
 
     @asynccontextmanager
-    async def _session(self, remains: "Remains") -> AsyncIterator[Any]:
+    async def _session(self, output: "ServerOutput") -> AsyncIterator[Any]:
         """Opens a session of the installed client; both generations have `list_tools` and `call_tool`."""
         import mcp
         from mcp.client.streamable_http import streamable_http_client
@@ -89,7 +89,7 @@ class McpServer:
         if self.url:
             transport = streamable_http_client(self.url)
         else:
-            transport = mcp.stdio_client(self._process(remains), errlog=remains.errors)
+            transport = mcp.stdio_client(self._process(output), errlog=output.errors)
         if hasattr(mcp, "Client"):
             async with mcp.Client(transport) as client:
                 yield client
@@ -98,12 +98,12 @@ class McpServer:
                 await session.initialize()
                 yield session
 
-    def _process(self, remains: "Remains") -> "StdioServerParameters":
+    def _process(self, output: "ServerOutput") -> "StdioServerParameters":
         """Builds a shell command that runs the server and writes its exit code, which the client does not
         report, to a file."""
         from mcp import StdioServerParameters
 
-        words = ["-c", '"$@"; echo $? > "$0"', str(remains.code), *self.command]
+        words = ["-c", '"$@"; echo $? > "$0"', str(output.code), *self.command]
         return StdioServerParameters(command="/bin/sh", args=words, env=dict(self.environment))
 
     def _tool(self, session: Any, tool: Mapping[str, Any]) -> Tool:
@@ -131,7 +131,7 @@ class McpServer:
 
 
 @dataclass(frozen=True)
-class Remains:
+class ServerOutput:
     """Exit code and stderr of a server's process, kept for error messages."""
 
     code: Path
@@ -147,24 +147,24 @@ class Remains:
             TemporaryDirectory(prefix="mcp-") as folder,
             open(f"{folder}/stderr", "w+", errors="replace") as errors,
         ):
-            remains = cls(Path(folder) / "exit_code", errors)
+            output = cls(Path(folder) / "exit_code", errors)
             try:
-                yield remains
+                yield output
             finally:
-                sys.stderr.write(remains._taken())
+                sys.stderr.write(output.take_stderr())
 
-    def _taken(self) -> str:
+    def take_stderr(self) -> str:
         """Returns the stderr written so far and clears the file."""
         self.errors.seek(0)
         text = self.errors.read()
         self.errors.truncate(0)
         return text
 
-    def told(self) -> str:
+    def details(self) -> str:
         """Returns the end of an error message: the exit code and the last line of stderr, followed by the
         last LAST_CHARACTERS of stderr; "" if there are neither."""
         code = f", exit code {self.code.read_text().strip()}" if self.code.exists() else ""
-        text = self._taken().strip()
+        text = self.take_stderr().strip()
         if not text:
             return code
         lines = [f"{code}: {text.splitlines()[-1]}", "its stderr:", text[-LAST_CHARACTERS:]]

@@ -38,9 +38,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MODEL = "policy"
-MANY = 4096
+CONNECTION_BACKLOG = 4096
 """Backlog of the server's socket: episodes that may connect at the same time."""
-OF_THE_RUN = ("temperature", "top_p", "top_k", "min_p", "seed", "frequency_penalty", "presence_penalty")
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+)
 """Request fields that the run's flags override: training needs log-probs of the distribution that was sampled
 from."""
 
@@ -190,7 +198,7 @@ class Session:
             text = f"a prompt of {prompt_length} tokens leaves no room in --data.max_len {self.max_length}"
             raise BadRequest(text, "context_length_exceeded")
         params = copy.copy(self.sampling_params)
-        if other := [k for k in OF_THE_RUN if request.get(k) not in (None, getattr(params, k))]:
+        if other := [k for k in SAMPLING_FIELDS if request.get(k) not in (None, getattr(params, k))]:
             _warn_once(", ".join(other))
         asked = request.get("max_completion_tokens") or request.get("max_tokens") or params.max_tokens
         params.max_tokens = min(room, asked or room)
@@ -316,7 +324,7 @@ class Server:
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         _allow_many_files()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=MANY)
+        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=CONNECTION_BACKLOG)
         await site.start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 

@@ -168,10 +168,10 @@ def _run(task: isolation.Task, seconds: float, output: int) -> SandboxResult:
             os.close(report)
             streams = [stream.fileno() for stream in (reports, process.stdout, process.stderr) if stream]
             try:
-                stopped, (told, stdout, stderr) = _read(streams, seconds, output)
+                stopped, (report_text, stdout, stderr) = _read(streams, seconds, output)
             finally:
                 process.send_signal(signal.SIGTERM)  # no effect on a process that has ended
-    exit_code = _exit_code(told.splitlines(), stderr)
+    exit_code = _exit_code(report_text.splitlines(), stderr)
     return SandboxResult(
         status=stopped or _status(exit_code),
         exit_code=None if stopped else exit_code,
@@ -207,13 +207,13 @@ START_LIMIT = 60.0
 """Seconds that the start of the code may take on a busy machine."""
 
 
-def _exit_code(told: Sequence[str], stderr: str) -> int:
+def _exit_code(lines: Sequence[str], stderr: str) -> int:
     """Returns the code's exit code from the lines of the report. A report that stops after "started" counts
     as SIGKILL: the code ended the reporting process. Raises SandboxUnavailable if the code did not start."""
-    nothing = [] if told else [f"the program that isolates said nothing but {stderr[-500:]!r}"]
-    for problem in nothing + [line.removeprefix("refused ") for line in told if line.startswith("refused ")]:
+    nothing = [] if lines else [f"the program that isolates said nothing but {stderr[-500:]!r}"]
+    for problem in nothing + [line.removeprefix("refused ") for line in lines if line.startswith("refused ")]:
         raise SandboxUnavailable(f"{problem}. {REMEDY}")
-    return int(told[1]) if len(told) > 1 else -signal.SIGKILL
+    return int(lines[1]) if len(lines) > 1 else -signal.SIGKILL
 
 
 def _status(exit_code: int) -> Status:

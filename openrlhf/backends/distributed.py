@@ -143,10 +143,10 @@ def seed_everything(seed: int, deterministic: bool) -> None:
 def machines_without(folder: str) -> list[str]:
     """Returns the machines whose ranks do not see a file that rank 0 makes in `folder`. Collective."""
     with marked(folder) if dist.get_rank() == 0 else nullcontext() as mark:
-        told, seen = [mark], [("", True)] * dist.get_world_size()
-        dist.broadcast_object_list(told)
-        assert told[0] is not None  # rank 0 has set it
-        dist.all_gather_object(seen, (platform.node(), appears(told[0])))
+        shared_mark, seen = [mark], [("", True)] * dist.get_world_size()
+        dist.broadcast_object_list(shared_mark)
+        assert shared_mark[0] is not None  # rank 0 has set it
+        dist.all_gather_object(seen, (platform.node(), appears(shared_mark[0])))
     return sorted({machine for machine, found in seen if not found})
 
 

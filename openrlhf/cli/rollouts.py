@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 NAMES = ("step", "eval", "filtered")
 ORDERS = ("reward", "score", "length")
-FEW = 20
+MOST_LISTED = 20
 """Maximum number of names that an error lists."""
 
 
@@ -165,10 +165,10 @@ def _count(text: str) -> int:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    """Joins names for an error; of more than FEW names only the first ones and the last."""
-    if len(names) <= FEW:
+    """Joins names for an error; of more than MOST_LISTED names only the first ones and the last."""
+    if len(names) <= MOST_LISTED:
         return ", ".join(map(str, names))
-    return f"{', '.join(map(str, names[: FEW - 1]))}, ... {names[-1]} ({len(names)} in all)"
+    return f"{', '.join(map(str, names[: MOST_LISTED - 1]))}, ... {names[-1]} ({len(names)} in all)"
 
 
 if __name__ == "__main__":

@@ -203,7 +203,7 @@ class _Line:
 
 
 _RENAMED = " is now "
-_FEW = 3
+_MOST_LISTED = 3
 """Largest number of old spellings that are listed one by one."""
 
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -437,9 +437,9 @@ def _translate_old(
 
 def _in_one_line(renamed: Mapping[str, str]) -> list[str]:
     """Returns remarks on old spellings: the current name of each, or for many only how to list them."""
-    if len(renamed) <= _FEW:
+    if len(renamed) <= _MOST_LISTED:
         return [f"{shown}{text}" for shown, text in renamed.items()]
-    first = ", ".join(list(renamed)[:_FEW])
+    first = ", ".join(list(renamed)[:_MOST_LISTED])
     return [
         f"{len(renamed)} flags are spelled as in older versions ({first}, ...); --print_command prints the "
         "command in today's"

@@ -23,7 +23,7 @@ def change_of(command: str, key: str) -> Change:
         return Change.REMARKED
     if key in CONTENT:
         return Change.CONTENT
-    if key in FREE or key.startswith(FREE_SECTIONS):
+    if key in CHANGEABLE or key.startswith(CHANGEABLE_SECTIONS):
         return Change.FREE
     return Change.REFUSED
 
@@ -49,8 +49,8 @@ CONTENT = {
     *("data.dataset", "data.prompt_dataset", "data.pretrain_dataset"),
 }
 
-FREE_SECTIONS = ("ckpt.", "eval.", "logger.")
-FREE = {
+CHANGEABLE_SECTIONS = ("ckpt.", "eval.", "logger.")
+CHANGEABLE = {
     *("local_rank", "use_ms", "placement"),
     *("data.image_root", "data.image_hosts"),
     *("data.dataloader_num_workers", "data.cache_enable", "data.cache_dir"),

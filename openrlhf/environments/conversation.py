@@ -32,12 +32,12 @@ class Conversation:
         self.is_cut = False
         """True if the last answer ran out of tokens."""
 
-    async def answer(self, told: str) -> str | None:
+    async def answer(self, text: str) -> str | None:
         """Returns the policy's answer without its end-of-turn token; None if no turn is left, no room is
         left, or the engine aborted the request."""
         if self.session.turns_left == 0:
             return None
-        self.messages.append({"role": "user", "content": told})
+        self.messages.append({"role": "user", "content": text})
         try:
             found = await self.session.complete({"messages": self.messages})
         except BadRequest as error:

@@ -67,9 +67,9 @@ class GymExecutor(AgentExecutorBase, ABC):
         environment = await call(self.make, prompt, label)
         rewards, terminated, truncated = [], False, False
         try:
-            told, _ = await call(environment.reset, seed=seed)
-            while not terminated and not truncated and (action := await talk.answer(told)) is not None:
-                told, reward, terminated, truncated, _ = await call(environment.step, action)
+            text, _ = await call(environment.reset, seed=seed)
+            while not terminated and not truncated and (action := await talk.answer(text)) is not None:
+                text, reward, terminated, truncated, _ = await call(environment.step, action)
                 rewards.append(float(reward))
         finally:
             if close := getattr(environment, "close", None):

@@ -29,7 +29,7 @@ class TextArenaExecutor(AgentExecutorBase):
         unfinished: float = 0.0,
         **options: Any,
     ) -> None:
-        """`opponent(told)`: returns the moves of all other players. None: the policy plays them too, without
+        """`opponent(text)`: returns the moves of all other players. None: the policy plays them too, without
         being trained on those moves. `unfinished`: the reward of a game that did not end. `options`:
         arguments of textarena.make."""
         super().__init__()
@@ -62,11 +62,11 @@ class TextArenaExecutor(AgentExecutorBase):
 
         game = await call(Game, prompt, self.num_players, seed, self.options)
         while not game.is_over:
-            player, told = await call(game.look)
+            player, text = await call(game.look)
             if player == trained or self.opponent is None:
-                move = await talks[player].answer(told)
+                move = await talks[player].answer(text)
             else:
-                move = await call(self.opponent, told)
+                move = await call(self.opponent, text)
             if move is None:
                 break
             await call(game.move, move)

@@ -121,8 +121,8 @@ class Progress:
         self._phases: list[Phase] = []
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._clock = StepClock(now=now())
-        self._untold = UntoldSteps()
-        self._told = now()
+        self._pending = PendingSteps()
+        self._last_report = now()
         self._bars: _TerminalBars | None = None
         self._closed = threading.Event()
         self._last_line = time.monotonic()
@@ -170,9 +170,9 @@ class Progress:
         timing = {f"timing/{name}": value for name, value in seconds.items()}
         if self._show:
             with self._lock:
-                self._untold.add(step, metrics, timing)
+                self._pending.add(step, metrics, timing)
             if self._is_line_due(metrics):
-                self._tell_steps()
+                self._print_steps()
             if self._bars:
                 self._bars.step(step, self._clock.eta())
         return timing
@@ -181,11 +181,11 @@ class Progress:
         """Prints a line that does not disturb the bars, after the line of the steps so far. `text` may come
         from anywhere: it is cleaned."""
         if self._show:
-            self._tell_steps()
+            self._print_steps()
             self._print(text)
 
     def close(self) -> None:
-        self._tell_steps()
+        self._print_steps()
         self._closed.set()
         if self._bars:
             self._bars.stop()
@@ -199,26 +199,26 @@ class Progress:
 
     def _is_line_due(self, metrics: "Metrics") -> bool:
         every = STEPS_EVERY_ON_TERMINAL if self._bars else STEPS_EVERY
-        is_old = self._now() - self._told >= every
+        is_old = self._now() - self._last_report >= every
         return is_old or self._clock.is_at_an_end or any(map(is_evaluation, metrics))
 
-    def _tell_steps(self) -> None:
+    def _print_steps(self) -> None:
         """Prints one line about all steps not yet printed."""
         with self._lock:
-            untold, self._untold = self._untold, UntoldSteps()
-        if not untold.count:
+            pending, self._pending = self._pending, PendingSteps()
+        if not pending.count:
             return
         of_total = f"/{self._clock.total}" if self._clock.total else ""
-        steps = f" ({untold.count} steps)" if untold.count > 1 else ""
-        figures = [f"{name} {format_number(value)}" for name, value in self._chosen(untold.means())]
-        durations = {name: format_duration(s) for name, s in untold.seconds().items()}
+        steps = f" ({pending.count} steps)" if pending.count > 1 else ""
+        figures = [f"{name} {format_number(value)}" for name, value in self._chosen(pending.means())]
+        durations = {name: format_duration(s) for name, s in pending.seconds().items()}
         total = durations.pop("step_total")
         phases = " + ".join(f"{name} {text}" for name, text in durations.items())
         eta = self._clock.eta()
         left = f"eta {format_duration(eta)}" if eta else ""
-        parts = [f"step {untold.last}{of_total}{steps}", *figures, phases, f"total {total}", left]
+        parts = [f"step {pending.last}{of_total}{steps}", *figures, phases, f"total {total}", left]
         self._print("  ".join(filter(None, parts)))
-        self._told = self._now()
+        self._last_report = self._now()
 
     def _chosen(self, metrics: "Metrics") -> list[tuple[str, float]]:
         """Returns (label, value) of the metrics on the line."""
@@ -290,7 +290,7 @@ class Phase:
         )
 
 
-class UntoldSteps:
+class PendingSteps:
     """Accumulates the steps that are not yet printed."""
 
     def __init__(self) -> None:
@@ -412,7 +412,7 @@ def waiting(
     phase = Phase(name=clean_text(title) + before, total=None)
     ended = threading.Event()
     arguments = (phase, stream or sys.stderr, ended, patience or WAIT_PATIENCE)
-    thread = threading.Thread(target=_tell_wait, args=arguments, name="waiting", daemon=True)
+    thread = threading.Thread(target=_report_wait, args=arguments, name="waiting", daemon=True)
     thread.start()
     try:
         yield
@@ -428,7 +428,7 @@ def checking() -> AbstractContextManager[None]:
     return waiting("checking models and data", patience=CHECK_PATIENCE)
 
 
-def _tell_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience: float) -> None:
+def _report_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience: float) -> None:
     is_terminal = _is_terminal(stream)
     if ended.wait(WAIT_PATIENCE if is_terminal else patience):
         return

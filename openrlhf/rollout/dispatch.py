@@ -190,7 +190,7 @@ class Dispatcher:
             done.result()
 
     def close(self) -> None:
-        self._events.put(_leave)
+        self._events.put(_stop_thread)
         self._scorer.shutdown(wait=False, cancel_futures=True)
 
     def _work(self) -> None:
@@ -201,7 +201,7 @@ class Dispatcher:
                 while not self._events.empty():
                     self._events.get()()
                 self._advance()
-        except _Leave:
+        except _ThreadStopped:
             return
         except BaseException as error:
             for finished in self._finished.values():
@@ -313,12 +313,12 @@ def _replaced(group: PromptGroup, again: PromptGroup) -> PromptGroup:
     )
 
 
-class _Leave(Exception):
+class _ThreadStopped(Exception):
     pass
 
 
-def _leave() -> None:
-    raise _Leave
+def _stop_thread() -> None:
+    raise _ThreadStopped
 
 
 def _named(requests: Sequence[_Request]) -> str:

@@ -16,7 +16,7 @@ from openrlhf.types import Image, Turn, present
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-FREE = frozenset(
+CHANGEABLE = frozenset(
     {
         *("max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
         *("repetition_detection", "n", "seed"),
@@ -67,8 +67,8 @@ class RecordingEngine:
     ) -> Completions:
         """Sends one request. `sampling_params`, of this package or of vLLM, are not modified: the request has
         a copy with the seed of this turn, log-probs, and training's stop tokens where it has none. Raises
-        ValueError where a parameter that is not `FREE` has changed; EnvironmentFailed where the answer has
-        image placeholders."""
+        ValueError where a parameter outside of `CHANGEABLE` has changed; EnvironmentFailed where the answer
+        has image placeholders."""
         params = self._checked(SamplingParams.of(sampling_params))
         turn = len(self._answers)
         params.seed = seed = seed_at(*self._address, *((turn,) if turn else ()))
@@ -99,12 +99,12 @@ class RecordingEngine:
             raise self._death
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
-        """Returns the run's parameters, updated with those of `params` that are `FREE`. Raises ValueError
+        """Returns the run's parameters, updated with those of `params` in `CHANGEABLE`. Raises ValueError
         where others differ from the run's: None, 0 and an empty list all mean that a field is unused."""
         asked, own, changed = SamplingParams(), vars(self._given), []
         vars(asked).update(own)
         for name, value in vars(params).items():
-            if name in FREE:
+            if name in CHANGEABLE:
                 setattr(asked, name, value)
             elif (value or None) != (own.get(name) or None):
                 changed.append((name, value, own.get(name)))

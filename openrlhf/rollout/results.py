@@ -60,26 +60,26 @@ def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, A
 def _trained_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:
     token_ids, ranges = result.get("observation_tokens"), result.get("action_ranges")
     if token_ids is None and ranges is None:
-        chosen = _earned(result.get("turn_rewards"), turns, source)
+        chosen = _with_rewards(result.get("turn_rewards"), turns, source)
     elif token_ids is None or ranges is None:
         raise EnvironmentFailed(
             f"{source} returned one of observation_tokens and action_ranges; both belong together"
         )
     else:
-        chosen = _told(token_ids, ranges, turns, source)
+        chosen = _at_ranges(token_ids, ranges, turns, source)
     if not any(len(turn.action_ids) for turn in chosen):
         raise EnvironmentFailed(f"{source} returned no action: nothing that llm_engine.generate sampled")
     return chosen
 
 
-def _earned(turn_rewards: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
+def _with_rewards(turn_rewards: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
     if turn_rewards is None:
         return list(turns)
     rewards = read_floats("turn_rewards", turn_rewards, len(turns), source)
     return [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
 
 
-def _told(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
+def _at_ranges(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
     try:
         ranges = [(int(start), int(stop)) for start, stop in action_ranges]
     except (TypeError, ValueError) as error:

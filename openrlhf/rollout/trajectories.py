@@ -119,7 +119,7 @@ def chosen_turns(
     chosen, read, end = [], True, 0
     for start, stop in action_ranges:
         if not max(end, 1) <= start <= stop <= len(token_ids):
-            raise NeverSampled(_misplaced(start, stop, end, len(token_ids)))
+            raise NeverSampled(_why_misplaced(start, stop, end, len(token_ids)))
         end = stop
         if start == stop:
             continue
@@ -131,7 +131,7 @@ def chosen_turns(
     return chosen, read
 
 
-def _misplaced(start: int, stop: int, end: int, length: int) -> str:
+def _why_misplaced(start: int, stop: int, end: int, length: int) -> str:
     text = f"action range ({start}, {stop}) "
     if start < 1:
         return text + "begins at the first token, which nothing predicts: put the prompt before it"

@@ -9,7 +9,7 @@ from openrlhf.config import resume
 from openrlhf.config.command import SECRETS
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.fields import fields_of, values_of, with_values
-from openrlhf.config.resume import CONTENT, FREE, FREE_SECTIONS, Change, change_of, remarks_of
+from openrlhf.config.resume import CHANGEABLE, CHANGEABLE_SECTIONS, CONTENT, Change, change_of, remarks_of
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.training.origin import Origin, compare
 
@@ -29,13 +29,20 @@ def test_the_commands():
 @pytest.mark.parametrize("command", TYPES)
 def test_every_flag_is_in_one_class(command):
     for key in fields_of(TYPES[command]):
-        in_tables = [key in remarks_of(command), key in CONTENT, key in FREE, key.startswith(FREE_SECTIONS)]
+        in_tables = [
+            key in remarks_of(command),
+            key in CONTENT,
+            key in CHANGEABLE,
+            key.startswith(CHANGEABLE_SECTIONS),
+        ]
         assert sum(in_tables) == (change_of(command, key) is not Change.REFUSED), key
 
 
 def test_the_tables_name_flags_that_exist():
     known = {key for _, key in FLAGS}
-    assert {*CONTENT, *FREE, *resume.RL_REMARKS, *resume.SUPERVISED_REMARKS} - known <= {"train.max_steps"}
+    assert {*CONTENT, *CHANGEABLE, *resume.RL_REMARKS, *resume.SUPERVISED_REMARKS} - known <= {
+        "train.max_steps"
+    }
 
 
 @pytest.mark.parametrize(
