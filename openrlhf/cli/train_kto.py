@@ -23,18 +23,7 @@ class KTOTask(ComparedTask[KTOConfig]):
     def builder(self) -> partial:
         from openrlhf.data.unpaired import build_unpaired
 
-        data = self.config.data
-        return partial(
-            build_unpaired,
-            input_key=data.input_key,
-            output_key=data.output_key,
-            label_key=data.label_key,
-            apply_chat_template=data.apply_chat_template,
-            input_template=data.input_template,
-            max_len=data.max_len,
-            seed=self.config.train.seed,
-            bad_rows=data.bad_rows,
-        )
+        return self.bound(build_unpaired, seed=self.config.train.seed)
 
     def collate(self, items: list) -> "UnpairedRow":
         from openrlhf.types import UnpairedRow

@@ -31,16 +31,7 @@ class ProcessRewardTask(task.Task[PRMConfig]):
     def builder(self) -> partial:
         from openrlhf.data.steps import build_steps
 
-        data = self.config.data
-        return partial(
-            build_steps,
-            input_key=data.input_key,
-            label_key=data.label_key,
-            placeholder_token=data.placeholder_token,
-            reward_tokens=data.reward_tokens,
-            max_len=data.max_len,
-            bad_rows=data.bad_rows,
-        )
+        return self.bound(build_steps)
 
     def collate(self, items: list) -> "StepsRow":
         from openrlhf.types import StepsRow

@@ -38,19 +38,8 @@ class PairTask(task.Task[ConfigT]):
     def builder(self) -> partial:
         from openrlhf.data.preference import build_pairs
 
-        data = self.config.data
-        return partial(
-            build_pairs,
-            prompt_key=data.prompt_key,
-            chosen_key=data.chosen_key,
-            rejected_key=data.rejected_key,
-            apply_chat_template=data.apply_chat_template,
-            input_template=data.input_template,
-            max_len=data.max_len,
-            score_last_token=self.score_last_token,
-            margin_key=self.margin_key,
-            bad_rows=data.bad_rows,
-        )
+        options = {"score_last_token": self.score_last_token, "margin_key": self.margin_key}
+        return self.bound(build_pairs, **options)
 
     def collate(self, items: list) -> "PairRow":
         from openrlhf.types import PairRow

@@ -27,18 +27,7 @@ class ResponsesTask(task.Task[ConfigT]):
     def builder(self) -> partial:
         from openrlhf.data.sft import build_sft_samples
 
-        data = self.config.data
-        return partial(
-            build_sft_samples,
-            input_key=data.input_key,
-            output_key=data.output_key,
-            apply_chat_template=data.apply_chat_template,
-            input_template=data.input_template,
-            multiturn=data.multiturn,
-            pretrain=self.config.model.pretrain_mode_enable,
-            max_len=data.max_len,
-            bad_rows=data.bad_rows,
-        )
+        return self.bound(build_sft_samples, pretrain=self.config.model.pretrain_mode_enable)
 
     def collate(self, items: list) -> "PackedRow":
         from openrlhf.types import PackedRow

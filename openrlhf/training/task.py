@@ -5,7 +5,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import fields
 from functools import cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from openrlhf import heap
@@ -102,6 +104,11 @@ class Task(ABC, Generic[ConfigT]):
         """Returns a partial (rows, tokenizer) -> dataset with one item for each usable row. If rows have
         images, it is called with a third argument `images`. The data cache's key contains the partial's
         function and arguments."""
+
+    def bound(self, build: Callable, **options: Any) -> partial:
+        """Binds `options`, and the parameters of `build` that are named as flags of the section `data`."""
+        data = {field.name: getattr(self.config.data, field.name) for field in fields(self.config.data)}
+        return partial(build, **{n: data[n] for n in signature(build).parameters if n in data}, **options)
 
     @abstractmethod
     def collate(self, items: list) -> "Row":
