@@ -133,8 +133,17 @@ def describe(error: BaseException) -> str:
     return f"{first} [{error.code}]{newline}{rest}"
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that ask a training command to stop."""
+Handler = Callable[[int, FrameType | None], object] | int | None
+
+
 class Stopped(KeyboardInterrupt):
-    """Raised by Ctrl-C or SIGTERM in a training command. `code`: the exit status, 128 + signal number."""
+    """Raised by Ctrl-C or SIGTERM in a training command. `code`: its exit status, 128 + signal number, or
+    EXIT_STOPPED of openrlhf/stopping.py."""
+
+    is_at_border = False
+    """True where the run ended between two steps."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -142,20 +151,27 @@ class Stopped(KeyboardInterrupt):
 
 
 def catch_signals() -> None:
-    """Makes the first SIGINT or SIGTERM raise Stopped. Later signals are ignored, so that they do not
-    interrupt the shutdown."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
+    """Makes SIGINT and SIGTERM raise Stopped, once: later signals do not interrupt the shutdown."""
+    catch(stop_at_once)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, lambda number, frame: None)  # with SIG_IGN, Python warns about a pending signal
-    stopped = Stopped(number)
+def catch(handler: Handler, numbers: Sequence[int] = SIGNALS) -> dict[int, Handler]:
+    """Sets the handler of these signals. Returns the previous handlers."""
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def stop_at_once(number: int, frame: FrameType | None) -> None:
+    """Handles a signal by raising Stopped."""
+    raise shutting_down(Stopped(number))
+
+
+def shutting_down(stopped: Stopped) -> Stopped:
+    """Returns its argument. From here on signals are ignored, and the process ends within GRACE seconds."""
+    catch(lambda number, frame: None)  # with SIG_IGN, Python warns about a pending signal
     timer = threading.Timer(GRACE, _force_exit, [stopped])
     timer.daemon = True
     timer.start()
-    raise stopped
+    return stopped
 
 
 def _force_exit(stopped: Stopped) -> None:
@@ -170,12 +186,13 @@ def _print_stopped(stopped: Stopped) -> None:
 
 
 @contextmanager
-def noting_position(position: Callable[[], str]) -> Iterator[None]:
-    """Adds the run's position, such as its step, as a note to any error or stop raised inside."""
+def noting_position(position: Callable[[bool], str]) -> Iterator[None]:
+    """Adds the run's position to any error or stop inside, as a note. `position`: called with True for a stop
+    between two steps, else with False."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        error.add_note(position())
+        error.add_note(position(getattr(error, "is_at_border", False)))
         raise
 
 

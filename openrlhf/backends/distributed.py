@@ -157,6 +157,15 @@ def from_first(call: Callable[[], ResultT]) -> ResultT:
     return result[0]
 
 
+def on_any_rank(flag: bool) -> bool:
+    """Tells whether `flag` is True on some rank; the answer is the same on all ranks. Collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor(int(flag), device=current_device())
+    dist.all_reduce(flags, dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
 def leave_distributed() -> None:
     """Leaves the process group together with the other ranks: gloo's threads abort a process that just
     exits."""

@@ -22,6 +22,7 @@ from openrlhf.training.start import (
     check_places,
     check_space,
     choose_checkpoint,
+    grace_of,
     lock_folders,
     move_old_checkpoints,
     origin_of,
@@ -87,7 +88,7 @@ def train(
 ) -> None:
     """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
-    from openrlhf.cluster.deaths import naming_the_dead
+    from openrlhf.cluster.deaths import is_lost_process, naming_the_dead
     from openrlhf.cluster.roles import start_roles
     from openrlhf.cluster.whereabouts import who_runs_where
     from openrlhf.observability.progress import waiting
@@ -103,7 +104,11 @@ def train(
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         trainer.observer.message(_memory_of_rows(config, roles))
         try:
-            with noting_position(lambda: position(trainer)), naming_the_dead(roles.members):
+            with (
+                noting_position(partial(position, trainer)),
+                trainer.stop.deferred(grace_of(config), is_lost_process),
+                naming_the_dead(roles.members),
+            ):
                 trainer.fit()
                 with trainer.observer.phase("save the model"):
                     roles.policy.export(config.ckpt.output_dir).result()

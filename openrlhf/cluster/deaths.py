@@ -41,6 +41,13 @@ def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
         raise death from error
 
 
+def is_lost_process(error: Exception) -> bool:
+    """Tells whether an error follows from the end of a process of the run, or of Ray."""
+    if isinstance(error, RunError):
+        return error.code in (ErrorCode.ENGINE_FAILED, ErrorCode.WORKER_FAILED)
+    return isinstance(error, RayError) and not isinstance(error, RayTaskError)
+
+
 def in_words(error: RayError) -> str:
     """Describes an error by its cause: how the process died, or the exception that it raised."""
     cause = _cause(error)

@@ -87,6 +87,7 @@ CHANGEABLE = {
         "rollout.retry_on",
         "rollout.stop_on",
         "train.placement_timeout",
+        "train.grace_seconds",
     ),
     *("reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),
     "critic.save_value_network",

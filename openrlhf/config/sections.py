@@ -239,6 +239,9 @@ class BatchesConfig(SeedConfig):
     backend: BackendName = "deepspeed"
     """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
     (docs/models.md)."""
+    grace_seconds: PositiveOrZero = 300.0
+    """Seconds that a run with ckpt.save_steps may take after Ctrl-C or SIGTERM to end its step and save a
+    checkpoint; its exit code is then 75. 0: it ends at once."""
 
 
 # ---- training models: precision, sharding, kernels
@@ -470,9 +473,14 @@ class CkptConfig:
         return self.load_enable or self.save_steps > 0
 
     @property
+    def saves_state(self) -> bool:
+        """True if checkpoints are written from which a run can resume."""
+        return self.save_steps > 0 and not self.disable_ds
+
+    @property
     def has_parts(self) -> bool:
         """True if every rank reads or writes its own part of a checkpoint."""
-        return self.load_enable or (self.save_steps > 0 and not self.disable_ds)
+        return self.load_enable or self.saves_state
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -210,6 +210,8 @@ class CheckpointFolder:
         if tag is not None:
             again = "the same command with --ckpt.load_enable continues from it"
             return f"the last checkpoint is {self.path / tag}: {again}"
+        if self.ckpt.save_steps > 0 and self.ckpt.disable_ds:
+            return "nothing was saved to resume from: --ckpt.disable_ds"
         steps = self.ckpt.save_steps if self.ckpt.save_steps > 0 else "N"
         return f"nothing was saved: --ckpt.save_steps {steps} saves a checkpoint every {steps} steps"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
@@ -14,7 +14,8 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.journal import Trained
 from openrlhf.observability.observer import Observer
-from openrlhf.training.checkpoints import COPY, CheckpointFolder
+from openrlhf.stopping import Dropped, Stop
+from openrlhf.training.checkpoints import BEST, COPY, CheckpointFolder
 from openrlhf.training.collect import Collected, Collector, check_failures, check_stops
 from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
@@ -57,6 +58,9 @@ class PPOTrainer(Generic[PolicyT]):
     """Number of RL steps done."""
     optimizer_steps: int = field(default=0, init=False)
     """Number of optimizer steps of the policy."""
+    saved_step: int = field(default=0, init=False)
+    """The last step with a checkpoint."""
+    stop: Stop = field(default_factory=Stop, init=False)
     best_metric: float | None = field(default=None, init=False)
     """Largest value of `ckpt.best_metric_key` so far."""
     eval_sources: list[str] = field(default_factory=list, init=False)
@@ -70,6 +74,7 @@ class PPOTrainer(Generic[PolicyT]):
         if restored is not None:
             check_version(restored)
             self.step, self.best_metric = restored["step"], restored["best_metric"]
+            self.saved_step = self.step
             self.optimizer_steps = restored.get("optimizer_steps", 0)
             self.collector.load_state_dict(restored["collector"])
             self.kl = replace(self.kl, coef=restored["kl_coef"])
@@ -77,30 +82,49 @@ class PPOTrainer(Generic[PolicyT]):
                 self.estimator.load_state_dict(state)
 
     def fit(self) -> None:
-        """Runs the loop: generate, compute log-probs, assign credit, update, sync weights, evaluate, log,
-        save."""
-        self.rollout.sync(self.policy, self.weight_version).result()
-        if self.step == 0 and self.is_eval_due:
-            self.observer.log_step(0, self.evaluate())
-        while self.step < self.total_steps:
-            collected = self.collect()
-            if not collected.trajectories:
-                self.end_early(collected)
-                break
-            if self.collector.is_exhausted:
-                self.total_steps = self.step + 1
-            metrics = self.train_on(collected) | collected.metrics
-            self.step += 1
-            with self.observer.phase("sync"):
-                memory = (
-                    self.peak_memory()
-                )  # queried during the sync; the sync's own peak counts in the next step
-                metrics |= self.rollout.sync(self.policy, self.weight_version).result() | memory.result()
-            if self.is_eval_due:
-                metrics |= self.evaluate()
-            self.observer.log_step(self.step, metrics)
-            if is_due(self.step, self.config.ckpt.save_steps):
-                self.save(f"global_step{self.step}", self._metric_of(metrics))
+        """Runs the loop: generate, compute log-probs, assign credit, update, sync, evaluate, log, save.
+
+        Raises Stopped at the border of a step, with its checkpoint, where the run was asked to stop. Samples
+        of the next step are dropped; a resumed run samples them again."""
+        border = self.state()
+        try:
+            with self.stop.dropping():
+                self.rollout.sync(self.policy, self.weight_version).result()
+                if self.step == 0 and self.is_eval_due:
+                    self.observer.log_step(0, self.evaluate())
+            while self.step < self.total_steps:
+                border = self.state()
+                with self.stop.dropping():
+                    collected = self.collect()
+                if not collected.trajectories:
+                    self.end_early(collected)
+                    break
+                self.run_step(collected)
+        except Dropped:
+            self.end_at_border(border)
+
+    def run_step(self, collected: Collected) -> None:
+        """Trains on the collected samples, syncs, evaluates, logs and saves."""
+        if self.collector.is_exhausted:
+            self.total_steps = self.step + 1
+        metrics = self.train_on(collected) | collected.metrics
+        self.step += 1
+        with self.observer.phase("sync"):
+            memory = self.peak_memory()  # overlaps the sync, whose own peak comes with the next step
+            metrics |= self.rollout.sync(self.policy, self.weight_version).result() | memory.result()
+        if self.is_eval_due:
+            metrics |= self.evaluate()
+        self.observer.log_step(self.step, metrics)
+        if is_due(self.step, self.config.ckpt.save_steps):
+            self.save(f"global_step{self.step}", self._metric_of(metrics))
+        if self.stop.is_requested:
+            self.end_at_border(self.state(), self._metric_of(metrics))
+
+    def end_at_border(self, state: dict, metric: float | None = None) -> NoReturn:
+        """Saves the last step, unless it is saved, and raises Stopped. `state`: `self.state()` at its end."""
+        if self.step and self.saved_step != self.step:
+            self.save(f"global_step{self.step}", metric, state)
+        raise self.stop.at_border(saved=self.step > 0)
 
     def end_early(self, collected: Collected) -> None:
         """Ends the run if filtering rejected all remaining prompts."""
@@ -265,16 +289,19 @@ class PPOTrainer(Generic[PolicyT]):
         self._keep_if_best(metrics)
         return metrics
 
-    def save(self, tag: str, metric: float | None = None) -> None:
-        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as the flags `ckpt.*` select."""
+    def save(self, tag: str, metric: float | None = None, state: dict | None = None) -> None:
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says. `state`: that of
+        the end of the step; None: the trainer is there."""
         with self.observer.phase("save"), self.checkpoints.saving(tag, metric):
             if not self.config.ckpt.disable_ds:
                 if self.critic:
                     self.critic.save_checkpoint(tag, {}).result()
-                self.policy.save_checkpoint(tag, self.state()).result()
+                self.policy.save_checkpoint(tag, state or self.state()).result()
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
             self.observer.flush()  # a resumed run does not repeat these steps
+        if not tag.startswith(BEST):
+            self.saved_step = self.step
 
     def state(self) -> dict:
         """Returns the state that a resumed run needs besides its models."""

@@ -155,8 +155,17 @@ def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: s
             print(line, flush=True)
 
 
-def position(trainer: "PPOTrainer | SupervisedTrainer") -> str:
-    """Returns a message with the current step and how to resume the run."""
+def position(trainer: "PPOTrainer | SupervisedTrainer", is_at_border: bool) -> str:
+    """Returns a text with the step at which a run ends and how to resume it. `is_at_border`: no step is under
+    way."""
     step, total = trainer.step, trainer.total_steps
     where = f"in step {step + 1} of {total}" if step < total else f"after step {step}, the last one"
+    if is_at_border and step < total:
+        where = f"after step {step} of {total}"
     return f"{where}; {trainer.checkpoints.resume_hint()}"
+
+
+def grace_of(config: Config) -> float:
+    """Returns the seconds that a run has to reach the border of a step after a signal; 0 where it saves no
+    checkpoint there."""
+    return config.train.grace_seconds if config.ckpt.saves_state else 0.0

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, Protocol
+from typing import Any, Generic, NoReturn, Protocol
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from openrlhf.backends.base import Objective, RowT, TrainEngine
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
 from openrlhf.observability.observer import Observer
+from openrlhf.stopping import Stop
 from openrlhf.training.checkpoints import COPY, CheckpointFolder
 from openrlhf.training.origin import Origin
 from openrlhf.types import LossNorm, Metrics
@@ -48,9 +49,13 @@ class SupervisedTrainer(Generic[RowT]):
     the whole batch first."""
     step: int = 0
     """Number of optimizer steps done."""
+    stop: Stop = field(default_factory=Stop)
+    on_any_rank: Callable[[bool], bool] = bool
+    """Tells whether its argument is True on some rank. Collective. The default is for a single rank."""
 
     def fit(self) -> None:
-        """Trains until the last step; evaluates, logs and saves on the way."""
+        """Trains to the last step. Raises Stopped behind the step, and its checkpoint, in which a rank was
+        asked to stop."""
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             metrics = self.engine.train_step(window, self._objective_for(window))
             self.step += 1
@@ -60,6 +65,13 @@ class SupervisedTrainer(Generic[RowT]):
                 self.observer.log_step(self.step, metrics)
             if is_due(self.step, self.config.ckpt.save_steps):
                 self.save(f"global_step{self.step}")
+            if self.on_any_rank(self.stop.is_requested):
+                self._end_at_border()
+
+    def _end_at_border(self) -> NoReturn:
+        if not is_due(self.step, self.config.ckpt.save_steps):
+            self.save(f"global_step{self.step}")
+        raise self.stop.at_border(saved=True)
 
     @property
     def total_steps(self) -> int:

@@ -17,7 +17,7 @@ from openrlhf.config.fields import flag_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import ErrorCode, UsageError, catch_signals, noting_position, short_errors
+from openrlhf.errors import ErrorCode, Stopped, UsageError, catch_signals, noting_position, short_errors
 from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.training.publish import publish
@@ -26,6 +26,7 @@ from openrlhf.training.start import (
     check_places,
     check_space,
     choose_checkpoint,
+    grace_of,
     lock_folders,
     move_old_checkpoints,
     origin_of,
@@ -228,6 +229,7 @@ class Run(Generic[ConfigT]):
 
     def train(self) -> None:
         """Trains from the checkpoint or the beginning, and saves and publishes the model."""
+        from openrlhf.backends.distributed import on_any_rank
         from openrlhf.observability.progress import waiting
         from openrlhf.training.supervised import SupervisedTrainer
 
@@ -246,6 +248,7 @@ class Run(Generic[ConfigT]):
             checkpoints=self.checkpoints,
             export=self.export,
             observer=None,
+            on_any_rank=on_any_rank,
         )
         if self.tag is not None:
             with waiting("loading the checkpoint", key=config.model.model_name_or_path):
@@ -259,15 +262,15 @@ class Run(Generic[ConfigT]):
                 f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
             )
             trainer.observer.message(self._memory_of_rows())
-        try:
-            with noting_position(lambda: position(trainer)):
+        with noting_position(partial(position, trainer)), trainer.stop.deferred(grace_of(config)):
+            try:
                 trainer.fit()
-        finally:
-            if trainer.observer:
-                trainer.observer.close()
-        self.task.finish(self)
-        with waiting("saving the model", key=config.model.model_name_or_path):
-            self.export(config.ckpt.output_dir)
+            finally:
+                if trainer.observer:
+                    trainer.observer.close()
+            self.task.finish(self)
+            with waiting("saving the model", key=config.model.model_name_or_path):
+                self.export(config.ckpt.output_dir)
         if self.mesh.is_first:
             publish(
                 config,
@@ -347,10 +350,18 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
     config = parse(task_type.command, argv).config
     with short_errors():
         catch_signals()
-        run(task_type(config), argv)
+        stopped = None
+        try:
+            run(task_type(config), argv)
+        except Stopped as stop:
+            if not stop.is_at_border:
+                raise
+            stopped = stop
         from openrlhf.backends.distributed import leave_distributed
 
         leave_distributed()
+        if stopped is not None:
+            raise stopped
 
 
 def run(task: Task, argv: Sequence[str] = ()) -> None:

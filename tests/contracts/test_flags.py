@@ -120,6 +120,7 @@ SUPERVISED = {
     "train.max_steps",
     "train.max_tokens_per_gpu",
     "train.backend",
+    "train.grace_seconds",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
 IMAGE_ROWS = SUPERVISED | IMAGES | {"data.image_key", "data.max_images_per_prompt"}
@@ -181,6 +182,7 @@ OURS = {
         "teacher.kd_coef",
         "teacher.model_name_or_path",
         "train.backend",
+        "train.grace_seconds",
         "teacher.num_gpus_per_node",
         "teacher.num_nodes",
         "teacher.offload",

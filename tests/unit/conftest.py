@@ -1,3 +1,4 @@
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,6 +11,9 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
+from openrlhf import errors
+from openrlhf.errors import SIGNALS, catch
+
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
@@ -20,6 +24,16 @@ def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
     yield in_threads
     torch._C._distributed_c10d._set_thread_isolation_mode(False)
     _uninstall_threaded_pg()
+
+
+@pytest.fixture
+def outlives_stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keeps this process alive after a stop, and restores its handlers of signals."""
+    monkeypatch.setattr(errors, "_force_exit", lambda stopped: None)
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        catch(handler, [number])
 
 
 def in_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:

@@ -29,12 +29,13 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, Stopped
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.stopping import Dropped
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.ppo import PPOTrainer, check_version, restore
 from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated, runs
@@ -532,6 +533,62 @@ def test_a_resumed_run_continues(tmp_path):
     assert told == told_whole[2:]  # the order of samples, and the coefficient of the KL
     assert len({kl for _, kl in told_whole}) == 5  # the controller moves the coefficient
     assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.usefixtures("outlives_stops")
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [*((place, step) for place in ("generate", "update", "sync") for step in (1, 2, 3)), ("save", 2)],
+)
+def test_a_run_that_is_asked_to_stop_continues_where_it_stopped(tmp_path, place, step):
+    """A stop while `step` samples drops that work; later in the step it is finished. Nothing is sampled or
+    trained on twice by both runs together, and no checkpoint is written twice."""
+    whole = trainer_of(tmp_path / "whole", replace(config_of(tmp_path), ckpt=ckpt_in(tmp_path / "whole")))
+    fit(whole)
+    config = replace(config_of(tmp_path), ckpt=ckpt_in(tmp_path / "halves"))
+    first = trainer_of(tmp_path / "halves", config)
+
+    def ask(*arguments: Any) -> None:
+        if first.step + (place not in ("save", "sync")) == step and not first.stop.is_requested:
+            first.stop.number = 15
+            if first.stop._may_drop:
+                raise Dropped
+
+    after(
+        *{
+            "generate": (first.rollout, "submit"),
+            "update": (first.policy, "update"),
+            "save": (first.observer, "flush"),
+            "sync": (first.rollout, "sync"),
+        }[place],
+        ask,
+    )
+    done = step - (place == "generate")
+    with pytest.raises(Stopped) as stopped:
+        first.fit()
+    assert (first.step, stopped.value.code) == (done, 75 if done else 143)
+    first.observer.journal.close()
+    assert [tag for tag in first.policy.saved if not tag.startswith("best")] == [
+        f"global_step{i}" for i in sorted({2, done} - {0}) if i <= done
+    ]
+    tag = f"global_step{done}" if done else None
+    second = trainer_of(tmp_path / "halves", config, resume=tag, saved=first.policy.saved)
+    fit(second)
+    told, told_whole = ([u[1:] for u in run.policy.updates] for run in (second, whole))
+    assert told == told_whole[done:]
+    assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3]
+
+
+def after(owner: Any, method: str, call: Any) -> None:
+    """Makes `method` of this object call `call` before it returns."""
+    original = getattr(owner, method)
+
+    def both(*arguments: Any, **named: Any) -> Any:
+        answer = original(*arguments, **named)
+        call()
+        return answer
+
+    setattr(owner, method, both)
 
 
 def ckpt_in(path: Path) -> PPOCkptConfig:

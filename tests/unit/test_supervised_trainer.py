@@ -8,6 +8,7 @@ import torch
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
+from openrlhf.errors import Stopped
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
@@ -143,6 +144,31 @@ def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
     assert first.engine.windows[:done] + second.engine.windows == whole.engine.windows
     assert second.step == 9
     assert list(read_metrics(tmp_path / "halves" / "run" / "metrics.jsonl")) == list(range(1, 10))
+
+
+@pytest.mark.usefixtures("outlives_stops")
+@pytest.mark.parametrize("rank", ["this", "another"])
+@pytest.mark.parametrize("at", [1, 2, 9])
+def test_a_run_that_is_asked_to_stop_saves_the_step(tmp_path, at, rank):
+    whole = trainer_of(tmp_path / "whole", {})
+    whole.fit()
+    disk: dict[str, dict] = {}
+    first = trainer_of(tmp_path / "halves", disk, save_steps=2)
+    first.on_any_rank = lambda asked: asked or (rank == "another" and first.step == at)
+    take_step = first.engine.train_step
+
+    def step(window, objective):
+        if first.step + 1 == at and rank == "this":
+            first.stop.number = 15
+        return take_step(window, objective)
+
+    first.engine.train_step = step
+    with pytest.raises(Stopped) as stopped:
+        first.fit()
+    assert (first.step, stopped.value.code, list(disk)[-1]) == (at, 75, f"global_step{at}")
+    second = trainer_of(tmp_path / "halves", disk, save_steps=2)
+    second.fit()
+    assert first.engine.windows + second.engine.windows == whole.engine.windows
 
 
 @pytest.mark.parametrize("told", ["10 samples", "11 samples"])
