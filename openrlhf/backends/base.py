@@ -124,6 +124,11 @@ class TrainEngine(Protocol):
         """Makes the adapters random within the context, and restores them afterwards."""
         ...
 
+    def check_finite(self, *, states: bool = True) -> None:
+        """Raises RunError on every rank where the weights of one are not finite; with `states` also where
+        anything else is not that a checkpoint holds."""
+        ...
+
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None: ...
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:

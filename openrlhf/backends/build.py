@@ -29,6 +29,7 @@ def build_engine(
     reentrant: bool = False,
     dropout: bool = False,
     ema_beta: float | None = None,
+    skip_nonfinite: bool = False,
 ) -> TrainEngine:
     """Builds one rank of a model in training; `init_distributed` comes first.
 
@@ -37,6 +38,7 @@ def build_engine(
     with the dropout of the model's configuration; without it a training pass computes the same as `forward`
     and `evaluate`, except for the dropout of adapters. `ema_beta`: decay of a moving average of the trained
     weights, None for no average; `export` writes the average and checkpoints keep it, nothing else uses it.
+    `skip_nonfinite`: go on after a step whose loss or gradient is not finite.
     """
     return _class_of(backend, 1)(
         build_model,
@@ -47,6 +49,7 @@ def build_engine(
         reentrant=reentrant,
         dropout=dropout,
         ema_beta=ema_beta,
+        skip_nonfinite=skip_nonfinite,
         mesh=mesh,
     )
 

@@ -11,13 +11,15 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from openrlhf.backends.base import Objective, Part, RowT
 from openrlhf.backends.distributed import ProcessMesh, current_device
+from openrlhf.backends.finite import NotFiniteError, check_finite
 from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
@@ -38,6 +40,8 @@ ItemT = TypeVar("ItemT")
 WHOLE = {"merged": merged_weights, "base": base_weights}
 BUCKET_BYTES = 256 << 20
 """Bytes of unsharded parameters that are gathered at a time."""
+MAX_SKIPPED = 10
+"""Optimizer steps in a row that may be skipped (--train.on_nonfinite skip_step); one more ends the run."""
 
 
 class ModelRank(ABC):
@@ -92,6 +96,10 @@ class TrainedRank(ModelRank):
     """True where dropout needs no switching off in training passes: the model has none, or trains with it."""
     scales_loss = False
     """True with dynamic loss scaling (fp16), where a step with an overflowing gradient is skipped."""
+    skips_nonfinite = False
+    """Whether the run goes on after a step whose loss or gradient is not finite."""
+    skipped = 0
+    """Number of steps that were skipped in a row."""
 
     @property
     @abstractmethod
@@ -107,7 +115,14 @@ class TrainedRank(ModelRank):
 
     @abstractmethod
     def _step(self) -> tuple[float, float]:
-        """Makes one optimizer step. Returns its learning rate and the gradient norm before clipping."""
+        """Makes one optimizer step. Returns its learning rate and the gradient norm before clipping. Where
+        that norm is not finite, weights and optimizer states do not change, while the step counts and the
+        schedule goes on. With loss scaling the schedule waits."""
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) of what this rank adds to a checkpoint apart from weights: optimizer states,
+        master weights, a moving average."""
+        yield from ()
 
     def _check_present(self) -> None:
         """Raises RuntimeError where the optimizer's state is offloaded."""
@@ -134,8 +149,10 @@ class TrainedRank(ModelRank):
         totals of its own rows.
 
         Returns the objectives' metrics over all ranks, and `grad_norm` (before clipping), `lr` and
-        `num_tokens` (the tokens with a loss in `window` on all ranks). Raises NotFiniteError on every
-        rank where a metric or, without loss scaling, `grad_norm` is not finite.
+        `num_tokens` (the tokens with a loss in `window` on all ranks). A step with a metric or, without loss
+        scaling, a `grad_norm` that is not finite changes no weights. Raises NotFiniteError for it on every
+        rank, or returns the finite metrics where such steps are skipped: `skipped` is 1 for them and 0 for
+        others. Raises NotFiniteError on every rank where the weights are not finite after the step.
         """
         self._check_present()
         rows, norm = self._agree(window)
@@ -150,13 +167,32 @@ class TrainedRank(ModelRank):
             loss, metrics = minimise(self.caller, row, totals)
             # Gradients are averaged over ranks, but contributions of ranks with different samples must add
             # up. Contributions of sequence-parallel ranks add up already: models/sequence_parallel.py.
-            self._backward(loss * self.mesh.data)
+            # A loss or metric that is not finite makes the gradient NaN on all ranks.
+            poison = 1 + 0 * sum((m.detach() for m in metrics.values()), loss.detach())
+            self._backward(loss * self.mesh.data * poison.to(loss.dtype))
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
         lr, grad_norm = self._step()
-        metrics = self._sum_over_ranks(contributions)
-        _check_finite(metrics if self.scales_loss else metrics | {"grad_norm": grad_norm}, self.steps)
-        return metrics | {"grad_norm": grad_norm, "lr": lr, "num_tokens": norm.num_tokens}
+        metrics = self._finite(self._sum_over_ranks(contributions) | {"grad_norm": grad_norm})
+        self.check_finite(states=False)
+        return metrics | {"lr": lr, "num_tokens": norm.num_tokens}
+
+    def _finite(self, metrics: Metrics) -> Metrics:
+        """Returns the metrics of a step; see `train_step` for those that are not finite."""
+        bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
+        if self.scales_loss and bad.keys() == {"grad_norm"}:
+            return metrics
+        self.skipped = self.skipped + 1 if bad else 0
+        if bad and (not self.skips_nonfinite or self.skipped > MAX_SKIPPED):
+            raise _not_finite(bad, self.steps, self.skipped)
+        is_skipped = {"skipped": float(bool(bad))} if self.skips_nonfinite else {}
+        return {name: value for name, value in metrics.items() if name not in bad} | is_skipped
+
+    def check_finite(self, *, states: bool = True) -> None:
+        """Raises NotFiniteError on every rank where a trained weight or, with `states`, anything else that a
+        checkpoint holds is not finite on some rank. Collective."""
+        weights = ((n, held(p)) for n, p in self.module.model.named_parameters() if p.requires_grad)
+        check_finite([*weights, *(self._states() if states else ())], self.steps, self.device)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
@@ -240,7 +276,9 @@ class TrainedRank(ModelRank):
 
     def export(self, folder: str) -> None:
         """Writes the model in Hugging Face format, or its adapter alone where it has one. Rank 0 writes, and
-        every rank returns once the files are on disk. Collective; the weights in memory do not change."""
+        every rank returns once the files are on disk. Collective; the weights in memory do not change. Raises
+        NotFiniteError on every rank where the model is not finite."""
+        self.check_finite()
         model, state = self.module.model, {}
         is_adapter = has_adapters(model)
         frozen = [] if is_adapter else [(n, p) for n, p in model.named_parameters() if not p.requires_grad]
@@ -337,19 +375,25 @@ def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Ite
         yield bucket
 
 
-class NotFiniteError(RunError, FloatingPointError):
-    """Raised when a metric or the gradient norm of an optimizer step is NaN or infinite."""
+def held(param: Tensor) -> Tensor:
+    """Returns the elements of a parameter that this rank holds: a shard, where ranks share it."""
+    if isinstance(param, DTensor):
+        return param.to_local()
+    if hasattr(param, "ds_tensor"):  # of ZeRO-3, whose last shard ends with elements of no parameter
+        zero: Any = param
+        shard, rank = zero.ds_tensor, dist.get_rank(zero.ds_process_group)
+        return shard[: max(0, zero.ds_numel - rank * len(shard))]
+    return param
 
 
-def _check_finite(metrics: Metrics, step: int) -> None:
-    bad = {name: value for name, value in metrics.items() if not math.isfinite(value)}
-    if bad:
-        text = (
-            f"optimizer step {step}: {', '.join(f'{k} is {v}' for k, v in bad.items())}. No checkpoint "
-            "contains this step.\n"
-            "Lower the learning rate, or look at the step's rollouts and data in the run folder."
-        )
-        raise NotFiniteError(ErrorCode.NOT_FINITE, text)
+def _not_finite(bad: Metrics, step: int, skipped: int) -> NotFiniteError:
+    said = ", ".join(f"{name} is {value}" for name, value in bad.items())
+    again = f", and the {skipped - 1} steps before it were skipped for the same reason" * (skipped > 1)
+    text = (
+        f"optimizer step {step}: {said}{again}. The step changed no weights, and no checkpoint contains it.\n"
+        "Lower the learning rate, or look at the step's rollouts and data in the run folder."
+    )
+    return NotFiniteError(ErrorCode.NOT_FINITE, text)
 
 
 def _is_buffer(model: nn.Module, name: str) -> bool:

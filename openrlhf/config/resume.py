@@ -89,6 +89,6 @@ CHANGEABLE = {
         "train.placement_timeout",
         "train.grace_seconds",
     ),
-    *("reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),
+    *("train.on_nonfinite", "reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),
     "critic.save_value_network",
 }

@@ -20,6 +20,7 @@ from openrlhf.config.choices import (
     Decay,
     ExpertsImplementation,
     Fraction,
+    OnNonfinite,
     OptimizerName,
     ParamDtype,
     Positive,
@@ -242,6 +243,10 @@ class BatchesConfig(SeedConfig):
     grace_seconds: PositiveOrZero = 300.0
     """Seconds that a run with ckpt.save_steps may take after Ctrl-C or SIGTERM to end its step and save a
     checkpoint; its exit code is then 75. 0: it ends at once."""
+    on_nonfinite: OnNonfinite = "stop"
+    """Handling of an optimizer step whose loss or gradient is NaN or infinite. Such a step changes
+    no weights. stop: end the run. skip_step: go on with the next step; more than 10 such steps in a row end
+    the run. Weights that are not finite always end it (docs/errors.md)."""
 
 
 # ---- training models: precision, sharding, kernels

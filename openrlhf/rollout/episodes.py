@@ -6,6 +6,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from openrlhf.agents.base import AgentExecutorBase, Engine, RewardError, StepTimeout
 from openrlhf.completions import SamplingParams
 from openrlhf.config.ppo import PPOConfig
@@ -166,6 +168,9 @@ class EpisodeRunner:
                 result = await self._execute(prompt, sampling, engine, pictures)
             if engine.turns and engine.turns[-1].finish_reason == "abort":
                 return {"outcome": Outcome.ABORTED}
+            if not all(np.isfinite(turn.log_probs).all() for turn in engine.turns):
+                error = "the engine sampled with log-probs that are not finite: are its weights?"
+                return {"outcome": Outcome.ENV_ERROR, "error": error}
             return read_result(
                 result, engine.turns, source=self.source, reward_is_optional=self.reward_is_optional
             )

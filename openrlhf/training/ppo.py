@@ -1,8 +1,10 @@
 """The single controller of PPO and related algorithms."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Generic, NoReturn, TypeVar
+
+import numpy as np
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
@@ -220,7 +222,11 @@ class PPOTrainer(Generic[PolicyT]):
         policy = None if self.config.skips_old_log_probs else self.policy
         models = (policy, self.critic, self.teacher, self.reference)
         pending = [model.forward(batch) if model else None for model in models]
-        log_probs, values, teacher, reference = [p.result() if p else None for p in pending]
+        answers = [p.result() if p else None for p in pending]
+        check_finite(
+            zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), self.step + 1
+        )
+        log_probs, values, teacher, reference = answers
         return replace(
             batch, log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference
         )
@@ -363,6 +369,18 @@ def check_version(state: Mapping[str, Any]) -> None:
             "Resume with the release that wrote it, or start a new run."
         )
         raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
+
+
+def check_finite(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:
+    """Raises RunError where a model's output for an action is not finite. `answers`: (model, its (A,)
+    output)."""
+    for model, answer in answers:
+        if answer is not None and (bad := int((~np.isfinite(answer)).sum())):
+            text = (
+                f"step {step}: {bad} of {len(answer)} outputs of the {model} are not finite. Nothing was "
+                "learned from them.\nLook at its weights and at the step's rollouts in the run folder."
+            )
+            raise RunError(ErrorCode.NOT_FINITE, text)
 
 
 def restore(tag: str, policy: TrainableRanks, critic: TrainableRanks | None) -> dict:

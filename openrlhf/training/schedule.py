@@ -59,5 +59,10 @@ def training_schedule(
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:
-    """Returns the mean of each metric over optimizer steps. All steps must have the same metrics."""
-    return {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
+    """Returns the mean of each metric over the optimizer steps that report it: a skipped one lacks those that
+    are not finite."""
+    reported: dict[str, list[float]] = {}
+    for step in steps:
+        for name, value in step.items():
+            reported.setdefault(name, []).append(value)
+    return {name: sum(values) / len(values) for name, values in reported.items()}

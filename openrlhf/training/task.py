@@ -178,6 +178,7 @@ class Run(Generic[ConfigT]):
                 gradient_checkpointing=config.model.gradient_checkpointing_enable,
                 reentrant=config.model.gradient_checkpointing_reentrant,
                 dropout=config.model.dropout_enable,
+                skip_nonfinite=config.train.on_nonfinite == "skip_step",
                 mesh=self.mesh,
             )
 

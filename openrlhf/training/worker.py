@@ -264,6 +264,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             gradient_checkpointing=gradient_checkpointing,
             reentrant=self.config.actor.gradient_checkpointing_reentrant,
             ema_beta=ema_beta,
+            skip_nonfinite=self.config.train.on_nonfinite == "skip_step",
             mesh=self.mesh,
         )
 
@@ -397,6 +398,7 @@ class PolicyWorker(TrainedWorker):
         """Sends the weights to the engines; see `PolicyRanks.send_weights`."""
         adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
         with self.peaks.during("sync"), adapter:
+            self.model.check_finite(states=False)
             log_probs = None if probe is None else self._log_probs_of(probe)
             self.sender.send(version)
         release_cached_memory()

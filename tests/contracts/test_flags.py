@@ -121,6 +121,7 @@ SUPERVISED = {
     "train.max_tokens_per_gpu",
     "train.backend",
     "train.grace_seconds",
+    "train.on_nonfinite",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
 IMAGE_ROWS = SUPERVISED | IMAGES | {"data.image_key", "data.max_images_per_prompt"}
@@ -183,6 +184,7 @@ OURS = {
         "teacher.model_name_or_path",
         "train.backend",
         "train.grace_seconds",
+        "train.on_nonfinite",
         "teacher.num_gpus_per_node",
         "teacher.num_nodes",
         "teacher.offload",

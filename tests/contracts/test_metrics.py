@@ -19,9 +19,9 @@ from openrlhf.types import Batch, Outcome, Trajectory, runs
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "metrics.md").read_text().partition("## Health warnings")[0]
 SECTIONS = "rollout|reward|advantage|kl|teacher|mismatch|policy|critic|eval|memory"
-DOCUMENTED = set(re.findall(rf"`((?:{SECTIONS})/[\w{{}}]+|grad_norm|lr|num_tokens)`", PAGE))
+DOCUMENTED = set(re.findall(rf"`((?:{SECTIONS})/[\w{{}}]+|grad_norm|lr|num_tokens|skipped)`", PAGE))
 PATTERNS = [re.compile(re.sub(r"{\w+}", r"\\w+", name)) for name in DOCUMENTED if name != "rollout/{name}"]
-ENGINE = {"grad_norm", "lr", "num_tokens"}
+ENGINE = {"grad_norm", "lr", "num_tokens", "skipped"}
 """Metrics that TrainEngine.train_step adds; the critic's begin with `critic/`."""
 
 

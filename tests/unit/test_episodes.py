@@ -141,6 +141,14 @@ def test_an_aborted_answer_is_never_judged():
     assert not t.ok
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_an_answer_with_log_probs_that_are_not_finite_is_no_sample(monkeypatch, value: float) -> None:
+    monkeypatch.setattr("fake_engine.log_prob", lambda position: value if position else -0.5)
+    for trajectory in run_group(Engine(ANSWER)):
+        assert (trajectory.outcome, trajectory.reward) == (Outcome.ENV_ERROR, None)
+        assert "not finite" in trajectory.error
+
+
 def test_a_failed_reward_keeps_the_tokens():
     (t,) = run_group(Engine(ANSWER), reward=no_judge, num_samples=1)
     assert (t.outcome, t.error) == (Outcome.REWARD_ERROR, "the judge is out")

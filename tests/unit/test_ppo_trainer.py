@@ -329,6 +329,17 @@ def test_a_step_whose_update_fails_can_be_looked_at(tmp_path):
     assert len(table) == 4 and table["advantages"].null_count == 4
 
 
+@pytest.mark.parametrize("name", ["policy", "reference"])
+def test_log_probs_that_are_not_finite_are_not_learned_from(tmp_path, name: str) -> None:
+    trainer = trainer_of(tmp_path, config_of(tmp_path), eval_prompts=[])
+    model = getattr(trainer, name)
+    model.log_prob = float("nan")
+    with refused(ErrorCode.NOT_FINITE) as raised:
+        trainer.fit()
+    assert f"outputs of the {name}" in str(raised.value)
+    assert trainer.policy.updates == [] and trainer.rollout.version == 0
+
+
 def test_without_a_reference(tmp_path):
     config = config_of(tmp_path)
     config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.0)))

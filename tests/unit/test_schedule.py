@@ -87,6 +87,11 @@ def test_ranks_get_about_the_same_number_of_tokens():
     assert sorted(tokens) == [150, 150]
 
 
+def test_mean_metrics_of_steps_of_which_one_was_skipped():
+    steps = [{"loss": 1.0, "skipped": 0.0}, {"skipped": 1.0}, {"loss": 4.0, "skipped": 0.0}]
+    assert mean_metrics(steps) == {"loss": 2.5, "skipped": 1 / 3}
+
+
 def test_mean_metrics():
     assert mean_metrics([{"a": 1.0, "b": 2.0}, {"a": 3.0, "b": 2.0}]) == {"a": 2.0, "b": 2.0}
 

@@ -25,7 +25,13 @@ from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
-from openrlhf.backends.deepspeed.resharding import ORDER, Checkpoint, load_resharded, names_in_order
+from openrlhf.backends.deepspeed.resharding import (
+    ORDER,
+    Checkpoint,
+    load_resharded,
+    names_in_order,
+    stepped_tensors,
+)
 from openrlhf.backends.distributed import BACKENDS, ProcessMesh, use_own_cores
 from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.backends.model_rank import (
@@ -68,12 +74,14 @@ class DeepSpeedEngine(TrainedRank):
         reentrant: bool = False,
         dropout: bool = False,
         ema_beta: float | None = None,
+        skip_nonfinite: bool = False,
         mesh: ProcessMesh | None = None,
     ) -> None:
         """Builds the model and wraps it for training; `build_engine` documents the arguments. `mesh`: None
         where every rank has samples of its own."""
         join_deepspeed()
         super().__init__(mesh)
+        self.skips_nonfinite = skip_nonfinite
         self.ds, self.stage = ds, ds.zero_stage
         self.checkpoints_layers = gradient_checkpointing
         # DeepSpeed neither reports nor exposes the gradient norm at stage 0 in float32, so this class clips.
@@ -150,23 +158,37 @@ class DeepSpeedEngine(TrainedRank):
     def _step(self) -> tuple[float, float]:
         lr = self.engine.get_lr()[0]
         grad_norm = self._clip() if self.clips_itself else None
+        if grad_norm is not None and not math.isfinite(grad_norm):
+            self.engine.zero_grad()
+            self.engine.global_steps += 1
+            self._scheduler.step()
+            return lr, grad_norm
         self.engine.step()
+        if not (self.engine.was_step_applied() or self.scales_loss):
+            self._scheduler.step()
+            return lr, math.inf  # DeepSpeed may report the norm of an earlier step
         if grad_norm is None:
             found = self.engine.get_global_grad_norm()
             assert found is not None  # None only where this class clips
             grad_norm = float(found)
         return lr, grad_norm
 
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        yield from stepped_tensors(self.engine)
+        if self.average is not None:
+            yield from ((f"{name} (moving average)", part) for name, part in self.average.parts.items())
+
     def train_step(
         self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
         metrics = super().train_step(window, objective, *also)
-        if self.average is not None:
+        if self.average is not None and not metrics.get("skipped"):
             self.average.update()
         return metrics
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
+        self.check_finite()
         place = Path(folder, tag)
         if self.mesh.is_first:
             if place.exists():
@@ -210,10 +232,14 @@ class DeepSpeedEngine(TrainedRank):
     def _follow_schedule(self) -> None:
         """Sets the learning rates of this run's schedule, in place of those in the checkpoint, whose run may
         have had another length."""
-        scheduler = cast(LambdaLR, self.engine.lr_scheduler)
+        scheduler = self._scheduler
         groups = scheduler.optimizer.param_groups
         for group, peak, shape in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
             group["lr"] = peak * shape(scheduler.last_epoch)
+
+    @property
+    def _scheduler(self) -> LambdaLR:
+        return cast(LambdaLR, self.engine.lr_scheduler)
 
     def offload(self) -> None:
         """Moves optimizer state, master weights and gradients to the CPU. The weights stay: forward passes

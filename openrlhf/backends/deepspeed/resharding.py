@@ -255,6 +255,18 @@ def names_in_order(engine: Any) -> list[str]:
     return [name for group in _groups_of(engine) for name in group.names]
 
 
+def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, tensor) of this rank's master weights and optimizer states, without padding."""
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    for group in _groups_of(engine):
+        for key, vector in _vectors(inner.state.get(group.master, {}) | {MASTER: group.master}).items():
+            if len(vector) == group.master.numel():
+                for piece in group.pieces:
+                    yield f"{piece.name} ({key})", vector[piece.place : piece.place + piece.numel]
+            else:  # Muon's momentum of whole matrices
+                yield key, vector
+
+
 @torch.no_grad()
 def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Loads a checkpoint into a DeepSpeed engine, whatever the number of ranks that saved it, and returns the

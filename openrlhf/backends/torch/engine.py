@@ -32,6 +32,7 @@ from openrlhf.backends.model_rank import (
     TrainedRank,
     check_same_model,
     exempt_from_decay,
+    held,
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory, activations
@@ -68,11 +69,13 @@ class TorchEngine(TrainedRank):
         reentrant: bool = False,
         dropout: bool = False,
         ema_beta: float | None = None,
+        skip_nonfinite: bool = False,
         mesh: ProcessMesh | None = None,
     ) -> None:
         """Builds the model and places it on the ranks; `build_engine` documents the arguments."""
         assert not reentrant and ema_beta is None  # config/checks.py has raised for them
         super().__init__(mesh)
+        self.skips_nonfinite = skip_nonfinite
         self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.precision.dtype]
         self.checkpoints_layers = gradient_checkpointing
         self.is_sharded = self.mesh.size > 1 or ds.precision.dtype != "fp32"
@@ -127,10 +130,16 @@ class TorchEngine(TrainedRank):
         lr = self.optim.adam.lr * self.schedule(self._steps)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
+        if norm.isfinite():
+            self.optimizer.step()
         self.optimizer.zero_grad()
         self._steps += 1
         return lr, float(norm)
+
+    def _states(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._tensors().items():
+            if not name.startswith(f"{WEIGHTS}."):
+                yield name, held(tensor)
 
     def row_memory(self, num_tokens: int) -> RowMemory:
         """Estimates this rank's peak memory from `fully_shard`'s documentation: float32 shards, and the
@@ -176,6 +185,7 @@ class TorchEngine(TrainedRank):
 
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
         self._check_present()
+        self.check_finite()
         path = Path(folder, tag)
         if self.mesh.is_first:
             shutil.rmtree(path, ignore_errors=True)  # an unfinished save

@@ -1,0 +1,54 @@
+"""NaN and infinity in each kind of tensor of a training step are neither applied nor saved, and all ranks
+agree."""
+
+from collections.abc import Callable
+from math import isfinite
+
+import pytest
+
+from openrlhf.tasks.prepare import TaskFiles
+
+TORCH = {"backend": "torch", "param_dtype": "fp32"}
+CASES = [
+    pytest.param(2, [TORCH, {"zero_stage": 0, "param_dtype": "fp32"}, {"zero_stage": 3}], id="sample"),
+    pytest.param(
+        2,
+        [{"zero_stage": s, "param_dtype": t} for s in range(4) for t in ("bf16", "fp32")]
+        + [TORCH | {"zero_stage": s, "param_dtype": t} for s in (2, 3) for t in ("bf16", "fp32")]
+        + [{"zero_stage": 1, "param_dtype": "bf16", "grad_accum_dtype": "fp32"}],
+        id="all",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        1,
+        [TORCH, *({"zero_stage": s, "param_dtype": t} for s in range(4) for t in ("bf16", "fp32"))],
+        id="one rank",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "cases"), CASES)
+def test_not_finite(task: TaskFiles, run_worker: Callable, num_ranks: int, cases: list[dict]) -> None:
+    reports = run_worker("not_finite", num_ranks, model=str(task.model), cases=cases)
+    for case, found in [x for report in reports for x in zip(cases, report["cases"], strict=True)]:
+        for step, (what, skip) in enumerate(found["skips"].items(), 2):
+            assert (skip["changed"], skip["step"]) == (0, step), (case, what)
+            assert skip["metrics"]["skipped"] == 1 and all(map(isfinite, skip["metrics"].values()))
+            assert "grad_norm" not in skip["metrics"], (case, what)
+            assert ("sft/loss" in skip["metrics"]) == (what in ("loss", "infinite loss", "gradient")), what
+        good = found["good"]
+        assert good["metrics"]["skipped"] == 0 and good["changed"] > 10, case
+        assert good["lr"] == pytest.approx([1e-2, 0.95e-2]), "the schedule counts skipped steps"
+        last = num_ranks - 1
+        assert found["weights alone"] == ""
+        assert found["state"].startswith("not-finite: after optimizer step 6, ")
+        assert "exp_avg_sq" in found["state"] and f" on rank {last}." in found["state"], case
+        for what in ("save nan", "export nan", "save -inf", "export -inf"):
+            assert found[what].startswith("not-finite: after optimizer step 6, "), (case, what)
+        assert found["files"] == [] and found["saved"] > 2
+        skipped, stopped = found["again"]
+        assert skipped == [""] * 10 and "and the 10 steps before it were skipped" in stopped, case
+        assert f" on rank {last}." in found["weight"], case
+        assert found["stop"].startswith("not-finite: optimizer step 1: grad_norm is inf"), case
+        assert found["stop changed"] == 0
