@@ -173,8 +173,9 @@ class TrainedRank(ModelRank):
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
         lr, grad_norm = self._step()
-        metrics = self._finite(self._sum_over_ranks(contributions) | {"grad_norm": grad_norm})
+        metrics = self._sum_over_ranks(contributions) | {"grad_norm": grad_norm}
         self.check_finite(states=False)
+        metrics = self._finite(metrics)
         return metrics | {"lr": lr, "num_tokens": norm.num_tokens}
 
     def _finite(self, metrics: Metrics) -> Metrics:

@@ -134,6 +134,7 @@ def inject(spec: dict, case: dict, folder: Path) -> dict:
 
     again = [error_of(lambda: engine.train_step(rows(), poisoned("loss"))) for _ in range(MAX_SKIPPED + 1)]
     found["again"] = (again[:-1], again[-1])
+    weight = next(w for _, w in weights(engine) if w.numel()).view(-1)
     if is_last:
         weight[0] = NAN
     found["weight"] = error_of(lambda: engine.train_step(rows(), SFTObjective()))
