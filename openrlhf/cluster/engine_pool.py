@@ -21,7 +21,7 @@ from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_elsewhere
+from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_other_engine
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
 from openrlhf.user_file import UserFiles
 
@@ -88,7 +88,7 @@ class EnginePool:
             longest=config.longest_response,
             score=reward.score if reward else None,
             scores_at_once=not (config.engines_colocated and on_gpu),
-            retry_on=config.rollout.retry_on if retries_elsewhere(config) else (),
+            retry_on=config.rollout.retry_on if retries_on_other_engine(config) else (),
         )
         self.num_syncs = 0
         """Number of weight syncs in this epoch."""
@@ -136,7 +136,7 @@ class EnginePool:
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
     def _sync(self, policy: "PolicyRanks", version: int) -> Metrics:
-        with nullcontext() if self.config.train.partial_rollout_enable else self.dispatcher.quiet():
+        with nullcontext() if self.config.train.partial_rollout_enable else self.dispatcher.paused():
             return self._send_weights(policy, version)
 
     def _send_weights(self, policy: "PolicyRanks", version: int) -> Metrics:

@@ -1,1 +1,1 @@
-"""Reward sources: functions, servers, models."""
+"""Reward sources: functions, HTTP servers, reward models."""

@@ -1,5 +1,5 @@
-"""Batches reward requests that arrive one sample at a time. A failed batch is retried in halves, so that only
-the faulty sample fails."""
+"""Batching of reward requests, which arrive one sample at a time. A failed batch is split into halves and
+retried, so that only the faulty sample fails."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -11,11 +11,11 @@ from typing import Any
 from openrlhf.agents.base import Reward, RewardError
 
 WINDOW = 0.005
-"""Seconds that the first sample of a batch waits for others."""
+"""Seconds that the first sample of a batch waits for further ones."""
 
 
 class BatchFailed(Exception):
-    """Raised for a batch that may succeed in halves: one sample may be faulty, or the batch too large."""
+    """Raised for a failed batch that is worth splitting: one sample may be faulty, or the batch too large."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Call:
     reward: asyncio.Future[Reward]
 
     def finish(self, result: Reward | Exception) -> None:
-        """Sets the result, unless the waiter has been cancelled."""
+        """Sets the result, unless the call was cancelled."""
         if self.reward.done():
             return
         if isinstance(result, Exception):
@@ -38,11 +38,12 @@ class Call:
 
 
 class BatchedReward(ABC):
-    """Batches samples that arrive within a few milliseconds, or while all lanes are busy."""
+    """A reward source that receives samples in batches: those that arrive within a few milliseconds, or while
+    the maximum number of batches is in flight."""
 
     def __init__(self, *, batch_size: int, concurrency: int) -> None:
-        """`batch_size`: maximum samples in a batch. `concurrency`: lanes, the maximum number of batches in
-        flight."""
+        """`batch_size`: maximum samples in a batch. `concurrency`: maximum batches in flight, each in a task
+        of its own (a lane)."""
         self.batch_size, self.concurrency = batch_size, concurrency
         self._waiting: deque[Call] = deque()
         self._halves: deque[Sequence[Call]] = deque()
@@ -50,18 +51,18 @@ class BatchedReward(ABC):
 
     @abstractmethod
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        """Returns the reward of each call. Raises BatchFailed where fewer samples may succeed, RewardError
-        where all have failed."""
+        """Returns the reward of each call. Raises BatchFailed if smaller batches may succeed, and RewardError
+        if no sample can."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
-        """Returns the reward of one sample. Raises RewardError, which says what went wrong."""
+        """Returns the reward of one sample. Raises RewardError with the cause."""
         reward = asyncio.get_running_loop().create_future()
         self._waiting.append(Call(query=query, prompt=prompt, label=label, reward=reward))
         self._open_lane()
         return await reward
 
     def close(self) -> None:
-        """Cancels all calls. Must run in the event loop of the calls."""
+        """Cancels all calls. Call it in the event loop in which they run."""
         for call in self._waiting:
             call.reward.cancel()
         for call in (call for half in self._halves for call in half):
@@ -78,7 +79,7 @@ class BatchedReward(ABC):
             lane.add_done_callback(self._lanes.discard)
 
     async def _work(self) -> None:
-        """Answers batches until no call waits."""
+        """Runs a lane: processes batches until no call is waiting."""
         if not self._halves and len(self._waiting) < self.batch_size:
             await asyncio.sleep(WINDOW)
         while calls := self._take():
@@ -90,7 +91,7 @@ class BatchedReward(ABC):
         return [self._waiting.popleft() for _ in range(min(self.batch_size, len(self._waiting)))]
 
     async def _answer(self, calls: Sequence[Call]) -> None:
-        """Gives every call its reward or error, or requeues it in a smaller batch."""
+        """Sets the reward or the error of every call, or queues the halves of the batch."""
         try:
             rewards = await self.ask(calls)
         except BatchFailed as error:

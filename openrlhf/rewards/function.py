@@ -1,5 +1,5 @@
-"""Users' reward functions, checked before the run and called in separate processes. A call that hangs,
-crashes, raises or returns an invalid value fails only its samples."""
+"""Users' reward functions, which are checked before the run and called in separate processes. If a call
+hangs, crashes, raises an error or returns an invalid value, only its samples fail."""
 
 import asyncio
 import atexit
@@ -14,19 +14,19 @@ from openrlhf.rewards.process import RewardProcess, load_reward_func
 from openrlhf.user_file import resolved
 
 IMPORT_LIMIT = 60.0
-"""Seconds that the check waits for an import. An engine waits longer: user_file.IMPORT_DEADLINE."""
+"""Seconds that the check before a run waits for an import. Engines wait longer: user_file.IMPORT_DEADLINE."""
 
 
 def check_reward_file(reference: str, flag: str, limit: float = IMPORT_LIMIT) -> str:
-    """Checks a reward function as `check_file` does."""
+    """Checks a reward function with `check_file`."""
     return check_file(reference, flag, load_reward_func, limit)
 
 
 def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: float) -> str:
     """Imports the file or module in a temporary process.
 
-    Returns a remark if the import took more than `limit` seconds, otherwise "". Raises UsageError, with the
-    line, if the import fails or `load` finds nothing callable.
+    Returns a remark if the import took more than `limit` seconds, otherwise "". Raises UsageError with the
+    line number if the import fails or `load` finds nothing callable.
     """
     process = RewardProcess(reference, timeout=limit, load=load)
 
@@ -47,7 +47,7 @@ def check_file(reference: str, flag: str, load: Callable[[str], Any], limit: flo
 
 
 class NoReward:
-    """A reward of 0 for every sample: a teacher scores its tokens, or reward models score it later."""
+    """A reward of 0 for every sample, for runs whose rewards come from a teacher or from reward models."""
 
     async def __call__(self, query: str, prompt: str, label: Any) -> Reward:
         return Reward(reward=0.0, score=0.0)
@@ -57,7 +57,7 @@ class NoReward:
 
 
 class RewardFunction(BatchedReward):
-    """A user's function, called in processes that each work on one batch at a time."""
+    """A user's reward function in several processes, each of which handles one batch at a time."""
 
     def __init__(self, reference: str, *, timeout: float, num_workers: int = 1, batch_size: int = 1) -> None:
         """`timeout`: seconds for one call of the function, after which its process is killed. `batch_size`:
@@ -66,10 +66,10 @@ class RewardFunction(BatchedReward):
         reference = resolved(reference)
         self._processes = [RewardProcess(reference, timeout=timeout) for _ in range(num_workers)]
         self._idle = deque(self._processes)
-        atexit.register(self._stop)  # before multiprocessing waits for processes that wait for calls
+        atexit.register(self._stop)  # at exit multiprocessing would wait for these processes forever
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        process = self._idle.popleft()  # round-robin; there are as many as lanes
+        process = self._idle.popleft()  # never empty: as many processes as lanes
         try:
             return await process.ask(
                 [call.query for call in calls],

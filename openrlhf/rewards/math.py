@@ -1,4 +1,4 @@
-"""Extracts and compares answers to mathematical problems."""
+"""Extraction and comparison of answers to mathematical problems."""
 
 import re
 
@@ -17,25 +17,25 @@ def extract_boxed_answer(text: str) -> str | None:
 
 
 def grade_answer(prediction: str | None, truth: str) -> bool:
-    """Returns True if two answers are equal: the same text apart from whitespace, or equal as numbers,
-    formulas, sets or intervals, in LaTeX or plain text, according to math-verify. A missing prediction is
+    """Returns True if two answers are equal: the same text apart from whitespace, or, according to
+    math-verify, equal numbers, formulas, sets or intervals, in LaTeX or plain text. A missing prediction is
     wrong.
 
-    math-verify enforces its time limit by a signal, so this must run in the main thread of its process, as
-    reward functions do.
+    math-verify enforces its time limit by a signal, so call this in the main thread of a process. Reward
+    functions run there.
     """
     if prediction is None:
         return False
     if "".join(prediction.split()) == "".join(truth.split()):
         return True
-    from math_verify import parse, verify  # sympy takes a second
+    from math_verify import parse, verify  # imports sympy, which takes a second
 
     gold, answer = (parse(f"\\boxed{{{side}}}") for side in (truth, prediction))
     return bool(verify(gold, answer))
 
 
 def _braced(text: str, start: int) -> str | None:
-    """Returns the content of the braces that open at `start`; None where they do not close."""
+    """Returns the content of the braces that open at `start`; None if they do not close."""
     depth = 0
     for i in range(start, len(text)):
         if text[i - 1] == "\\" and i > start:

@@ -1,4 +1,4 @@
-"""Rewards from reward models: prepares their input and adds their scores to trajectories."""
+"""Rewards from reward models: their input, and the addition of their scores to trajectories."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -19,15 +19,15 @@ from openrlhf.types import Outcome, Prompt, Sample, Trajectory, present
 
 
 class RewardReader:
-    """Converts a finished trajectory to a reward model's input, whose one action is the token that carries
-    the score.
+    """Converts a trajectory to a reward model's input. Its only action is the token at which the score is
+    read.
 
     chat template of its own    the conversation as that template shows it, as in the model's training
     another vocabulary          the text that the policy read and wrote, in the model's tokens
     else                        the sampled tokens themselves
 
-    A finished response is followed by an end-of-sequence token, as in the model's training. A truncated one
-    is not, because the policy wrote none: the model scores its last token.
+    A finished response is followed by an end-of-sequence token, as in the reward model's training. A
+    truncated response is not: its last token is scored.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class RewardReader:
         stop_token_ids: Sequence[int],
         max_len: int | None,
     ) -> None:
-        """stop_token_ids: tokens that end a response of the policy. max_len: maximum tokens that the reward
-        model reads, None without a limit."""
+        """`policy`, `own`: tokenizers of the policy and of the reward model. `stop_token_ids`: tokens that
+        end a response of the policy. `max_len`: maximum length that the reward model reads; None: no
+        limit."""
         self.policy, self.own = policy, own
         self.stop_token_ids, self.max_len = stop_token_ids, max_len
         self.encode = Encoder(own)
@@ -56,21 +57,21 @@ class RewardReader:
         return replace(sample, images=trajectory.images)
 
     def _token_ids(self, t: Trajectory) -> list[int]:
-        is_talk = self.has_template and t.prompt.messages is not None
-        if self.reads_tokens and not is_talk:
+        is_conversation = self.has_template and t.prompt.messages is not None
+        if self.reads_tokens and not is_conversation:
             return t.token_ids.tolist()
         start = t.prompt_length
         response_ids = t.token_ids[start:].tolist()
         if response_ids[-1] in self.stop_token_ids:
             response_ids = response_ids[:-1]
         response = decode(self.policy, response_ids, after=t.token_ids[:start].tolist())
-        text = self._talk(t, response) if is_talk else _text(t.prompt.text, response)
+        text = self._conversation(t, response) if is_conversation else _text(t.prompt.text, response)
         ((token_ids, _),) = self.encode([text])
         return token_ids
 
-    def _talk(self, t: Trajectory, response: str) -> Text:
-        """Returns the conversation with the response in the reward model's template. Whitespace around the
-        response belongs to the policy's template and is removed."""
+    def _conversation(self, t: Trajectory, response: str) -> Text:
+        """Renders the conversation and the response with the reward model's template. Whitespace around the
+        response is removed, because it belongs to the policy's template."""
         messages = [dict(message) for message in present(t.prompt.messages)]
         answer = {"role": "assistant", "content": response.strip()}
         try:
@@ -86,10 +87,12 @@ def has_own_template(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBa
 
 
 def check_conversations(prompts: Iterable[Prompt], own: PreTrainedTokenizerBase, path: str) -> None:
-    """Raises UsageError if the reward model's chat template rejects a conversation; tries one conversation
-    for each order of roles."""
-    talks = {tuple(m["role"] for m in p.messages): p.messages for p in prompts if p.messages is not None}
-    for roles, messages in talks.items():
+    """Raises UsageError if the reward model's chat template rejects a conversation. Tries one conversation
+    for each sequence of roles."""
+    conversations = {
+        tuple(m["role"] for m in p.messages): p.messages for p in prompts if p.messages is not None
+    }
+    for roles, messages in conversations.items():
         try:
             answer = {"role": "assistant", "content": "Yes."}
             scored_answer([*map(dict, messages), answer], len(messages), own)
@@ -109,7 +112,7 @@ def _text(prompt: str, response: str) -> Text:
 
 
 def read_by_models(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
-    """Returns the last sequence of each finished episode, which represents the episode."""
+    """Returns the sequences that reward models score: the last one of each successful episode."""
     return list({t.sample: t for t in trajectories if t.ok}.values())
 
 
@@ -121,12 +124,13 @@ def add_model_rewards(
     weights: Sequence[float],
     has_function: bool,
 ) -> list[Trajectory]:
-    """Adds the weighted sum of an episode's `scores`, (M,) of M models, to the reward of all its sequences;
-    `scores` has an entry for each of `read_by_models(trajectories)`. A score that is not finite fails the
-    whole episode with REWARD_ERROR.
+    """Adds the weighted sum of an episode's scores to the reward of all its sequences. `scores` has an entry
+    (M,), of M models, for each of `read_by_models(trajectories)`. If a score is not finite, the whole episode
+    fails with REWARD_ERROR.
 
-    `has_function`: the episode's score (used by filtering and evaluation) stays that of the reward function;
-    otherwise the sum is added to it too. The scores go to `extra_logs` as `reward_model/{name}`.
+    `has_function`: True if the episode's score, which filtering and evaluation use, remains that of the
+    reward function. Otherwise the sum is added to the score, too. The models' scores are logged in
+    `extra_logs` as `reward_model/{name}`.
     """
     samples = [t.sample for t in read_by_models(trajectories)]
     of = dict(zip(samples, scores, strict=True))
@@ -139,7 +143,7 @@ def _with_scores(
     by_name = dict(zip(names, scores.tolist(), strict=True))
     broken = {name: score for name, score in by_name.items() if not math.isfinite(score)}
     if broken:
-        error = ", ".join(f"reward model {name} says {score}" for name, score in broken.items())
+        error = ", ".join(f"reward model {name} returned {score}" for name, score in broken.items())
         return replace(t, reward=None, score=None, outcome=Outcome.REWARD_ERROR, error=error)
     total = sum(weight * score for weight, score in zip(weights, by_name.values(), strict=True))
     return replace(
@@ -151,6 +155,6 @@ def _with_scores(
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Returns the last component of each path, numbered where two are equal."""
+    """Returns the last component of each path. If two are equal, all get numbers."""
     names = [path.rstrip("/").rpartition("/")[2] for path in paths]
     return names if len({*names}) == len(names) else [f"{name}_{i}" for i, name in enumerate(names)]

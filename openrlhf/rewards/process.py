@@ -1,4 +1,4 @@
-"""Calls a user's reward function in a process that may hang or die without affecting the caller."""
+"""A process that calls a user's reward function. It may hang or die without affecting the caller."""
 
 import asyncio
 import inspect
@@ -26,21 +26,21 @@ from openrlhf.user_file import (
 )
 
 DEFAULT = "reward_func"
-"""Name of the function in a reference without one."""
+"""Name of the function if a reference names none."""
 FORM = "Define `def {}(queries, prompts, labels)` that returns {{'rewards': [...]}}."
-ALONE = (
+ONE_SAMPLE_HINT = (
     ". The call had one sample: a function that compares the samples of a call\n(mean, deviation) needs "
-    "several; --reward.batch 64 hands over up to 64 that finish together."
+    "several; --reward.batch 64 passes up to 64 that finish together."
 )
-"""Hint for calls with one sample that returned a value that is not finite."""
+"""Remedy in the message about a call with one sample whose result is not finite."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
 
 def load_reward_func(reference: str) -> RewardFunc:
-    """Imports the function that `reference` names, `reward_func` in a bare file.
+    """Imports the function that `reference` names, by default `reward_func`.
 
-    Raises UnusableFile where the function is missing or does not accept three lists, and any error of the
-    import.
+    Raises UnusableFile if the function is missing or does not accept three lists. Errors of the import are
+    passed on.
     """
     place, name = split(reference)
     name, form = name or DEFAULT, FORM.format(name or DEFAULT)
@@ -50,21 +50,21 @@ def load_reward_func(reference: str) -> RewardFunc:
         found = ", ".join(own for own, value in vars(module).items() if inspect.isfunction(value))
         kind = "file" if place.endswith(".py") else "module"
         raise UnusableFile(f"the {kind} has no {name} (its functions: {found or 'none'}).\n{form}")
-    if problem := _no_three_lists(function, name):
+    if problem := _signature_problem(function, name):
         raise UnusableFile(f"{problem}.\n{form}")
     return function
 
 
 class RewardProcess:
-    """One process for one user function, started at the first call and after every death.
+    """A process for a user's function. It starts at the first call, and again at the next call after it died.
 
-    Each process has its own pipe, so a death fails only the batch in that process.
+    Each process has its own pipe, so that if it dies only its batch fails.
     """
 
     def __init__(
         self, reference: str, *, timeout: float, load: Callable[[str], Any] = load_reward_func
     ) -> None:
-        """`timeout`: seconds for one call. `load`: maps the reference to the callable."""
+        """`timeout`: seconds for one call. `load`: imports the callable that `reference` names."""
         self.name = split(reference)[1] or DEFAULT
         self.reference, self.timeout, self._load = reference, timeout, load
         self._import_problem = ""
@@ -74,9 +74,9 @@ class RewardProcess:
         self._pipe: Connection | None = None
 
     async def ask(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
-        """Calls the function once; the previous call must have ended.
+        """Calls the function once. The previous call must have ended.
 
-        Raises BatchFailed where the call failed, RewardError where no call is possible.
+        Raises BatchFailed if the call fails, and RewardError if the function cannot be imported.
         """
         try:
             pipe = await self.ready()
@@ -92,7 +92,7 @@ class RewardProcess:
             raise BatchFailed(
                 f"{self.reference}: {self.name}'s process died with exit code {self.stop()}"
             ) from None
-        except BaseException:  # nobody would receive the answer
+        except BaseException:  # cancelled: the answer would be read by the next call
             self.stop()
             raise
         if isinstance(answer, str):
@@ -100,19 +100,19 @@ class RewardProcess:
         return answer
 
     def stop(self) -> int | None:
-        """Kills the process and its children. Returns its exit code, None where none ran."""
+        """Kills the process and its children. Returns its exit code; None if none was running."""
         process, self._process, self._pipe = self._process, None, None
         if process is None or process.pid is None:
             return None
-        with suppress(ProcessLookupError):  # it has died before it had a group, or all of its group have
+        with suppress(ProcessLookupError):  # no process group: it died early, or the whole group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
         return process.exitcode
 
     async def ready(self) -> Connection:
-        """Returns the pipe to a process that waits for calls. Raises RewardError where the file has no
-        callable function, ImportTimeout where its import does not end."""
+        """Returns the pipe to a process that waits for calls, which it starts if needed. Raises RewardError
+        if the import fails, and ImportTimeout if it does not end."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
@@ -121,7 +121,7 @@ class RewardProcess:
         self._pipe, theirs = self._context.Pipe()
         self._process = self._context.Process(target=_serve, args=(self.reference, self._load, theirs))
         self._process.start()
-        theirs.close()  # so that the pipe ends when the process does
+        theirs.close()  # so that reading raises EOFError when the process ends
         try:
             async with asyncio.timeout(IMPORT_DEADLINE):
                 self._import_problem = await self._receive(self._pipe)
@@ -137,8 +137,8 @@ class RewardProcess:
         return self._pipe
 
     async def _receive(self, pipe: Connection) -> Any:
-        """Returns the process's next message. Raises EOFError where the process has died, even if a child of
-        it keeps its end of the pipe open."""
+        """Returns the process's next message. Raises EOFError if the process has died, even if a child of the
+        process keeps the pipe open."""
         assert self._process is not None and self._process.pid is not None
         loop, ready = asyncio.get_running_loop(), asyncio.Event()
         death = os.pidfd_open(self._process.pid)
@@ -158,15 +158,15 @@ class RewardProcess:
 def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None:
     """Serves calls until the other end of the pipe is closed."""
     name = split(reference)[1] or DEFAULT
-    os.setpgid(0, 0)  # to be killed together with what the function starts, and by no Ctrl-C
+    os.setpgid(0, 0)  # a group of its own: killed with its children, not by Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
     try:
         function = load(reference)
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # including SystemExit
         pipe.send(import_problem(error, reference))
         return
     pipe.send("")
-    with asyncio.Runner() as runner:  # one loop for all calls: what a file keeps open belongs to its loop
+    with asyncio.Runner() as runner:  # one loop for all calls, so that clients kept by the file stay usable
         while True:
             try:
                 queries, prompts, labels = pipe.recv()
@@ -176,18 +176,18 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None
 
 
 def _die_with_parent() -> None:
-    """Kills the process group when the parent dies, even in the middle of a call that never ends."""
+    """Kills the process group when the parent dies, even during a call that never ends."""
     parent = multiprocessing.parent_process()
-    assert parent is not None  # of a process that multiprocessing started
+    assert parent is not None  # multiprocessing has started this process
     wait([parent.sentinel])
     os.killpg(0, signal.SIGKILL)
 
 
-def _no_three_lists(function: Callable, name: str) -> str:
-    """Returns why the function does not accept three lists; "" where it does."""
+def _signature_problem(function: Callable, name: str) -> str:
+    """Returns the reason why the function does not accept three lists; "" if it does."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # compiled code may have none
+    except ValueError:  # compiled functions may have no signature
         return ""
     try:
         signature.bind([], [], [])
@@ -204,18 +204,19 @@ def _call(
     labels: list[Any],
     runner: asyncio.Runner,
 ) -> list[Reward] | str:
-    """Returns the rewards or an error text: the exception itself may not be picklable."""
+    """Calls the function. Returns the rewards, or an error message, because exceptions may not be
+    picklable."""
     try:
         answer = function(queries, prompts, labels)
         if inspect.iscoroutine(answer):
             answer = runner.run(answer)
     except RewardError as error:
         return str(error)
-    except BaseException as error:  # SystemExit too
+    except BaseException as error:  # including SystemExit
         return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
     except NotFinite as error:
-        return f"{error}{ALONE}" if len(queries) == 1 else str(error)
+        return f"{error}{ONE_SAMPLE_HINT}" if len(queries) == 1 else str(error)
     except RewardError as error:
         return str(error)

@@ -1,5 +1,6 @@
-"""Rewards from HTTP servers. Samples that finish together share a request, and servers are asked round-robin.
-Temporary failures (a restart, a full queue) are retried; others fail only their samples."""
+"""Rewards from HTTP servers. Samples that finish at about the same time share a request, and requests go to
+the servers round-robin. Temporary failures (a restart, a full queue) are retried; other failures fail only
+their samples."""
 
 import asyncio
 import itertools
@@ -19,28 +20,28 @@ from openrlhf.rewards.values import read_rewards
 logger = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT = 10.0
-"""Seconds to establish a connection; a machine that is down may not even refuse it."""
+"""Seconds to establish a connection. A machine that is down does not answer at all."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before the servers are retried: a random fraction of the first value, which doubles each time up to
-the second."""
+"""Bounds in seconds of the exponential back-off after all servers have failed. The pause is a random fraction
+of the first value, which doubles each round, up to the second value."""
 REMIND = 60.0
-"""Seconds between two warnings about unavailable servers."""
+"""Minimum seconds between two warnings about unavailable servers."""
 SPLITTABLE_STATUSES = (400, 413, 422, 500)
-"""HTTP statuses that a smaller request may avoid, because one sample is faulty or the request is too
+"""HTTP statuses after which smaller requests may succeed, because one sample may be faulty or the request too
 large."""
 
 
 class RetryableError(Exception):
-    """Raised for a temporary failure."""
+    """Raised for a failure that may be temporary."""
 
     def __init__(self, problem: str, pause: float = 0.0) -> None:
         super().__init__(problem)
         self.pause = pause
-        """Seconds to wait, as requested by the server."""
+        """Seconds to wait, which the server requested; 0 without a request."""
 
 
 class RemoteReward(BatchedReward):
-    """Requests rewards of single samples from the servers."""
+    """A reward source that sends batches of samples to HTTP servers."""
 
     def __init__(
         self,
@@ -51,9 +52,8 @@ class RemoteReward(BatchedReward):
         concurrency: int = 32,
         key: str | None = None,
     ) -> None:
-        """`timeout`: seconds for one request including retries, from its first attempt. `batch_size`: maximum
-        samples in a request. `concurrency`: maximum requests in flight. `key`: sent as `Authorization: Bearer
-        KEY`."""
+        """`timeout`: seconds for one request, including all retries. `batch_size`: maximum samples in a
+        request. `concurrency`: maximum requests in flight. `key`: sent as `Authorization: Bearer KEY`."""
         super().__init__(batch_size=batch_size, concurrency=concurrency)
         self.timeout = timeout
         self._num_urls, self._urls = len(urls), itertools.cycle(urls)
@@ -61,7 +61,7 @@ class RemoteReward(BatchedReward):
             {"Authorization": f"Bearer {key}"} if key else {}
         )
         self._session: aiohttp.ClientSession | None = None
-        self._closing: asyncio.Task[None] | None = None  # a loop itself may forget its tasks
+        self._closing: asyncio.Task[None] | None = None  # asyncio keeps only weak references to tasks
         self._warned_at = -REMIND
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class RemoteReward(BatchedReward):
             self._closing = asyncio.get_running_loop().create_task(self._session.close())
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
-        """Tries the servers in turn until one answers or the time is over."""
+        """Tries the servers in turn until one answers or `timeout` is over."""
         body, problem = _body(calls), ""
         try:
             async with asyncio.timeout(self.timeout):
@@ -89,9 +89,9 @@ class RemoteReward(BatchedReward):
         raise AssertionError("round-robin never ends")
 
     def _pause(self, tries: int, asked: float = 0.0) -> float:
-        """Returns the seconds to wait: 0 before the next server is tried; after a full round the time that
-        the last one `asked` for, plus exponential back-off with full jitter, so that clients do not all
-        return at once."""
+        """Returns the seconds to wait after `tries` failures: 0 until every server has been tried. After a
+        full round it is the time that the last server `asked` for, plus exponential back-off with full
+        jitter, so that clients do not all return at the same time."""
         rounds, rest = divmod(tries, self._num_urls)
         if rest:
             return 0.0
@@ -100,12 +100,12 @@ class RemoteReward(BatchedReward):
     def _warn(self, problem: str) -> None:
         if time.monotonic() - self._warned_at >= REMIND:
             self._warned_at = time.monotonic()
-            logger.warning("%s; it is tried again for up to %g s", problem, self.timeout)
+            logger.warning("%s; retrying for up to %g s", problem, self.timeout)
 
     async def _post(self, url: str, body: bytes, count: int) -> list[Reward]:
         if self._session is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
-            connector = aiohttp.TCPConnector(limit=0)  # the lanes are the limit
+            connector = aiohttp.TCPConnector(limit=0)  # BatchedReward limits the number of requests
             self._session = aiohttp.ClientSession(connector=connector, timeout=limits, headers=self._headers)
         try:
             async with self._session.post(url, data=body, allow_redirects=False) as response:
@@ -145,13 +145,13 @@ def _read_answer(url: str, answer: bytes, count: int) -> list[Reward]:
     try:
         return read_rewards(json.loads(answer), count, source=url)
     except ValueError as error:
-        raise BatchFailed(f"{url} answered with no JSON: {answer[:100]!r}") from error
+        raise BatchFailed(f"{url} answered with invalid JSON: {answer[:100]!r}") from error
     except RewardError as error:
         raise BatchFailed(str(error)) from error
 
 
 def _remedy(status: int) -> str:
-    """Returns a remedy for the HTTP status; "" where none is known."""
+    """Returns a remedy for the HTTP status; "" if there is no known one."""
     if status == 401:
         return f"\nSet {KEY_VARIABLE} to the server's key where the run is started."
     if status in (404, 405):

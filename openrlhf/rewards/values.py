@@ -1,4 +1,4 @@
-"""Parses the answers of reward sources."""
+"""Parsing and validation of the values that reward sources return."""
 
 import math
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
     """Parses the answer of a reward function or reward server into one Reward for each sample. Raises
     RewardError, which names the `source`, for an invalid answer.
 
-    {"rewards": n values, "scores": n values (optional), "extra_logs": {name: n values, or one that holds for
-    all} (optional)}, or the rewards alone. Values are a list, a tensor or an array, each value a number, a
-    boolean, or a list of one; a single value needs no list.
+    A valid answer is {"rewards": n values, "scores": n values (optional), "extra_logs": {name: n values, or
+    one for all samples} (optional)}, or only the rewards. Values are a list, a tensor or an array of numbers
+    or booleans, or of lists with one number. A single value needs no list.
     """
     if not isinstance(answer, dict):
         answer = {"rewards": answer}
@@ -45,8 +45,8 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
 
 
 def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:
-    """Returns `count` finite floats from a list, a tensor, an array or a number. Raises RewardError
-    otherwise."""
+    """Converts a list, a tensor, an array or a number to `count` finite floats. `one_is_for_all`: repeat a
+    single value. Raises RewardError for other values."""
     values = _plain(value)
     if not isinstance(values, Sequence) or isinstance(values, str):
         values = [values]
@@ -64,7 +64,7 @@ def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: 
 
 
 def _float(value: Any) -> float:
-    """Converts a number, or a list of one number as in the rows of an (n, 1) array."""
+    """Converts a number, or a list with one number, such as a row of an (n, 1) array."""
     value = _plain(value)
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1:
         return _float(value[0])

@@ -1,1 +1,1 @@
-"""Sampling: prompts go to engines, trajectories with rewards come back."""
+"""Sampling of trajectories: episodes run on engines and get their rewards."""

@@ -1,4 +1,4 @@
-"""Computes answers or rewards for a dataset, with vLLM or transformers, in the fastest order."""
+"""Batch inference: answers or rewards for a dataset, with vLLM or transformers."""
 
 import asyncio
 import time
@@ -30,23 +30,25 @@ class Request:
 
     @property
     def key(self) -> tuple[int, int]:
-        """(prompt_id, sample_index)"""
+        """(prompt_id, sample_index), unique in a run."""
         return self.question.prompt_id, self.sample_index
 
 
 OnAnswers = Callable[[Sequence[Request], Sequence[Generated]], None]
+"""Callback for finished requests and their answers."""
 OnScores = Callable[[Sequence[Answer], Sequence[float]], None]
+"""Callback for scored answers and their scores."""
 
 
 class Recorder:
-    """Writes results as rows when they arrive, shows progress, and counts."""
+    """Appends results to the result file as they arrive, and shows progress."""
 
     def __init__(self) -> None:
         self.num_tokens = self.num_rows = 0
         self.started = time.monotonic()
 
     def begin(self, results: ResultFile, phase: Phase) -> "Recorder":
-        """Starts the clock once the model is ready. `phase.total` rows are expected."""
+        """Starts the clock; call it once the model is ready. `phase.total`: number of rows to come."""
         self.results, self.phase = results, phase
         self.started = time.monotonic()
         return self
@@ -57,6 +59,8 @@ class Recorder:
         return time.monotonic() - self.started
 
     def answers(self, tokenizer: PreTrainedTokenizerBase) -> OnAnswers:
+        """Returns a callback that writes answers as texts."""
+
         def write(requests: Sequence[Request], answers: Sequence[Generated]) -> None:
             rows = [
                 {
@@ -105,6 +109,7 @@ class Recorder:
 
 
 def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: int) -> list[Request]:
+    """Returns `num_samples` requests for each question, each with a seed of its own."""
     return [
         Request(
             question=question,
@@ -124,7 +129,7 @@ async def answer_with_engine(
     *,
     concurrency: int,
 ) -> None:
-    """Keeps up to `concurrency` requests in flight. The first error stops all."""
+    """Answers requests, up to `concurrency` at a time. The first error cancels all others."""
     waiting = iter(requests)
 
     async def work() -> None:
@@ -151,7 +156,7 @@ def answer_with_transformers(
     batch_size: int,
     pad_token_id: int,
 ) -> None:
-    """Answers requests in batches of prompts of similar length."""
+    """Answers requests in batches of `batch_size` prompts of similar length, the longest first."""
     ordered = sorted(requests, key=lambda request: -len(request.question.token_ids))
     for start in range(0, len(ordered), batch_size):
         batch = ordered[start : start + batch_size]
@@ -174,7 +179,7 @@ def score(
     batch_size: int,
     device: torch.device,
 ) -> None:
-    """Scores answers, `batch_size` in a packed row."""
+    """Scores answers with a reward model, `batch_size` in each packed row."""
     for start in range(0, len(answers), batch_size):
         batch = answers[start : start + batch_size]
         row = PackedRow.of([answer.sample for answer in batch])

@@ -1,4 +1,4 @@
-"""Runs the episodes of a prompt inside an engine's process, and turns failures into outcomes."""
+"""Runs the episodes of a prompt in an engine's process, and converts failures to outcomes."""
 
 import asyncio
 from collections.abc import Collection, Coroutine, Sequence
@@ -19,7 +19,7 @@ from openrlhf.rollout.seeds import seed_at
 from openrlhf.rollout.trajectories import trajectories
 from openrlhf.types import Episode, Outcome, Prompt, PromptGroup, Purpose, Work, no_work, work_of
 
-if TYPE_CHECKING:  # takes seconds
+if TYPE_CHECKING:  # imports that take seconds
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
 
@@ -29,18 +29,18 @@ class Sampling:
     """Sampling parameters of training or evaluation."""
 
     purpose: Purpose
-    """Purpose, train or eval; part of every seed's address."""
+    """Purpose of the samples, which is part of the address of every seed."""
     num_samples: int
     temperature: float
     top_p: float
     top_k: int
     max_new_tokens: int | None
-    """Tokens of one answer. None: as many as fit."""
+    """Maximum tokens of one answer. None: limited by `max_len` only."""
     max_len: int
     stop: tuple[str, ...]
     run_seed: int
     max_kept_tokens: int = 0
-    """Recorded tokens of a top-p/top-k support; see RecordingEngine."""
+    """Maximum number of recorded tokens of a top-p/top-k support; see RecordingEngine."""
 
     @classmethod
     def for_training(cls, config: PPOConfig) -> "Sampling":
@@ -68,8 +68,8 @@ class Sampling:
 
 
 class EpisodeRunner:
-    """Runs an executor and turns its result or failure into an Episode. Only an engine's death and errors of
-    the package's own executors end a run."""
+    """Runs an executor and converts its result or failure to an Episode. A run ends only if the engine dies
+    or one of the package's own executors raises an error."""
 
     def __init__(
         self,
@@ -81,40 +81,40 @@ class EpisodeRunner:
         timeout: float | None = None,
         retries: int = 0,
         retry_on: Collection[str] = (),
-        at_a_time: int | None = None,
+        max_concurrent: int | None = None,
         reward_is_optional: bool = False,
         image_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """`timeout`: seconds for one episode. `retries`: reruns of an episode that ended with an outcome of
-        `retry_on`. `at_a_time`: concurrent episodes, None: all. `reward_is_optional`: accepts None as a
-        reward, because others are added to it. `image_token_ids`: see RecordingEngine."""
+        """`timeout`: seconds for one episode. `retries`: maximum reruns of an episode whose outcome is in
+        `retry_on`. `max_concurrent`: episodes that run at the same time, None: all. `reward_is_optional`:
+        accept None as a reward, because other rewards are added. `image_token_ids`: see RecordingEngine."""
         self.engine, self.tokenizer, self.executor = engine, tokenizer, executor
         self.stop_token_ids, self.timeout = stop_token_ids, timeout
         self.retries, self.retry_on = retries, retry_on
         self.reward_is_optional, self.image_token_ids = reward_is_optional, image_token_ids
-        self._room = nullcontext() if at_a_time is None else asyncio.Semaphore(at_a_time)
+        self._slots = nullcontext() if max_concurrent is None else asyncio.Semaphore(max_concurrent)
         self.done: Work = no_work()
-        """Work finished in all groups."""
+        """Work finished since the start, over all groups."""
         self.is_users = isinstance(executor, UserExecutor)
         self.source = executor.source if isinstance(executor, UserExecutor) else type(executor).__name__
 
     async def run_group(
         self, prompt: Prompt, sampling: Sampling, samples: Sequence[int] | None = None
     ) -> PromptGroup:
-        """Runs all samples of one prompt concurrently and returns them in order. `samples`: numbers of those
-        that have failed on another engine, for their last try."""
+        """Runs all samples of one prompt concurrently and returns them in order. `samples`: run only samples
+        with these indices, which failed on another engine, once."""
         pictures = [decoded(image.data) for image in prompt.images]
         if samples is None:
             running = [self.run(prompt, i, sampling, pictures) for i in range(sampling.num_samples)]
         else:
             last = self.retries + 1
             running = [self._attempt(prompt, i, sampling, pictures, last) for i in samples]
-        episodes = await asyncio.gather(*(self._counted(each, prompt, sampling) for each in running))
+        episodes = await asyncio.gather(*(self._count_finished(each, prompt, sampling) for each in running))
         return PromptGroup(
             prompt=prompt, trajectories=[t for episode in episodes for t in trajectories(episode)]
         )
 
-    async def _counted(
+    async def _count_finished(
         self, running: Coroutine[Any, Any, Episode], prompt: Prompt, sampling: Sampling
     ) -> Episode:
         episode = await running
@@ -124,7 +124,7 @@ class EpisodeRunner:
     async def run(
         self, prompt: Prompt, sample_index: int, sampling: Sampling, pictures: "Sequence[Picture]" = ()
     ) -> Episode:
-        """Runs one sample, with retries. `pictures`: the prompt's images."""
+        """Runs one sample, with retries. `pictures`: the prompt's decoded images."""
         episode = await self._attempt(prompt, sample_index, sampling, pictures, 0)
         for attempt in range(1, self.retries + 1):
             if episode.outcome in self.retry_on:
@@ -143,7 +143,7 @@ class EpisodeRunner:
             *(sampling.run_seed, sampling.purpose, prompt.epoch, prompt.prompt_id, sample_index),
             *(("attempt", attempt) if attempt else ()),
         )
-        own = [picture.copy() for picture in pictures]  # an executor may draw on them
+        own = [picture.copy() for picture in pictures]  # an executor may modify them
         known = list(zip(prompt.images, own, strict=True))
         engine = RecordingEngine(
             self.engine,
@@ -153,15 +153,17 @@ class EpisodeRunner:
             self.image_token_ids,
             sampling.max_kept_tokens,
         )
-        async with self._room:
-            ending = await self._ending(prompt, sampling, engine, own)
+        async with self._slots:
+            outcome_fields = await self._outcome(prompt, sampling, engine, own)
         fields: dict[str, Any] = {"turns": engine.turns, "reward": None}
-        return Episode(prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(fields | ending))
+        return Episode(
+            prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(fields | outcome_fields)
+        )
 
-    async def _ending(
+    async def _outcome(
         self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
     ) -> dict[str, Any]:
-        """Returns the Episode's fields for any result or failure of the executor."""
+        """Runs the executor. Returns the fields of the Episode that its result or its failure determines."""
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:
@@ -212,7 +214,7 @@ class EpisodeRunner:
             stop_token_ids=list(self.stop_token_ids),
             stop=list(sampling.stop),
             include_stop_str_in_output=True,
-            logprobs=0,  # that of the sampled token alone
-            detokenize=self.is_users or bool(sampling.stop),  # token ids stay what they are
+            logprobs=0,  # of the sampled token only
+            detokenize=self.is_users or bool(sampling.stop),  # recorded token ids do not depend on it
             skip_special_tokens=False,
         )

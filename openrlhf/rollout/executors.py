@@ -1,4 +1,4 @@
-"""Loads users' executors from files and calls them with the arguments they accept."""
+"""Loading of users' executors, and calls with the arguments that they accept."""
 
 import asyncio
 import inspect
@@ -13,7 +13,7 @@ from openrlhf.agents.chat_stream import TemplateProblem, probe
 from openrlhf.completions import SamplingParams
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
-from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_handed_everything, step_environment
+from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
 from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
@@ -25,7 +25,7 @@ from openrlhf.user_file import (
     split,
 )
 
-if TYPE_CHECKING:  # the import of a file is checked without what takes seconds
+if TYPE_CHECKING:  # imports that take seconds, and that the check of a file does not need
     from transformers import PreTrainedTokenizerBase
 
 FORM = (
@@ -35,7 +35,8 @@ FORM = (
 
 
 class EnvironmentFailed(Exception):
-    """A user's executor raised an error or returned an unusable result; the message names its file."""
+    """Raised if a user's executor raises an error or returns an unusable result. The message names its
+    file."""
 
 
 def check_agent_file(
@@ -46,16 +47,17 @@ def check_agent_file(
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
     is_chat: bool = False,
 ) -> str:
-    """Checks an agent's class as rewards.function.check_file does, without creating an object. `limits`: the
-    names of LIMITS that the run sets. `tokenizer` loads the policy's, for executors that need its chat
-    template. `is_chat`: prompts already have the template's markup."""
+    """Checks an agent's class with `rewards.function.check_file`, without creating an instance. `limits`: the
+    names in LIMITS whose flags are set. `tokenizer`: loads the policy's tokenizer, for executors that need
+    its chat template. `is_chat`: True if the chat template is already applied to prompts."""
     load = partial(load_agent, limits=tuple(limits), tokenizer=tokenizer, is_chat=is_chat)
     return check_file(reference, flag, load, limit)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSetting:
-    """Settings that executors of OpenRLHF 0.8 receive once and others receive in every call."""
+    """Settings of an executor. Executors of OpenRLHF 0.8 receive them when they are created, others in every
+    call."""
 
     tokenizer: Any = None
     max_length: int = 0
@@ -69,11 +71,11 @@ def load_agent(
     tokenizer: "Callable[[], PreTrainedTokenizerBase] | None" = None,
     is_chat: bool = False,
 ) -> Callable[[AgentSetting], AgentExecutorBase]:
-    """Imports the class that `reference` names, `AgentExecutor` in a bare file, and returns a function that
-    makes its executor.
+    """Imports the class that `reference` names (by default `AgentExecutor`), and returns a function that
+    creates an executor of this class.
 
-    Raises UnusableFile where the class is missing, cannot be created or called, or would ignore one of
-    `limits`, and any error of the import.
+    Raises UnusableFile if the class is missing, cannot be created or called, or would ignore one of `limits`.
+    Errors of the import are passed on.
     """
     place, given = split(reference)
     name = given or "AgentExecutor"
@@ -90,11 +92,11 @@ def load_agent(
     if not issubclass(found, AgentExecutorBase):
         problem = f"{name} is no subclass of openrlhf.agents.base.AgentExecutorBase"
         raise UnusableFile(f"{problem}.\n{form}")
-    if is_handed_everything(found):
+    if is_queue_executor(found):
         if "images" in limits:
             raise UnusableFile(
-                f"{LIMITS['images']} is set, and executors that are handed everything at their start know no "
-                f"images.\n{form}"
+                f"{LIMITS['images']} is set, and executors of OpenRLHF 0.8, which get a queue when they are "
+                f"created, do not support images.\n{form}"
             )
         return lambda setting: QueueExecutor(
             found,
@@ -102,7 +104,7 @@ def load_agent(
             max_length=setting.max_length,
             tokenizer=setting.tokenizer,
         )
-    if problem := _unusable(found) or _unlimited(found, limits):
+    if problem := _problem_of(found) or _ignored_limit(found, limits):
         raise UnusableFile(f"{problem}.\n{form}")
     if tokenizer is not None and found.writes_messages:
         _check_template(tokenizer(), is_chat, with_tools=found.calls_tools)
@@ -112,19 +114,17 @@ def load_agent(
 def _check_template(tokenizer: "PreTrainedTokenizerBase", is_chat: bool, *, with_tools: bool) -> None:
     if is_chat:
         raise UnusableFile(
-            "--data.apply_chat_template puts the chat template around prompts, and the agent's messages "
-            "get it too: the policy would read it twice. Leave the flag out"
+            "--data.apply_chat_template applies the chat template to prompts, and the agent applies it to "
+            "its messages: the policy would read it twice. Leave the flag out"
         )
     try:
         probe(tokenizer, with_tools=with_tools)
     except TemplateProblem as error:
-        raise UnusableFile(
-            f"the policy's chat template does not fit an agent of many turns: {error}"
-        ) from error
+        raise UnusableFile(f"the policy's chat template does not fit multi-turn agents: {error}") from error
 
 
-def _unusable(executor: type[AgentExecutorBase]) -> str:
-    """Returns why the class cannot be created or called; "" where it can."""
+def _problem_of(executor: type[AgentExecutorBase]) -> str:
+    """Returns the reason why the class cannot be created or called; "" if it can."""
     if executor.execute is AgentExecutorBase.execute:
         return f"{executor.__name__} does not define execute"
     if inspect.isabstract(executor):
@@ -133,22 +133,24 @@ def _unusable(executor: type[AgentExecutorBase]) -> str:
     try:
         inspect.signature(executor).bind()
     except TypeError as error:
-        return f"{executor.__name__}{inspect.signature(executor)} cannot be made without arguments: {error}"
+        return (
+            f"{executor.__name__}{inspect.signature(executor)} cannot be created without arguments: {error}"
+        )
     signature = inspect.signature(executor.execute)
     try:
         signature.bind(None, **dict.fromkeys(_accepted(executor.execute)))
     except TypeError as error:
-        return f"execute{signature} cannot be called by the names of its parameters: {error}"
+        return f"execute{signature} cannot be called with keyword arguments: {error}"
     return ""
 
 
-def _unlimited(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
-    """Returns a text about a limit that the executor would ignore; "" without one."""
+def _ignored_limit(executor: type[AgentExecutorBase], limits: Sequence[str]) -> str:
+    """Returns a message about the first of `limits` that the executor would ignore; "" if it accepts all."""
     for name in limits:
         if name not in _accepted(executor.execute):
             return (
-                f"{LIMITS[name]} is set, and execute has no parameter {name}: give it one and keep to it, or "
-                "leave the flag out"
+                f"{LIMITS[name]} is set, and execute has no parameter {name}: add the parameter and observe "
+                "it, or leave the flag out"
             )
     return ""
 
@@ -162,7 +164,7 @@ PARAMETERS = (*("prompt", "label", "sampling_params", "max_length", "hf_tokenize
 
 
 def _accepted(execute: Callable) -> tuple[str, ...]:
-    """Returns the names in PARAMETERS that it accepts as keyword arguments."""
+    """Returns the names in PARAMETERS that `execute` accepts as keyword arguments."""
     parameters = inspect.signature(execute).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return PARAMETERS
@@ -170,7 +172,8 @@ def _accepted(execute: Callable) -> tuple[str, ...]:
 
 
 class UserExecutor(AgentExecutorBase):
-    """Wraps a user's executor. Its errors become EnvironmentFailed, except RewardError and StepTimeout."""
+    """Wraps a user's executor. Converts its errors to EnvironmentFailed, except RewardError and
+    StepTimeout."""
 
     def __init__(self, reference: str, executor: AgentExecutorBase, setting: AgentSetting) -> None:
         super().__init__()
@@ -182,8 +185,8 @@ class UserExecutor(AgentExecutorBase):
     async def load(
         cls, reference: str, setting: AgentSetting | None = None, deadline: float = IMPORT_DEADLINE
     ) -> "UserExecutor":
-        """Imports the file or module into this process and makes its executor. Raises ImportTimeout after
-        `deadline` seconds, and RunError, which names the line, for any other error."""
+        """Imports the file or module into this process and creates its executor. Raises ImportTimeout after
+        `deadline` seconds, and RunError with the line number for any other error."""
         reference = resolved(reference)
         try:
             async with asyncio.timeout(deadline):

@@ -1,5 +1,5 @@
-"""Support for agent files of OpenRLHF 0.8: modules with a function `step`, and executors that receive
-everything when they are created and put results into a queue."""
+"""Support for agent files of OpenRLHF 0.8: modules with a function `step`, and executors that get an engine
+and a result queue when they are created."""
 
 import inspect
 from collections.abc import AsyncIterator, Callable, Generator, Mapping
@@ -11,12 +11,12 @@ from typing import Any
 from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase, Engine, called
 from openrlhf.user_file import run_file
 
-# 0.8.0 to 0.8.4: a module is the environment
+# Versions 0.8.0 to 0.8.4: the module is the environment.
 
 
 def step_environment(path: str) -> type[AgentInstanceBase]:
-    """Returns the module as a class. Each episode runs the file again, so that its globals belong to the
-    episode."""
+    """Returns a class around the module. Each instance runs the file again, so that every episode has its own
+    globals."""
 
     class StepModule(AgentInstanceBase):
         def __init__(self) -> None:
@@ -29,7 +29,7 @@ def step_environment(path: str) -> type[AgentInstanceBase]:
 
 
 async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
-    """Calls `step(observation, action, label, ...)` and converts its answer to that of
+    """Calls `step(observation, action, label, ...)` and converts its result to the form of
     AgentInstanceBase.step."""
     more = _accepted(function, {"sampling_params": states["sampling_params"]})
     texts = states["observation_text"], states["action_text"]
@@ -42,7 +42,7 @@ NEW_NAMES = {"reward": "rewards", "next_observation": "observation", "next_state
 
 
 def _named(answer: tuple) -> dict:
-    """Names the values of (reward, next observation, done[, logs]) by their types, in any order."""
+    """Names the values of (reward, next observation, done[, logs]), in any order, by their types."""
     found: dict[str, Any] = {}
     for value in answer:
         kind = {bool: "done", str: "observation", dict: "extra_logs"}.get(type(value), "rewards")
@@ -61,32 +61,32 @@ def has_step(module: ModuleType) -> bool:
     return callable(getattr(module, "step", None))
 
 
-# 0.8.5 to 0.8.10: an executor is handed an engine and a queue once, for all of its episodes
+# Versions 0.8.5 to 0.8.10: an executor gets an engine and a queue when it is created, for all episodes.
 
-HANDED = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
+CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
 
 _engine: ContextVar[Engine] = ContextVar("engine")
 _results: ContextVar[list] = ContextVar("results")
 
 
-def is_handed_everything(executor: type) -> bool:
-    """Returns True if the constructor requires all of HANDED."""
-    return executor.__init__ is not AgentExecutorBase.__init__ and set(HANDED) <= set(
+def is_queue_executor(executor: type) -> bool:
+    """Returns True if the constructor has all of CONSTRUCTOR_ARGUMENTS."""
+    return executor.__init__ is not AgentExecutorBase.__init__ and set(CONSTRUCTOR_ARGUMENTS) <= set(
         inspect.signature(executor).parameters
     )
 
 
 class QueueExecutor(AgentExecutorBase):
-    """One executor for all episodes of a process. Each episode is a task, whose context holds its own engine
-    and queue."""
+    """One executor of version 0.8.5 to 0.8.10 for all episodes of a process. Each episode runs in its own
+    asyncio task; context variables of the task hold the episode's engine and results."""
 
     def __init__(
         self, executor_class: type, *, max_steps: int | None, max_length: int, tokenizer: Any
     ) -> None:
-        """`max_steps`: None where only the length bounds an episode."""
+        """`max_steps`: maximum turns of an episode; None: limited by `max_length` only."""
         super().__init__()
         values = (max_steps or max_length, max_length, EngineOfEpisode(), tokenizer, QueueOfEpisode())
-        self.executor = executor_class(**dict(zip(HANDED, values, strict=True)))
+        self.executor = executor_class(**dict(zip(CONSTRUCTOR_ARGUMENTS, values, strict=True)))
 
     async def execute(self, prompt: str, label: Any, sampling_params: Any, llm_engine: Engine) -> Any:
         _engine.set(llm_engine)
@@ -96,6 +96,8 @@ class QueueExecutor(AgentExecutorBase):
 
 
 class QueueOfEpisode:
+    """A result queue that appends to the results of the current episode."""
+
     async def put(self, result: Any) -> None:
         self.put_nowait(result)
 
@@ -104,8 +106,8 @@ class QueueOfEpisode:
 
 
 class EngineOfEpisode:
-    """An engine with the interfaces of `Engine` and of vLLM: `async for output in generate(prompt, params,
-    id)`."""
+    """The engine of the current episode, with the interfaces of `Engine` and of vLLM: `async for output in
+    generate(prompt, params, id)`."""
 
     def generate(self, prompt: Any, sampling_params: Any, *others: Any, **more: Any) -> "Answer":
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
@@ -113,6 +115,8 @@ class EngineOfEpisode:
 
 
 class Answer:
+    """A request that can be awaited, or iterated over as in vLLM."""
+
     def __init__(self, engine: Engine, token_ids: list[int], sampling_params: Any) -> None:
         self._request = lambda: engine.generate(token_ids, sampling_params)
 

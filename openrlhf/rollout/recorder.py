@@ -1,4 +1,4 @@
-"""Records an episode's requests to its engine, and the answers."""
+"""Recording of an episode's requests to its engine, and of the answers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,20 +20,21 @@ CHANGEABLE = frozenset(
     {
         *("max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
         *("repetition_detection", "n", "seed"),
-        *("top_p", "top_k", "min_p"),  # what they keep is recorded
+        *("top_p", "top_k", "min_p"),  # the resulting support is recorded
         *("logprobs", "flat_logprobs"),
         *("prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start"),
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "output_text_buffer_length"),
         *("output_kind", "stream_interval", "skip_clone", "skip_reading_prefix_cache"),
     }
 )
-"""Sampling parameters that an executor may change, including options of a single engine. Under any other,
-also one that a later vLLM adds, recorded log-probs may belong to another distribution than the one that
-training computes."""
+"""Sampling parameters that an executor may change, for all engines. Any other parameter, including those that
+later versions of vLLM add, could make the sampling distribution differ from the one that training
+computes."""
 
 
 class RecordingEngine:
-    """Wraps the engine for one episode. `turns` is exact whatever the executor does with the answers."""
+    """Wraps the engine for one episode and records its turns. `turns` is exact whatever the executor does
+    with the answers."""
 
     def __init__(
         self,
@@ -44,19 +45,19 @@ class RecordingEngine:
         image_token_ids: tuple[int, ...] = (),
         max_kept_tokens: int = 0,
     ) -> None:
-        """`seed_address`: address of the first turn's seed; later turns append their number.
-        `sampling_params`: the run's own, which no executor can change. `pictures`: the prompt's images as an
-        executor receives them. `image_token_ids`: see `stand_ins`; none where the policy reads no images.
-        `max_kept_tokens`: recorded tokens of a top-p/top-k support; 0 for none."""
+        """`seed_address`: address of the first turn's seed; later turns append their index.
+        `sampling_params`: the run's parameters. `pictures`: the prompt's images as the executor receives
+        them. `image_token_ids`: tokens that stand for images, see `text.stand_ins`; empty if the policy reads
+        no images. `max_kept_tokens`: maximum number of recorded tokens of a top-p/top-k support; 0: none."""
         self._engine, self._address, self._given = engine, seed_address, sampling_params
         self._known = {id(picture): (image, picture) for image, picture in pictures}
         self._image_token_ids, self._max_kept_tokens = image_token_ids, max_kept_tokens
-        self._answers: list[list[Turn]] = []  # of each request
+        self._answers: list[list[Turn]] = []  # for each request
         self._death: EngineDied | None = None
 
     @property
     def turns(self) -> list[Turn]:
-        """Turns in the order of their requests. A request without an answer is no turn."""
+        """Turns in the order of their requests. Requests without an answer have no turn."""
         return [turn for turns in self._answers for turn in turns]
 
     async def generate(
@@ -65,15 +66,15 @@ class RecordingEngine:
         sampling_params: Any,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """Sends one request. `sampling_params`, of this package or of vLLM, are not modified: the request has
-        a copy with the seed of this turn, log-probs, and training's stop tokens where it has none. Raises
-        ValueError where a parameter outside of `CHANGEABLE` has changed; EnvironmentFailed where the answer
-        has image placeholders."""
-        params = self._checked(SamplingParams.of(sampling_params))
+        """Sends one request. `sampling_params`, of this package or of vLLM, are copied; the copy gets the
+        seed of this turn, log-probs, and the run's stop tokens if it has none. Raises ValueError if a
+        parameter outside `CHANGEABLE` differs from the run's, and EnvironmentFailed if the answer has image
+        placeholders."""
+        params = self._merged_params(SamplingParams.of(sampling_params))
         turn = len(self._answers)
         params.seed = seed = seed_at(*self._address, *((turn,) if turn else ()))
         params.stop_token_ids = params.stop_token_ids or self._given.stop_token_ids
-        params.logprobs = params.logprobs or 0  # 0: that of the sampled token; -1: all
+        params.logprobs = params.logprobs or 0  # 0: of the sampled token; -1: of all tokens
         params.max_kept_tokens = self._max_kept_tokens if params.is_truncated else 0
         pictures = _pictures(multi_modal_data)
         self._check_placeholders(prompt_token_ids, len(pictures))
@@ -87,20 +88,21 @@ class RecordingEngine:
         except EngineDied as error:
             self._death = error
             raise
-        # As the policy read it, with all tokens of its images.
+        # The engine's prompt_token_ids have all placeholders of each image.
         prompt_ids = np.asarray(output.prompt_token_ids if images else prompt_token_ids, np.int32)
         turns += [_turn(prompt_ids, images, answer, seed) for answer in output.outputs]
         self._check_answers(turns)
         return output
 
     def check_alive(self) -> None:
-        """Raises the engine's death if an executor has seen it."""
+        """Raises EngineDied if a request met it, even if the executor caught it."""
         if self._death is not None:
             raise self._death
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
-        """Returns the run's parameters, updated with those of `params` in `CHANGEABLE`. Raises ValueError
-        where others differ from the run's: None, 0 and an empty list all mean that a field is unused."""
+    def _merged_params(self, params: SamplingParams) -> SamplingParams:
+        """Returns the run's parameters, updated with the `CHANGEABLE` ones of `params`. Raises ValueError if
+        another one differs from the run's. None, 0 and an empty list are equal: they mean that a parameter is
+        unused."""
         asked, own, changed = SamplingParams(), vars(self._given), []
         vars(asked).update(own)
         for name, value in vars(params).items():
@@ -112,40 +114,41 @@ class RecordingEngine:
             said = ", ".join(f"{name} {value!r} in place of {own!r}" for name, value, own in changed)
             raise ValueError(
                 f"llm_engine.generate got sampling_params with {said}: training computes log-probs of "
-                "another distribution.\nLeave it as execute was handed it; docs/agents.md says what an agent "
-                "may change. The temperature of a whole run is --rollout.temperature, in evaluation "
-                "--eval.temperature."
+                "another distribution.\nUse the value that execute received; docs/agents.md lists what an "
+                "agent may change. Set the temperature of a whole run with --rollout.temperature, of "
+                "evaluation with --eval.temperature."
             )
         return asked
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
-        """Raises ValueError unless there is one image for each placeholder: vLLM would ignore a surplus
-        placeholder, and the trainer would look for its image."""
+        """Raises ValueError unless there is one image for each placeholder. vLLM would ignore a surplus
+        placeholder, but the trainer would look for its image."""
         if not self._image_token_ids:
             return
         if (found := list(token_ids).count(self._image_token_ids[0])) != num_images:
             raise ValueError(
-                f"llm_engine.generate got {found} tokens that stand for an image, and {num_images} images. "
-                "Each image has one, and multi_modal_data has all of the prompt's and of feedback's."
+                f"llm_engine.generate got {found} image placeholder tokens and {num_images} images. The "
+                "prompt needs one placeholder for each image, and multi_modal_data all images of prompt and "
+                "feedback."
             )
 
     def _check_answers(self, turns: Sequence[Turn]) -> None:
         if any(token_id in turn.action_ids for token_id in self._image_token_ids for turn in turns):
             raise EnvironmentFailed(
-                "the policy answered with a token that stands for an image, a video or sound: whoever reads "
-                "it looks for one"
+                "the policy sampled a placeholder token of an image, a video or sound, for which there is no "
+                "data"
             )
 
     def _image(self, picture: "Picture") -> Image:
-        """Returns the file that the picture was read from, or a lossless encoding of an executor's own
-        picture."""
+        """Returns the file that the picture was read from. A picture that the executor created is encoded
+        without loss."""
         if id(picture) not in self._known:
             self._known[id(picture)] = encoded(picture), picture
         return self._known[id(picture)][0]
 
 
 def _pictures(multi_modal_data: dict | None) -> "list[Picture]":
-    """Returns the list of pictures; vLLM accepts one or a list."""
+    """Returns the pictures as a list. Like vLLM, accepts a single picture or a list."""
     found = (multi_modal_data or {}).get("image", [])
     return list(found) if isinstance(found, list | tuple) else [found]
 

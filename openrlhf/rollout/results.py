@@ -1,4 +1,4 @@
-"""Converts an executor's result to fields of an Episode."""
+"""Validation of an executor's result, and its conversion to fields of an Episode."""
 
 import logging
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 def read_result(
     result: Any, turns: Sequence[Turn], *, source: str, reward_is_optional: bool
 ) -> dict[str, Any]:
-    """Returns the Episode's fields that `result` determines; see agents/base.py for its form. `turns`: the
+    """Returns the Episode's fields that `result` determines; agents/base.py describes its form. `turns`: the
     recorded turns.
 
-    Raises EnvironmentFailed, which names the `source`, where the result does not say what to train on;
-    RewardError where the reward is None and not `reward_is_optional`.
+    Raises EnvironmentFailed, which names the `source`, if the result's actions are invalid or were not
+    sampled, and RewardError if a reward is invalid, or None without `reward_is_optional`.
     """
     if not isinstance(result, dict):
         raise EnvironmentFailed(f"{source} returned {type(result).__name__}, not a dict")
@@ -33,7 +33,7 @@ def read_result(
         raise EnvironmentFailed(f"{source} returned a dict without 'reward'; it has {found}")
     truncated = result.get("truncated")
     return {
-        "turns": _trained_on(result, turns, source),
+        "turns": _turns_to_train_on(result, turns, source),
         "truncated": None if truncated is None else bool(truncated),
         **_rewards(result, source, reward_is_optional),
     }
@@ -42,7 +42,7 @@ def read_result(
 def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, Any]:
     reward, score, extra_logs = result["reward"], result.get("scores"), result.get("extra_logs") or {}
     if reward is None and not reward_is_optional:
-        raise RewardError(f"{source} returned reward None, and there is no reward model")
+        raise RewardError(f"{source} returned the reward None, and the run has no reward model")
     if not isinstance(extra_logs, dict):
         raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
 
@@ -57,34 +57,36 @@ def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, A
     }
 
 
-def _trained_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:
+def _turns_to_train_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:
     token_ids, ranges = result.get("observation_tokens"), result.get("action_ranges")
     if token_ids is None and ranges is None:
-        chosen = _with_rewards(result.get("turn_rewards"), turns, source)
+        chosen = _with_turn_rewards(result.get("turn_rewards"), turns, source)
     elif token_ids is None or ranges is None:
         raise EnvironmentFailed(
-            f"{source} returned one of observation_tokens and action_ranges; both belong together"
+            f"{source} returned only one of observation_tokens and action_ranges; return both or none"
         )
     else:
-        chosen = _at_ranges(token_ids, ranges, turns, source)
+        chosen = _turns_at_ranges(token_ids, ranges, turns, source)
     if not any(len(turn.action_ids) for turn in chosen):
         raise EnvironmentFailed(f"{source} returned no action: nothing that llm_engine.generate sampled")
     return chosen
 
 
-def _with_rewards(turn_rewards: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
+def _with_turn_rewards(turn_rewards: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
     if turn_rewards is None:
         return list(turns)
     rewards = read_floats("turn_rewards", turn_rewards, len(turns), source)
     return [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]
 
 
-def _at_ranges(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], source: str) -> list[Turn]:
+def _turns_at_ranges(
+    observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn], source: str
+) -> list[Turn]:
     try:
         ranges = [(int(start), int(stop)) for start, stop in action_ranges]
     except (TypeError, ValueError) as error:
         raise EnvironmentFailed(
-            f"{source} returned action_ranges that are no pairs of numbers: {error}"
+            f"{source} returned action_ranges that are not pairs of numbers: {error}"
         ) from error
     try:
         chosen, read = chosen_turns(_token_ids(observation_tokens, source), ranges, turns)
@@ -92,12 +94,12 @@ def _at_ranges(observation_tokens: Any, action_ranges: Any, turns: Sequence[Turn
         raise EnvironmentFailed(f"{source} returned an {error}") from error
     if not read and any(turn.images for turn in turns):
         raise EnvironmentFailed(
-            f"{source} returned observation_tokens in which an image is not all the tokens that the policy "
-            "read of it. Make them of the prompt_token_ids and token_ids of llm_engine.generate's answers, "
+            f"{source} returned observation_tokens without all the placeholder tokens that the policy read "
+            f"for an image. Build them from prompt_token_ids and token_ids of llm_engine.generate's answers, "
             "or leave them out."
         )
     if not read:
-        _warn_of_another_context(source)
+        _warn_of_changed_context(source)
     return chosen
 
 
@@ -105,16 +107,18 @@ def _token_ids(value: Any, source: str) -> np.ndarray:
     token_ids = np.asarray(value)
     if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
         kind = f"{token_ids.dtype} of shape {token_ids.shape}"
-        raise EnvironmentFailed(f"{source} returned observation_tokens that are no list of token ids: {kind}")
+        raise EnvironmentFailed(
+            f"{source} returned observation_tokens that are not a list of token ids: {kind}"
+        )
     return token_ids.astype(np.int32)
 
 
 @cache
-def _warn_of_another_context(source: str) -> None:
-    """Warns once for each process and source."""
+def _warn_of_changed_context(source: str) -> None:
+    """Warns, once per process and source, that actions had another context when they were sampled."""
     logger.warning(
-        "%s returned observation_tokens with other tokens before an action than the policy had read when it "
-        "chose it. Its log-prob is that of what the policy had read. Make observation_tokens of what "
-        "llm_engine.generate was handed, and of what it answered.",
+        "%s returned observation_tokens whose tokens before an action differ from those that the policy read "
+        "when it sampled the action. The action's log-prob belongs to the tokens that the policy read. Build "
+        "observation_tokens from the prompts and answers of llm_engine.generate.",
         source,
     )

@@ -1,4 +1,5 @@
-"""Derives seeds from addresses: a seed depends on the request, not on its time or engine."""
+"""Derivation of seeds from the address of a request. A seed does not depend on when or on which engine the
+request runs."""
 
 import hashlib
 

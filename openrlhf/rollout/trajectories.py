@@ -1,4 +1,4 @@
-"""Converts the turns of an episode to the sequences to train on."""
+"""Conversion of an episode's turns to the sequences to train on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -20,13 +20,13 @@ NO_TURN = Turn(
 
 
 class NeverSampled(ValueError):
-    """Raised for tokens that no request was answered with, which cannot be trained on."""
+    """Raised for action tokens that no answer contains, and which therefore have no log-probs."""
 
 
 def trajectories(episode: Episode) -> list[Trajectory]:
-    """Returns one trajectory for each history. A turn whose prompt begins with another turn's prompt and
-    actions continues that turn's sequence; a rewritten history begins a new one. Every action is in exactly
-    one trajectory."""
+    """Returns the trajectories of an episode. A turn whose prompt begins with an earlier turn's prompt and
+    actions continues that turn's trajectory. Otherwise the agent has rewritten its history, and a new
+    trajectory begins. Every action is in exactly one trajectory."""
     histories = _histories(episode.turns or [NO_TURN])
     return [_trajectory(episode, part, turns) for part, turns in enumerate(histories)]
 
@@ -34,7 +34,7 @@ def trajectories(episode: Episode) -> list[Trajectory]:
 def _histories(turns: Sequence[Turn]) -> list[list[Turn]]:
     histories: list[list[Turn]] = []
     for turn in turns:
-        begun = [history for history in histories if _goes_on(turn, history[-1])]
+        begun = [history for history in histories if _continues(turn, history[-1])]
         if begun:
             max(begun, key=lambda history: _end(history[-1])).append(turn)
         else:
@@ -42,8 +42,8 @@ def _histories(turns: Sequence[Turn]) -> list[list[Turn]]:
     return histories
 
 
-def _goes_on(turn: Turn, before: Turn) -> bool:
-    """Returns True if the turn's prompt begins with all of `before`, including its images."""
+def _continues(turn: Turn, before: Turn) -> bool:
+    """Returns True if the turn's prompt begins with the prompt, the actions and the images of `before`."""
     start, prompt = len(before.prompt_ids), turn.prompt_ids
     return (
         np.array_equal(prompt[:start], before.prompt_ids)
@@ -89,8 +89,8 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
 
 
 def _routing(turns: Sequence[Turn]) -> np.ndarray | None:
-    """Returns the joined routing of all turns. Each token keeps the routing of the first turn whose engine
-    read it."""
+    """Returns the routing (L, M, K) of a sequence of turns. A token that several requests read has the
+    routing of the first."""
     known = [turn for turn in turns if turn.routing is not None]
     if not known:
         return None
@@ -101,7 +101,7 @@ def _routing(turns: Sequence[Turn]) -> np.ndarray | None:
 
 
 def _joined(weight_versions: Sequence[np.ndarray]) -> np.ndarray:
-    """Concatenates the runs of all turns."""
+    """Concatenates the weight versions of all turns, which are run-length encoded."""
     if len(weight_versions) == 1:
         return weight_versions[0]
     return runs(np.concatenate([np.repeat(*versions.T) for versions in weight_versions]))
@@ -110,28 +110,29 @@ def _joined(weight_versions: Sequence[np.ndarray]) -> np.ndarray:
 def chosen_turns(
     token_ids: np.ndarray, action_ranges: Sequence[tuple[int, int]], turns: Sequence[Turn]
 ) -> tuple[list[Turn], bool]:
-    """Returns the actions at `action_ranges`, [start, end) of `token_ids` (L,), as turns of that one
-    sequence, with their records from `turns`; and whether the policy had read `token_ids` when it chose them.
+    """Returns the actions at `action_ranges`, [start, end) of `token_ids` (L,), as turns of this sequence,
+    with the records of `turns`. Also returns True if the policy had read exactly the tokens before each
+    action when it sampled the action.
 
-    A range may cover a part of a turn or several turns. Raises NeverSampled where `turns` lack its tokens.
+    A range may cover a part of a turn or several turns. Raises NeverSampled if its tokens are not in `turns`.
     """
     where = _sampled_at(token_ids, turns)
     chosen, read, end = [], True, 0
     for start, stop in action_ranges:
         if not max(end, 1) <= start <= stop <= len(token_ids):
-            raise NeverSampled(_why_misplaced(start, stop, end, len(token_ids)))
+            raise NeverSampled(_range_problem(start, stop, end, len(token_ids)))
         end = stop
         if start == stop:
             continue
         if (where[start:stop] >= 0).all():
-            chosen += _cut(token_ids, start, stop, where, turns)
+            chosen += _split_range(token_ids, start, stop, where, turns)
         else:
-            chosen.append(_with_these_tokens(token_ids, start, stop, where, turns))
+            chosen.append(_turn_with_tokens(token_ids, start, stop, where, turns))
             read = False
     return chosen, read
 
 
-def _why_misplaced(start: int, stop: int, end: int, length: int) -> str:
+def _range_problem(start: int, stop: int, end: int, length: int) -> str:
     text = f"action range ({start}, {stop}) "
     if start < 1:
         return text + "begins at the first token, which nothing predicts: put the prompt before it"
@@ -141,8 +142,8 @@ def _why_misplaced(start: int, stop: int, end: int, length: int) -> str:
 
 
 def _sampled_at(token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
-    """Returns (L,) the index of the turn that chose each token after exactly the preceding tokens; -1 where
-    none did."""
+    """Returns, for each token, the index of the turn that sampled it after exactly the preceding tokens,
+    (L,); -1 if there is none."""
     matches = []  # (number of matching tokens, start, index of the turn)
     for i, turn in enumerate(turns):
         start = len(turn.prompt_ids)
@@ -151,15 +152,15 @@ def _sampled_at(token_ids: np.ndarray, turns: Sequence[Turn]) -> np.ndarray:
             differs = there != turn.action_ids[: len(there)]
             matches.append((int(differs.argmax()) if differs.any() else len(there), start, i))
     where = np.full(len(token_ids), -1)
-    for count, start, i in sorted(matches):  # two answers may begin alike: the longest match stays
+    for count, start, i in sorted(matches):  # answers may share a beginning: the longest match wins
         where[start : start + count] = i
     return where
 
 
-def _cut(
+def _split_range(
     token_ids: np.ndarray, start: int, stop: int, where: np.ndarray, turns: Sequence[Turn]
 ) -> Iterator[Turn]:
-    """Yields the range as one turn for each recorded turn that it covers."""
+    """Splits a range into one turn for each recorded turn that it covers."""
     inner = np.flatnonzero(np.diff(where[start:stop])) + start + 1
     for a, b in pairwise([start, *inner.tolist(), stop]):
         turn = turns[where[a]]
@@ -167,10 +168,11 @@ def _cut(
         yield replace(part, routing=None if turn.routing is None else turn.routing[:b])
 
 
-def _with_these_tokens(
+def _turn_with_tokens(
     token_ids: np.ndarray, start: int, stop: int, where: np.ndarray, turns: Sequence[Turn]
 ) -> Turn:
-    """Returns the answer with exactly these tokens, after any prompt. Raises NeverSampled without one."""
+    """Returns the turn whose actions are exactly these tokens, whatever its prompt was. Raises NeverSampled
+    if there is none."""
     for turn in turns:
         if np.array_equal(turn.action_ids, token_ids[start:stop]):
             return _part(token_ids, start, stop, turn, 0)
@@ -182,7 +184,8 @@ def _with_these_tokens(
 
 
 def _part(token_ids: np.ndarray, start: int, stop: int, turn: Turn, first: int) -> Turn:
-    """Returns the actions of `turn` from index `first` on, as those of [start, stop) in `token_ids`."""
+    """Returns a turn with the tokens [start, stop) of `token_ids` as actions, and the records of the actions
+    of `turn` from index `first` on."""
     taken = slice(first, first + stop - start)
     return Turn(
         prompt_ids=token_ids[:start],

@@ -1,4 +1,4 @@
-"""The work of an engine's process: it samples episodes and requests their rewards.
+"""The work of an engine's process: it runs episodes on the engine and requests their rewards.
 
 cluster/engine_pool.py runs it in a Ray actor; this module does not depend on Ray.
 """
@@ -27,13 +27,16 @@ from openrlhf.user_file import UserFiles
 
 
 class RolloutWorker:
-    """An engine and the episodes that run on it, in one process. Also exposes the engine's control plane."""
+    """An engine and the episodes that run on it, in one process. Methods named in CONTROL_PLANE are those of
+    the engine."""
 
     def __init__(self, config: PPOConfig, options: EngineOptions, files: UserFiles) -> None:
         self.engine = engine_class(options)(options)
         self.config, self.files = config, files
 
     async def start(self, free_fraction: float | None = None) -> None:
+        """Starts the engine and loads the agent and the source of rewards. `free_fraction`: see
+        `RolloutEngine.start`."""
         await self.engine.start(free_fraction)
         config, path = self.config, self.config.actor.model_name_or_path
         processor = policy_processor(config)
@@ -56,9 +59,9 @@ class RolloutWorker:
             executor,
             stop_token_ids(path, tokenizer),
             timeout=config.rollout.episode_timeout,
-            retries=config.rollout.retries - int(retries_elsewhere(config)),
+            retries=config.rollout.retries - int(retries_on_other_engine(config)),
             retry_on=config.rollout.retry_on,
-            at_a_time=config.rollout.max_concurrent_episodes,
+            max_concurrent=config.rollout.max_concurrent_episodes,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
             image_token_ids=stand_ins(processor) if config.reads_images else (),
         )
@@ -85,7 +88,7 @@ class RolloutWorker:
                 concurrency=reward.remote_concurrency,
                 key=os.environ.get(KEY_VARIABLE),
             )
-        return NoReward()  # with a teacher, the checks of config/ saw to it
+        return NoReward()  # the checks in config/ allow this with a reward model or teacher only
 
     async def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
@@ -95,6 +98,7 @@ class RolloutWorker:
         return Sampled(group=group, done=self.runner.done.copy())
 
     async def answer(self, probe: Probe) -> EngineProbe:
+        """Computes the log-probs of a weight sync's probe."""
         return await self.engine.probe(probe.asked, [decoded(image.data) for image in probe.images])
 
     async def close(self) -> None:
@@ -103,7 +107,7 @@ class RolloutWorker:
 
 
 def _on_engine(name: str) -> Callable[..., Awaitable[Any]]:
-    """Returns a RolloutWorker method that calls the engine's method of this name."""
+    """Returns a method of RolloutWorker that calls the engine's method of this name."""
 
     async def call(self: RolloutWorker, *arguments: Any) -> Any:
         return await getattr(self.engine, name)(*arguments)
@@ -121,8 +125,8 @@ for _name in CONTROL_PLANE:
 
 
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:
-    """Builds the engine's options. Without `from_files` the engine starts with random weights, until the
-    first sync."""
+    """Builds the engine's options. Without `from_files` the engine has random weights until the first weight
+    sync."""
     return EngineOptions.of(
         config,
         engine=config.rollout.engine,
@@ -136,30 +140,31 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         load_weights=from_files,
         max_images=config.data.max_images_per_prompt,
         max_logprobs=max(MAX_LOGPROBS, config.rollout.max_kept_tokens),
-        lora=adapters_apart(config),
+        lora=separate_adapters(config),
         returns_routing=config.algo.router_replay,
         keep_cache=config.vllm.keep_cache,
-        float32_head=on_gpu,  # on a CPU vLLM casts the whole head at every step, which takes 7 times as long
+        float32_head=on_gpu,  # on CPUs vLLM converts the whole head at every step: 7 times slower
     )
 
 
-def adapters_apart(config: PPOConfig) -> LoraConfig | None:
-    """Returns the LoRA configuration with the names of its layers, where engines keep adapters apart; None
-    otherwise."""
+def separate_adapters(config: PPOConfig) -> LoraConfig | None:
+    """Returns the LoRA configuration, with the names of the adapted layers, if engines apply adapters
+    separately; None if adapters are merged into the weights, or without LoRA."""
     lora = config.ds.lora
     if lora.rank == 0 or config.vllm.lora_sync == "merged":
         return None
     return replace(lora, target_modules=adapted_layers(config.actor.model_name_or_path, ACTOR_FLAG, lora))
 
 
-def retries_elsewhere(config: PPOConfig) -> bool:
-    """Returns True if the last retry of an episode runs on another engine, in case its node is at fault."""
+def retries_on_other_engine(config: PPOConfig) -> bool:
+    """Returns True if the last retry of an episode runs on another engine, because the first engine's node
+    may be the cause of failures."""
     return config.rollout.retries > 0 and config.num_engines > 1
 
 
 def transfer_backend(config: PPOConfig, on_gpu: bool) -> str:
-    """Returns the weight-transfer backend: shared memory where trainer and engines share GPUs, else the
-    network. NCCL needs GPUs; Ray's object store works everywhere."""
+    """Returns the transport of weight syncs: CUDA IPC if trainer and engines share GPUs, else a network
+    transport. NCCL needs GPUs, Gloo is for CPUs, and Ray's object store works everywhere."""
     if config.vllm.sync_with_ray or config.rollout.engine != "vllm":
         return "ray"
     if not on_gpu:

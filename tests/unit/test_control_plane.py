@@ -136,7 +136,7 @@ def test_groups_before_and_after_a_weight_sync(tmp_path: Path) -> None:
             if version:
                 with torch.no_grad():
                     trained.model.model.norm.weight.mul_(2.0)
-                with dispatcher.quiet():
+                with dispatcher.paused():
                     sender.send(version)
             dispatcher.submit(prompts, "train")
             groups = [dispatcher.next_group("train", 60) for _ in prompts]

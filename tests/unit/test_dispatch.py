@@ -428,7 +428,7 @@ def test_nothing_runs_while_weights_change(dispatcher_of: Build):
         changed = threading.Event()
 
         def change() -> None:
-            with dispatcher.quiet():
+            with dispatcher.paused():
                 assert engine.seen == [0] and not engine.open
                 changed.set()
 
@@ -438,7 +438,7 @@ def test_nothing_runs_while_weights_change(dispatcher_of: Build):
         changing.result(10)
     engine.finish(1)
     assert received(dispatcher, 2) == [0, 1]
-    with dispatcher.quiet():  # there is nothing to wait for
+    with dispatcher.paused():  # there is nothing to wait for
         dispatcher.submit(prompts(2), "train")
         assert not threading.Event().wait(0.05) and engine.seen == [0, 1]
     engine.finish(2)

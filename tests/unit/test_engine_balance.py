@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from openrlhf.rollout.dispatch import REMEMBERED, SAMPLES_IN_FLIGHT, Balance
+from openrlhf.rollout.dispatch import LENGTH_WINDOW, SAMPLES_IN_FLIGHT, Balance
 from openrlhf.types import Prompt, Work, no_work, work_of
 
 SLOTS = 256
@@ -64,7 +64,7 @@ class ByGroups(Balance):
 
     of_group: Work
 
-    def hear(self, number: int, done: Work) -> None:
+    def merge_report(self, number: int, done: Work) -> None:
         self.done[number] += self.of_group
 
 
@@ -90,8 +90,8 @@ def makespan(groups: Groups, num_engines: int, build: Callable[[int, int], Balan
         if not left[i]:
             if isinstance(balance, ByGroups):
                 balance.of_group = work_of(asked, "train", len(lengths))
-            balance.hear(number, engine.done)
-            balance.expect("train", len(lengths), sum(lengths))
+            balance.merge_report(number, engine.done)
+            balance.update_expected_length("train", len(lengths), sum(lengths))
 
 
 @pytest.mark.parametrize(("size", "sigma", "most"), [(8, 1.0, 0.95), (16, 1.5, 0.8), (64, 1.5, 0.9)])
@@ -116,11 +116,11 @@ def test_a_prompt_goes_where_fewest_tokens_are_left() -> None:
         balance.sent[number] += work_of(prompt(num_tokens=num_tokens), "train", num_samples)
     # 4 x (10 + 100), 500 + 100, 5 x 100
     assert balance.least_busy(1) == 0 and balance.least_busy(1, avoided=0) == 2
-    balance.expect("train", 2, 20)  # 4 x (10 + 10), 500 + 10, 5 x 10
+    balance.update_expected_length("train", 2, 20)  # 4 x (10 + 10), 500 + 10, 5 x 10
     assert balance.least_busy(1) == 2
-    balance.hear(1, work_of(prompt(num_tokens=500), "train", 1))
+    balance.merge_report(1, work_of(prompt(num_tokens=500), "train", 1))
     assert balance.least_busy(1) == 1
-    balance.hear(1, no_work())  # a late report
+    balance.merge_report(1, no_work())  # a late report
     assert balance.least_busy(1) == 1
 
 
@@ -129,18 +129,18 @@ def test_evaluation_is_expected_to_be_as_long_as_evaluation_was() -> None:
     balance.sent[0] += work_of(prompt(), "train", 3)
     balance.sent[1] += work_of(prompt(), "eval", 4)
     assert balance.least_busy(1) == 0
-    balance.expect("eval", 4, 4 * 50)
+    balance.update_expected_length("eval", 4, 4 * 50)
     assert balance.least_busy(1) == 1
 
 
 def test_what_is_expected_follows_what_a_policy_writes() -> None:
     """The mean of the first few samples is used; with many, that of the last ones."""
     balance = Balance(1, longest=100)
-    balance.expect("train", 1, 10)
-    balance.expect("train", 3, 60)
+    balance.update_expected_length("train", 1, 10)
+    balance.update_expected_length("train", 3, 60)
     assert balance.tokens_each.tolist() == [17.5, 100, 1]
-    for _ in range(5 * REMEMBERED // 8):
-        balance.expect("train", 8, 8 * 1000)
+    for _ in range(5 * LENGTH_WINDOW // 8):
+        balance.update_expected_length("train", 8, 8 * 1000)
     assert balance.tokens_each[0] == pytest.approx(1000, rel=math.exp(-5))
 
 
@@ -149,9 +149,9 @@ def test_an_engine_has_room_for_what_it_can_work_on() -> None:
     balance.sent[0] += work_of(prompt(), "train", SAMPLES_IN_FLIGHT)
     balance.sent[1] += work_of(prompt(), "eval", SAMPLES_IN_FLIGHT - 3)
     assert balance.least_busy(3) == 1 and balance.least_busy(4) is None
-    balance.hear(0, work_of(prompt(), "train", 4))  # a sample of a group that goes on
+    balance.merge_report(0, work_of(prompt(), "train", 4))  # a sample of a group that goes on
     assert balance.least_busy(4) == 0
-    balance.hear(0, work_of(prompt(), "train", SAMPLES_IN_FLIGHT))
+    balance.merge_report(0, work_of(prompt(), "train", SAMPLES_IN_FLIGHT))
     assert balance.least_busy(2 * SAMPLES_IN_FLIGHT) == 0  # a larger group only fits alone
 
 

@@ -319,5 +319,5 @@ def test_episodes_at_a_time() -> None:
 
     for limit, expected in ((2, 2), (None, 9)):
         most = 0
-        found = run_executor(Slow(), Engine(ANSWER), {"at_a_time": limit}, num_samples=9)
+        found = run_executor(Slow(), Engine(ANSWER), {"max_concurrent": limit}, num_samples=9)
         assert len(found) == 9 and most == expected

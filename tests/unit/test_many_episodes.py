@@ -140,7 +140,7 @@ def test_every_failure_is_counted_and_none_is_left(tmp_path: Path, source: str) 
         setting = AgentSetting(tokenizer=TOKENIZER, step_timeout=STEP_TIMEOUT)
         executor = await UserExecutor.load(str(path), setting)
         runner = EpisodeRunner(
-            SlowEngine(ANSWER), TOKENIZER, executor, [2], timeout=EPISODE_TIMEOUT, at_a_time=64
+            SlowEngine(ANSWER), TOKENIZER, executor, [2], timeout=EPISODE_TIMEOUT, max_concurrent=64
         )
         await play(runner, ["fine"])
         tasks, files = len(asyncio.all_tasks()), open_files()

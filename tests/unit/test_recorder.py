@@ -262,13 +262,13 @@ def test_the_engine_sees_the_pixels_that_are_recorded() -> None:
 def test_every_image_has_one_placeholder(prompt: list[int], count: int) -> None:
     fake, pictures = Expanding([5]), [PILImage.new("RGB", (2, 2))] * count
     engine = RecordingEngine(fake, ADDRESS, GIVEN, image_token_ids=(PATCH,))
-    with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} tokens that .* and {count} "):
+    with pytest.raises(ValueError, match=f"{prompt.count(PATCH)} image placeholder .* and {count} "):
         asyncio.run(engine.generate(prompt, asked_with(), {"image": pictures}))
     assert not fake.asked and not engine.turns
 
 
 def test_an_answer_with_the_token_of_an_image_is_a_failure() -> None:
     engine = RecordingEngine(Expanding([5, PATCH]), ADDRESS, GIVEN, image_token_ids=(PATCH,))
-    with pytest.raises(EnvironmentFailed, match="a token that stands for an image"):
+    with pytest.raises(EnvironmentFailed, match="placeholder token"):
         asyncio.run(engine.generate([1], asked_with()))
     assert [turn.action_ids.tolist() for turn in engine.turns] == [[5, PATCH]]

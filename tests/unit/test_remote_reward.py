@@ -300,7 +300,7 @@ def test_an_answer_that_is_no_json_is_an_error() -> None:
         return web.Response(text="<html>")
 
     (error,) = ask(["x"], Server(page))
-    assert isinstance(error, RewardError) and "answered with no JSON: b'<html>'" in str(error)
+    assert isinstance(error, RewardError) and "JSON: b'<html>'" in str(error)
 
 
 @pytest.mark.parametrize("fate", ["not a number", "refused", "crashes the server", "unpronounceable"])
