@@ -53,31 +53,6 @@ def solution(problem: Problem, *, careful: bool) -> str:
     return answer_of(problem.steps) if careful else f"<think></think>\\boxed{{{problem.answer}}}"
 
 
-def mistaken_steps(problem: Problem, rng: random.Random) -> tuple[tuple[str, ...], int]:
-    """Returns the problem's steps with one mistake, and the index of that step. The wrong step adds a number
-    from 11 to 39 that is not in the story, and all later steps go on from its result. Every sum is right, the
-    final result is wrong."""
-    wrong = rng.randrange(len(problem.steps))
-    off, steps = 0, list(problem.steps[:wrong])
-    for i, step in enumerate(problem.steps[wrong:]):
-        start, sign, number, result = _read_step(step)
-        if i == 0:
-            invented = number + rng.choice((10, 20, 30))
-            off = start + invented - result
-            steps.append(f"{start}+{invented}={start + invented}")
-        else:
-            steps.append(f"{start + off}{sign}{number}={result + off}")
-    return tuple(steps), wrong
-
-
-def _read_step(step: str) -> tuple[int, str, int, int]:
-    """Parses a step: "49-1=48" -> 49, "-", 1, 48."""
-    calculation, _, result = step.partition("=")
-    sign = "+" if "+" in calculation else "-"
-    start, _, number = calculation.partition(sign)
-    return int(start), sign, int(number), int(result)
-
-
 def answer_of(steps: Sequence[str]) -> str:
     """Returns the careful answer that follows from these steps."""
     thought, result = "; ".join(steps), steps[-1].partition("=")[2]

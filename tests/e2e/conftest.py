@@ -11,10 +11,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import pytest
+from judged_answers import TaskFiles, prepare
 from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.tasks.prepare import TaskFiles, prepare
 from openrlhf.tasks.word_problem import boxed_answer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")

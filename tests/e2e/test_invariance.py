@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, get_args
 import pytest
 import torch
 from architectures import tiny_config, tiny_model
+from judged_answers import PLACEHOLDER, TaskFiles
 
 from openrlhf.config.choices import SequenceParallelMode
-from openrlhf.tasks.prepare import PLACEHOLDER, TaskFiles
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 Gradients = dict[str, torch.Tensor]

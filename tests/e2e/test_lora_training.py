@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
+from judged_answers import TaskFiles
 from peft import PeftModel
 from processes import run_ranks
 
@@ -15,7 +16,6 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 

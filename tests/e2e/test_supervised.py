@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from judged_answers import PLACEHOLDER
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.models.scorer import load_scorer
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.tasks.prepare import PLACEHOLDER
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import PackedRow, Sample
 
