@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.faults import fault
 
 
 @contextmanager
@@ -72,6 +73,7 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
         made.mkdir(parents=True)
         yield made
         _flush(made)
+        fault("export.before_move")
         for pattern in (*MODEL_FILES, *ADAPTER_FILES):
             for file in place.glob(pattern):
                 if not (made / file.name).exists():

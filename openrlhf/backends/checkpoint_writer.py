@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.manifest import Entry, Manifest, why_unwritten
 from openrlhf.errors import ErrorCode, RunError
+from openrlhf.faults import fault
 from openrlhf.files import sync_file
 
 
@@ -42,6 +43,7 @@ class CheckpointWriter:
         if self._failure is not None:
             return False
         try:
+            fault("save.file")
             write()
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
             self._fail(error, path)

@@ -20,6 +20,7 @@ from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.faults import fault
 from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
@@ -66,6 +67,8 @@ class ModelRank(ABC):
         padded, _ = self._agree(rows)
         self.module.eval()
         answers = [read(self.caller, row) for row in padded]
+        if fault("rows.log_probs"):
+            answers[0].view(-1)[0] = math.nan
         return [answer.cpu() for answer in answers][: len(rows)]  # a copy synchronizes with its device
 
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
@@ -165,6 +168,8 @@ class TrainedRank(ModelRank):
         for i, (row, minimise, totals) in enumerate(passes):
             self._begin_pass(i == len(passes) - 1)
             loss, metrics = minimise(self.caller, row, totals)
+            if i == 0 and fault("step.loss"):
+                loss = loss * math.nan
             # Gradients are averaged over ranks, but contributions of ranks with different samples must add
             # up. Contributions of sequence-parallel ranks add up already: models/sequence_parallel.py.
             # A loss or metric that is not finite makes the gradient NaN on all ranks.
@@ -173,6 +178,8 @@ class TrainedRank(ModelRank):
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
         lr, grad_norm = self._step()
+        if fault("step.weights"):
+            next(weight for _, weight in self._weights() if weight.numel()).view(-1)[0] = math.nan
         metrics = self._sum_over_ranks(contributions) | {"grad_norm": grad_norm}
         self.check_finite(states=False)
         metrics = self._finite(metrics)
@@ -192,8 +199,12 @@ class TrainedRank(ModelRank):
     def check_finite(self, *, states: bool = True) -> None:
         """Raises NotFiniteError on every rank where a trained weight or, with `states`, anything else that a
         checkpoint holds is not finite on some rank. Collective."""
-        weights = ((n, held(p)) for n, p in self.module.model.named_parameters() if p.requires_grad)
-        check_finite([*weights, *(self._states() if states else ())], self.steps, self.device)
+        check_finite([*self._weights(), *(self._states() if states else ())], self.steps, self.device)
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) of the trained weights that this rank holds."""
+        trained = ((n, p) for n, p in self.module.model.named_parameters() if p.requires_grad)
+        yield from ((name, held(p).detach()) for name, p in trained)
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
+from openrlhf.faults import fault
 from openrlhf.rewards.calls import BatchFailed
 from openrlhf.rewards.values import NotFinite, read_rewards
 from openrlhf.user_file import (
@@ -172,6 +173,7 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None
                 queries, prompts, labels = pipe.recv()
             except EOFError:
                 return
+            fault("reward.call")
             pipe.send(_call(function, name, queries, prompts, labels, runner))
 
 

@@ -19,6 +19,7 @@ from openrlhf.backends import manifest
 from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.faults import fault
 from openrlhf.files import sync_folder, write_atomically
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.training.origin import Origin, compare
@@ -293,8 +294,12 @@ class CheckpointFolder:
         step, complete = _step(tag), manifest.complete
         parts = {folder.name: complete(folder / UNFINISHED / tag, step=step) for folder in others}
         complete(made, step=step, parts=parts)
-        for folder in [*others, self.path]:
+        fault("save.before_rename")
+        for folder in others:
             self._take(folder, tag)
+        fault("save.between_models")
+        self._take(self.path, tag)
+        fault("save.after_rename")
         if _TAG.fullmatch(tag):
             write_atomically(self.path / LATEST, [tag])
 
@@ -328,6 +333,7 @@ class CheckpointFolder:
         return sum(_size(place) for tag in self._tags(_TAG) for place in self._places(tag))
 
     def _remove(self, tag: str) -> None:
+        fault("save.rotate")
         for place in self._places(tag):
             if place.exists():
                 shutil.rmtree(place)

@@ -1,6 +1,7 @@
 """Start of a training command, between loading its data and its model: checks and locks its folders, and
 selects the checkpoint to resume from."""
 
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.faults import VARIABLE, faults
 from openrlhf.files import holds_model, nearest, unwritable
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def origin_of(
 
 def check_places(config: Config) -> None:
     """Raises UsageError if the run cannot write to one of its folders. Creates nothing."""
+    if armed := faults(os.environ.get(VARIABLE, "")):
+        notify(f"{VARIABLE} is set: this run gets {len(armed)} faults")
     ckpt = config.ckpt
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:

@@ -34,6 +34,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfi
 from openrlhf.data.batches import Windows
 from openrlhf.data.packing import pack_to_budget
 from openrlhf.data.store import SampleStore
+from openrlhf.faults import fault
 from openrlhf.files import exporting
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
@@ -399,6 +400,7 @@ class PolicyWorker(TrainedWorker):
         adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
         with self.peaks.during("sync"), adapter:
             self.model.check_finite(states=False)
+            fault("sync.send")
             log_probs = None if probe is None else self._log_probs_of(probe)
             self.sender.send(version)
         release_cached_memory()

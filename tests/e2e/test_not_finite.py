@@ -3,6 +3,7 @@ agree."""
 
 from collections.abc import Callable
 from math import isfinite
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +53,21 @@ def test_not_finite(task: TaskFiles, run_worker: Callable, num_ranks: int, cases
         assert f" on rank {last}." in found["weight"], case
         assert found["stop"].startswith("not-finite: optimizer step 1: grad_norm is "), case
         assert found["stop changed"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["step.weights:nan@3", "step.loss:nan@3"])
+def test_a_run_saves_only_finite_weights(
+    task: TaskFiles, openrlhf: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    command = (
+        f"sft --model.model_name_or_path {task.model} --data.dataset {task.sft} --data.output_key output "
+        f"--data.max_samples 32 --train.batch_size 4 --train.micro_batch_size 4 --ds.param_dtype fp32 "
+        f"--ckpt.output_dir {tmp_path} --ckpt.save_steps 1 --ckpt.max_num 9 --train.max_epochs 1"
+    )
+    monkeypatch.setenv("OPENRLHF_FAULT", fault)
+    with pytest.raises(AssertionError, match=r"\[not-finite\](.|\n)*global_step2"):
+        openrlhf(command)
+    (last,) = tmp_path.rglob("global_step2")
+    assert {path.name for path in last.parent.glob("global_step*")} == {"global_step1", "global_step2"}
+    assert not list(tmp_path.glob("*.safetensors"))
