@@ -16,12 +16,19 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 
 Gradients = dict[str, torch.Tensor]
 
+slow = pytest.mark.slow
 WHOLE = [
-    *[("deepspeed", *layout) for layout in [(1, 0), (1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]],
-    *[pytest.param("torch", *layout, marks=pytest.mark.slow) for layout in [(1, 3), (2, 2)]],
-    ("torch", 2, 3),
+    ("deepspeed", 1, 0, "all"),
+    *[("deepspeed", 2, stage, "some") for stage in (0, 2, 3)],
+    ("torch", 2, 3, "some"),
+    *[
+        pytest.param("deepspeed", *ranks, "all", marks=slow)
+        for ranks in [(1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
+    ],
+    *[pytest.param("torch", *ranks, "all", marks=slow) for ranks in [(1, 3), (2, 2), (2, 3)]],
 ]
-"""(backend, number of ranks, ZeRO stage); each rank has rows of its own."""
+"""(backend, number of ranks, ZeRO stage, layouts); each rank has rows of its own. Layouts: all of each
+objective, or some, which are all of them over the objectives."""
 
 
 class Ranks(NamedTuple):
@@ -96,11 +103,11 @@ def check_equal(name: str, found: Gradients, expected: Gradients, *, atol: float
         )
 
 
-@pytest.mark.parametrize(("backend", "num_ranks", "stage"), WHOLE)
+@pytest.mark.parametrize(("backend", "num_ranks", "stage", "layouts"), WHOLE)
 def test_gradient_does_not_depend_on_layout(
-    task: TaskFiles, run_worker: Callable, seen: dict, backend: str, num_ranks: int, stage: int
+    task: TaskFiles, run_worker: Callable, seen: dict, backend: str, num_ranks: int, stage: int, layouts: str
 ) -> None:
-    options = {"backend": backend, "stage": stage, "attention": "auto"}
+    options = {"backend": backend, "stage": stage, "layouts": layouts, "attention": "auto"}
     reports = run_worker("gradients", num_ranks, model=str(task.model), **options)
     for name, path in reports[0].items():
         gradients = torch.load(path)
@@ -114,9 +121,9 @@ def test_gradient_does_not_depend_on_layout(
     [
         ("deepspeed", 1, 2),
         ("deepspeed", 2, 3),
-        pytest.param("deepspeed", 1, 3, marks=pytest.mark.slow),
-        pytest.param("deepspeed", 2, 2, marks=pytest.mark.slow),
-        pytest.param("torch", 2, 3, marks=pytest.mark.slow),
+        pytest.param("deepspeed", 1, 3, marks=slow),
+        pytest.param("deepspeed", 2, 2, marks=slow),
+        pytest.param("torch", 2, 3, marks=slow),
     ],
 )
 def test_models_that_read_one_sequence_at_a_time(
@@ -140,7 +147,7 @@ def test_models_that_read_one_sequence_at_a_time(
         check_equal(name, gradients, seen.setdefault("one by one", gradients))
 
 
-@pytest.mark.parametrize(("backend", "num_ranks", "stage"), WHOLE)
+@pytest.mark.parametrize(("backend", "num_ranks", "stage", "layouts"), WHOLE)
 def test_no_supervised_command_depends_on_layout(
     task: TaskFiles,
     run_worker: Callable,
@@ -150,6 +157,7 @@ def test_no_supervised_command_depends_on_layout(
     backend: str,
     num_ranks: int,
     stage: int,
+    layouts: str,
 ) -> None:
     """The commands run with all their flags except those of the layout, with KTO's KL estimate of the whole
     batch, the statistics of a reward model's scores, and sharded references and teachers."""
@@ -160,6 +168,7 @@ def test_no_supervised_command_depends_on_layout(
         common=common_flags(task),
         backend=backend,
         stage=stage,
+        layouts=layouts,
     )
     for name, found in report.items():
         check_command(name, found, seen, seen_metrics)
@@ -222,7 +231,7 @@ def on_mesh(
 @pytest.mark.parametrize(
     ("ranks", "cases"),
     [
-        pytest.param(ranks, cases, marks=[pytest.mark.slow] if ranks.number > 2 else [])
+        pytest.param(ranks, cases, marks=[slow] if ranks.number > 2 else [])
         for ranks, cases in covering().items()
     ],
 )
@@ -231,14 +240,14 @@ def test_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, cases: list) -> 
     on_mesh(ranks, cases, "last")
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("ranks", MESHES)
 def test_every_objective_on_ranks_that_share_rows(on_mesh: Callable, ranks: Ranks, mode: str) -> None:
     on_mesh(ranks, list(product(OBJECTIVES, [mode], STAGES)), "all")
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("ranks", [Ranks(2, tensor=2), Ranks(4, tensor=2), Ranks(4, sequence=2, tensor=2)])
 def test_every_objective_on_ranks_that_share_matrices(on_mesh: Callable, ranks: Ranks) -> None:
     on_mesh(ranks, list(product(OBJECTIVES, ["auto"], STAGES[:3])), "all")

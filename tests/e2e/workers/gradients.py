@@ -1,11 +1,10 @@
 """Gradients of the SFT, actor and critic objectives for several layouts of the same samples, at one ZeRO
 stage."""
 
-import itertools
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -139,19 +138,24 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
     return found
 
 
+def chosen(layouts: Collection[str], place: int, which: str) -> list[str]:
+    """Returns all layouts, or with "some" the one of this place; the next place has another."""
+    return list(layouts) if which == "all" else [list(layouts)[place % len(layouts)]]
+
+
 def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
     mesh = ProcessMesh.joined(sequence=spec.get("sequence", 1), tensor=spec.get("tensor", 1))
     report = {}
     wanted = {kind: OBJECTIVES[kind] for kind in spec.get("objectives", OBJECTIVES)}
-    for (kind, what), (layout, (order, size)) in itertools.product(wanted.items(), LAYOUTS.items()):
-        build, *parts = what
-        found = gradients(spec, mesh, build, parts, order, size)
-        path = f"{spec['out']}/{kind} {layout}.pt"
-        if dist.get_rank() == 0:
-            torch.save(found, path)
-        report[f"{kind} {layout}"] = path
+    for place, (kind, (build, *parts)) in enumerate(wanted.items()):
+        for layout in chosen(LAYOUTS, place, spec.get("layouts", "all")):
+            found = gradients(spec, mesh, build, parts, *LAYOUTS[layout])
+            path = f"{spec['out']}/{kind} {layout}.pt"
+            if dist.get_rank() == 0:
+                torch.save(found, path)
+            report[f"{kind} {layout}"] = path
     Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave_distributed()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from workers.gradients import before_steps, full_gradient
+from workers.gradients import before_steps, chosen, full_gradient
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.cli.train_dpo import DPOTask
@@ -83,10 +83,10 @@ def main() -> None:
     spec = json.loads(sys.argv[1])
     init_distributed()
     report = {}
-    for name, flags in spec["commands"].items():
+    for place, (name, flags) in enumerate(spec["commands"].items()):
         layout = f"--train.backend {spec['backend']} --ds.zero_stage {spec['stage']}"
         run = started(name.split()[0], f"{spec['common']} {layout} {flags}")
-        for layout, gradients, metrics in steps(run):
+        for layout, gradients, metrics in steps(run, chosen(LAYOUTS, place, spec["layouts"])):
             path = f"{spec['out']}/{name} {layout}.pt"
             if dist.get_rank() == 0:
                 torch.save(gradients, path)
