@@ -21,7 +21,8 @@ FLAGS = (
 )
 TWO = "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --vllm.num_engines 2"
 PLACES = {
-    "alone": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.num_engines 1",
+    "alone": "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.num_engines 1 "
+    "--ds.lora.rank 4 --algo.advantage.estimator gae --actor.adam.lr 1e-2 --critic.adam.lr 1e-2",
     "colocated": f"{TWO} --train.colocate_all",
     "separate": f"{TWO} --ref.num_gpus_per_node 1",
 }
@@ -49,7 +50,9 @@ def steps_of(folder: Path, count: int = 4) -> list[list[Trajectory]]:
 def test_places_and_ways_to_sample(task: TaskFiles, tmp_path: Path, place: str, ahead: str) -> None:
     """With two engines and two ranks, placed anyhow and whoever waits, no prompt is lost or trained on twice,
     weights of version v are those after v steps, and engines hold them. Where syncs pause requests, these go
-    on with new weights, and every log-prob is that of the weights which chose the token."""
+    on with new weights, and every log-prob is that of the weights which chose the token.
+    The run with one engine trains adapters of the policy and of a critic; its reference is the policy without
+    them."""
     flags = f"{FLAGS} {PLACES[place]} {AHEAD[ahead]} --ckpt.save_steps 1 --ckpt.save_hf --ckpt.disable_ds"
     metrics = train(task, tmp_path, f"{flags} --ckpt.max_num 9")
     steps, staleness, prompts = steps_of(tmp_path), STALENESS[ahead], 2 if ahead == "pauses" else 8
@@ -65,6 +68,12 @@ def test_places_and_ways_to_sample(task: TaskFiles, tmp_path: Path, place: str, 
     assert bool(mixed) == (ahead == "pauses")
     assert bool(metrics[4]["rollout/staleness_max"]) == (ahead != "at once")
     check_log_probs(task, tmp_path, [*mixed[:4], *steps[-1][:4]])
+    if place == "alone":
+        assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6) and abs(metrics[4]["kl/mean"]) > 1e-5
+        norms = [m["critic/grad_norm"] for m in metrics.values() if "critic/grad_norm" in m]
+        assert norms and min(norms) > 0
+        adapter = load_file(tmp_path / "policy" / "adapter_model.safetensors")
+        assert adapter and all(".lora_" in name for name in adapter)
     for name in ("eval_000002", "eval_000004"):
         evaluated = read_journal(tmp_path / "run" / "rollouts" / f"{name}.parquet")
         assert {v for t in evaluated for v, _ in t.weight_versions} == {int(name[-1])}

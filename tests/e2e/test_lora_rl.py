@@ -21,15 +21,10 @@ FLAGS = (
 SHARED = "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
-    [
-        pytest.param(
-            "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1",
-            marks=pytest.mark.slow,
-        ),
-        SHARED,
-    ],
+    ["--ds.zero_stage 3 --actor.num_gpus_per_node 2 --critic.num_gpus_per_node 1", SHARED],
     ids=["zero 3, two ranks", "zero 2, colocated"],
 )
 def test_adapters_of_policy_and_critic(task: TaskFiles, tmp_path: Path, place: str) -> None:

@@ -32,20 +32,19 @@ COMMON = (
     "--algo.advantage.estimator group_norm --ds.param_dtype fp32 --actor.lr_scheduler constant "
     "--eval.n_samples_per_prompt 1 --eval.temperature 0 --train.max_steps 2 --eval.steps 2 "
 )
+COLOCATED = "--actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep --ds.enable_sleep"
+TWO_ENGINES = (
+    "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 --critic.num_gpus_per_node 1 "
+    "--vllm.num_engines 2 --train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
+)
 ARRANGEMENTS = {
-    "torch, one rank, one engine, colocated": (
-        "--train.backend torch --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep "
-        "--ds.enable_sleep"
+    "zero 2, one rank, one engine, colocated": f"--ds.zero_stage 2 {COLOCATED}",
+    "zero 3, two ranks, two engines": f"{TWO_ENGINES} --vllm.enable_prefix_caching",
+    "torch, one rank, one engine of transformers, colocated": (
+        f"--train.backend torch --rollout.engine transformers {COLOCATED}"
     ),
-    "zero 2, one rank, one engine, colocated": (
-        "--ds.zero_stage 2 --actor.num_gpus_per_node 1 --train.colocate_all --vllm.enable_sleep "
-        "--ds.enable_sleep"
-    ),
-    "zero 3, two ranks, two engines": (
-        "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 1 "
-        "--critic.num_gpus_per_node 1 --vllm.num_engines 2 --vllm.enable_prefix_caching "
-        "--train.dynamic_batch_enable --train.max_tokens_per_gpu 256"
-    ),
+    "zero 3, two ranks, two engines of transformers": f"{TWO_ENGINES} --rollout.engine transformers",
+    "torch, one rank, one engine, colocated": f"--train.backend torch {COLOCATED}",
     "zero 3, two ranks, one engine": (
         "--ds.zero_stage 3 --actor.num_gpus_per_node 2 --ref.num_gpus_per_node 2 --critic.num_gpus_per_node 2"
     ),
@@ -106,7 +105,7 @@ def train(
 
 @pytest.fixture(scope="module")
 def first_run() -> dict:
-    """Keeps metrics and samples of the first arrangement, which all others must reproduce."""
+    """Keeps samples and metrics of each engine's first arrangement, which all others must reproduce."""
     return {}
 
 
@@ -135,15 +134,16 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     assert all(t.ok and t.num_actions <= 12 for step in sampled for t in step)
 
     # The memory of a process with torch and a small model.
-    for step, phase in product((1, 2), ("generate", "logprobs", "update", "sync")):
+    engine = "transformers" if "of transformers" in arrangement else "vllm"
+    phases = ("logprobs", "update", "sync", *(["generate"] if engine == "vllm" else []))
+    for step, phase in product((1, 2), phases):
         assert 0.05 < metrics[step][f"memory/{phase}_gb"] < 8, (step, phase)
 
     # Seeds depend on addresses: every arrangement samples the same tokens, and learns the same from them.
-    reference = first_run.setdefault("sampled", sampled)
+    reference, expected = first_run.setdefault(engine, (sampled, metrics))
     assert tokens_of(sampled[0]) == tokens_of(reference[0])
     assert [t.reward for t in sampled[0]] == [t.reward for t in reference[0]]
     assert tokens_of(sampled[1]) == tokens_of(reference[1])
-    expected = first_run.setdefault("metrics", metrics)
     for step in (1, 2):
         for name in ("grad_norm", "policy/loss", "rollout/reward_mean", "kl/mean", "lr"):
             ours, theirs = metrics[step][name], expected[step][name]
@@ -156,6 +156,7 @@ def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement
     check_samplers_hold_the_trained_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_an_engine_of_transformers(task: TaskFiles, tmp_path: Path) -> None:
     """The engine answers, receives weights and is checked like vLLM's."""
     flags = (
