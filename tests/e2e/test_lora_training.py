@@ -24,13 +24,13 @@ SCALE = 8 / 4
 """alpha / rank of the worker's adapters."""
 CASES = {
     1: [
-        {"stage": 0, "targets_of_another": ["q_proj"]},
+        {"stage": 0},
         {"stage": 2, "checkpointing": True},
         {"stage": 2, "backend": "torch"},
         {"stage": 3},
     ],
     2: [
-        {"stage": 0},
+        {"stage": 0, "targets_of_another": ["q_proj"]},
         {"stage": 2},
         {"stage": 2, "backend": "torch"},
         {"stage": 3, "backend": "torch", "checkpointing": True},
@@ -98,7 +98,7 @@ def dense_gradients(base: Path, samples: list[Sample]) -> dict[str, torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_adapters_at_every_stage(
     task: TaskFiles, run_worker: Callable, tmp_path: Path, samples: list[Sample], seen: dict, num_ranks: int
 ) -> None:

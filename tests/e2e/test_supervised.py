@@ -100,6 +100,7 @@ def test_dpo_raises_accuracy(knowing, accuracy, dpo_model) -> None:
     assert accuracy(dpo_model) > accuracy(knowing.chat) + 0.3
 
 
+@pytest.mark.slow
 def test_kto_raises_accuracy(train, knowing, accuracy) -> None:
     files = knowing.files
     folder, metrics = train(
