@@ -1,5 +1,6 @@
 """Builds a tokenizer of 368 tokens and a Qwen3 of a quarter of a million weights, without a download."""
 
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,6 +28,18 @@ def tiny_chat_model(folder: str | Path, *, seed: int = 0, vocab_size: int = 368,
 def tiny_tokenizer(vocab_size: int = 368) -> PreTrainedTokenizerFast:
     """Builds a byte-level BPE tokenizer trained on word problems, with one token per digit and a chat
     template. It is the same for every seed, so that models of different seeds can talk to each other."""
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(_trained_tokenizer(vocab_size)),
+        eos_token="<|end|>",
+        pad_token="<|endoftext|>",
+    )
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+@cache
+def _trained_tokenizer(vocab_size: int) -> str:
+    """Trains the tokenizer and returns it as JSON, of which each caller makes a tokenizer of its own."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -45,11 +58,7 @@ def tiny_tokenizer(vocab_size: int = 368) -> PreTrainedTokenizerFast:
     texts = [worked_problem(problem) for problem in make_problems(1000, seed=0)]
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(word, normalized=False, special=False) for word in _WORDS])
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|endoftext|>"
-    )
-    wrapped.chat_template = CHAT_TEMPLATE
-    return wrapped
+    return tokenizer.to_str()
 
 
 def tiny_model(

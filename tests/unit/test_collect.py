@@ -443,7 +443,7 @@ def run_or_error(world: World) -> list[Collected] | str:
         return str(error)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100)
 @given(worlds())
 def test_no_accepted_group_is_lost_or_used_twice(world_of):
     world = world_of()
@@ -470,14 +470,14 @@ def test_no_accepted_group_is_lost_or_used_twice(world_of):
     assert all(step.metrics["rollout/num_prompts"] == len(addresses(step.sampled)) for step in steps)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=50)
 @given(worlds(), st.randoms(use_true_random=False))
 def test_the_order_of_arrival_changes_nothing(world_of, rng: random.Random):
     one, other = (run_or_error(world_of(**options)) for options in ({"arrival": rng.randrange}, {}))
     assert plain(one) == plain(other)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=30)
 @given(worlds())
 def test_a_run_that_is_resumed_at_any_step_goes_on_with_the_same_batches(world_of):
     whole = run_or_error(world_of())
@@ -492,7 +492,7 @@ def test_a_run_that_is_resumed_at_any_step_goes_on_with_the_same_batches(world_o
             assert plain(interrupted.collector.next_batch(done + 1)) == expected[done]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(worlds(), st.integers(1, 4))
 def test_a_step_never_asks_for_more_than_the_bound(world_of, max_batches):
     world = world_of(max_batches=max_batches, filters=True)
@@ -560,7 +560,7 @@ def test_groups_are_sampled_ahead_and_handed_out_as_they_were_asked_for():
     assert not world.collector.is_exhausted  # 4 is under way, and 5 waits for it
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60)
 @given(worlds(), st.integers(0, 3), st.randoms(use_true_random=False))
 def test_no_more_is_sampled_ahead_than_the_bound(world_of, max_staleness, rng: random.Random):
     """A portion may go beyond the bound where portions may exceed what is missing. Everything is trained on

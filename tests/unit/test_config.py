@@ -338,7 +338,7 @@ def test_nothing_near_nonsense(capsys):
     assert "; see --help [unknown-flag]" in refused(SFT, ["--qqqq"], capsys)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.one_of(

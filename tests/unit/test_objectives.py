@@ -399,7 +399,7 @@ def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
     assert exactly((gradients, {})) not in (exactly((stricter, {})), exactly((weaker, {})))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=60)
 @given(
     objective=st.sampled_from(OBJECTIVES),
     layout=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), min_size=1, max_size=4),
