@@ -87,10 +87,18 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
         if not isinstance(error, OSError) and "I/O error" not in str(error):  # safetensors has its own class
             raise
         reason = getattr(error, "strerror", None) or str(error)
-        text = f"the model could not be written to {place}: {reason}"
-        raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+        raise not_written(place, reason) from error
     finally:
         _remove(made)
+
+
+def not_written(place: str | os.PathLike, reason: str) -> RunError:
+    """Returns the error of a save that the disk refused."""
+    text = (
+        f"{place} could not be written: {reason}.\nEarlier checkpoints are whole. Free space or change "
+        "permissions there, and resume with --ckpt.load_enable."
+    )
+    return RunError(ErrorCode.NOT_WRITABLE, text)
 
 
 def nearest(folder: str | os.PathLike) -> Path:

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from openrlhf.backends.manifest import Entry, Manifest, why_unwritten
-from openrlhf.errors import ErrorCode, RunError
 from openrlhf.faults import fault
-from openrlhf.files import sync_file
+from openrlhf.files import not_written, sync_file
 
 
 class CheckpointWriter:
@@ -26,7 +25,7 @@ class CheckpointWriter:
         self.folder = Path(folder)
         self._thread = ThreadPoolExecutor(1)
         self._entries: dict[str, Future[Entry]] = {}
-        self._failure: str | None = None
+        self._failure: tuple[str, str] | None = None
 
     def save(self, state: Any, path: str | Path) -> None:
         """Writes `state` with `torch.save`."""
@@ -67,14 +66,14 @@ class CheckpointWriter:
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (files, self._failure))
         if failures := [failure for _, failure in found if failure]:
-            raise RunError(ErrorCode.NOT_WRITABLE, failures[0])
+            raise not_written(*failures[0])
         if dist.get_rank() == 0:
             Manifest(files={name: entry for part, _ in found for name, entry in part.items()}).write(
                 self.folder
             )
 
     def _fail(self, error: Exception, path: str | Path) -> None:
-        self._failure = self._failure or f"{path} could not be written: {why_unwritten(error, self.folder)}"
+        self._failure = self._failure or (str(path), why_unwritten(error, self.folder))
 
 
 def _synced_entry(file: Path) -> Entry:

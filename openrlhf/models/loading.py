@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
@@ -76,6 +77,17 @@ def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> i
     with torch.device("meta"):
         model = auto_class.from_config(load_config(path, flag))
     return sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
+
+
+def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False) -> int:
+    """Returns the number of parameters of adapters of this rank at every linear layer except the head, from
+    the model's configuration alone."""
+    auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = auto_class.from_config(load_config(path, flag))
+    head, linear = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
+    layers = [layer for layer in model.modules() if isinstance(layer, linear) and layer is not head]
+    return sum(rank * sum(layer.weight.shape) for layer in layers)
 
 
 def load_generator(

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from openrlhf.backends import manifest
 from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
 from openrlhf.config.sections import CkptConfig
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.faults import fault
-from openrlhf.files import sync_folder, write_atomically
+from openrlhf.files import not_written, sync_folder, write_atomically
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.training.origin import Origin, compare
 
@@ -263,8 +263,7 @@ class CheckpointFolder:
             self._commit(tag, metric)
         except OSError as error:
             place = error.filename or unfinished
-            text = f"{place} could not be written: {error.strerror or error}"
-            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+            raise not_written(place, error.strerror or str(error)) from error
         finally:
             self.remove_unfinished()
         self._rotate(tag)

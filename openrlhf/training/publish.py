@@ -1,11 +1,13 @@
 """Publishes the saved model of a training command."""
 
 from openrlhf.config.command import Command
+from openrlhf.errors import RunError, describe, notify
 from openrlhf.training.start import Config
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
-    """Writes the model card of a saved model and, with `ckpt.push_to_hub`, uploads it."""
+    """Writes the model card of a saved model and, with `ckpt.push_to_hub`, uploads it. A failed upload is a
+    warning, because the model is complete."""
     from pathlib import Path
 
     from openrlhf.observability.model_card import push_to_hub, write_model_card
@@ -23,6 +25,10 @@ def publish(config: Config, command: Command, *, base_model: str, datasets: str)
     )
     print(f"model saved to {folder}", flush=True)
     if repository := config.ckpt.push_to_hub:
-        with waiting(f"uploading to {repository}"):
-            address = push_to_hub(folder, repository)
-        print(f"model uploaded to {address}", flush=True)
+        try:
+            with waiting(f"uploading to {repository}"):
+                address = push_to_hub(folder, repository)
+        except RunError as error:
+            notify(f"warning: {describe(error)}")
+        else:
+            print(f"model uploaded to {address}", flush=True)

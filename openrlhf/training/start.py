@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
@@ -50,6 +50,10 @@ def check_places(config: Config) -> None:
         places["--ckpt.path"] = ckpt.folder
     if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
         places["--critic.save_value_network"] = config.critic_output_dir
+    if isinstance(config, SupervisedConfig) and config.data.cache_enable and config.data.cache_dir:
+        places["--data.cache_dir"] = config.data.cache_dir
+    if config.logger.tensorboard_dir:
+        places["--logger.tensorboard_dir"] = config.logger.tensorboard_dir
     for flag, folder in places.items():
         if reason := unwritable(folder):
             text = (
@@ -104,34 +108,74 @@ torch backend has float32 weights and no separate master weights; the same holds
 stage 0."""
 
 
-def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
-    """Raises UsageError if the disk is too small for the checkpoints that the run keeps plus the one that it
-    is writing. Runs with adapters are not checked, because adapters are small."""
-    ckpt, ds = config.ckpt, config.ds
-    if ckpt.save_steps <= 0 or ckpt.disable_ds or ds.lora.rank > 0:
-        return
-    from openrlhf.models.loading import weight_bytes
+class _Sizes(NamedTuple):
+    """Bytes that one model of a run writes."""
 
+    state: int
+    """Its part of a checkpoint to resume from."""
+    export: int
+    """Hugging Face model, or the adapter alone."""
+
+
+def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
+    """Raises UsageError if a disk is too small for the final model, for the checkpoints that the run keeps,
+    with their Hugging Face copies, and for the one that it is writing."""
+    ckpt, sizes = config.ckpt, _sizes(config)
+    policy = sizes["policy"]
+    checkpoint = sum(size.state for size in sizes.values()) * (not ckpt.disable_ds)
+    checkpoint += policy.export * ckpt.save_hf
+    count = min(ckpt.max_num + 1, total_steps // ckpt.save_steps) if ckpt.save_steps > 0 else 0
+    final = policy.export
     if isinstance(config, PPOConfig):
-        models = {"--actor.model_name_or_path": config.actor.model_name_or_path}
+        count += bool(count) and config.ckpt.best_metric_key != "none" and config.eval.steps > 0
+        if config.critic.save_value_network and "critic" in sizes:
+            final += sizes["critic"].export
+    needs = {"--ckpt.path": (ckpt.folder, count * checkpoint), "--ckpt.output_dir": (ckpt.output_dir, final)}
+    disks = {flag: nearest(folder).stat().st_dev for flag, (folder, _) in needs.items()}
+    for flag, (folder, needed) in needs.items():
+        if not needed:
+            continue
+        needed = sum(bytes_ for other, (_, bytes_) in needs.items() if disks[other] == disks[flag])
+        free = shutil.disk_usage(nearest(folder)).free
+        if disks[flag] == disks["--ckpt.path"]:
+            free += checkpoints.num_bytes()
+        if needed > free:
+            kept = f"{count} checkpoints of about {checkpoint / 1e9:.2g} GB, counting the one being written, "
+            text = (
+                f"the run needs room for {(kept + 'and ') * bool(count)}a final model of about "
+                f"{final / 1e9:.2g} GB, and {free / 1e9:.2g} GB are free.\nFree space, lower --ckpt.max_num, "
+                "or name another folder."
+            )
+            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
+
+
+def _sizes(config: Config) -> dict[str, _Sizes]:
+    """Returns the sizes of the policy or the only model, and of the critic if there is one."""
+    from openrlhf.models.loading import adapter_parameters, weight_bytes
+
+    ds = config.ds
+    if isinstance(config, PPOConfig):
+        models = {"policy": ("--actor.model_name_or_path", config.actor.model_name_or_path)}
         if config.uses_critic:
-            models["--critic.model_name_or_path"] = config.critic_path
-        images = config.reads_images
+            models["critic"] = ("--critic.model_name_or_path", config.critic_path)
+        images, has_average = config.reads_images, config.train.enable_ema
     else:
-        models = {"--model.model_name_or_path": config.model.model_name_or_path}
-        images = config.data.reads_images
-    weights = sum(weight_bytes(path, flag=flag, dtype="fp32", images=images) for flag, path in models.items())
+        models = {"policy": ("--model.model_name_or_path", config.model.model_name_or_path)}
+        images, has_average = config.data.reads_images, False
     in_float32 = config.train.backend == "torch" or (ds.zero.stage == 0 and ds.precision.dtype == "fp32")
-    size = weights // 4 * STATE_BYTES["torch" if in_float32 else ds.precision.dtype]
-    count = min(ckpt.max_num + 1, total_steps // ckpt.save_steps)
-    free = shutil.disk_usage(nearest(ckpt.folder)).free + checkpoints.num_bytes()
-    if count * size > free:
-        text = (
-            f"the run keeps {count} checkpoints of about {size / 1e9:.2g} GB, counting the one that it "
-            f"writes, and {free / 1e9:.2g} GB are free.\nFree space, lower --ckpt.max_num, or name "
-            "another folder."
-        )
-        raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--ckpt.path", value=ckpt.folder)
+    state_bytes = STATE_BYTES["torch" if in_float32 else ds.precision.dtype]
+    sizes = {}
+    for role, (flag, path) in models.items():
+        whole = weight_bytes(path, flag=flag, dtype=ds.precision.dtype, images=images)
+        if rank := ds.lora.rank:
+            trained = adapter_parameters(path, flag=flag, rank=rank, images=images)
+            export = 4 * trained
+        else:
+            trained = whole // (4 if ds.precision.dtype == "fp32" else 2)
+            export = whole
+        average = 4 * trained * (role == "policy" and has_average)
+        sizes[role] = _Sizes(state_bytes * trained + average, export)
+    return sizes
 
 
 def choose_checkpoint(

@@ -13,6 +13,7 @@ from damages import DAMAGES, damage
 from openrlhf.backends.manifest import Entry, Manifest, complete
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import CkptConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder, Found
 from openrlhf.training.origin import Origin
 
@@ -175,7 +176,8 @@ def test_a_failed_save_leaves_what_was_there(copy: Path, fails: BaseException) -
         (folder / "global_step8").mkdir(parents=True)
         raise fails
     if isinstance(fails, OSError):
-        assert str(told.value) == f"{copy}/_actor/.saving could not be written: No space left on device"
+        assert told.value.code is ErrorCode.NOT_WRITABLE
+        assert told.value.text.startswith(f"{copy}/_actor/.saving could not be written: No space left")
     assert sorted(copy.rglob("*")) == before
 
 

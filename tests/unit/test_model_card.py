@@ -1,13 +1,19 @@
 """The card of a trained model, and the message when the hub refuses it."""
 
+from types import SimpleNamespace
+
 import pytest
 from huggingface_hub import ModelCard
 from refusals import refused
 
+from openrlhf.config.commands import SFT
+from openrlhf.config.sections import CkptConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.observability import model_card
 from openrlhf.observability.model_card import push_to_hub, write_model_card
 from openrlhf.observability.run_folder import RunFolder
+from openrlhf.training.publish import publish
 
 
 @pytest.fixture
@@ -67,6 +73,19 @@ def test_a_refused_upload_says_where_the_model_is(tmp_path, monkeypatch):
     with refused(ErrorCode.NOT_WRITABLE, flag="--ckpt.push_to_hub", value="me/model") as told:
         push_to_hub(tmp_path, "me/model")
     assert "no token" in told.value.text and f"hf upload me/model {tmp_path}" in told.value.text
+
+
+@pytest.mark.parametrize("error", [OSError("no token"), RuntimeError("connection reset")])
+def test_a_failed_upload_ends_no_run(tmp_path, monkeypatch, capsys, error):
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(model_card, "HfApi", lambda: SimpleNamespace(create_repo=refuse))
+    monkeypatch.setattr(model_card, "write_model_card", lambda *args, **options: None)
+    config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), push_to_hub="me/model"))
+    publish(config, SFT, base_model="", datasets="")
+    told = capsys.readouterr().err
+    assert str(error) in told and f"hf upload me/model {tmp_path}" in told and "[not-writable]" in told
 
 
 def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):

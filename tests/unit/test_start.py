@@ -3,17 +3,28 @@
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from refusals import refused
+from transformers import Qwen3Config
 
-from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, CriticConfig, PPOCkptConfig, PPOConfig
-from openrlhf.config.sections import CkptConfig, DeepSpeedConfig
-from openrlhf.config.supervised import SFTConfig, SFTModelConfig
+from openrlhf.config.ppo import (
+    AdvantageConfig,
+    AlgoConfig,
+    CriticConfig,
+    EvalConfig,
+    PPOCkptConfig,
+    PPOConfig,
+    TrainConfig,
+)
+from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoraConfig, ScorerDeepSpeedConfig
+from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.models.loading import adapter_parameters
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.start import check_output, check_places, check_space
 
@@ -83,18 +94,76 @@ def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path, monkeypatch:
     assert refusal.value.code is ErrorCode.NOT_WRITABLE
 
 
-@pytest.mark.parametrize(("free", "is_refused"), [(47_000_000, True), (49_000_000, False)])
-def test_checkpoints_that_do_not_fit_the_disk_are_told_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, is_refused: bool
+MILLION = 1_000_000
+
+
+def sft(ds: dict | None = None, **ckpt: object) -> Callable[[str], SFTConfig]:
+    ds = {"param_dtype": "fp32"} | (ds or {})
+    return lambda folder: SFTConfig(
+        ckpt=CkptConfig(**{"output_dir": folder, "save_steps": 2} | ckpt), ds=DeepSpeedConfig(**ds)
+    )
+
+
+def ppo(**sections: object) -> Callable[[str], PPOConfig]:
+    return lambda folder: PPOConfig(
+        ckpt=PPOCkptConfig(output_dir=folder, save_steps=2),
+        ds=ScorerDeepSpeedConfig(param_dtype="fp32"),
+        algo=AlgoConfig(advantage=AdvantageConfig(estimator="gae")),
+        **sections,
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        # A million parameters have 16 bytes each in float32 at ZeRO stage 2. Three saves, and the model.
+        (sft(), 3 * 16 + 4),
+        (sft(save_steps=-1), 4),
+        (sft(max_num=1), 2 * 16 + 4),
+        (sft(save_hf=True), 3 * (16 + 4) + 4),
+        (sft(save_hf=True, disable_ds=True), 3 * 4 + 4),
+        (sft({"lora": LoraConfig(rank=8)}), 3 * 1.6 + 0.4),
+        (ppo(), 3 * (16 + 16) + 4),
+        (
+            ppo(
+                critic=CriticConfig(save_value_network=True),
+                train=TrainConfig(enable_ema=True),
+                eval=EvalConfig(steps=2),
+            ),
+            (3 + 1) * (16 + 16 + 4) + 4 + 4,
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_the_disk_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable, expected: float
 ) -> None:
-    """A million parameters have 16 bytes each in float32 at ZeRO stage 2, and 3 saves are made."""
-    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", lambda path, **options: 4_000_000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
-    ckpt = CkptConfig(output_dir=f"{tmp_path}/new", save_steps=2)
-    config = SFTConfig(ckpt=ckpt, ds=DeepSpeedConfig(param_dtype="fp32"))
-    with pytest.raises(UsageError) if is_refused else nullcontext() as refusal:
-        check_space(config, CheckpointFolder(ckpt.folder, ckpt), total_steps=7)
-    if refusal:
-        error = refusal.value
-        assert (error.code, error.flag, error.value) == ("not-writable", "--ckpt.path", ckpt.folder)
-        assert "3 checkpoints of about 0.016 GB" in error.text
+    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", lambda path, **options: 4 * MILLION)
+    monkeypatch.setattr("openrlhf.models.loading.adapter_parameters", lambda path, **options: MILLION // 10)
+    disk = SimpleNamespace(free=expected * MILLION)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
+    config = make(f"{tmp_path}/new")
+    folder = CheckpointFolder(config.ckpt.folder, config.ckpt)
+    check_space(config, folder, total_steps=7)
+    disk.free -= 1
+    flag = "--ckpt.path" if config.ckpt.save_steps > 0 else "--ckpt.output_dir"
+    with refused(ErrorCode.NOT_WRITABLE, flag=flag):
+        check_space(config, folder, total_steps=7)
+
+
+def test_parameters_of_adapters(tmp_path: Path) -> None:
+    """At a matrix of (out, in), adapters of rank 2 have matrices of (2, in) and (out, 2)."""
+    config = Qwen3Config(
+        vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8,
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    attention = (16 + 16) + 2 * (8 + 16) + (16 + 16)
+    found = adapter_parameters(str(tmp_path), flag="--model", rank=2)
+    assert found == 2 * (attention + 3 * (16 + 24))
+
+
+def test_the_cache_folder_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    data = SFTDataConfig(cache_dir=f"{tmp_path}/file/cache")
+    with refused(ErrorCode.NOT_WRITABLE, flag="--data.cache_dir"):
+        check_places(SFTConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/new"), data=data))

@@ -1,9 +1,12 @@
+import errno
 import json
 import logging
 import math
+import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers import mirrors
 from openrlhf.observability.trackers.base import TrackedRun
-from openrlhf.observability.trackers.load import TRACKERS, trackers_of
+from openrlhf.observability.trackers.load import TRACKERS, open_trackers, trackers_of
 from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
 from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.observability.trackers.tensorboard import TensorBoardTracker
@@ -163,6 +166,39 @@ def test_a_failing_record_is_raised(tmp_path):
     trackers.close()
     with pytest.raises(ValueError, match="closed file"):
         trackers.log(1, {})
+
+
+def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, monkeypatch, caplog):
+    free, real = [30], os.write
+
+    def write(file, data):
+        if not free[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = real(file, bytes(data)[: free[0]])
+        free[0] -= written
+        return written
+
+    monkeypatch.setattr(os, "write", write)
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    for step in range(5):
+        tracker.log(step, {"loss": step})
+    (record,) = caplog.records
+    assert "m.jsonl" in record.getMessage() and "No space left on device" in record.getMessage()
+    free[0] = 1000
+    tracker.log(5, {"loss": 5})
+    tracker.close()
+    assert read_metrics(tmp_path / "m.jsonl") == {step: {"loss": step} for step in range(6)}
+    assert len((tmp_path / "m.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_built_in_tracker_that_does_not_open_is_left_out(tmp_path, monkeypatch, caplog):
+    def refuse(self, run):
+        raise OSError("no route to the host")
+
+    monkeypatch.setattr(TensorBoardTracker, "open", refuse)
+    logger = LoggerConfig(tensorboard_dir=str(tmp_path))
+    assert open_trackers(SimpleNamespace(logger=logger)) == []
+    assert "no route to the host" in caplog.text
 
 
 def test_tensorboard_files_hold_the_numbers(tmp_path):

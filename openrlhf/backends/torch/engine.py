@@ -38,7 +38,8 @@ from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.files import not_written
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.loading import DTYPES
@@ -199,8 +200,7 @@ class TorchEngine(TrainedRank):
             dcp.save(self._tensors(), checkpoint_id=path)
         except CheckpointException as error:  # on all ranks where one fails
             reason = next(iter(error.failures.values()))[0]
-            text = f"{path} could not be written: {why_unwritten(reason, path)}"
-            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
+            raise not_written(path, why_unwritten(reason, path)) from error
         for file in path.glob(f"__{self.mesh.rank}_*"):
             writer.add(file)
         if self.mesh.is_first:

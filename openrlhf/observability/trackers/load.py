@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,10 +10,12 @@ from typing import Any
 from openrlhf.config.fields import convert
 from openrlhf.config.options import PREFIX, option_fields
 from openrlhf.config.sections import LoggerConfig
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
 from openrlhf.registry import Registry
 from openrlhf.user_file import line_and_error
+
+logger = logging.getLogger(__name__)
 
 FLAG, OPTIONS = "--logger.trackers", "--logger.tracker_options"
 TRACKERS = Registry("openrlhf.observability.trackers", Tracker)
@@ -41,15 +44,18 @@ def trackers_of(logger: LoggerConfig) -> list[Tracker]:
 
 
 def open_trackers(run: TrackedRun) -> list[Tracker]:
-    """Builds and opens the trackers that the flags ask for. Turns any exception of a user's tracker into a
-    UsageError."""
-    made = trackers_of(run.logger)
-    for tracker in made:
+    """Builds and opens the trackers that the flags ask for. A built-in one that does not open is left out
+    with a warning. Turns any exception of a user's tracker into a UsageError."""
+    made = []
+    for tracker in trackers_of(run.logger):
         try:
             tracker.open(run)
+            made.append(tracker)
         except Exception as error:
             if type(tracker) in TRACKERS.ours.values():
-                raise
+                problem = f"{type(error).__name__}: {first_line(error)}"
+                logger.warning("%s is off (%s); metrics.jsonl has everything", tracker.name, problem)
+                continue
             file = inspect.getsourcefile(type(tracker)) or type(tracker).__module__
             raise UsageError(
                 ErrorCode.USER_CODE, line_and_error(error, file), flag=FLAG, value=file

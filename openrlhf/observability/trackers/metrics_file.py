@@ -1,30 +1,46 @@
 """Writes metrics.jsonl in the run folder, which every run has."""
 
 import json
+import logging
+import os
 from pathlib import Path
 
 from openrlhf.observability.run_folder import read_jsonl, to_json
 from openrlhf.types import Metrics
 
+logger = logging.getLogger(__name__)
+
 
 class JsonlTracker:
-    """One line per step, `{"step": 12, "rollout/reward_mean": 0.5}`, on disk when `log` returns.
+    """One line per step, `{"step": 12, "rollout/reward_mean": 0.5}`, in the file when `log` returns.
 
     NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
     A half-written last line of a killed run is removed on opening.
+    Rows that the disk refuses are kept in memory with a warning, and written with a later row.
     """
 
     def __init__(self, path: Path):
-        self._file = _open_to_append(path)
+        self._file, self._path, self._unwritten = _open_to_append(path), path, b""
 
     def log(self, step: int, metrics: Metrics) -> None:
         values = {name: float(value) for name, value in metrics.items()}
-        # A single write, so that a kill leaves at most one incomplete line.
-        self._file.write((to_json({"step": step} | values) + "\n").encode())
-        self._file.flush()
+        self._write((to_json({"step": step} | values) + "\n").encode())
 
     def close(self) -> None:
+        self._write(b"")
         self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        was_behind, self._unwritten = bool(self._unwritten), self._unwritten + line
+        try:
+            while self._unwritten:  # usually one write, so that a kill leaves at most one incomplete line
+                self._unwritten = self._unwritten[os.write(self._file.fileno(), self._unwritten) :]
+        except OSError as error:
+            if not was_behind:
+                reason = error.strerror or str(error)
+                logger.warning(
+                    "%s: rows wait in memory, because the disk refuses them: %s", self._path, reason
+                )
 
 
 RENAMED = {"timing/score": "timing/logprobs", "memory/score_gb": "memory/logprobs_gb"}
