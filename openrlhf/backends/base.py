@@ -1,8 +1,8 @@
 """Interfaces through which a trainer uses DeepSpeed, vLLM and Ray.
 
-Every method of a group of ranks returns at once. Work on different devices overlaps until somebody asks for a
-result. Models that share devices compute one after the other, and offload each other by themselves (see
-cluster/engine_memory.py).
+Methods of ModelRanks and TrainableRanks return a Pending result at once, so that work on different devices
+overlaps. Models that share devices run one after the other, and are offloaded as needed
+(cluster/engine_memory.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ ResultT = TypeVar("ResultT", covariant=True)
 
 
 class Row(Protocol):
-    """A packed row, the input of one forward pass, with or without more fields for each action."""
+    """A packed row, the input of one forward pass. It may have further fields for actions and sequences."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of actions in the row."""
+        """Number of actions."""
         ...
 
     @property
@@ -35,19 +35,21 @@ class Row(Protocol):
     def to(self, device: torch.device) -> Self: ...
 
     def empty(self) -> Self:
-        """Returns a row of the same kind without actions, which pads a rank's rows."""
+        """Returns a dummy row of the same kind without actions, for a rank that has fewer rows than
+        others."""
         ...
 
 
 RowT = TypeVar("RowT", bound=Row)
 
 Objective = Callable[[Callable, RowT, LossNorm], tuple[Tensor, dict[str, Tensor]]]
-"""A function (model, row, norm) -> (loss, metrics) that returns the row's contribution to the step's loss and
-to each metric. The contributions of all rows on all ranks add up to the value."""
+"""A function (model, row, norm) -> (loss, metrics). It returns the row's contribution to the loss of the
+optimizer step and to each metric; the contributions of all rows on all ranks add up to the step's values."""
 
 
 Part = Literal["merged", "base", "adapter"]
-"""Part of a model's weights: all with adapters merged into them, all without adapters, or adapters alone."""
+"""Part of a model's weights: `merged`: all, with adapters merged into them; `base`: all, without adapters;
+`adapter`: only the adapters."""
 
 
 class RowModule(Protocol):
@@ -59,8 +61,8 @@ class RowModule(Protocol):
 
 
 class FrozenModel(Protocol):
-    """One rank of a model that is not trained: a reference, a teacher or a reward model. All ranks call it
-    together."""
+    """One rank of a model that is not trained: a reference, a teacher or a reward model. Calls are
+    collective."""
 
     @property
     def module(self) -> RowModule: ...
@@ -70,16 +72,16 @@ class FrozenModel(Protocol):
         ...
 
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """Returns `read(model, row)` for each of this rank's rows, at least one, on the CPU."""
+        """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
         ...
 
     def whole(self, parameter: Tensor) -> Tensor:
-        """Returns an unsharded parameter that the caller may keep."""
+        """Returns a parameter without sharding. The result stays valid."""
         ...
 
 
 class TrainEngine(Protocol):
-    """One rank of a model in training. Every method but `steps` and `row_memory` is collective."""
+    """One rank of a model in training. All methods except `steps` and `row_memory` are collective."""
 
     @property
     def module(self) -> RowModule: ...
@@ -94,34 +96,34 @@ class TrainEngine(Protocol):
     ) -> Metrics:
         """Runs forward and backward over this rank's rows of one batch, then one optimizer step.
 
-        `also`: more (rows, objective) of the same step. The losses are added up, and each is divided by the
-        totals of its own rows.
+        `also`: further (rows, objective) pairs of the same step. Their losses are added; each is normalized
+        by the totals of its own rows.
         """
         ...
 
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """Returns the objective's metrics over all rows of all ranks, without a gradient."""
+        """Returns the objective's metrics over all rows of all ranks. Computes no gradients."""
         ...
 
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """Returns `read(model, row)` for each of this rank's rows, at least one, on the CPU."""
+        """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
         ...
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Estimates this rank's peak memory in a step with a row of `num_tokens`, before any step."""
+        """Estimates this rank's peak memory in an optimizer step whose longest row has `num_tokens`
+        tokens."""
         ...
 
     def weights(self, bucket_bytes: int = ..., part: Part = "merged") -> Iterator[tuple[str, Tensor]]:
-        """Yields (checkpoint name, unsharded tensor) of the model, gathered `bucket_bytes` or so at a
-        time."""
+        """Yields (checkpoint name, unsharded tensor) of the model. Gathers about `bucket_bytes` at a time."""
         ...
 
     def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Returns (name, dtype, shape) of everything that `weights` yields."""
+        """Returns (name, dtype, unsharded shape) of each tensor that `weights` yields."""
         ...
 
     def random_adapter(self, seed: int) -> AbstractContextManager[None]:
-        """Makes the adapters random within the context, and restores them afterwards."""
+        """Replaces the adapters by random ones within the context, and restores them afterwards."""
         ...
 
     def check_finite(self, *, states: bool = True) -> None:
@@ -132,28 +134,31 @@ class TrainEngine(Protocol):
     def save_checkpoint(self, folder: str, tag: str, state: dict) -> None: ...
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores weights, optimizer and schedule; returns the `state` that was saved with them."""
+        """Restores weights, optimizer and learning rate schedule. Returns the `state` that was saved with
+        them."""
         ...
 
     def export(self, folder: str) -> None:
-        """Writes the model in Hugging Face format, or its adapter alone where it has one."""
+        """Writes the model in Hugging Face format; of a model with an adapter, only the adapter."""
         ...
 
     def offload(self) -> None:
-        """Moves everything that only optimizer steps need to the CPU."""
+        """Moves everything that only optimizer steps need to the CPU, until `reload`."""
         ...
 
     def reload(self) -> None: ...
 
 
 class Pending(Protocol[ResultT]):
+    """A result that is still being computed."""
+
     def result(self) -> ResultT:
         """Waits for the work and returns its result, or raises its exception."""
         ...
 
 
 class ModelRanks(Protocol):
-    """The ranks of one model, seen from the controller."""
+    """All ranks of one model, as the controller uses them."""
 
     def forward(self, batch: Batch) -> Pending[np.ndarray]:
         """Returns (A,) float32: log-probs of a policy, values of a critic."""
@@ -161,18 +166,21 @@ class ModelRanks(Protocol):
 
 
 class TrainableRanks(ModelRanks, Protocol):
+    """All ranks of one model in training."""
+
     @property
     def data_parallel_size(self) -> int:
-        """Number of ranks that each learn from samples of their own."""
+        """Number of ranks (or groups of ranks that share rows) with different samples."""
         ...
 
     @property
     def num_updates(self) -> int:
-        """Number of calls of `update`, including those before a resume; it seeds each call's shuffle."""
+        """Number of calls of `update`, including those before a resume. It is the seed of the samples'
+        order."""
         ...
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Pending[Updated]:
-        """Makes the optimizer steps of `schedule` over a batch with credit. A batch without log-probs gets
+        """Takes the optimizer steps of `schedule` on a batch with advantages. A batch without log-probs has
         exactly one step."""
         ...
 
@@ -187,19 +195,19 @@ PolicyT = TypeVar("PolicyT", bound=TrainableRanks, contravariant=True)
 
 
 class Rollout(Protocol[PolicyT]):
-    """All rollout engines of a run. Only `next_group` and pending results block. PolicyT is the type of
-    policy whose weights `sync` accepts."""
+    """All rollout engines of a run. Only `next_group` and `Pending.result` block. PolicyT: type of the policy
+    whose weights `sync` accepts."""
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         """Requests the samples of `prompts`, with the sampling parameters of training or of evaluation."""
         ...
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        """Returns the next prompt whose samples are all there, rewards included, in the order in which they
-        finish. Raises RuntimeError where no prompt is under way, and TimeoutError, which names those that
-        are, after `timeout` seconds."""
+        """Returns the next group whose samples have all finished and have rewards. Raises RuntimeError if no
+        prompt is in flight, and after `timeout` seconds an error that names the prompts in flight."""
         ...
 
     def sync(self, policy: PolicyT, version: int) -> Pending[Metrics]:
-        """Sends the policy's current weights to every engine, and checks that it computes with them."""
+        """Sends the policy's current weights to every engine, and checks that the engines compute with
+        them."""
         ...

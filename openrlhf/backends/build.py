@@ -1,4 +1,4 @@
-"""Builds a model's engine for `--train.backend`. Only that backend's library is imported."""
+"""Construction of a model's engine for `--train.backend`. Only that backend's library is imported."""
 
 from collections.abc import Callable
 from importlib import import_module
@@ -31,14 +31,14 @@ def build_engine(
     ema_beta: float | None = None,
     skip_nonfinite: bool = False,
 ) -> TrainEngine:
-    """Builds one rank of a model in training; `init_distributed` comes first.
+    """Builds one rank of a model in training. Call `init_distributed` first.
 
-    `build_model`: called by the engine once it has set up sharding, so that ranks may load only parts of the
-    model. `total_steps`: optimizer steps of the whole run, for the learning rate schedule. `dropout`: train
-    with the dropout of the model's configuration; without it a training pass computes the same as `forward`
-    and `evaluate`, except for the dropout of adapters. `ema_beta`: decay of a moving average of the trained
-    weights, None for no average; `export` writes the average and checkpoints keep it, nothing else uses it.
-    `skip_nonfinite`: go on after a step whose loss or gradient is not finite.
+    `build_model`: builds the module. The engine calls it after setting up sharding, so that ranks need not
+    load the whole model. `total_steps`: optimizer steps of the whole run, for the learning rate schedule.
+    `dropout`: train with the dropout of the model's configuration; without it a training pass computes the
+    same as `forward` and `evaluate`, except for the dropout of adapters. `ema_beta`: decay of a moving
+    average of the trained weights, None for no average; `export` writes the average and checkpoints keep it,
+    nothing else uses it. `skip_nonfinite`: go on after a step whose loss or gradient is not finite.
     """
     return _class_of(backend, 1)(
         build_model,

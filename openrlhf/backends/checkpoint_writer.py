@@ -1,4 +1,4 @@
-"""Writes one rank's files of a checkpoint so that their content can be checked when they are read."""
+"""Writing of one rank's checkpoint files, with the hashes by which a reader checks them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,10 +14,10 @@ from openrlhf.files import not_written, sync_file
 
 
 class CheckpointWriter:
-    """The files that this rank writes into a checkpoint's folder. While the next file is written, a thread
-    syncs the last one to the disk and computes its SHA-256.
+    """Writes this rank's files of a checkpoint. While one file is written, a thread syncs the previous one to
+    the disk and computes its SHA-256.
 
-    A write that fails is recorded instead of raised, because other ranks wait for this one in collectives:
+    A failed write is recorded instead of raised, because other ranks would wait for this one in collectives.
     `finish` raises on all ranks.
     """
 
@@ -32,30 +32,30 @@ class CheckpointWriter:
         self.write(path, lambda: torch.save(state, path))
 
     def write(self, path: str | Path, write: Callable[[], object]) -> None:
-        """Calls `write`, which writes the file `path`."""
+        """Calls `write`, which must write the file `path`, and adds the file."""
         if self.attempt(path, write):
             self.add(path)
 
     def attempt(self, path: str | Path, write: Callable[[], object]) -> bool:
-        """Calls `write`, which writes to `path`, unless an earlier write failed. Returns whether it
+        """Calls `write`, which writes to `path`, unless an earlier write failed. Returns True if it
         succeeded."""
         if self._failure is not None:
             return False
         try:
             fault("save.file")
             write()
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError where the disk is full
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             self._fail(error, path)
         return self._failure is None
 
     def add(self, path: str | Path) -> None:
-        """Adds a file that has been written."""
+        """Adds a file that exists already."""
         name = str(Path(path).relative_to(self.folder))
         self._entries[name] = self._thread.submit(_synced_entry, Path(path))
 
     def finish(self) -> None:
-        """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. Raises
-        RunError on every rank where one of them could not write."""
+        """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. If any
+        rank could not write, raises RunError on every rank."""
         files = {}
         for name, entry in self._entries.items():
             try:
@@ -77,6 +77,6 @@ class CheckpointWriter:
 
 
 def _synced_entry(file: Path) -> Entry:
-    """Writes a file's content to the disk and returns its entry of the manifest."""
+    """Syncs a file to the disk and returns its manifest entry."""
     sync_file(file)
     return Entry.of(file)

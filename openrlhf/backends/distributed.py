@@ -26,18 +26,18 @@ ResultT = TypeVar("ResultT")
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
 MALLOPT = {-3: 1 << 30, -1: 2**31 - 1}
-"""M_MMAP_THRESHOLD and M_TRIM_THRESHOLD of glibc, in bytes: smaller blocks come from the heap, and a smaller
-free heap is kept."""
+"""Values in bytes of glibc's options M_MMAP_THRESHOLD (blocks below it come from the heap) and
+M_TRIM_THRESHOLD (free heap up to it is kept)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessMesh(Mesh):
-    """The mesh of this process's model, with this rank's process groups. Batches, losses and optimizer state
-    are shared along `data`: sums over samples are sums over `data_group`, which counts each sample once."""
+    """The mesh of this process's model, with this rank's process groups. The samples of a batch are split
+    along the dimension `data`, so a sum over `data_group` counts each sample once."""
 
     rank: int = 0
     data_group: dist.ProcessGroup | None = None
-    """Ranks that differ from this one in their samples only. None: all ranks."""
+    """Ranks with other samples, and the same slice of rows and of matrices. None: all ranks."""
     sequence_group: dist.ProcessGroup | None = None
     """Ranks that each compute a slice of the same rows (sequence parallelism). None: rows are not split."""
     tensor_group: dist.ProcessGroup | None = None
@@ -53,14 +53,14 @@ class ProcessMesh(Mesh):
 
     @classmethod
     def joined(cls, *, sequence: int = 1, tensor: int = 1) -> "ProcessMesh":
-        """Builds the mesh of the ranks that joined in `init_distributed`, with its groups. Collective. Raises
-        UsageError where their number is not a multiple of `sequence * tensor`."""
+        """Builds the mesh of the default process group's ranks, and its groups. Collective. Raises UsageError
+        if the number of ranks is not a multiple of `sequence * tensor`."""
         num_ranks = dist.get_world_size()
         mesh = Mesh.within(num_ranks, sequence=sequence, tensor=tensor)
         if mesh.size != num_ranks:
             text = (
-                f"{sequence} (--ds.ring_attn_size) x {tensor} (--ds.tensor_parallel_size) ranks share each "
-                f"sample, and {num_ranks} ranks are no multiple.\nStart a multiple of {mesh.replica} ranks."
+                f"{num_ranks} ranks are not a multiple of {sequence} (--ds.ring_attn_size) x {tensor} "
+                f"(--ds.tensor_parallel_size).\nStart a multiple of {mesh.replica} ranks."
             )
             raise UsageError(ErrorCode.RESOURCES, text)
         groups = {}
@@ -77,7 +77,8 @@ class ProcessMesh(Mesh):
 
     @property
     def data_rank(self) -> int:
-        """Coordinate of this rank along the data dimension; ranks with equal ones have the same samples."""
+        """Coordinate of this rank along the data dimension. Ranks with the same coordinate have the same
+        samples."""
         return self.coordinates(self.rank).data
 
     @property
@@ -92,7 +93,7 @@ class ProcessMesh(Mesh):
 
 
 def current_device() -> torch.device:
-    """Returns this process's device. `init_distributed` comes first."""
+    """Returns this process's device. Call `init_distributed` first."""
     return (
         torch.device(DEVICE_TYPE, torch.cuda.current_device())
         if DEVICE_TYPE == "cuda"
@@ -101,8 +102,8 @@ def current_device() -> torch.device:
 
 
 def init_distributed(timeout_minutes: int = 60) -> None:
-    """Joins the process group that the environment describes (torchrun's, deepspeed's or Ray's), or makes a
-    group of one rank."""
+    """Joins the process group that the environment variables of torchrun, deepspeed or Ray describe. Without
+    them, creates a group of one rank."""
     for name, value in _group_of_one().items():
         os.environ.setdefault(name, value)
     if DEVICE_TYPE == "cuda":
@@ -113,7 +114,7 @@ def init_distributed(timeout_minutes: int = 60) -> None:
         return
     backend, timeout = BACKENDS[DEVICE_TYPE], datetime.timedelta(minutes=timeout_minutes)
     if os.environ["WORLD_SIZE"] == "1":
-        # A single process needs no port, which another process could have taken.
+        # A single process needs no port, so none can be in use.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         device = current_device() if DEVICE_TYPE == "cuda" else None
@@ -121,27 +122,28 @@ def init_distributed(timeout_minutes: int = 60) -> None:
 
 
 def use_own_cores() -> None:
-    """Gives this rank its share of the cores as threads, for optimizer steps and averages on the CPU beside a
-    GPU. torchrun and Ray allow a process one thread. An OMP_NUM_THREADS above 1 is kept."""
+    """Lets this rank use its share of the CPU cores, for optimizer steps and moving averages on the CPU in
+    runs on GPUs. torchrun and Ray limit a process to one thread. An OMP_NUM_THREADS above 1 is respected."""
     if DEVICE_TYPE == "cuda" and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_ranks))
 
 
 def seed_everything(seed: int, deterministic: bool) -> None:
-    """Seeds Python, NumPy and torch. `deterministic` also forbids kernels whose results may differ between
-    runs."""
+    """Seeds Python, NumPy and torch. `deterministic`: also allow only kernels whose results are equal in
+    every run."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
-        from transformers import enable_full_determinism  # loads peft: seconds in every process of a run
+        from transformers import enable_full_determinism  # imports peft, which takes seconds
 
         enable_full_determinism(seed)
 
 
 def machines_without(folder: str) -> list[str]:
-    """Returns the machines whose ranks do not see a file that rank 0 makes in `folder`. Collective."""
+    """Returns the names of the machines that do not share `folder` with rank 0's machine: they do not see a
+    file that rank 0 creates there. Collective."""
     with marked(folder) if dist.get_rank() == 0 else nullcontext() as mark:
         shared_mark, seen = [mark], [("", True)] * dist.get_world_size()
         dist.broadcast_object_list(shared_mark)
@@ -167,27 +169,29 @@ def on_any_rank(flag: bool) -> bool:
 
 
 def leave_distributed() -> None:
-    """Leaves the process group together with the other ranks: gloo's threads abort a process that just
-    exits."""
+    """Leaves the process group together with the other ranks. Without this, gloo's threads may abort the
+    process at exit."""
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
 
 
 def release_cached_memory() -> None:
+    """Returns torch's cached GPU memory to the device, for other processes."""
     if DEVICE_TYPE == "cuda":
         torch.cuda.empty_cache()
 
 
 def free_port() -> int:
+    """Returns the number of a TCP port that is free now."""
     with socket.socket() as s:
         s.bind(("", 0))
         return s.getsockname()[1]
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc keep large blocks that are freed, because each pass allocates the blocks that the pass
-    before it freed. By default glibc returns them to the system, which clears every page again. MALLOC_*
+    """Makes glibc keep large freed blocks, because each pass allocates blocks of the sizes that the previous
+    pass freed. By default glibc returns them to the system, which then clears every page again. MALLOC_*
     variables of the user take precedence."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and not any(name.startswith("MALLOC_") for name in os.environ):
@@ -196,8 +200,8 @@ def _keep_freed_memory() -> None:
 
 
 def _resolve_local_rank() -> int:
-    """Returns the index of this rank's GPU, and sets LOCAL_RANK, where DeepSpeed reads it. The index is 0 for
-    every rank where a launcher shows each rank one GPU only (`srun --gpus-per-task 1`)."""
+    """Returns the index of this rank's GPU, and sets LOCAL_RANK to it for DeepSpeed. If the launcher shows
+    each rank only one GPU (`srun --gpus-per-task 1`), the index is 0 on every rank."""
     local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
     if "TORCHELASTIC_RUN_ID" in os.environ and local_rank >= gpus:  # torchrun shows every GPU to every rank
         text = (

@@ -15,12 +15,12 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """Returns a function that maps an optimizer step, from 0, to its learning rate as a fraction of the peak.
     `total_steps`: optimizer steps of the whole run.
 
-    Step k of a warm-up of w steps has (k + 1) / w, so the last of them has the peak; w is at least 1, so
-    without a warm-up the first step has the peak. The shapes are those of transformers, whose step 0 has a
-    rate of 0: a run makes their steps from 1 on, and one further step would reach the floor.
+    Step k of a warm-up of w >= 1 steps has the fraction (k + 1) / w, so the last warm-up step, and without a
+    warm-up the first step, has the peak. The schedules are those of transformers. Their step 0 has a learning
+    rate of 0, so a run starts at their step 1, and the minimum would be reached one step after the end.
     """
     warmup = max(1, math.ceil(optim.lr_warmup_ratio * total_steps))
-    ahead = 0 if optim.lr_scheduler == "cosine_warmup_with_min_lr" else 1  # begins with 1 / w by itself
+    ahead = 0 if optim.lr_scheduler == "cosine_warmup_with_min_lr" else 1  # starts with 1 / w itself
     scheduler = get_scheduler(
         optim.lr_scheduler,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
@@ -33,7 +33,7 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
 
 
 def _options(optim: OptimConfig, total_steps: int) -> dict[str, Any] | None:
-    """Returns the arguments that this schedule needs beside the steps of warm-up and run."""
+    """Returns the arguments that this schedule needs besides the numbers of steps."""
     if optim.lr_scheduler.endswith("_with_min_lr"):
         return {"min_lr_rate": optim.min_lr_ratio}
     if optim.lr_scheduler == "warmup_stable_decay":

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: its files with their sizes and SHA-256, by which a reader finds
+"""The manifest of a checkpoint folder: the sizes and SHA-256 hashes of its files, by which a reader detects
 damage."""
 
 import hashlib
@@ -15,14 +15,14 @@ from openrlhf.files import sync_file, sync_folder, unwritable, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Version of the manifest's format. A reader refuses later ones."""
+"""Version of the manifest's format. A reader rejects later versions."""
 
 SMALL = 1 << 20
-"""Bytes of a file whose content is always compared."""
+"""Maximum size in bytes of files whose hash is always compared."""
 
 
 class Entry(NamedTuple):
-    """A file's content."""
+    """Size and hash of a file."""
 
     num_bytes: int
     sha256: str
@@ -35,16 +35,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
+    """The files of a checkpoint folder."""
+
     files: Mapping[str, Entry]
-    """Path relative to the folder -> content, for every file of the folder but the manifest."""
+    """Relative path -> entry, for every file of the folder except the manifest."""
     step: int | None = None
     """Training step of the checkpoint; None until it is complete."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """Name of another model's folder -> SHA-256 of the manifest of its checkpoint of the same save."""
+    """Name of another model's folder -> SHA-256 of the manifest of that model's checkpoint from the same
+    save."""
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Raises ValueError with the reason for a manifest that is missing or unreadable."""
+        """Reads the manifest of a folder. Raises ValueError with the reason if it is missing or
+        unreadable."""
         try:
             text = json.loads((folder / MANIFEST).read_bytes())
             if not 1 <= text["format"] <= FORMAT:
@@ -62,8 +66,8 @@ class Manifest:
         write_atomically(folder / MANIFEST, [json.dumps(text, indent=1)])
 
     def damage(self, folder: Path, *, hashes: bool) -> str | None:
-        """Returns what is wrong with the folder's files; None if they are those of the manifest. With
-        `hashes` every file is read, else only those of up to SMALL bytes: of others the size is compared."""
+        """Returns a message about the first file that differs from the manifest; None if there is none.
+        Compares all sizes, and the hashes of files of up to SMALL bytes, with `hashes` of all files."""
         for name, entry in self.files.items():
             file = folder / name
             if not file.is_file():
@@ -73,20 +77,20 @@ class Manifest:
         read = [name for name, entry in self.files.items() if hashes or entry.num_bytes <= SMALL]
         found = entries_of(folder, read)
         differing = [name for name, entry in found.items() if entry != self.files[name]]
-        return f"{differing[0]} has another content than when it was saved" if differing else None
+        return f"{differing[0]} has changed since it was saved" if differing else None
 
 
 def entries_of(folder: Path, names: Iterable[str]) -> dict[str, Entry]:
-    """Reads these files, in several threads."""
+    """Computes the entries of these files in several threads."""
     names = list(names)
     with ThreadPoolExecutor(max(1, min(len(names), os.cpu_count() or 1, 16))) as pool:
         return dict(zip(names, pool.map(lambda name: Entry.of(folder / name), names), strict=True))
 
 
 def complete(folder: Path, *, step: int, parts: Mapping[str, str] | None = None) -> str:
-    """Writes the manifest of a folder whose files are all there, and returns its SHA-256. Files that the
-    engine's manifest does not list are added. Everything reaches the disk before the function returns. Raises
-    ValueError where a file that the engine lists is missing or has another size."""
+    """Completes the manifest of a folder that has all its files, and returns the manifest's SHA-256. Adds the
+    files that the engine's manifest does not list. Syncs everything to the disk. Raises ValueError if a file
+    that the engine lists is missing or has another size."""
     listed = Manifest.read(folder).files if (folder / MANIFEST).exists() else {}
     if reason := Manifest(files=listed).damage(folder, hashes=False):
         raise ValueError(f"{folder}: {reason}")
@@ -101,8 +105,8 @@ def complete(folder: Path, *, step: int, parts: Mapping[str, str] | None = None)
 
 
 def why_unwritten(error: BaseException, folder: Path) -> str:
-    """Returns the reason for which a file could not be written to `folder`. torch does not tell it, so a
-    small file is tried."""
+    """Returns the reason why a file could not be written to `folder`. torch's errors do not contain the
+    reason, so this function tries to write a small file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return unwritable(folder) or first_line(error)

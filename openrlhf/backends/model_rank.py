@@ -1,5 +1,5 @@
-"""One rank of a model, common to all training backends: forward passes, training steps, gathering of weights
-and export."""
+"""One rank of a model, as far as all training backends share it: forward passes, training steps, gathering of
+weights and export."""
 
 import math
 from abc import ABC, abstractmethod
@@ -40,7 +40,7 @@ from openrlhf.types import LossNorm, Metrics
 ItemT = TypeVar("ItemT")
 WHOLE = {"merged": merged_weights, "base": base_weights}
 BUCKET_BYTES = 256 << 20
-"""Bytes of unsharded parameters that are gathered at a time."""
+"""Bytes of parameters that are gathered at a time."""
 MAX_SKIPPED = 10
 """Optimizer steps in a row that may be skipped (--train.on_nonfinite skip_step); one more ends the run."""
 
@@ -49,13 +49,13 @@ class ModelRank(ABC):
     """One rank of a model that computes outputs for rows."""
 
     def __init__(self, mesh: ProcessMesh | None) -> None:
-        """`mesh`: None where every rank has samples of its own."""
+        """`mesh`: the mesh of the model's ranks; None: all ranks have different samples."""
         self.mesh, self.device = mesh or ProcessMesh.joined(), current_device()
 
     @property
     @abstractmethod
     def caller(self) -> Callable:
-        """The callable that runs the model on a row; collective where weights are sharded."""
+        """The callable that runs the model on a row. It is collective if weights are sharded."""
 
     @property
     @abstractmethod
@@ -63,18 +63,18 @@ class ModelRank(ABC):
 
     @torch.no_grad()
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
-        """Returns `read(model, row)` for each of this rank's rows, at least one, on the CPU."""
+        """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
         padded, _ = self._agree(rows)
         self.module.eval()
         answers = [read(self.caller, row) for row in padded]
         if fault("rows.log_probs"):
             answers[0].view(-1)[0] = math.nan
-        return [answer.cpu() for answer in answers][: len(rows)]  # a copy synchronizes with its device
+        return [answer.cpu() for answer in answers][: len(rows)]  # cpu() waits for the device
 
     def _agree(self, rows: Sequence[RowT]) -> tuple[list[RowT], LossNorm]:
-        """Returns this rank's rows on its device, and the totals by which losses are divided, with each
-        sample counted once. Empty rows pad every rank to the same number, because forward and backward
-        contain collectives."""
+        """Returns this rank's rows on its device, and the totals by which losses are divided, in which each
+        sample counts once. Adds dummy rows so that all ranks have the same number of rows, because forward
+        and backward passes contain collectives."""
         mine = torch.tensor(
             [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
             dtype=torch.float64,
@@ -91,14 +91,14 @@ class ModelRank(ABC):
 
 
 class TrainedRank(ModelRank):
-    """One rank of a model in training. A subclass defines how gradients are made and applied, and how sharded
-    weights are gathered."""
+    """One rank of a model in training. A subclass defines how gradients are computed and applied, and how
+    sharded weights are gathered."""
 
     ds: DeepSpeedConfig
     plain_training: bool
-    """True where dropout needs no switching off in training passes: the model has none, or trains with it."""
+    """True if training passes need not disable dropout: the model has none, or is trained with it."""
     scales_loss = False
-    """True with dynamic loss scaling (fp16), where a step with an overflowing gradient is skipped."""
+    """True with dynamic loss scaling (fp16), which skips a step whose gradient overflows."""
     skips_nonfinite = False
     """Whether the run goes on after a step whose loss or gradient is not finite."""
     skipped = 0
@@ -110,15 +110,16 @@ class TrainedRank(ModelRank):
         """Number of optimizer steps done, including those before a resume."""
 
     def _begin_pass(self, is_last: bool) -> None:
-        """Prepares a forward and backward pass. `is_last`: the pass is the last of its step."""
+        """Prepares a forward and backward pass. `is_last`: True for the last pass of an optimizer step."""
 
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
-        """Accumulates the gradient of `loss`, averaged over ranks with different samples."""
+        """Adds the gradient of `loss`, averaged over ranks with different samples, to the accumulated
+        gradients."""
 
     @abstractmethod
     def _step(self) -> tuple[float, float]:
-        """Makes one optimizer step. Returns its learning rate and the gradient norm before clipping. Where
+        """Takes one optimizer step. Returns its learning rate and the gradient norm before clipping. Where
         that norm is not finite, weights and optimizer states do not change, while the step counts and the
         schedule goes on. With loss scaling the schedule waits."""
 
@@ -128,10 +129,10 @@ class TrainedRank(ModelRank):
         yield from ()
 
     def _check_present(self) -> None:
-        """Raises RuntimeError where the optimizer's state is offloaded."""
+        """Raises RuntimeError if the optimizer's state is offloaded."""
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
-        """Gathers these parameters within the context, so that `whole` can read them. Collective."""
+        """Gathers sharded parameters within the context. Collective."""
         return nullcontext()
 
     def _changing(self, params: list[Tensor]) -> AbstractContextManager:
@@ -139,14 +140,14 @@ class TrainedRank(ModelRank):
         return nullcontext()
 
     def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, unsharded tensor) of the trained weights as `export` writes them. Collective."""
+        """Yields (name, unsharded tensor) of the trained weights, as `export` writes them. Collective."""
         yield from self._in_full((n, p) for n, p in self.module.model.named_parameters() if p.requires_grad)
 
     def train_step(
         self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
-        """Makes one optimizer step over the rows of all ranks. `window` holds this rank's rows, at least one;
-        ranks that have the same samples pass the same rows.
+        """Takes one optimizer step on the rows of all ranks. `window`: this rank's rows, at least one. Ranks
+        with the same samples pass the same rows.
 
         `also`: more (rows, objective) of the same step. The losses are added up, and each is divided by the
         totals of its own rows.
@@ -208,7 +209,7 @@ class TrainedRank(ModelRank):
 
     @torch.no_grad()
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:
-        """Returns the objective's metrics over the rows of all ranks as one batch. `rows` holds this rank's,
+        """Returns the objective's metrics over the rows of all ranks, as one batch. `rows`: this rank's rows,
         at least one."""
         rows, norm = self._agree(rows)
         self.module.eval()
@@ -219,7 +220,7 @@ class TrainedRank(ModelRank):
         return self._sum_over_ranks(contributions)
 
     def shape(self) -> ModelShape:
-        """Returns the sizes from which this rank's memory is estimated."""
+        """Returns the sizes of the model from which this rank's memory is estimated."""
         model, parameters, tensor_ranks = self.module.model, list(self.module.parameters()), self.mesh.tensor
         return ModelShape.of(
             model.config,
@@ -229,14 +230,14 @@ class TrainedRank(ModelRank):
         )
 
     def gpu_bytes(self) -> int | None:
-        """Returns the total memory of this rank's GPU; None on a CPU."""
+        """Returns the total memory of this rank's GPU in bytes; None on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory if DEVICE_TYPE == "cuda" else None
 
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, unsharded tensor) for every tensor in a checkpoint of the model, under the
-        checkpoint's names and in its layout.
+        """Yields (name, unsharded tensor) for every tensor of the model, with the names and layout of its
+        Hugging Face checkpoint.
 
         `part`: with adapters merged, without adapters, or the adapter's tensors alone under peft's names. All
         ranks must iterate together: with sharded weights each bucket is a collective. Tensors stay valid
@@ -255,7 +256,7 @@ class TrainedRank(ModelRank):
                     yield from layout.convert(conversion, whole).items()
 
     def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """Returns (name, dtype, full shape) of everything that `weights` yields, without a transfer."""
+        """Returns (name, dtype, unsharded shape) of each tensor that `weights` yields. Gathers nothing."""
         if part == "adapter":
             of_adapter = adapter_weights(self.module.model)
             return [(name, p.dtype, whole_shape(p)) for name, p in of_adapter.items()]
@@ -287,9 +288,9 @@ class TrainedRank(ModelRank):
                     p.copy_(before)
 
     def export(self, folder: str) -> None:
-        """Writes the model in Hugging Face format, or its adapter alone where it has one. Rank 0 writes, and
-        every rank returns once the files are on disk. Collective; the weights in memory do not change. Raises
-        NotFiniteError on every rank where the model is not finite."""
+        """Writes the model in Hugging Face format; of a model with an adapter, only the adapter. Rank 0
+        writes, and all ranks return when the files are written. Collective. The weights in memory do not
+        change. Raises NotFiniteError on every rank where the model is not finite."""
         self.check_finite()
         model, state = self.module.model, {}
         is_adapter = has_adapters(model)
@@ -336,7 +337,7 @@ class TrainedRank(ModelRank):
 
 
 def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
-    """Turns on sequence parallelism for the module where the mesh has a sequence dimension."""
+    """Turns on sequence parallelism for the module if the mesh has a sequence dimension."""
     if mesh.sequence_group is not None:
         reading_of(module.model).sharing = SequenceParallel(
             group=mesh.sequence_group,
@@ -346,13 +347,13 @@ def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None
 
 
 def num_bytes(param: Tensor) -> int:
-    """Returns the bytes of the unsharded parameter."""
+    """Returns the bytes of the full (unsharded) parameter."""
     return math.prod(whole_shape(param)) * param.element_size()
 
 
 def exempt_from_decay(module: nn.Module) -> set[int]:
     """Returns the `id`s of the parameters without weight decay: biases, norms and other vectors. Norms are
-    recognized by their class, because their names differ (norm, ln_1, ln_f)."""
+    recognized by their class, because their names differ between architectures (norm, ln_1, ln_f)."""
     found = set()
     for child in module.modules():
         is_norm = "norm" in type(child).__name__.lower()
@@ -363,10 +364,11 @@ def exempt_from_decay(module: nn.Module) -> set[int]:
 
 
 def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
-    """Raises UsageError where a checkpoint has parameters that the model lacks, or the reverse."""
+    """Raises UsageError if checkpoint and model have different parameters. `unknown`: parameters of the
+    checkpoint that the model lacks; `missing`: the reverse."""
     unknown, missing = sorted(unknown), sorted(missing)
     if missing or unknown:
-        what = f"it has no {missing[0]}" if missing else f"this one has no {unknown[0]}"
+        what = f"it has no {missing[0]}" if missing else f"this model has no {unknown[0]}"
         text = (
             f"the checkpoint is of another model: {what}.\n"
             "Resume with the model and the --ds.lora.* flags that it was saved with."
@@ -375,7 +377,8 @@ def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
 
 
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:
-    """Yields the items in order in buckets. A bucket is full once its sizes add up to `capacity`."""
+    """Yields the items, in order, in buckets. A bucket ends with the item with which its size reaches
+    `capacity`."""
     bucket, filled = [], 0
     for item, size in zip(items, sizes, strict=True):
         bucket.append(item)

@@ -1,4 +1,4 @@
-"""Offloading of optimizer state while other models use the GPU, and the memory that models hold."""
+"""Offloading of optimizer state while other models use the GPU, and measurement of GPU memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +10,8 @@ from openrlhf.backends.distributed import release_cached_memory
 
 
 class Offloadable(Protocol):
+    """A model in training whose optimizer can be offloaded."""
+
     def offload(self) -> None:
         """Moves optimizer state, master weights and gradients to the CPU."""
         ...
@@ -19,7 +21,8 @@ class Offloadable(Protocol):
 
 @contextmanager
 def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
-    """Keeps the optimizer's state on the GPU within the context. With `sleeps` it is offloaded outside."""
+    """Keeps the optimizer's state on the GPU within the context. With `sleeps` the state is offloaded outside
+    of it."""
     if sleeps:
         model.reload()
     yield
@@ -27,10 +30,10 @@ def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
 
 
 def offload_optimizer(model: Offloadable, sleeps: bool) -> None:
-    """Moves the optimizer's state to the CPU where `sleeps`, so that rollout engines can use its memory."""
+    """With `sleeps`, moves the optimizer's state to the CPU, so that rollout engines can use the memory."""
     if sleeps:
         model.offload()
-    release_cached_memory()  # rollout engines take the memory that was free when they started
+    release_cached_memory()  # engines on this GPU may use only what is free when they start
 
 
 class DeviceMemory(NamedTuple):

@@ -1,4 +1,4 @@
-"""Measures a process's peak memory in each phase of a step, at a cost of 0.1 ms a phase."""
+"""Measurement of a process's peak memory in each phase of a step. It costs 0.1 ms per phase."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -14,7 +14,7 @@ Peaks = Mapping[str, int]
 
 
 class PeakMemory:
-    """Peak memory of this process in each phase, since it was last taken."""
+    """Peak memory of this process in each phase since the last call of `take`."""
 
     def __init__(self) -> None:
         self.peaks: dict[str, int] = {}
@@ -27,13 +27,14 @@ class PeakMemory:
         self.peaks[phase] = max(self.peaks.get(phase, 0), peak())
 
     def take(self) -> Peaks:
+        """Returns the peaks, and forgets them."""
         taken, self.peaks = self.peaks, {}
         return taken
 
 
 def restart() -> None:
-    """Resets the peak that `peak` returns. Some sandboxes do not permit it on a CPU: there the peak counts
-    from the start of the process."""
+    """Resets the peak that `peak` returns. On a CPU some sandboxes forbid this; `peak` then counts from the
+    start of the process."""
     if DEVICE_TYPE == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
@@ -53,6 +54,6 @@ def peak() -> int:
 
 
 def memory_metrics(processes: Sequence[Peaks]) -> Metrics:
-    """Returns `memory/{phase}_gb` of the process, or GPU, that needs most."""
+    """Returns `memory/{phase}_gb`: the maximum over processes, in GiB."""
     phases = sorted({phase for peaks in processes for phase in peaks})
     return {f"memory/{phase}_gb": max(peaks.get(phase, 0) for peaks in processes) / 2**30 for phase in phases}

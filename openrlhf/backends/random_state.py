@@ -1,4 +1,4 @@
-"""Saves and loads every rank's random state in a checkpoint, so that dropout continues its sequence."""
+"""Random states of all ranks in a checkpoint, with which dropout continues exactly after a resume."""
 
 import logging
 import random
@@ -26,8 +26,8 @@ def save_random_state(writer: CheckpointWriter, rank: int, num_ranks: int) -> No
 
 
 def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
-    """Restores the state that `save_random_state` wrote. Logs a warning, and restores nothing, where another
-    number of ranks wrote it, or none did."""
+    """Restores the state that `save_random_state` wrote. If another number of ranks wrote it, or the
+    checkpoint has none, logs a warning and restores nothing."""
     if saved_ranks(folder) != num_ranks:
         if rank == 0:
             logger.warning(
@@ -45,12 +45,12 @@ def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
 
 
 def saved_ranks(folder: str | Path) -> int | None:
-    """Returns the number of ranks that wrote the checkpoint; None where it has no random states."""
+    """Returns the number of ranks that wrote the checkpoint; None if it has no random states."""
     return _read(folder, 0)["num_ranks"] if _file(folder, 0).exists() else None
 
 
 def _read(folder: str | Path, rank: int) -> dict:
-    return torch.load(_file(folder, rank), weights_only=False)  # as DeepSpeed reads the files beside it
+    return torch.load(_file(folder, rank), weights_only=False)  # pickled, like DeepSpeed's own files
 
 
 def _file(folder: str | Path, rank: int) -> Path:

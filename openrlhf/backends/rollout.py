@@ -1,6 +1,6 @@
-"""Interface of rollout engines: `RolloutEngine`, its options, and the choice of its class.
+"""Interface of rollout engines: `RolloutEngine`, its options, and the list of its classes.
 
-An engine runs in a process of its own. The trainer sends it weights in buckets, see
+Each engine runs in its own process and receives weights in buckets from the trainer; see
 backends/weight_sync/sender.py.
 """
 
@@ -28,13 +28,14 @@ ENGINES = {
     "vllm": "openrlhf.backends.vllm.engine:VLLMEngine",
     "transformers": "openrlhf.backends.transformers.engine:TransformersEngine",
 }
-"""Maps an engine's name to its class (module:name), which is imported on demand."""
+"""Maps the name of an engine to its class (module:name), which is imported on demand."""
 
 MAX_LOGPROBS = 20
 """Largest number of top log-probs that an OpenAI client may request."""
 
 USABLE_FRACTION = 0.95
-"""Fraction of the memory left by models on its GPUs that an engine may take. The rest is for weight syncs."""
+"""Fraction of the memory that models on the same GPUs leave free which an engine may use. The rest is for
+weight syncs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,37 +48,38 @@ class EngineOptions:
     dtype: str
     """Dtype of the weights: bf16, fp16 or fp32."""
     max_len: int
-    """Largest number of tokens in prompt and response together."""
+    """Maximum number of tokens of prompt and response together."""
     seed: int
     transfer_backend: str
-    """Backend of weight transfers: gloo, ray, nccl or ipc."""
+    """Transport of weight syncs: gloo, ray, nccl or ipc."""
     on_gpu: bool
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_prefix_caching: bool = False
     enforce_eager: bool = False
     enable_sleep: bool = False
-    """The engine can sleep. Without a GPU a sleeping engine keeps its memory, but refuses the same calls."""
+    """Allow `sleep`. Without a GPU a sleeping engine keeps its memory, but rejects the same calls."""
     gpu_memory_utilization: float = 0.95
     kv_cache_gb: float | None = None
     load_weights: bool = True
-    """Load the weights from the model's files. Off: they are random until the first weight sync."""
+    """Load the weights from the model's files. False: weights are random until the first weight sync."""
     float32_head: bool = False
     """Compute logits in float32 whatever the dtype, as the trainer does."""
     max_images: int = 0
     """Largest number of images in one prompt. 0: text only."""
     max_logprobs: int = MAX_LOGPROBS
-    """Largest number of top log-probs for each position, beside the sampled token's."""
+    """Maximum number of top log-probs per position, besides that of the sampled token."""
     max_num_seqs: int | None = None
-    """Largest number of sequences in one step of the engine. None: vLLM's choice for offline batches, at
+    """Maximum number of sequences in one step of the engine. None: vLLM's default for offline batches, at
     least 256."""
     lora: LoraConfig | None = None
-    """Configuration of adapters that weight syncs send beside the weights, on layers whose last names are its
-    `target_modules`. None: weight syncs send weights alone."""
+    """Configuration of the adapter that weight syncs send separately from the weights; `target_modules` has
+    the last parts of the layers' names. None: weight syncs send merged weights."""
     returns_routing: bool = False
-    """Return the routing: which experts read each token. Needs `enable_prefix_caching`."""
+    """Return the routing, the experts that each token was routed to. Needs `enable_prefix_caching`."""
     keep_cache: bool = False
-    """Requests that a weight sync pauses keep the KV cache that the old weights computed."""
+    """Requests that are in flight during a weight sync keep their KV cache, which the old weights
+    computed."""
 
     @property
     def num_workers(self) -> int:
@@ -94,8 +96,8 @@ class EngineOptions:
         transfer_backend: str | None = None,
         **own: Any,
     ) -> Self:
-        """Builds options from the flags that all commands with an engine have. `own`: fields that one command
-        decides."""
+        """Builds the options from the flags that all commands with an engine share. `own`: further fields,
+        which depend on the command."""
         vllm = config.vllm
         return cls(
             model=model,
@@ -113,11 +115,11 @@ class EngineOptions:
 
 
 class EngineDied(RunError):
-    """Raised when an engine's process has ended, so that it answers no further request."""
+    """Raised if an engine's process has ended, so that it cannot answer requests."""
 
 
 class RolloutEngine(Protocol):
-    """One rollout engine. Requests run concurrently; control-plane calls come one at a time."""
+    """One rollout engine. Requests run concurrently; control-plane calls are made one at a time."""
 
     def __init__(self, options: EngineOptions) -> None: ...
 
@@ -128,8 +130,8 @@ class RolloutEngine(Protocol):
         ...
 
     async def start(self, free_fraction: float | None = None) -> None:
-        """Loads the model. `free_fraction`: the fraction of its GPUs' memory that other models on them leave
-        free; None where there are no other models."""
+        """Loads the model. `free_fraction`: fraction of the GPUs' memory that other models on the same GPUs
+        leave free; None: there are no other models."""
         ...
 
     def shutdown(self) -> None: ...
@@ -145,57 +147,61 @@ class RolloutEngine(Protocol):
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """Answers one request. Equal seeds give equal answers; cancelling the call aborts the request.
-        `multi_modal_data`: `image`, a list with one picture for each placeholder among the tokens.
+        """Answers one request. Equal seeds give equal answers. Cancelling the call aborts the request.
+        `multi_modal_data`: {"image": a list with one picture for each placeholder token}.
 
-        Raises ValueError where the engine does not support the request, and EngineDied."""
+        Raises ValueError if the engine does not support the request, and EngineDied if the engine has
+        died."""
         ...
 
     async def probe(self, token_ids: list[int], pictures: "Sequence[Picture]" = ()) -> EngineProbe:
-        """Computes the log-probs of every token but the first, at temperature 1. `token_ids` have one
-        placeholder for each picture; the result has log-probs for all of the picture's tokens."""
+        """Computes the log-probs of every token except the first, at temperature 1. `token_ids` has one
+        placeholder for each picture; the result has log-probs of all tokens to which the engine expands
+        it."""
         ...
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Connects the engine for weight transfers. `init_info` comes from the trainer's transfer backend."""
+        """Connects the engine to the trainer. `init_info`: arguments from the trainer's transport."""
         ...
 
     async def start_weight_update(self) -> None:
-        """Begins a weight update. Requests in flight either end first, or wait and go on with the new weights
-        after `finish_weight_update`."""
+        """Begins a weight update. Requests in flight either finish first, or are paused and continue with the
+        new weights after `finish_weight_update`."""
         ...
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
-        """Receives weights: all, or a bucket of them."""
+        """Receives all weights, or one bucket of them."""
         ...
 
     async def finish_weight_update(self, weight_version: str) -> None:
-        """Ends a weight update. From here on answers carry this version."""
+        """Ends a weight update. Tokens sampled from here on have this weight version."""
         ...
 
     async def loaded_checksums(self) -> list[int]:
-        """Returns each worker's checksum of what it loaded since `start_weight_update`, see `Checksum`."""
+        """Returns, for each worker, the checksum of the weights that it loaded since `start_weight_update`;
+        see `Checksum`."""
         ...
 
     async def unwritten_parameters(self) -> list[str]:
-        """Returns the names of parameters that some worker has never had changed by a weight sync."""
+        """Returns the names of parameters that no weight sync has written in at least one worker."""
         ...
 
     async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        """Returns sketches of those weights with these names and lengths that can be read back from the
-        engine's layers."""
+        """Returns sketches of weights as the engine's layers store them. `lengths`: checkpoint name -> length
+        of the sketch. Weights that cannot be read back are omitted."""
         ...
 
     async def peak_memory(self) -> Peaks:
-        """Returns the peak bytes of generation since the last call, in the worker that needs most."""
+        """Returns the peak memory of generation since the last call in bytes, the maximum over workers."""
         ...
 
     async def sleep(self) -> None:
-        """Frees the GPU's memory. No request may be in flight."""
+        """Frees the GPU memory. No request may be in flight."""
         ...
 
     async def wake(self, tags: list[str]) -> None:
-        """Takes memory for `tags`: weights, kv_cache or both. The engine resumes once both are awake."""
+        """Allocates GPU memory for `tags`: weights, kv_cache or both. The engine resumes when both are
+        awake."""
         ...
 
 
@@ -205,12 +211,12 @@ def engine_class(options: EngineOptions) -> type[RolloutEngine]:
 
 
 def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
-    """Returns the top-p/top-k support: the tokens with a non-zero probability at each position.
+    """Returns the top-p/top-k support of each action: the tokens with a non-zero probability.
 
-    `ids` and `log_probs`, (A, 1 + K): the sampled token of each position, then the K most likely tokens,
-    which may repeat it. A log-prob of -inf marks a token outside the support. A set is complete where one of
-    the K tokens is outside; else the support may have further tokens, and `log_masses` holds the log of the
-    probability of the returned ones together (0 for a complete set).
+    `ids` and `log_probs`, (A, 1 + K): the sampled token of each action, then the K most likely tokens, which
+    may include it. Tokens outside the support have the log-prob -inf. If one of the K tokens is outside, the
+    returned support is complete, and its entry of `log_masses` is 0. Otherwise the support may have further
+    tokens, and the entry is the log of the total probability of the returned tokens.
     """
     values = np.asarray(log_probs, np.float64)
     possible = np.isfinite(values)
@@ -225,10 +231,10 @@ def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
 
 
 class AnswerStream(Protocol):
-    """A stream that generates one answer at a time, token by token."""
+    """An engine that generates one answer at a time, token by token."""
 
     def stream(self, prompt: list[int], seed: int, decoding: Any) -> Any:
-        """Yields the tokens of the answer. Closing the generator stops it."""
+        """Yields the tokens of the answer. Closing the generator stops generation."""
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""Estimates the memory that a rank needs to train on a row, before the first row.
+"""Estimate of the memory that a rank needs to train on a row.
 
-The estimate covers the tensors of forward and backward passes of a decoder with gated MLPs; other
-architectures come near. It excludes the memory of libraries in each process (0.5 to 1 GB) and fragmentation.
+The estimate is the size of the tensors in forward and backward passes of a decoder with gated MLPs; other
+architectures are similar. It excludes the memory of libraries (0.5 to 1 GB per process) and fragmentation.
 """
 
 from dataclasses import astuple, dataclass
@@ -12,7 +12,7 @@ from openrlhf.algorithms.logprobs import logits_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """Sizes of a model from which its memory is estimated."""
+    """The sizes of a model from which its memory is estimated."""
 
     weight_bytes: int
     trainable: int
@@ -21,19 +21,19 @@ class ModelShape:
     layers: int
     hidden: int
     intermediate: int
-    """Intermediate size, summed over the experts that a token visits."""
+    """Intermediate size, summed over the experts of a token."""
     queries: int
-    """Elements of a token's queries over all heads; attention's output has as many."""
+    """Number of elements of a token's queries over all heads. The output of attention has the same size."""
     keys: int
-    """Elements of a token's keys over all heads; its values have as many."""
+    """Number of elements of a token's keys over all heads. Values have the same size."""
     normed_heads: bool
-    """True where queries and keys have norms."""
+    """True if queries and keys are normalized."""
 
     @classmethod
     def of(cls, config: Any, *, weight_bytes: int, trainable: int, normed_heads: bool) -> Self:
-        """Reads the sizes from `config`, a model configuration of transformers."""
+        """Reads the sizes from a model's transformers configuration."""
         first_layer = config.get_text_config().per_layer_config[0]
-        most = lambda x: max(x) if isinstance(x, list | tuple) else x  # a list has one value for each layer
+        most = lambda x: max(x) if isinstance(x, list | tuple) else x  # lists: one value per layer
         number = lambda *names: next(
             (most(x) for name in names if (x := getattr(first_layer, name, None))), 0
         )
@@ -74,19 +74,19 @@ class RowMemory:
 
 
 def most_tokens(train: Any, longest: int, sharing: int) -> int:
-    """Returns the largest number of tokens in a row under the flags `train.*`. `longest`: tokens of the
-    longest item; `sharing`: sequence-parallel ranks that share a row."""
+    """Returns the maximum number of tokens in a row under the flags `train.*`. `longest`: tokens of the
+    longest item; `sharing`: sequence-parallel size."""
     if train.dynamic_batch_enable:
         return max(longest, train.max_tokens_per_gpu * sharing)
     return longest * train.micro_batch_size
 
 
 def layer_bytes(shape: ModelShape, size: int) -> int:
-    """Returns the bytes for each token that a layer keeps for its backward pass: `size` bytes an element,
-    norms in float32."""
-    norms = 2 * shape.hidden * (4 + 2 * size)  # their input, the normed input, and that times the weight
+    """Returns the bytes per token that a layer keeps for its backward pass. `size`: bytes per element; norms
+    compute in float32."""
+    norms = 2 * shape.hidden * (4 + 2 * size)  # input, normalized input, and product with the weight
     heads = (shape.queries + shape.keys) * (4 + size) if shape.normed_heads else 0
-    attention = (3 * shape.queries + 2 * shape.keys) * size  # the output also after projection
+    attention = (3 * shape.queries + 2 * shape.keys) * size  # the output before and after projection
     mlp = 4 * shape.intermediate * size  # gate, its activation, the up projection, the product
     return norms + heads + attention + mlp
 
@@ -94,24 +94,27 @@ def layer_bytes(shape: ModelShape, size: int) -> int:
 def activations(
     shape: ModelShape, tokens: int, size: int, checkpointing: bool, gpu: int | None, *, on_host: bool
 ) -> int:
-    """Returns the peak bytes of activations: those that all layers keep, and the larger of a layer's
-    recomputation and the head."""
+    """Returns the peak memory of activations in bytes: what all layers keep, plus the maximum of recomputing
+    one layer and computing the head."""
     layer = layer_bytes(shape, size)
-    again = 3 * shape.intermediate * size  # gradients of an MLP while its layer's activations are kept
+    again = 3 * shape.intermediate * size  # gradients of an MLP, which exist beside the layer's activations
     if checkpointing:
         kept, again = shape.layers * (0 if on_host else shape.hidden * size), layer + again
     else:
         kept = shape.layers * layer
-    # The last norm; the hidden states that predict actions, their gradients, and the gradients in the row.
+    # The last norm, the hidden states at actions, their gradients, and the gradients of the row's hidden
+    # states.
     states = shape.hidden * (4 + 5 * size)
     return tokens * kept + max(tokens * again, tokens * states + _head(shape, tokens, size, gpu))
 
 
 def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
-    """Returns the bytes of a chunk of logits and of the head's gradient."""
+    """Returns the bytes of a chunk of logits plus the gradient of the head."""
     weights = shape.vocabulary * shape.hidden
     logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
     if gpu is None:
         return 3 * 4 * weights + logits  # weights in float32, their gradient, and a copy of it
-    rounded = size if size < 4 else 0  # bytes of an element's low-precision copy: of a chunk, then of all
+    rounded = (
+        size if size < 4 else 0
+    )  # bytes per element of a low-precision copy, first of a chunk's logits, then of the gradient
     return 4 * weights + max(logits * (4 + rounded) // 4, weights * rounded)

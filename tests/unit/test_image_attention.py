@@ -29,7 +29,7 @@ def test_tokens_of_an_image_see_each_other_and_all_before_it(window: int | None)
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from openrlhf.backends.vllm.image_attention import _images, _seen_whole
+    from openrlhf.backends.vllm.image_attention import _attend_bidirectionally, _images
 
     random = torch.Generator().manual_seed(0)
     keys = [torch.randn(n, KV_HEADS, SIZE, generator=random) for n in LENGTHS]
@@ -63,7 +63,7 @@ def test_tokens_of_an_image_see_each_other_and_all_before_it(window: int | None)
     )  # fmt: skip
     layer = SimpleNamespace(_k_scale_float=1.0, _v_scale_float=1.0)
     step = torch.cat([q[before:] for q, before in zip(queries, BEFORE, strict=True)])
-    found = _seen_whole(backend, layer, step[images.rows], cache, images)
+    found = _attend_bidirectionally(backend, layer, step[images.rows], cache, images)
 
     expected: dict[int, Tensor] = {}
     for r, n in enumerate(LENGTHS):

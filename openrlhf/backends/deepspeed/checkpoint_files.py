@@ -1,4 +1,5 @@
-"""Writes and reads the files of DeepSpeed's checkpoints, in place of DeepSpeed's own `torch.save`."""
+"""Writing of DeepSpeed's checkpoint files through a `CheckpointWriter` instead of DeepSpeed's own
+`torch.save`."""
 
 from typing import Any, Self
 
@@ -8,14 +9,15 @@ from openrlhf.backends.checkpoint_writer import CheckpointWriter
 
 
 class DeepSpeedFiles(TorchCheckpointEngine):
-    """Passes every file that DeepSpeed saves to `writer`, which each save replaces."""
+    """A DeepSpeed checkpoint engine that passes every file to `writer`, which is set anew for each save."""
 
     writer: CheckpointWriter
 
     @classmethod
     def of(cls, engine: Any) -> Self:
-        """Makes an engine save through the returned object. DeepSpeed copies its scripts beside a checkpoint
-        on rank 0, between collectives, so a failure there waits for `CheckpointWriter.finish` too."""
+        """Makes an engine save through the returned object. Rank 0's copy of DeepSpeed's recovery script goes
+        through the writer, too: it lies between collectives, so that a failure must not raise before
+        `CheckpointWriter.finish`."""
         files = engine.checkpoint_engine = cls()
         copy = engine._copy_recovery_script
         engine._copy_recovery_script = lambda folder: files.writer.attempt(folder, lambda: copy(folder))

@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's configuration from the `ds.*` flags."""
+"""DeepSpeed's configuration, built from the flags `ds.*`."""
 
 from typing import Any
 
@@ -6,17 +6,17 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes of one element for each dtype."""
+"""Bytes per element of each dtype."""
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:
-    """Returns the configuration of a trained model. Gradient accumulation stays at 1: the engine sets the
-    accumulation boundary itself, because the number of micro-batches differs from step to step."""
+    """Returns the configuration of a trained model. Gradient accumulation is set to 1, because the number of
+    micro-batches differs from step to step; DeepSpeedEngine sets the accumulation boundary itself."""
     zero = _zero_section(ds)
     if ds.adam_offload:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": DEVICE_TYPE == "cuda"}
     if muon and ds.zero_stage == 3:
-        zero["reduce_scatter"] = False  # every rank orthogonalises whole gradients
+        zero["reduce_scatter"] = False  # every rank orthogonalizes full gradients
     config = _common(ds, zero) | {"gradient_clipping": max_norm}
     accumulated = ds.grad_accum_dtype or ("fp32" if ds.zero_stage >= 2 else None)
     if accumulated is not None:
@@ -37,7 +37,7 @@ def _common(ds: DeepSpeedConfig, zero: dict) -> dict:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": None,
-        # The throughput timer would synchronize with the GPU in every pass, and nothing reads it.
+        # The throughput timer would synchronize with the GPU in every pass, for an unused result.
         "timers": {"throughput": {"enabled": False}},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -53,7 +53,9 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
     if ds.overlap_comm:
         zero |= {"overlap_comm": True, "contiguous_gradients": True}
     elif ds.zero_stage < 3 and DEVICE_TYPE == "cpu":
-        zero["contiguous_gradients"] = False  # they avoid fragmentation on a GPU, and copy every gradient
+        zero["contiguous_gradients"] = (
+            False  # useful against fragmentation on GPUs only, and copies gradients
+        )
     if ds.zero_stage == 3:
         zero["zero_hpz_partition_size"] = ds.zpg
     elements = bucket_elements(ds)

@@ -1,4 +1,4 @@
-"""Training and frozen models on DeepSpeed, at any ZeRO stage."""
+"""Trained and frozen models on DeepSpeed, at any ZeRO stage."""
 
 import logging
 import math
@@ -57,10 +57,10 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 
 
 class DeepSpeedEngine(TrainedRank):
-    """One rank of a model in training, at any ZeRO stage. `init_distributed` comes first.
+    """One rank of a model in training, at any ZeRO stage. Call `init_distributed` first.
 
     `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py). The engine
-    calls it, so that at stage 3 no rank ever holds the whole model.
+    calls it itself, so that at stage 3 no rank ever has the whole model in memory.
     """
 
     def __init__(
@@ -77,14 +77,15 @@ class DeepSpeedEngine(TrainedRank):
         skip_nonfinite: bool = False,
         mesh: ProcessMesh | None = None,
     ) -> None:
-        """Builds the model and wraps it for training; `build_engine` documents the arguments. `mesh`: None
-        where every rank has samples of its own."""
+        """Builds the model and wraps it for training; `build_engine` documents the arguments. `mesh`: the
+        mesh of the model's ranks; None: all ranks have different samples."""
         join_deepspeed()
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
         self.ds, self.stage = ds, ds.zero_stage
         self.checkpoints_layers = gradient_checkpointing
-        # DeepSpeed neither reports nor exposes the gradient norm at stage 0 in float32, so this class clips.
+        # At stage 0 in float32 DeepSpeed does not expose the gradient norm, so this class clips gradients
+        # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
         self.max_norm = optim.max_norm
         self.scales_loss = ds.param_dtype == "fp16"
@@ -98,7 +99,8 @@ class DeepSpeedEngine(TrainedRank):
         if self.mesh.tensor_group is not None:
             shard_matrices_checked(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
-        # Models without noise stay in training mode: in evaluation mode some architectures drop gradients.
+        # Models without noise stay in training mode, because some architectures drop gradients in evaluation
+        # mode.
         self.plain_training = dropout or not has_noise(module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(
@@ -169,7 +171,7 @@ class DeepSpeedEngine(TrainedRank):
             return lr, math.inf  # DeepSpeed may report the norm of an earlier step
         if grad_norm is None:
             found = self.engine.get_global_grad_norm()
-            assert found is not None  # None only where this class clips
+            assert found is not None  # it is None only if this class clips
             grad_norm = float(found)
         return lr, grad_norm
 
@@ -196,7 +198,7 @@ class DeepSpeedEngine(TrainedRank):
             place.mkdir(parents=True)
         dist.barrier()
         self.files.writer = writer = CheckpointWriter(place)
-        # DeepSpeed mixes client state with its own keys, so the trainer's state has a single key.
+        # DeepSpeed merges client state into its own dictionary, so the trainer's state is under a single key.
         self.engine.save_checkpoint(
             folder,
             tag=tag,
@@ -211,9 +213,9 @@ class DeepSpeedEngine(TrainedRank):
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores everything that `save_checkpoint` wrote with any number of ranks at any ZeRO stage, and
-        returns its `state`. Raises UsageError where this engine has a moving average and the checkpoint has
-        none. An average in the checkpoint is ignored where the engine has none."""
+        """Restores a checkpoint, which any number of ranks may have saved at any ZeRO stage, and returns its
+        `state`. Raises UsageError if this engine has a moving average and the checkpoint has none. Ignores
+        the checkpoint's average if the engine has none."""
         self._check_present()
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
@@ -223,15 +225,15 @@ class DeepSpeedEngine(TrainedRank):
         else:
             path, client_state = folder, load_resharded(self.engine, checkpoint)
         if path is None or client_state is None:
-            text = f"checkpoint {tag} could not be loaded from there"
+            text = f"DeepSpeed could not load the checkpoint {tag} from this folder"
             raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=folder)
         load_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
         self._follow_schedule()
         return client_state["openrlhf"]
 
     def _follow_schedule(self) -> None:
-        """Sets the learning rates of this run's schedule, in place of those in the checkpoint, whose run may
-        have had another length."""
+        """Sets the learning rates of this run's schedule instead of those in the checkpoint, because its run
+        may have had another length."""
         scheduler = self._scheduler
         groups = scheduler.optimizer.param_groups
         for group, peak, shape in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
@@ -242,19 +244,19 @@ class DeepSpeedEngine(TrainedRank):
         return cast(LambdaLR, self.engine.lr_scheduler)
 
     def offload(self) -> None:
-        """Moves optimizer state, master weights and gradients to the CPU. The weights stay: forward passes
-        and weight syncs read them."""
-        self.optimizer_state.leave()
+        """Moves optimizer state, master weights and gradients to the CPU. The weights stay, because forward
+        passes and weight syncs read them."""
+        self.optimizer_state.offload()
 
     def reload(self) -> None:
-        self.optimizer_state.come_back()
+        self.optimizer_state.reload()
 
     def _check_present(self) -> None:
-        if self.optimizer_state.is_away:
+        if self.optimizer_state.is_offloaded:
             raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
 
     def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields the moving average, where there is one, in place of the trained weights."""
+        """Yields the moving average instead of the trained weights, if there is one."""
         return super()._trained_in_full() if self.average is None else self.average.in_full()
 
     def _clip(self) -> float:
@@ -269,8 +271,8 @@ class DeepSpeedEngine(TrainedRank):
 
 
 class DeepSpeedFrozen(ModelRank):
-    """One rank of a model that is not trained: sharded at ZeRO stage 3 or when offloaded on a GPU, else a
-    copy on every rank."""
+    """One rank of a model that is not trained. It is sharded at ZeRO stage 3, and if it is offloaded from a
+    GPU; otherwise every rank has a copy."""
 
     def __init__(
         self,
@@ -280,7 +282,7 @@ class DeepSpeedFrozen(ModelRank):
         offload: bool,
         mesh: ProcessMesh | None = None,
     ) -> None:
-        """`mesh`: None where every rank has samples of its own."""
+        """`mesh`: the mesh of the model's ranks; None: all ranks have different samples."""
         join_deepspeed()
         super().__init__(mesh)
         self.sharded = ds.zero_stage == 3 or (offload and DEVICE_TYPE == "cuda")
@@ -315,20 +317,20 @@ class DeepSpeedFrozen(ModelRank):
 
 
 def join_deepspeed() -> None:
-    """Makes DeepSpeed use the process group that `init_distributed` created."""
-    if DEVICE_TYPE == "cpu":  # its shared-memory collectives would be compiled on first use
+    """Initializes DeepSpeed with the process group that `init_distributed` created."""
+    if DEVICE_TYPE == "cpu":  # DeepSpeed would compile its shared-memory collectives on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=BACKENDS[DEVICE_TYPE], verbose=False)
 
 
 def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Builds AdamW, with biases, norms and other vectors exempt from weight decay; or Muon for matrices and
-    AdamW for the rest."""
+    """Builds AdamW, without weight decay for biases, norms and other vectors. With `optim.optim` muon,
+    matrices are trained by Muon instead."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = _matrices(module) if optim.optim == "muon" else []
     by_muon = {id(p) for p in matrices}
     for p in trainable:
-        setattr(p, "use_muon", id(p) in by_muon)  # noqa: B010  DeepSpeed's ZeRO asks the parameter
+        setattr(p, "use_muon", id(p) in by_muon)  # noqa: B010  DeepSpeed's ZeRO reads this attribute
     trainable = [p for p in trainable if id(p) not in by_muon]
     exempt = exempt_from_decay(module)
     groups = [
@@ -339,13 +341,13 @@ def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:
     groups = [g for g in groups if g["params"]]
     if matrices:
         return _muon(groups, adam, matrices, optim)
-    # Fused on a GPU and, over threads, on a CPU. DeepSpeed's AdamW needs a compiler, which users may lack.
+    # torch's fused AdamW, on GPUs and CPUs. DeepSpeed's AdamW needs a compiler, which users may lack.
     return torch.optim.AdamW(groups, **adam, fused=True)
 
 
 def _matrices(module: RowModel) -> list[Tensor]:
-    """Returns the parameters that Muon trains: weights of linear layers, without embeddings and the head,
-    whose rows are tokens."""
+    """Returns the parameters that Muon trains: weights of linear layers, except embeddings and the head,
+    whose rows belong to tokens."""
     model = module.model
     ends = {id(end.weight) for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end}
     layers = [m.weight for m in backbone_of(model).modules() if isinstance(m, nn.Linear)]
@@ -353,7 +355,8 @@ def _matrices(module: RowModel) -> list[Tensor]:
 
 
 def _muon(groups: list[dict], adam: dict, matrices: list, optim: OptimConfig) -> torch.optim.Optimizer:
-    """Builds Muon (https://kellerjordan.github.io/posts/muon) as DeepSpeed distributes it over ranks."""
+    """Builds DeepSpeed's distributed Muon (https://kellerjordan.github.io/posts/muon), with AdamW for
+    `groups`."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     if DEVICE_TYPE == "cpu":
@@ -374,8 +377,8 @@ def _leave_out_frozen(module: nn.Module, state: dict, prefix: str, metadata: dic
 
 
 def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:
-    """Loads a checkpoint's weights for DeepSpeed; frozen weights are not in the checkpoint. Raises UsageError
-    where it is of another model."""
+    """Loads a checkpoint's weights on behalf of DeepSpeed. Frozen weights are not in the checkpoint. Raises
+    UsageError if the checkpoint is of another model."""
     missing = [name for name, p in dst.named_parameters() if p.requires_grad and name not in src]
     unknown = src.keys() - dst.state_dict().keys()
     check_same_model(unknown, missing)

@@ -1,22 +1,23 @@
-"""Estimates the memory of a rank under DeepSpeed at each ZeRO stage."""
+"""Estimate of a rank's memory under DeepSpeed at each ZeRO stage."""
 
 from openrlhf.backends.deepspeed.config import ITEM_BYTES, bucket_elements
 from openrlhf.backends.row_memory import ModelShape, RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig
 
-LIVE = 10**9
-"""Largest number of parameters that stage 3 keeps gathered: DeepSpeed's max_live_parameters."""
+MAX_LIVE_PARAMETERS = 10**9
+"""Maximum number of parameters that stage 3 keeps gathered, the default of DeepSpeed's
+max_live_parameters."""
 
 
 def row_memory(
     shape: ModelShape, ds: DeepSpeedConfig, *, ranks: int, tokens: int, checkpointing: bool, gpu: int | None
 ) -> RowMemory:
-    """Estimates the peak of a training step. `ranks`: number of ranks that shard optimizer states, and at
-    stage 3 weights. `tokens`: this rank's tokens of the longest row. `gpu`: bytes of the GPU's memory; None:
-    on a CPU."""
+    """Estimates the peak memory of an optimizer step. `ranks`: number of ranks over which optimizer states
+    and, at stage 3, weights are sharded. `tokens`: this rank's part of the longest row. `gpu`: the GPU's
+    memory in bytes; None: on a CPU."""
     size, stage = ITEM_BYTES[ds.param_dtype], ds.zero_stage
     own = shape.trainable // ranks
-    whole = min(shape.weight_bytes, LIVE * size)
+    whole = min(shape.weight_bytes, MAX_LIVE_PARAMETERS * size)
     on_gpu = gpu is not None
     return RowMemory(
         weights=shape.weight_bytes // ranks + whole if stage == 3 else shape.weight_bytes,

@@ -1,4 +1,4 @@
-"""Describes a model's ranks to DeepSpeed through the interface of Megatron's model-parallel unit."""
+"""The mesh of a model's ranks as a model-parallel unit of Megatron, the interface that DeepSpeed reads."""
 
 import torch.distributed as dist
 

@@ -1,6 +1,6 @@
 """An exponential moving average of a model's weights over the optimizer steps of a run.
 
-It often does better than the last weights, because it averages out the noise of single steps
+The average often performs better than the last weights, because it averages out the noise of single steps
 (https://arxiv.org/abs/1803.05407, https://arxiv.org/abs/1909.13719).
 """
 
@@ -27,8 +27,8 @@ from openrlhf.models.tensor_parallel import put_together
 class MovingAverage:
     """One rank's part of the average: p_mean <- beta * p_mean + (1 - beta) * p for each trained parameter p.
 
-    The average is float32 on the CPU, whatever the dtype and device of the weights. Each rank averages a part
-    of every parameter, at ZeRO stage 3 its own shard, so a step needs no communication.
+    The average is float32 in CPU memory, whatever the dtype and device of the weights. Each rank averages a
+    part of every parameter (at ZeRO stage 3 its own shard), so an update needs no communication.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Averages the current weights in. Called after each optimizer step."""
+        """Updates the average with the current weights. Call it after each optimizer step."""
         for name, copy in self._copied():
             self.parts[name].lerp_(copy.float(), 1 - self.beta)
 
     def in_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, average in the shape and dtype of the parameter) on rank 0, and nothing on other
-        ranks. All ranks must iterate together: each parameter is a collective."""
+        ranks. The iteration is collective."""
         for name, part in self.parts.items():
             param = self.parameters[name]
             whole = self._joined(part.to(current_device(), param.dtype), param)
@@ -65,8 +65,8 @@ class MovingAverage:
         writer.write(file, lambda: save_file(self.parts, file, {"num_parts": str(self.mesh.size)}))
 
     def load(self, folder: str | Path) -> None:
-        """Restores exactly the average that any number of ranks saved with the same tensor-parallel size.
-        Raises UsageError on every rank where the folder has no average."""
+        """Restores the average, to the last bit. Any number of ranks with the same tensor-parallel size may
+        have saved it. Raises UsageError on every rank if the folder has no average."""
         with ExitStack() as opened:
             saved = _saved_files(Path(folder))[self.mesh.rank % self.mesh.tensor :: self.mesh.tensor]
             files = [opened.enter_context(safe_open(file, "pt")) for file in saved]
@@ -76,7 +76,7 @@ class MovingAverage:
                 )
 
     def _read(self, own: Tensor, parts: Sequence[Any], numel: int) -> None:
-        """Fills this rank's part `own` of a parameter of `numel` elements from the saved parts of all
+        """Fills this rank's part `own` of a parameter with `numel` elements from the saved parts of all
         ranks."""
         mine = self._slice(numel)
         for rank, part in enumerate(parts):
@@ -86,8 +86,8 @@ class MovingAverage:
                 own[start - mine.start : stop - mine.start] = part[start - theirs.start : stop - theirs.start]
 
     def _copied(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, this rank's part of the weight on the CPU), after one synchronization of the
-        device."""
+        """Yields (name, this rank's part of the current weight on the CPU), after one synchronization with
+        the device."""
         for name, copy in self._copies.items():
             copy.copy_(self._own_part(self.parameters[name]), non_blocking=True)
         if DEVICE_TYPE == "cuda":
@@ -95,15 +95,15 @@ class MovingAverage:
         yield from self._copies.items()
 
     def _own_part(self, param: nn.Parameter) -> Tensor:
-        """Returns this rank's shard of a parameter at ZeRO stage 3, else an equal part of the parameter's
-        elements on this rank, in order."""
+        """Returns this rank's part of a parameter: at ZeRO stage 3 its shard, otherwise an equal share of the
+        parameter's elements, in order."""
         if hasattr(param, "ds_tensor"):
-            return getattr(param, "ds_tensor").detach()  # noqa: B009  DeepSpeed puts it there
+            return getattr(param, "ds_tensor").detach()  # noqa: B009  an attribute that DeepSpeed adds
         mine = self._slice(param.numel())
         return param.detach().flatten()[mine.start : mine.stop]
 
     def _slice(self, numel: int) -> range:
-        """Returns the range that this rank averages among a parameter's `numel` elements."""
+        """Returns the range of a parameter's `numel` elements that this rank averages."""
         return slice_of(numel, self.mesh.copy, self.mesh.copies)
 
     def _joined(self, part: Tensor, param: nn.Parameter) -> Tensor | None:
@@ -113,7 +113,7 @@ class MovingAverage:
             return part.view(shape)
         part = F.pad(
             part, (0, -(-shape.numel() // mesh.copies) - len(part))
-        )  # DeepSpeed pads its shards already
+        )  # DeepSpeed's shards are already padded
         parts = [torch.empty_like(part) for _ in range(mesh.size)] if mesh.is_first else None
         dist.gather(part, parts)
         if parts is None:
@@ -127,12 +127,12 @@ def _file(folder: str | Path, part: int) -> Path:
 
 
 def _saved_files(folder: Path) -> list[Path]:
-    """Returns one file for each rank that saved. Every rank reads the first, so that all of them raise
-    together."""
+    """Returns the files of all ranks that saved the average. Every rank checks the first file, so that all
+    raise the same error."""
     if not _file(folder, 0).exists():
         text = (
-            f"the checkpoint {folder} was saved without a moving average, and the steps before it cannot be "
-            "averaged any more.\nResume without the flag, or start over with it."
+            f"the checkpoint {folder} has no moving average, and the weights of earlier steps are not "
+            "known.\nResume without the flag, or start over with it."
         )
         raise UsageError(ErrorCode.OTHER_RUN, text, flag="--train.enable_ema")
     with safe_open(_file(folder, 0), "pt") as file:

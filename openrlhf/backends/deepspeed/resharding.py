@@ -1,11 +1,13 @@
-"""Loads checkpoints on another number of ranks, or at another ZeRO stage, than they were saved with.
+"""Loading of checkpoints on a different number of ranks, or at a different ZeRO stage, than they were saved
+with.
 
-DeepSpeed itself loads on each rank the file that the same rank wrote. This module reads the files of all
-ranks by parameter; each rank assembles the states that it would have saved, which DeepSpeed then loads. Files
-are memory-mapped, and a rank reads only the parts that it needs.
+DeepSpeed itself can only load on each rank the file that the same rank wrote. This module reads the files of
+all ranks, parameter by parameter. Each rank assembles the states that it would have saved itself, and
+DeepSpeed loads these. Files are memory-mapped, and a rank reads only the parts that it needs.
 
-Universal checkpoints (https://arxiv.org/abs/2406.18820), which DeepSpeed's `ds_to_universal` writes, are read
-too. DeepSpeed's own loader of them gives, at stage 3, every parameter the weight decay of the first group.
+The module also reads universal checkpoints (https://arxiv.org/abs/2406.18820), which DeepSpeed's
+`ds_to_universal` writes, because DeepSpeed's own loader applies the weight decay of the first parameter group
+to all parameters at stage 3.
 """
 
 import re
@@ -26,13 +28,13 @@ from openrlhf.backends.model_rank import check_same_model
 from openrlhf.errors import ErrorCode, UsageError
 
 MASTER = "fp32"
-"""Key of the master weights among a parameter's vectors; the other vectors are optimizer states."""
+"""Key of the master weights among a parameter's vectors. The other vectors are optimizer states."""
 MOMENTUM = "momentum_buffer"
-"""Key of Muon's momentum. At stages 1 and 2 a rank has the momentum of the whole of every matrix of which it
-has a part."""
+"""Key of Muon's momentum. At stages 1 and 2 a rank has the full momentum of every matrix of which it has a
+part."""
 ORDER = "parameters_in_order"
-"""Key in the client state: names of all trained parameters in the optimizer's order, because at stage 0 the
-optimizer stores no names. Muon sorts parameters by size, and at stage 3 they have none."""
+"""Key in the client state for the names of all trained parameters in the optimizer's order, because at stage
+0 the optimizer stores no names. Muon sorts parameters by size, which is 0 for all at stage 3."""
 LOSS_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
@@ -50,9 +52,9 @@ class SavedStates:
     """Master weights and optimizer states of a checkpoint, by parameter."""
 
     fragments: dict[str, list[Fragment]] = field(default_factory=dict)
-    """Fragments of each parameter, in order and without gaps."""
+    """The fragments of each parameter, in order and without gaps."""
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Scalar optimizer states of each parameter: the number of its steps."""
+    """Scalar optimizer states of each parameter, such as the number of steps."""
     loss_scale: dict[str, Any] = field(default_factory=dict)
 
     def add(self, name: str, numel: int, vectors: Mapping[str, Tensor], scalars: Mapping[str, Any]) -> None:
@@ -66,7 +68,7 @@ class SavedStates:
         return known[-1].start + known[-1].numel if known else 0
 
     def keys(self, names: Collection[str]) -> set[str]:
-        """Returns the keys of the parameters' optimizer states; none before the optimizer's first step."""
+        """Returns the keys of the parameters' optimizer states; empty before the optimizer's first step."""
         return {key for name in names for key in self.fragments[name][0].vectors} - {MASTER}
 
     def read(self, name: str, key: str, start: int, numel: int) -> Tensor:
@@ -83,7 +85,8 @@ class SavedStates:
 
 
 class Piece(NamedTuple):
-    """Elements of a flattened parameter in a flat tensor of this rank."""
+    """Elements `start` to `start + numel` of a flattened parameter, and their place in this rank's flat
+    tensor."""
 
     name: str
     start: int
@@ -93,17 +96,18 @@ class Piece(NamedTuple):
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that share one flat tensor on each rank; a rank has pieces of some of them."""
+    """Parameters that share one flat tensor on each rank, in which a rank has pieces of some of them."""
 
     master: Tensor
     names: list[str]
     pieces: list[Piece]
     has_whole_momentum: bool = False
+    """True if Muon's momentum covers whole parameters, not only the pieces."""
 
 
 class Checkpoint:
-    """A checkpoint folder that DeepSpeed's engines or its converter wrote. `tensor_rank`: the tensor-parallel
-    rank whose files are read."""
+    """A checkpoint folder that DeepSpeed's engines or its universal converter wrote. `tensor_rank`: the
+    tensor-parallel rank whose files are read."""
 
     def __init__(self, folder: str | Path, tensor_rank: int = 0) -> None:
         self.folder, self.tensor_rank = Path(folder), tensor_rank
@@ -111,19 +115,19 @@ class Checkpoint:
         self.shards = self._of_ranks("optim_states")
 
     def fits(self, stage: int, num_ranks: int) -> bool:
-        """Returns whether each rank can load the file of the same rank."""
+        """Returns True if each rank can load the file that the same rank wrote."""
         if self.is_universal or stage != self.stage:
             return False
         return stage == 0 or num_ranks == len(self.shards)
 
     @property
     def stage(self) -> int:
-        """ZeRO stage of the checkpoint; 0 where optimizer states are not sharded."""
+        """ZeRO stage of the checkpoint; 0 if optimizer states are not sharded."""
         return int(_states_of(self.shards[0]).get("zero_stage", 1)) if self.shards else 0
 
     def model_states(self) -> dict[str, Any]:
-        """Returns the state that all ranks have in common, at stage 3 without weights. Raises UsageError
-        where its file is missing."""
+        """Returns the state that all ranks share, at stage 3 without weights. Raises UsageError if its file
+        is missing."""
         whole = self.folder / f"mp_rank_{self.tensor_rank:02d}_model_states.pt"
         for file in (whole, *self._of_ranks("model_states")):
             if file.exists():
@@ -131,33 +135,34 @@ class Checkpoint:
         raise self._damaged("the file *_model_states.pt is missing.\nResume from another checkpoint")
 
     def states(self, names: Sequence[str]) -> SavedStates:
-        """Reads master weights and optimizer states. `names`: all trained parameters. Raises UsageError where
-        the checkpoint has other parameters, or lacks files of some ranks."""
+        """Reads master weights and optimizer states. `names`: all trained parameters. Raises UsageError if
+        the checkpoint has other parameters, or if files of some ranks are missing."""
         model_states = self.model_states()
         shapes = model_states["param_shapes"]
         known = set(model_states["module"]) if shapes is None else {n for group in shapes for n in group}
-        # Without shapes `known` has the whole module, with buffers and the second names of tied weights.
+        # Without shapes, `known` also has buffers and the second names of tied weights.
         check_same_model(known - set(names) if shapes else (), set(names) - known)
         if self.is_universal:
             return self._universal(names)
         if not self.shards:
-            return _of_whole(model_states.get(ORDER, names), model_states)
+            return _states_of_stage_0(model_states.get(ORDER, names), model_states)
         self._check_complete(model_states["dp_world_size"])
         saved = SavedStates()
         for rank, shard in enumerate(self.shards):
             states = _states_of(shard)
-            saved.loss_scale.update(_picked(states, LOSS_SCALE))
+            saved.loss_scale.update(_selected(states, LOSS_SCALE))
             if "fp32_flat_groups" in states:
-                _add_slices(saved, states, shapes, rank, len(self.shards))
+                _add_stage_3(saved, states, shapes, rank, len(self.shards))
             else:
-                _add_mapped(saved, states, shapes)
+                _add_stage_1_or_2(saved, states, shapes)
         return saved
 
     def _check_complete(self, num_ranks: int) -> None:
         if len(self.shards) != num_ranks:
             raise self._damaged(
-                f"{num_ranks} ranks saved it, and it has the optimizer states of {len(self.shards)}.\n"
-                "Copy the missing *_optim_states.pt there, or resume from another checkpoint"
+                f"{num_ranks} ranks saved this checkpoint, but it has the optimizer states of "
+                f"{len(self.shards)}.\nCopy the missing *_optim_states.pt into it, or resume from another "
+                "checkpoint"
             )
 
     def _damaged(self, text: str) -> UsageError:
@@ -165,19 +170,22 @@ class Checkpoint:
         return UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=self.folder)
 
     def _universal(self, names: Sequence[str]) -> SavedStates:
-        """Reads a universal checkpoint: a folder for each parameter with a file for each whole vector."""
+        """Reads a universal checkpoint, which has a folder for each parameter with a file for each of its
+        full vectors."""
         common = _load(self.folder / "zero" / "optimizer_state.pt")
-        saved = SavedStates(loss_scale=_picked(common, LOSS_SCALE))
+        saved = SavedStates(loss_scale=_selected(common, LOSS_SCALE))
         of_group = common.get("optimizer_state_dict", {}).get("state", {}).get(0, {})  # at stage 3
         for name in names:
             files = {file.stem: _load(file) for file in (self.folder / "zero" / name).glob("*.pt")}
-            steps = _picked(of_group, ("step",)) | {key: files.pop(key) for key in ("step",) if key in files}
+            steps = _selected(of_group, ("step",)) | {
+                key: files.pop(key) for key in ("step",) if key in files
+            }
             whole = {key: file["param"] if isinstance(file, dict) else file for key, file in files.items()}
             saved.add(name, whole[MASTER].numel(), _vectors(whole), steps)
         return saved
 
     def _of_ranks(self, what: str) -> list[Path]:
-        """Returns the files of data-parallel ranks, in order."""
+        """Returns the files named `what` of the data-parallel ranks, in order."""
         pattern = re.compile(rf"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_{self.tensor_rank:02d}_{what}\.pt")
         files = self.folder.glob("*.pt")
         of_rank = {int(match[1]): file for file in files if (match := pattern.fullmatch(file.name))}
@@ -185,7 +193,7 @@ class Checkpoint:
 
 
 def slice_of(numel: int, rank: int, size: int) -> range:
-    """Returns the range of elements on one of `size` ranks where a parameter is cut into equal parts. The
+    """Returns the range of elements of rank `rank` if a parameter is split equally among `size` ranks. The
     last ranks may have fewer elements, or none."""
     part = -(-numel // size)
     return range(min(rank * part, numel), min((rank + 1) * part, numel))
@@ -199,7 +207,7 @@ def _states_of(shard: Path) -> dict[str, Any]:
     return _load(shard)["optimizer_state_dict"]
 
 
-def _picked(mapping: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+def _selected(mapping: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
     return {key: mapping[key] for key in keys if key in mapping}
 
 
@@ -211,8 +219,9 @@ def _scalars(states: Mapping[str, Any]) -> dict[str, Any]:
     return {key: v for key, v in states.items() if not isinstance(v, Tensor) or v.ndim == 0}
 
 
-def _add_mapped(saved: SavedStates, states: dict[str, Any], shapes: Sequence[Mapping]) -> None:
-    """Adds one rank's states of stages 1 and 2: an equal part of each group, which may cut parameters."""
+def _add_stage_1_or_2(saved: SavedStates, states: dict[str, Any], shapes: Sequence[Mapping]) -> None:
+    """Adds one rank's states of stage 1 or 2: an equal part of each flat group. Its borders may lie inside
+    parameters."""
     for i, master in enumerate(states["single_partition_of_fp32_groups"]):
         of_group = states["base_optimizer_state"]["state"].get(i, {})
         vectors, place = _vectors(of_group) | {MASTER: master}, 0
@@ -225,8 +234,9 @@ def _add_mapped(saved: SavedStates, states: dict[str, Any], shapes: Sequence[Map
             place += shapes[i][name].numel()
 
 
-def _add_slices(saved: SavedStates, states: dict, shapes: Sequence[Mapping], rank: int, size: int) -> None:
-    """Adds one rank's states of stage 3: an equal part of each parameter, padded to the size of the first."""
+def _add_stage_3(saved: SavedStates, states: dict, shapes: Sequence[Mapping], rank: int, size: int) -> None:
+    """Adds one rank's states of stage 3: an equal part of each parameter, padded to the size of the first
+    rank's part."""
     for i, master in enumerate(states["fp32_flat_groups"]):
         of_group = states["optimizer_state_dict"]["state"].get(i, {})
         vectors, place = _vectors(of_group) | {MASTER: master}, 0
@@ -237,11 +247,11 @@ def _add_slices(saved: SavedStates, states: dict, shapes: Sequence[Mapping], ran
             place += len(slice_of(shape.numel(), 0, size))
 
 
-def _of_whole(names: Sequence[str], model_states: dict[str, Any]) -> SavedStates:
-    """Reads the states of stage 0, where every rank has all of them and the first rank writes them."""
+def _states_of_stage_0(names: Sequence[str], model_states: dict[str, Any]) -> SavedStates:
+    """Reads the states of stage 0, which every rank has and the first rank writes."""
     optimizer, saved = model_states["optimizer"], SavedStates()
     masters = [model_states["module"][name] for name in names]
-    if "fp32_groups" in optimizer:  # half precision keeps float32 master weights
+    if "fp32_groups" in optimizer:  # half precision has float32 master weights
         masters = [master for group in optimizer["fp32_groups"] for master in group]
         optimizer = optimizer["optimizer_state_dict"]
     for i, (name, master) in enumerate(zip(names, masters, strict=True)):
@@ -269,8 +279,8 @@ def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Loads a checkpoint into a DeepSpeed engine, whatever the number of ranks that saved it, and returns the
-    state that all ranks have in common. Collective. Raises UsageError where it is of another model."""
+    """Loads a checkpoint, which any number of ranks may have saved, into a DeepSpeed engine. Returns the
+    state that all ranks share. Collective. Raises UsageError if the checkpoint is of another model."""
     saved = checkpoint.states(names_in_order(engine))
     model_states = checkpoint.model_states()
     _load_optimizer(engine.optimizer, list(_groups_of(engine)), saved)
@@ -284,7 +294,7 @@ def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: SavedStates) -> None:
-    masters = [_put_together(saved, group, MASTER) for group in groups]
+    masters = [_assembled(saved, group, MASTER) for group in groups]
     states = {i: state for i, group in enumerate(groups) if (state := _state_of(saved, group))}
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         own: dict[str, Any] = optimizer.state_dict() | saved.loss_scale | {"fp32_flat_groups": masters}
@@ -301,20 +311,20 @@ def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: Sav
     else:
         inner = getattr(optimizer, "optimizer", optimizer)
         inner.load_state_dict(inner.state_dict() | {"state": states})
-        for (param, stepped_on), master in zip(_whole(optimizer), masters, strict=True):
+        for (param, stepped_on), master in zip(_unsharded(optimizer), masters, strict=True):
             stepped_on.copy_(master)
             param.copy_(master)
 
 
 def _state_of(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:
     """Returns a group's optimizer states; empty before the optimizer's first step."""
-    vectors = {key: _put_together(saved, group, key) for key in saved.keys(group.names)}
+    vectors = {key: _assembled(saved, group, key) for key in saved.keys(group.names)}
     scalars = next((found for name in group.names if (found := saved.scalars[name])), {})
     return vectors | deepcopy(scalars) if vectors else {}  # each group gets its own step counter
 
 
-def _put_together(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor:
-    """Assembles this rank's vector `key` of a group, in the shape that the optimizer keeps."""
+def _assembled(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor:
+    """Assembles this rank's vector `key` of a group in the optimizer's shape."""
     if key == MOMENTUM and group.has_whole_momentum:
         whole = [saved.read(piece.name, key, 0, saved.numel(piece.name)) for piece in group.pieces]
         return torch.cat([torch.zeros(0), *whole])
@@ -325,7 +335,7 @@ def _put_together(saved: SavedStates, group: ParameterGroup, key: str) -> Tensor
 
 
 def _groups_of(engine: Any) -> Iterator[ParameterGroup]:
-    """Yields the groups of parameters that the engine's optimizer steps on, in its order."""
+    """Yields the optimizer's groups of parameters, in its order."""
     optimizer, name_of = engine.optimizer, engine.param_names
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for master, params in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
@@ -340,7 +350,7 @@ def _groups_of(engine: Any) -> Iterator[ParameterGroup]:
             names = [name_of[param] for param in params]
             yield ParameterGroup(master, names, list(_mapped(names, params)), has_whole_momentum=True)
     else:
-        for param, stepped_on in _whole(optimizer):
+        for param, stepped_on in _unsharded(optimizer):
             name = name_of[param]
             yield ParameterGroup(stepped_on, [name], [Piece(name, 0, stepped_on.numel(), 0)])
 
@@ -360,8 +370,9 @@ def _mapped(names: Sequence[str], params: Sequence[Any]) -> Iterator[Piece]:
             yield Piece(name, of_param.start, of_param.numel, of_master.start)
 
 
-def _whole(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yields (parameter, tensor that the optimizer steps on in its place)."""
+def _unsharded(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yields (parameter, tensor that the optimizer updates): the master weight if there is one, else the
+    parameter."""
     if isinstance(optimizer, FP16_UnfusedOptimizer):
         for params, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
             yield from zip(params, masters, strict=True)

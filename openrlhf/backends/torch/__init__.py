@@ -1,1 +1,1 @@
-"""The training backend of plain PyTorch, which neither imports nor needs DeepSpeed."""
+"""The training backend on PyTorch alone, which does not need DeepSpeed."""

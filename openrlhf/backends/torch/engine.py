@@ -1,9 +1,9 @@
-"""Training and frozen models on plain PyTorch.
+"""Trained and frozen models on PyTorch alone.
 
-On one rank in float32 the model is a plain module. Otherwise `fully_shard`
+On one rank in float32 the model is an ordinary module. Otherwise `fully_shard`
 (https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html) keeps a shard of every parameter on
-each rank and gathers a layer's parameters while it computes. In bf16 the shards are the float32 master
-weights, and layers compute with weights that are rounded from them.
+each rank and gathers a layer's parameters while the layer computes. In bf16 the shards are float32 master
+weights, and layers compute with weights that are rounded to bf16.
 """
 
 import shutil
@@ -50,14 +50,15 @@ from openrlhf.types import Metrics
 METADATA = ".metadata"
 """The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
 PROGRESS = "progress.pt"
-"""File with the number of steps done and the trainer's own state, beside the tensors."""
+"""File with the number of optimizer steps and the trainer's state."""
 WEIGHTS = "weights"
-"""Prefix of the names of weights in a checkpoint; AdamW's states have their key as prefix."""
+"""Prefix of the names of weights in a checkpoint. The prefix of AdamW's states is their key, such as
+exp_avg."""
 
 
 class TorchEngine(TrainedRank):
-    """One rank of a model in training. `init_distributed` comes first. config/checks.py raises for options
-    that this engine does not support."""
+    """One rank of a model in training. Call `init_distributed` first. config/checks.py rejects options that
+    this engine does not support."""
 
     def __init__(
         self,
@@ -74,14 +75,15 @@ class TorchEngine(TrainedRank):
         mesh: ProcessMesh | None = None,
     ) -> None:
         """Builds the model and places it on the ranks; `build_engine` documents the arguments."""
-        assert not reentrant and ema_beta is None  # config/checks.py has raised for them
+        assert not reentrant and ema_beta is None  # config/checks.py rejects them
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
         self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.precision.dtype]
         self.checkpoints_layers = gradient_checkpointing
         self.is_sharded = self.mesh.size > 1 or ds.precision.dtype != "fp32"
         self._module = build_model()
-        # Models without noise stay in training mode: in evaluation mode some architectures drop gradients.
+        # Models without noise stay in training mode, because some architectures drop gradients in evaluation
+        # mode.
         self.plain_training = dropout or not has_noise(self._module.model.config)
         if gradient_checkpointing:
             enable_checkpointing(
@@ -97,7 +99,7 @@ class TorchEngine(TrainedRank):
         self.trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         self.optimizer = _adamw(self._module, optim)
         self.schedule = lr_schedule(optim, total_steps)
-        self.is_away, self._steps = False, 0
+        self.is_offloaded, self._steps = False, 0
 
     @property
     def caller(self) -> Callable:
@@ -143,12 +145,12 @@ class TorchEngine(TrainedRank):
                 yield name, held(tensor)
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Estimates this rank's peak memory from `fully_shard`'s documentation: float32 shards, and the
-        parameters and gradients that are unsharded for a while."""
+        """Estimates this rank's peak memory from the documentation of `fully_shard`: float32 shards, plus the
+        parameters and gradients that are gathered at a time."""
         shape, ranks, size = self.shape(), self.mesh.size, self.dtype.itemsize
         own, layer = shape.trainable // ranks, shape.trainable // max(shape.layers, 1)
         gathered = shape.weight_bytes // 4 * size
-        if self.ds.zero.stage == 3:  # two layers, and the parameters outside of layers
+        if self.ds.zero.stage == 3:  # at a time: two layers, and the parameters outside of layers
             gathered = min(gathered, (2 * layer + 2 * shape.vocabulary * shape.hidden) * size)
         return RowMemory(
             weights=shape.weight_bytes // ranks + (gathered if self.is_sharded else 0),
@@ -167,7 +169,7 @@ class TorchEngine(TrainedRank):
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, unsharded tensor), rounded to the dtype that the model computes with."""
+        """Yields (name, unsharded tensor) in the dtype with which the model computes."""
         for name, tensor in super().weights(bucket_bytes, part):
             yield name, self._rounded(tensor)
 
@@ -198,7 +200,7 @@ class TorchEngine(TrainedRank):
         save_random_state(writer, self.mesh.rank, self.mesh.size)
         try:
             dcp.save(self._tensors(), checkpoint_id=path)
-        except CheckpointException as error:  # on all ranks where one fails
+        except CheckpointException as error:  # raised on all ranks if one fails
             reason = next(iter(error.failures.values()))[0]
             raise not_written(path, why_unwritten(reason, path)) from error
         for file in path.glob(f"__{self.mesh.rank}_*"):
@@ -209,8 +211,8 @@ class TorchEngine(TrainedRank):
         dist.barrier()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores everything that `save_checkpoint` wrote with any number of ranks; returns its `state`.
-        Raises UsageError for a checkpoint of another backend or another model."""
+        """Restores a checkpoint, which any number of ranks may have saved, and returns its `state`. Raises
+        UsageError for a checkpoint of another backend or another model."""
         self._check_present()
         path, tensors = Path(folder, tag), self._tensors()
         if not (path / METADATA).exists():
@@ -225,8 +227,8 @@ class TorchEngine(TrainedRank):
         return progress["state"]
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Returns all tensors that optimizer steps change, by name: weights and AdamW's states. A load fills
-        them in place."""
+        """Returns all tensors that optimizer steps change, by name: weights and AdamW's states. Loading a
+        checkpoint fills them in place."""
         found = {}
         for name, p in self.trained.items():
             found[f"{WEIGHTS}.{name}"] = p.detach()
@@ -234,13 +236,13 @@ class TorchEngine(TrainedRank):
         return found
 
     def offload(self) -> None:
-        """Moves AdamW's states to the CPU. The float32 weights stay: forward passes and weight syncs read
-        them."""
-        self.is_away = True
+        """Moves AdamW's states to the CPU. The float32 weights stay, because forward passes and weight syncs
+        read them."""
+        self.is_offloaded = True
         self._move_states(torch.device("cpu"))
 
     def reload(self) -> None:
-        self.is_away = False
+        self.is_offloaded = False
         self._move_states(self.device)
 
     def _move_states(self, device: torch.device) -> None:
@@ -248,13 +250,13 @@ class TorchEngine(TrainedRank):
             state.update({key: value.to(device) for key, value in state.items()})
 
     def _check_present(self) -> None:
-        if self.is_away:
+        if self.is_offloaded:
             raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
 
 
 class TorchFrozen(ModelRank):
-    """One rank of a model that is not trained: sharded with --ds.zero_stage 3 on several ranks, else a copy
-    on every rank."""
+    """One rank of a model that is not trained. With --ds.zero_stage 3 and several ranks it is sharded;
+    otherwise every rank has a copy."""
 
     def __init__(
         self,
@@ -265,7 +267,7 @@ class TorchFrozen(ModelRank):
         mesh: ProcessMesh | None = None,
     ) -> None:
         """Builds the model and places it on the ranks; `build_frozen` documents the arguments."""
-        assert not offload  # config/checks.py has raised for it
+        assert not offload  # config/checks.py rejects it
         super().__init__(mesh)
         self._module = build_model().eval().requires_grad_(False)
         place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero.stage == 3)
@@ -287,9 +289,9 @@ class TorchFrozen(ModelRank):
 
 
 def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bool) -> None:
-    """Places a model on the ranks of `mesh` and determines how it reads rows. With `shard` it is sharded
-    layer by layer: a layer is gathered while it computes, with --ds.zero_stage 2 until its backward pass
-    ends."""
+    """Places a model on the ranks of `mesh` and selects how it reads rows. With `shard` it is sharded layer
+    by layer: a layer is gathered while it computes; with --ds.zero_stage 2 it stays gathered until its
+    backward pass ends."""
     if shard:
         options: dict[str, Any] = {
             "mesh": init_device_mesh(DEVICE_TYPE, (mesh.size,)),
@@ -309,16 +311,15 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
 
 
 def reshard(module: RowModel) -> None:
-    """Shards all layers again, after passes without a gradient, which leave them gathered with
-    --ds.zero_stage 2."""
+    """Shards all layers again. Passes without a backward pass leave them gathered with --ds.zero_stage 2."""
     for child in module.modules():
         if isinstance(child, FSDPModule):
             child.reshard()
 
 
 def _adamw(module: RowModel, optim: OptimConfig) -> torch.optim.AdamW:
-    """Builds AdamW with biases, norms and other vectors exempt from weight decay. Its states exist before the
-    first step, so that a checkpoint can be loaded into them."""
+    """Builds AdamW, without weight decay for biases, norms and other vectors. Its states are created before
+    the first step, so that a checkpoint can be loaded into them."""
     exempt, adam = exempt_from_decay(module), optim.adam
     groups: list[dict[str, Any]] = [
         {"params": [p for p in module.parameters() if p.requires_grad and (id(p) in exempt) is is_exempt]}

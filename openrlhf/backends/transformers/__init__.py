@@ -1,1 +1,1 @@
-"""The rollout engine of transformers, without vLLM."""
+"""The rollout engine on transformers, which does not need vLLM."""

@@ -1,6 +1,6 @@
 """A rollout engine that samples with transformers, one request at a time.
 
-It serves machines without vLLM, and tests of the code that drives rollout engines.
+It is for machines without vLLM, and for tests of code that uses rollout engines.
 """
 
 import asyncio
@@ -38,19 +38,20 @@ UNKNOWN = {
 }
 """Sampling parameters that this engine does not support."""
 PLAIN = vars(SamplingParams())
+"""Default sampling parameters."""
 
 
 class TransformersEngine:
-    """A rollout engine around a transformers model. The model has the weights of its files until the first
-    weight sync, which sends buckets through the control plane."""
+    """A rollout engine around a transformers model. It loads the weights from the model's files, and receives
+    weight syncs through the control plane (`ray`)."""
 
     def __init__(self, options: EngineOptions) -> None:
         """Raises UsageError for options that this engine does not support."""
         asked = {
             "several workers for one model": options.num_workers > 1,
-            f"weight syncs by {options.transfer_backend} (it has ray)": options.transfer_backend != "ray",
+            f"weight syncs by {options.transfer_backend} (only ray)": options.transfer_backend != "ray",
             "images": options.max_images > 0,
-            "adapters apart from the weights": options.lora is not None,
+            "adapters that are not merged": options.lora is not None,
             "the routing of experts": options.returns_routing,
         }
         if missing := [name for name, is_asked in asked.items() if is_asked]:
@@ -58,18 +59,19 @@ class TransformersEngine:
         self.options, self.version = options, 0
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
-        """Lock on the model, held during a request, a probe or a weight update."""
+        """Lock of the model, held during a request, a probe or a weight update."""
         self.received: dict[str, Tensor] = {}
         self.checksum = Checksum()
         self.unwritten: set[str] | None = None
-        """Parameters that no weight update has written. None: there was no update."""
+        """Parameters that no weight update has written; None before the first update."""
 
     @staticmethod
     def environment(options: EngineOptions) -> dict[str, str]:
         return {} if options.on_gpu else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
     async def start(self, free_fraction: float | None = None) -> None:
-        """Loads the model and its tokenizer. `free_fraction` has no effect: memory is allocated on demand."""
+        """Loads the model and its tokenizer. `free_fraction` is ignored, because memory is allocated on
+        demand."""
         path = self.options.model
         model: Any = load_generator(
             path, flag=FLAG, dtype=self.options.dtype, attention="auto", max_len=self.options.max_len
@@ -91,7 +93,7 @@ class TransformersEngine:
         multi_modal_data: dict | None = None,
     ) -> Completions:
         """Answers one request. A cancelled request stops at its next token. Raises UsageError for parameters
-        that this engine does not support, and for a prompt that leaves no room for an answer."""
+        that this engine does not support, and for prompts as long as `max_len`."""
         length, params = len(prompt_token_ids), vars(sampling_params).items()
         known = PLAIN.keys() - UNKNOWN
         given = [name for name, value in params if name not in known and value != PLAIN.get(name)]
@@ -137,7 +139,7 @@ class TransformersEngine:
             [prompt],
             [seed],
             Decoding.of(params, room, [eos] if isinstance(eos, int) else eos or ()),
-            pad_token_id=0,  # nothing is padded
+            pad_token_id=0,  # unused: one prompt needs no padding
             on_token=ids.append,
             stop=lambda: stopped.is_set() or any(stop in text() for stop in stops),
             likely=max(count or 0, params.max_kept_tokens) or count,
@@ -182,7 +184,7 @@ class TransformersEngine:
                 self.received[meta.name] = tensor
 
     async def finish_weight_update(self, weight_version: str) -> None:
-        """Loads the received weights as transformers loads a checkpoint, and releases the model."""
+        """Loads the received weights the way transformers loads a checkpoint, and releases the lock."""
         made, info = type(self.model).from_pretrained(
             None,
             config=self.model.config,

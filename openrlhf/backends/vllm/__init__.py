@@ -1,1 +1,1 @@
-"""The vLLM rollout engine, and both ends of weight transfers to it."""
+"""The vLLM rollout engine, and both sides of weight transfers to it."""

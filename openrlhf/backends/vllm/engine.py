@@ -1,6 +1,6 @@
 """The vLLM rollout engine: token ids in, token ids out.
 
-`VLLMEngine` runs in a process of its own (a Ray actor) whose environment is `engine_environment`.
+`VLLMEngine` runs in its own process (a Ray actor) with the environment variables `engine_environment`.
 """
 
 import asyncio
@@ -27,27 +27,27 @@ from openrlhf.hub import model_folder
 from openrlhf.text import image_data
 from openrlhf.types import present
 
-if TYPE_CHECKING:  # importing vLLM reads the environment, and takes seconds
+if TYPE_CHECKING:  # vLLM reads the environment when imported, and takes seconds
     from PIL.Image import Image as Picture
     from vllm.inputs import TokensInput, TokensPrompt
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
 
 CPU_KV_CACHE_GB = 0.25
-"""Default size of the KV cache on a CPU, in GiB, without `--vllm.kv_cache_gb`. vLLM's own setting takes whole
-GiB only."""
+"""Default of `--vllm.kv_cache_gb` on a CPU, in GiB. vLLM's own setting for CPUs accepts only whole GiB."""
 
 CPU_BATCHED_TOKENS = 4096
-"""Largest number of tokens in one step of an engine on a CPU, unless a sequence is longer."""
+"""Maximum number of tokens in one step of an engine on a CPU, unless `max_len` is larger."""
 
 TAGS = frozenset({"weights", "kv_cache"})
-"""The parts of an engine that sleep, by vLLM's names."""
+"""The parts of an engine that can sleep, by vLLM's names."""
 
 ADAPTER = 1
-"""vLLM's id of an engine's only adapter."""
+"""Id of an engine's only adapter in vLLM."""
 
 CONTROL_TIMEOUT = 300.0
-"""Seconds that a control call (pause, update, resume) may take. An engine process that died never answers."""
+"""Maximum seconds of a control-plane call (pause, update, resume). A dead engine process would never
+answer."""
 
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:
@@ -60,30 +60,30 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
     }
     common = {name: os.environ.get(name, value) for name, value in quiet.items()}
     if options.transfer_backend == "ipc":
-        # Handles of GPU memory contain classes and dtypes, so they need pickle on the way from the frontend
-        # to the engine's core. Their socket is a local file that no other process writes to.
+        # Handles of GPU memory contain classes and dtypes, so vLLM must pickle them between its frontend and
+        # its core. The socket is a local file to which no other process writes.
         common["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if options.on_gpu:
-        # vLLM forks its workers unless it sees that CUDA is initialised. It does not notice a mere query for
-        # GPUs, after which CUDA does not work in a fork.
+        # vLLM forks its workers unless CUDA is initialized. But CUDA fails in a forked process even after a
+        # mere query for GPUs, which vLLM does not notice.
         return common | {"VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
     cores = os.cpu_count() or 1
     bind = "|".join(str(i % cores) for i in range(options.num_workers))
     return common | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        # Saves one process for each engine; several workers need separate processes.
+        # Saves one process per engine. Several workers need separate processes.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if options.num_workers == 1 else "1",
         # The default pins every engine to the first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.num_workers == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
-        # Allocating takes a third of the time with pages of 2 MiB, and a weight sync mostly allocates.
+        # Pages of 2 MiB cut the time of allocations, which dominate a weight sync, to a third.
         "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
     }
 
 
 def has_second_runner() -> bool:
-    """Returns whether vLLM uses its second model runner, which needs Triton: on GPUs, and on CPUs with a CPU
-    version of Triton."""
+    """Returns True if vLLM uses its second model runner, which needs Triton: on GPUs, and on CPUs with a CPU
+    build of Triton."""
     from vllm import envs
     from vllm.triton_utils import HAS_TRITON
 
@@ -91,14 +91,14 @@ def has_second_runner() -> bool:
 
 
 def memory_fraction(asked: float, free: float | None) -> float:
-    """Returns the fraction of a GPU's memory for vLLM: `asked`, limited by the fraction `free` that other
-    models leave (None: no other models)."""
+    """Returns the fraction of a GPU's memory that vLLM may use: `asked`, but no more than other models leave.
+    `free`: fraction that other models leave free; None: there are no other models."""
     return asked if free is None else min(asked, USABLE_FRACTION * free)
 
 
 def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
-    """Returns vLLM's arguments for adapters. vLLM allocates for the next of its own LoRA ranks, and pads with
-    zeros."""
+    """Returns vLLM's arguments for adapters. vLLM supports only some LoRA ranks: the next larger one is used,
+    and padded with zeros."""
     if lora is None:
         return {}
     return {
@@ -109,8 +109,8 @@ def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
 
 
 def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_experts: int) -> None:
-    """Sets each answer's routing, in a dtype with room for `types.own_choice`, which is no expert's index.
-    `recorded`: routing by the answer's index, where vLLM does not return it by itself."""
+    """Sets each answer's routing, in a dtype that can represent `types.own_choice` besides all experts.
+    `recorded`: answer index -> routing, if vLLM does not return the routing itself."""
     dtype = np.uint8 if num_experts < 256 else np.int16
     for answer in output.outputs:
         if answer.index in recorded:
@@ -121,8 +121,8 @@ def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_expert
 
 
 @contextmanager
-def _our_errors() -> Iterator[None]:
-    """Raises EngineDied and UsageError in place of vLLM's exceptions."""
+def _converted_errors() -> Iterator[None]:
+    """Converts vLLM's exceptions to EngineDied and UsageError."""
     from vllm.exceptions import VLLMValidationError
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -135,6 +135,8 @@ def _our_errors() -> Iterator[None]:
 
 
 class VLLMEngine:
+    """A rollout engine around vLLM; see `RolloutEngine`."""
+
     """A vLLM engine. `RolloutEngine` documents the methods that all engines have."""
 
     environment = staticmethod(engine_environment)
@@ -143,13 +145,14 @@ class VLLMEngine:
         self.options = options
         self.asleep: frozenset[str] = frozenset()
         self.peak = 0
-        """Peak bytes of generation as noted before the engine fell asleep. 0: nothing noted."""
+        """Peak memory of generation in bytes, recorded before the engine's last sleep. 0: nothing
+        recorded."""
         self.adapter: LoRARequest | None = None
-        """Adapter of all requests, once a weight sync has brought one."""
+        """Adapter of all requests; None until a weight sync has sent one."""
         self.num_syncs = 0
-        """Number of weight syncs for which the engine was paused."""
+        """Number of weight syncs so far."""
         self.records_routing = False
-        """True where `RoutingRecorder` records the routing, because vLLM does not return it."""
+        """True if `RoutingRecorder` records the routing, because vLLM does not return it."""
 
     async def start(self, free_fraction: float | None = None) -> None:
         from vllm.config import WeightTransferConfig
@@ -178,13 +181,12 @@ class VLLMEngine:
                 enable_return_routed_experts=options.returns_routing and not self.records_routing,
                 max_num_seqs=options.max_num_seqs,
                 limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
-                # Otherwise mean and deviation of pixels are buffers of the model, which no checkpoint holds:
-                # a model with random weights before its first sync would keep random ones.
+                # Otherwise mean and standard deviation of pixels are buffers of the model. No weight sync
+                # sends them, so a model that starts with random weights would keep random values.
                 mm_device_do_normalize=False,
-                # There are no graphs to capture on a CPU, and compiling costs more than it saves there.
+                # On a CPU there are no graphs to capture, and compiling takes longer than it saves.
                 enforce_eager=options.enforce_eager or not options.on_gpu,
-                # A prompt computed in parts would rewind the random state of its request, which CPU
-                # generators cannot.
+                # Chunked prefill rewinds the random state of a request, which CPU generators do not support.
                 enable_chunked_prefill=None if options.on_gpu else False,
                 max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
                 enable_sleep_mode=options.enable_sleep and options.on_gpu,
@@ -194,21 +196,21 @@ class VLLMEngine:
                 use_tqdm_on_load=False,
                 generation_config="vllm",
                 hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
-                # Log-probs of the sampled distribution, after temperature, top-k and top-p.
+                # Log-probs of the sampling distribution: after temperature, top-k and top-p.
                 logprobs_mode="processed_logprobs",
                 max_logprobs=options.max_logprobs,
                 worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
                 weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
                 **_lora_arguments(options.lora),
             ),
-            # Selects vLLM's batch sizes for throughput. Its default for other usages is 128 sequences.
+            # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.
             usage_context=UsageContext.LLM_CLASS,
         )
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
             await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
         if self.records_routing:
             await self._bounded(self.llm.collective_rpc("record_routing"))
-        await self._bounded(self.llm.update_weight_version("0"))  # vLLM's initial label is not a number
+        await self._bounded(self.llm.update_weight_version("0"))  # vLLM's initial version is not a number
 
     @property
     def vocabulary(self) -> int:
@@ -230,13 +232,13 @@ class VLLMEngine:
         self._require_awake(TAGS)
         prompt = self._prompt(prompt_token_ids, multi_modal_data)
         output, name, routing = None, uuid.uuid4().hex, {}
-        with _our_errors():
+        with _converted_errors():
             try:
                 async for latest in self.llm.generate(
                     prompt, vllm_params(params), request_id=name, lora_request=self.adapter
                 ):
                     output = latest
-            finally:  # otherwise the record would stay in the workers
+            finally:  # also after an error, so that the workers do not keep the record
                 if self.records_routing:
                     routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
         assert output is not None  # vLLM answers or raises
@@ -247,7 +249,7 @@ class VLLMEngine:
     async def stream(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams
     ) -> AsyncIterator[list[int]]:
-        """Yields the tokens of one answer as they are sampled."""
+        """Yields the token ids of one answer as they are sampled."""
         prompt, params = self._prompt(prompt_token_ids), vllm_params(sampling_params, stream=True)
         async for latest in self.llm.generate(prompt, params, request_id=uuid.uuid4().hex):
             yield list(latest.outputs[0].token_ids)
@@ -259,12 +261,12 @@ class VLLMEngine:
 
         more: Any = {}
         if self.options.keep_cache:
-            # KV cache blocks of old weights stay with their requests, and no new request reuses them.
+            # The salt keeps new requests from reusing KV cache blocks that old weights computed.
             more["cache_salt"] = str(self.num_syncs)
         if multi_modal_data is not None:
             more["multi_modal_data"] = multi_modal_data
             return TokensPrompt(prompt_token_ids=token_ids, **more)
-        # vLLM processes a TokensPrompt in a thread, which takes a third of a request's time.
+        # vLLM would process a TokensPrompt in a thread, which takes a third of a request's time.
         return TokensInput(type="token", prompt_token_ids=token_ids, **more)
 
     async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
@@ -284,11 +286,11 @@ class VLLMEngine:
 
     async def start_weight_update(self) -> None:
         """Pauses the engine and begins a weight update. Until `finish_weight_update` the model has no
-        weights, and scheduling a request would kill the engine. Requests in flight are frozen. Afterwards
-        their tokens are computed again, or with `keep_cache` they continue with their KV cache."""
+        weights, and scheduling a request would crash the engine. Requests in flight are frozen. Afterwards
+        their KV cache is recomputed, or with `keep_cache` they continue with the old one."""
         self._require_awake({"weights"})
         await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
-        self.num_syncs += 1  # no request computes with the old weights from here on
+        self.num_syncs += 1  # from here on no request computes with the old weights
         await self._bounded(self.llm.start_weight_update())
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
@@ -313,7 +315,7 @@ class VLLMEngine:
 
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         await self._bounded(self.llm.collective_rpc("use_adapter", args=(ADAPTER, config)))
-        # The workers hold the adapter, so the folder that a LoRARequest must name is never read.
+        # The workers have the adapter already, so the path that a LoRARequest must have is never read.
         self.adapter = LoRARequest("policy", ADAPTER, "held by the workers")
 
     async def loaded_checksums(self) -> list[int]:
@@ -324,8 +326,8 @@ class VLLMEngine:
         return sorted({name for names in workers for name in names})
 
     async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        """Returns the workers' sketches, see `WorkerExtension.layer_sketches`; the last worker's where
-        several have one."""
+        """Returns the workers' sketches, see `WorkerExtension.layer_sketches`. If several workers have a
+        sketch of the same weight, returns the last one."""
         workers = await self._bounded(self.llm.collective_rpc("layer_sketches", args=(lengths,)))
         return {name: Sketch(*numbers) for found in workers for name, numbers in found.items()}
 
@@ -339,10 +341,10 @@ class VLLMEngine:
         self.peak = max(self.peak, *await self._bounded(self.llm.collective_rpc("peak_memory")))
 
     async def sleep(self) -> None:
-        """Frees the GPU's memory: weights move to the CPU, and the KV cache is dropped. Requests in flight
-        would be aborted. The sleep level is 1, because some wakes are not followed by a sync, and level 2
-        loses everything that is neither sent nor a registered buffer."""
-        await self._note_peak()  # it is lost during sleep
+        """Frees the GPU memory: moves weights to the CPU and drops the KV cache. No request may be in flight,
+        because vLLM would abort it. The sleep level is 1: level 2 would lose the weights, and not every wake
+        is followed by a weight sync."""
+        await self._note_peak()  # sleep resets it
         if self.options.enable_sleep and self.options.on_gpu:
             await self._bounded(self.llm.sleep(level=1))
         self.asleep = TAGS
@@ -360,11 +362,11 @@ class VLLMEngine:
 
     def shutdown(self) -> None:
         self.llm.shutdown()
-        del self.llm  # its destructor fails after the interpreter's shutdown
+        del self.llm  # its destructor would fail at interpreter exit
         gc.collect()
 
     async def _bounded(self, call: Awaitable) -> Any:
-        """Returns the result of a control call. Raises EngineDied where the engine died, because the call
+        """Returns the result of a control-plane call. Raises EngineDied if the engine dies, because the call
         would never return, and RunError after CONTROL_TIMEOUT seconds."""
         task, deadline = asyncio.ensure_future(call), time.monotonic() + CONTROL_TIMEOUT
         while not (await asyncio.wait({task}, timeout=0.5))[0]:
@@ -374,5 +376,5 @@ class VLLMEngine:
                     raise EngineDied(ErrorCode.ENGINE_FAILED, str(self.llm.dead_error))
                 text = f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s"
                 raise RunError(ErrorCode.ENGINE_FAILED, text)
-        with _our_errors():
+        with _converted_errors():
             return task.result()

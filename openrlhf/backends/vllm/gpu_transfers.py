@@ -1,4 +1,4 @@
-"""The trainer's end of vLLM's own weight transfers: NCCL, and IPC memory shared on one GPU."""
+"""The trainer's side of vLLM's own weight transfers: NCCL, and CUDA IPC between processes on one GPU."""
 
 import os
 import sys
@@ -38,8 +38,8 @@ def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
 
 
 class _EndsWithEngines:
-    """The control plane of a sender that waits in NCCL for all engines. Where an engine fails, nothing could
-    wake the sender, so the process prints the error and exits."""
+    """The control plane for NCCL, with which the sender waits for all engines. If an engine fails, nothing
+    can end this wait, so the process prints the error and exits."""
 
     def __init__(self, client: EngineClient) -> None:
         self.client = client
@@ -72,8 +72,8 @@ def open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) ->
 
 
 class Shareable:
-    """Sends weights from memory that another process can open, with expandable segments turned off.
-    Expandable segments can only be opened by a process that may trace this one, which containers refuse."""
+    """Turns expandable segments off while weights are sent through CUDA IPC. Another process can open
+    expandable segments only if it may trace this one, which containers forbid."""
 
     def __init__(self, transfer: Transfer) -> None:
         self.transfer = transfer
@@ -92,8 +92,8 @@ class Shareable:
 
 
 def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
-    """Returns the bytes of the buffer in which `tensors` are sent to engines on the same GPU: at most `most`,
-    unless a single tensor is larger, because vLLM accepts no tensor that exceeds the buffer."""
+    """Returns the size in bytes of the buffer through which `tensors` are sent to engines on the same GPU: at
+    most `most`, unless a single tensor is larger, because vLLM requires that each tensor fits the buffer."""
     sizes = [t.num_bytes for t in tensors]
     return max(*sizes, min(sum(sizes), most))
 

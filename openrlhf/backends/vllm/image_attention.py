@@ -1,10 +1,9 @@
 """Bidirectional attention among the tokens of an image (Gemma 3) for vLLM's CPU workers, whose attention
-backend is causal throughout.
+backend supports only causal attention.
 
-vLLM passes the positions of images to its attention backends, but only the kernels for GPUs read them. On a
-CPU the kernel is called a second time for the tokens of images alone: the queries of an image are the last
-tokens of a sequence that ends with it, and every query attends to every key. The result replaces the causal
-one.
+vLLM passes the positions of images to its attention backends, but only the GPU kernels read them. On a CPU
+this module calls the kernel a second time, without the causal mask, for the tokens of images: each image is a
+sequence that ends with the image, and the image's tokens are its queries. The result replaces the causal one.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from vllm.v1.attention.backends import cpu_attn
 
 
 class _Images(NamedTuple):
-    """The images of a step, each as a sequence of its own."""
+    """The images of an engine step, each as a separate sequence."""
 
     rows: Tensor  # indices of image tokens among the step's tokens
     query_start_loc: Tensor
@@ -25,8 +24,9 @@ class _Images(NamedTuple):
     scheduler_metadata: Tensor
 
 
-def see_whole_images() -> None:
-    """Patches vLLM's CPU attention in this process, so that tokens of an image attend to all of it."""
+def patch_image_attention() -> None:
+    """Patches vLLM's CPU attention in this process, so that the tokens of an image attend to the whole
+    image."""
     builder, backend = cpu_attn.CPUAttentionMetadataBuilder, cpu_attn.CPUAttentionBackendImpl
     build, forward = builder.build, backend.forward
 
@@ -34,7 +34,7 @@ def see_whole_images() -> None:
         self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> Any:
         metadata: Any = build(self, common_prefix_len, common_attn_metadata, fast_build)
-        metadata.mm_prefix_range = _images(self, common_attn_metadata)  # the name that backends for GPUs use
+        metadata.mm_prefix_range = _images(self, common_attn_metadata)  # the attribute that GPU backends use
         return metadata
 
     def attend(
@@ -43,14 +43,14 @@ def see_whole_images() -> None:
     ) -> Tensor:  # fmt: skip
         whole = forward(self, layer, query, key, value, cache, metadata, output, *scales, **more)
         if (images := getattr(metadata, "mm_prefix_range", None)) is not None:
-            output[images.rows] = _seen_whole(self, layer, query[images.rows], cache, images)
+            output[images.rows] = _attend_bidirectionally(self, layer, query[images.rows], cache, images)
         return whole
 
     builder.build, backend.forward = build_with_images, attend
 
 
 def _images(builder: Any, common: Any) -> _Images | None:
-    """Returns the images of a step; None where it reads none."""
+    """Returns the images of an engine step; None without images."""
     starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
     found = []
     for request, spans in (common.mm_req_doc_ranges or {}).items():
@@ -89,7 +89,9 @@ def _images(builder: Any, common: Any) -> _Images | None:
     )
 
 
-def _seen_whole(backend: Any, layer: Any, query: Tensor, cache: Tensor, images: _Images) -> Tensor:
+def _attend_bidirectionally(
+    backend: Any, layer: Any, query: Tensor, cache: Tensor, images: _Images
+) -> Tensor:
     num_blocks, num_kv_heads, block_size, _ = cache.size()
     key_cache, value_cache = cache.view(num_blocks, num_kv_heads, block_size * 2, -1).chunk(2, dim=2)
     output = torch.empty_like(query)

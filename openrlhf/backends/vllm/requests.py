@@ -1,4 +1,4 @@
-"""Converts requests to vLLM's records, and vLLM's outputs to answers."""
+"""Conversion of sampling parameters to vLLM's, and of vLLM's outputs to answers."""
 
 from typing import TYPE_CHECKING, Any, cast
 
@@ -8,32 +8,32 @@ from openrlhf.backends.rollout import kept_sets
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.types import KeptSets, present, unrouted
 
-if TYPE_CHECKING:  # importing vLLM reads the environment, and takes seconds
+if TYPE_CHECKING:  # vLLM reads the environment when imported, and takes seconds
     import vllm
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
 def vllm_params(params: SamplingParams, *, stream: bool = False) -> "vllm.SamplingParams":
-    """Returns vLLM's record of the sampling parameters. Raises ValueError where vLLM rejects them. `stream`:
-    return tokens as they are sampled."""
+    """Converts sampling parameters to vLLM's. Raises ValueError if vLLM rejects them. `stream`: return tokens
+    as they are sampled."""
     from vllm.sampling_params import RequestOutputKind
     from vllm.sampling_params import SamplingParams as VLLMParams
 
     asked: dict[str, Any] = dict(vars(params))
     kept, log_probs = asked.pop("max_kept_tokens"), params.logprobs or 0
     if kept and log_probs >= 0:
-        # The most likely tokens show the top-p/top-k support. With one token more than top-k, a complete set
-        # ends with a token of probability 0.
+        # The most likely tokens are the top-p/top-k support. One more token than top-k shows that the support
+        # is complete: the token has probability 0.
         asked["logprobs"] = max(log_probs, min(kept, params.top_k + 1) if params.top_k > 0 else kept)
     asked["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-    asked["flat_logprobs"] = True  # halves the time for each token, and reads like a list
-    asked["skip_clone"] = True  # nothing else holds a reference
+    asked["flat_logprobs"] = True  # halves the time per token, and can be read like a list
+    asked["skip_clone"] = True  # nothing else refers to this object
     return VLLMParams(**asked)
 
 
 def completions(output: "RequestOutput", params: SamplingParams) -> Completions:
-    """Returns the answers to a request with `params`."""
+    """Converts vLLM's output of a request with `params`."""
     read = present(output.prompt_token_ids)
     answers = [_completion(answer, len(read), params) for answer in output.outputs]
     return Completions(prompt_token_ids=read, outputs=answers, own=output)
@@ -59,8 +59,8 @@ def _completion(answer: "CompletionOutput", prompt_length: int, params: Sampling
 
 
 def _routing(of_read: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
-    """Returns the routing of all `num_tokens` tokens. vLLM has none of the last token, which it never read:
-    it is marked as unrouted. None where vLLM returned no routing."""
+    """Returns the routing of all `num_tokens` tokens, (L, M, K). The last token, which vLLM never reads, gets
+    `types.own_choice`. None if vLLM returned no routing."""
     if of_read is None:
         return None
     of_read = of_read[: num_tokens - 1]
@@ -68,7 +68,7 @@ def _routing(of_read: np.ndarray | None, num_tokens: int) -> np.ndarray | None:
 
 
 def _sampled_log_probs(log_probs: "FlatLogprobs") -> np.ndarray:
-    """Returns the sampled tokens' log-probs, which stand first at each position."""
+    """Returns the log-probs of the sampled tokens, (A,), which are the first ones at each position."""
     values = np.asarray(log_probs.logprobs, np.float32)
     return values if len(values) == len(log_probs) else values[log_probs.start_indices]
 

@@ -1,8 +1,8 @@
-"""Records the routing of each request inside a worker of vLLM: which experts read its tokens.
+"""Recording of each request's routing, the experts of its tokens, inside a worker of vLLM.
 
-vLLM's second model runner returns the routing by itself (`enable_return_routed_experts`), but needs Triton,
-which CPUs often lack. With the first model runner vLLM's capturer records the experts of each step, and this
-module assigns them to requests.
+vLLM's second model runner returns the routing itself (`enable_return_routed_experts`), but needs Triton,
+which is often missing on CPUs. With the first model runner, vLLM's capturer records the experts of each step,
+and this module assigns them to requests.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 
 class RoutingRecorder:
-    """Records the routing in every further step of a model runner."""
+    """Records the routing in all further steps of a model runner."""
 
     def __init__(self, runner: Any) -> None:
         self.runner, self.execute_model = runner, runner.execute_model
@@ -26,10 +26,10 @@ class RoutingRecorder:
         num_slots = runner.kv_cache_config.num_blocks * self.blocks.block_size
         nothing = self.capturer.snapshot_routing_data(0).numpy()
         self.of_slots = np.zeros((num_slots, *nothing.shape[1:]), nothing.dtype)
-        """(S, M, K) experts of the token in each KV cache slot, for requests that find a prefix there. S:
+        """(S, M, K) experts of the token in each KV cache slot, for requests that reuse a cached prefix. S:
         slots, M: layers, K: experts of a token."""
         self.of_requests: dict[str, list[np.ndarray]] = {}
-        """Maps vLLM's name of a request to the routing of its tokens so far, in parts."""
+        """Maps vLLM's request id to the routing of the request's tokens so far, in parts."""
         runner.execute_model = self._execute
 
     def _execute(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ class RoutingRecorder:
             self.of_slots[slots[start:]] = rows
             parts = self.of_requests.setdefault(request, [])
             known = sum(map(len, parts))
-            # A request that starts over reads its tokens again; the routing of the first reading is kept.
+            # A preempted request reads its tokens again; the routing of the first time is kept.
             parts += [self.of_slots[slots[known:start]], rows[max(0, known - start) :].copy()]
 
     def _slots(self, index: int, num_tokens: int) -> np.ndarray:
@@ -57,8 +57,8 @@ class RoutingRecorder:
         return self.blocks.block_table.np[index, block] * self.blocks.block_size + place
 
     def take(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
-        """Removes and returns the routing of all answers to the request with this name. Maps an answer's
-        index to the bytes, dtype and shape of an (L - 1, M, K) array."""
+        """Removes and returns the routing of all answers to the request `name`: answer index -> bytes, dtype
+        and shape of an (L - 1, M, K) array."""
         taken: dict[int, tuple[bytes, str, tuple[int, ...]]] = {}
         for request in [request for request in self.of_requests if name in request]:
             rows = np.concatenate(self.of_requests.pop(request))
@@ -68,7 +68,7 @@ class RoutingRecorder:
 
 
 def _group_of_all_tokens(config: Any) -> int:
-    """Returns the index of the KV cache group whose layers keep every token: neither sliding-window attention
-    nor recurrent state."""
+    """Returns the index of the KV cache group whose layers keep every token, unlike layers with
+    sliding-window attention or a recurrent state."""
     specs = [group.kv_cache_spec for group in config.kv_cache_groups]
     return next((i for i, spec in enumerate(specs) if isinstance(spec, FullAttentionSpec)), 0)

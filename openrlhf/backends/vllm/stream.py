@@ -1,5 +1,6 @@
-"""A vLLM engine in a session (setsid) of its own, for interactive use. On a terminal Ctrl-C signals every
-process of the session and would end the engine; in a session of its own the engine only ends its answer."""
+"""A vLLM engine in a process with its own session (setsid), for interactive use. Ctrl-C on a terminal signals
+every process of the terminal's session; in another session the engine survives, and only its current answer
+is stopped."""
 
 import asyncio
 import multiprocessing
@@ -22,17 +23,17 @@ class VLLMStream:
     """A vLLM engine in another process that streams one answer at a time."""
 
     def __init__(self, options: EngineOptions) -> None:
-        """Starts the engine, and returns when the model is loaded. Raises RunError where that fails."""
+        """Starts the engine, and returns when the model is loaded. Raises RunError if that fails."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, options), name="vllm")
         self._process.start()
         theirs.close()
-        self._heard: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
-        # A thread reads, because an interrupted read in the main thread would lose half a message.
+        self._messages: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        # A thread reads, because Ctrl-C could interrupt the main thread in the middle of a message.
         threading.Thread(target=self._listen, name="vllm messages", daemon=True).start()
         try:
-            kind, value = self._heard.get()
+            kind, value = self._messages.get()
         except KeyboardInterrupt:
             os.killpg(self._process.pid or 0, signal.SIGKILL)
             raise
@@ -40,39 +41,39 @@ class VLLMStream:
             raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine did not start: {value}")
 
     def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
-        """Yields the tokens of the answer. Closing the generator stops it. Raises RunError where the
+        """Yields the tokens of the answer. Closing the generator stops generation. Raises RunError if the
         engine fails."""
         self._connection.send((prompt, seed, decoding))
-        kind, value = self._heard.get()
+        kind, value = self._messages.get()
         try:
             while kind == "tokens":
                 yield from value
-                kind, value = self._heard.get()
+                kind, value = self._messages.get()
         finally:
             if kind == "tokens":
                 self._connection.send(_STOP)
                 while kind == "tokens":
-                    kind, value = self._heard.get()
+                    kind, value = self._messages.get()
         if kind == "error":
             raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine failed: {value}")
 
     def close(self) -> None:
         if self._process.is_alive():
-            self._connection.send(_LEAVE)
+            self._connection.send(_QUIT)
         self._process.join(timeout=CLOSE_TIMEOUT)
         if self._process.is_alive():
-            os.killpg(self._process.pid or 0, signal.SIGKILL)  # with the engine's own processes
+            os.killpg(self._process.pid or 0, signal.SIGKILL)  # including the engine's child processes
 
     def _listen(self) -> None:
         try:
             while True:
-                self._heard.put(self._connection.recv())
+                self._messages.put(self._connection.recv())
         except (EOFError, OSError):
-            self._heard.put(("error", "its process has ended"))
+            self._messages.put(("error", "its process has ended"))
 
 
-_STOP, _LEAVE = "stop", "leave"
-"""Messages in place of a request: stop the current answer; end the process."""
+_STOP, _QUIT = "stop", "quit"
+"""Messages instead of a request: stop the current answer, end the process."""
 
 CLOSE_TIMEOUT = 30.0
 """Seconds that an engine may take to shut down."""
@@ -84,11 +85,15 @@ def _serve(connection: Connection, options: EngineOptions) -> None:
     try:
         asyncio.run(_Server(connection, VLLMEngine(options)).run())
     finally:
-        for process in multiprocessing.active_children():  # this process would wait for them for ever
+        for (
+            process
+        ) in multiprocessing.active_children():  # otherwise this process would wait for them forever
             process.kill()
 
 
 class _Server:
+    """The engine's process: reads requests from the connection and writes tokens to it."""
+
     def __init__(self, connection: Connection, engine: VLLMEngine) -> None:
         self.connection, self.engine = connection, engine
 
@@ -101,10 +106,10 @@ class _Server:
         answer: asyncio.Task | None = None
         try:
             self.connection.send(("ready", None))
-            while (request := await asyncio.to_thread(self.connection.recv)) != _LEAVE:
+            while (request := await asyncio.to_thread(self.connection.recv)) != _QUIT:
                 if request != _STOP:
                     answer = asyncio.create_task(self._answer(*request))
-                    answer.add_done_callback(self._ended)
+                    answer.add_done_callback(self._on_end)
                 elif answer is not None:
                     answer.cancel()
         except (EOFError, OSError):  # the other side has closed
@@ -116,7 +121,7 @@ class _Server:
         async for token_ids in self.engine.stream(prompt, decoding.sampling_params(seed)):
             self.connection.send(("tokens", token_ids))
 
-    def _ended(self, answer: asyncio.Task) -> None:
+    def _on_end(self, answer: asyncio.Task) -> None:
         error = None if answer.cancelled() else answer.exception()
         with suppress(OSError):  # the other side has closed
             self.connection.send(("end", None) if error is None else ("error", str(error)))

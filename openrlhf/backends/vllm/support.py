@@ -1,5 +1,5 @@
-"""Finds models that vLLM is certain to refuse. vLLM's source is parsed in milliseconds, because importing it
-takes seconds."""
+"""Detection of models that vLLM cannot run, before an engine starts. This module parses vLLM's source, which
+takes milliseconds, instead of importing vLLM, which takes seconds."""
 
 import ast
 import re
@@ -15,22 +15,23 @@ from openrlhf.errors import ErrorCode, UsageError
 MODELS = "model_executor/models"
 REGISTRY = f"{MODELS}/registry.py"
 PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "IsAttentionFree")
-"""Base classes of vLLM's models beside the `Supports...` interfaces."""
+"""Base classes of vLLM's models other than the `Supports...` interfaces."""
 MODEL_CONFIG = "config/model.py"
 CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
 LINEAR_ATTENTION = "gdn.qwen_gdn_linear_attn"
-"""Module of vLLM whose CPU kernels support bf16 only."""
+"""Module of vLLM whose CPU kernels support only bf16."""
 REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
-"""Tables of the registry that list architectures without code in vLLM."""
+"""Tables of the registry with architectures that vLLM itself does not implement."""
 SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
-"""Suffix of an architecture's name; vLLM also finds an architecture under another suffix."""
+"""Suffixes of architecture names. vLLM treats names that differ only in the suffix as the same
+architecture."""
 
 STRETCH = {
     "yarn": "Set max_position_embeddings in its config.json to factor times "
     "original_max_position_embeddings; the angles stay the same.",
     "dynamic": "Ask for fewer tokens, or use a model with RoPE of another type.",
 }
-"""Maps a type of RoPE that vLLM does not extend by its factor alone to the remedy."""
+"""Maps a type of RoPE to a remedy. vLLM does not extend these types beyond max_position_embeddings."""
 
 
 def check_vllm_runs(
@@ -43,13 +44,13 @@ def check_vllm_runs(
     on_cpu: bool,
     tensor_parallel_size: int = 1,
 ) -> None:
-    """Raises UsageError where vLLM would certainly not start the model in `dtype` (bf16, fp16 or fp32), or
-    not read sequences of `max_len` tokens. Uncertain cases are left to vLLM."""
+    """Raises UsageError if vLLM certainly cannot run the model in `dtype` (bf16, fp16 or fp32), or not with
+    sequences of `max_len` tokens. Uncertain cases are left to vLLM."""
     for reason in (
         _unknown_architecture(model_config),
         _not_in_half_precision(model_config) if dtype == "fp16" else "",
-        _uneven_heads(model_config.get_text_config(), tensor_parallel_size),
-        _unstretched(model_config.get_text_config(), max_len),
+        _indivisible_heads(model_config.get_text_config(), tensor_parallel_size),
+        _short_rope(model_config.get_text_config(), max_len),
         _head_size_without_kernel(model_config.get_text_config()) if on_cpu else "",
         _linear_attention_without_kernel(model_config) if on_cpu and dtype != "bf16" else "",
     ):
@@ -59,7 +60,8 @@ def check_vllm_runs(
 
 
 def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
-    """Raises UsageError where vLLM has no LoRA layers for the model. Uncertain cases are left to vLLM."""
+    """Raises UsageError if vLLM certainly does not support LoRA for the model. Uncertain cases are left to
+    vLLM."""
     for architecture in model_config.architectures or ():
         if _takes_adapters(architecture) is False:
             text = (
@@ -70,8 +72,8 @@ def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
 
 
 def _takes_adapters(architecture: str) -> bool | None:
-    """Returns whether vLLM's class of the architecture supports LoRA; None where its bases are not all in the
-    model's own file."""
+    """Returns True if vLLM's class of the architecture supports LoRA; None if unknown, because base classes
+    are in other files."""
     for file, name in _implementations(architecture):
         classes = {node.name: node for node in _source(file) if isinstance(node, ast.ClassDef)}
         bases, unseen = set(), [name]
@@ -88,7 +90,7 @@ def _takes_adapters(architecture: str) -> bool | None:
 
 
 def _implementations(architecture: str) -> list[tuple[str, str]]:
-    """Returns (file, class) of the architecture's implementations in vLLM's registry."""
+    """Returns the (file, class) pairs that vLLM's registry lists for the architecture."""
     entries = [
         ast.literal_eval(value)
         for node in _source(REGISTRY)
@@ -100,14 +102,15 @@ def _implementations(architecture: str) -> list[tuple[str, str]]:
 
 
 def registered_architectures() -> set[str]:
-    """Returns the architectures that vLLM implements; empty without vLLM, or with another source layout."""
+    """Returns the architectures that vLLM implements; empty if vLLM is missing or has an unknown source
+    layout."""
     tables = _tables(REGISTRY).items()
     return {key for name, keys in tables if name.endswith("_MODELS") and name not in REMOVED for key in keys}
 
 
 def cpu_head_sizes() -> list[int]:
-    """Returns the head sizes for which vLLM has CPU attention kernels; empty without vLLM, or with another
-    source layout."""
+    """Returns the head sizes for which vLLM has CPU attention kernels; empty if vLLM is missing or has an
+    unknown source layout."""
     functions = [
         node
         for part in _source(CPU_ATTENTION)
@@ -119,7 +122,7 @@ def cpu_head_sizes() -> list[int]:
 
 
 def _tables(file: str) -> dict[str, list[str]]:
-    """Maps the names of the dictionaries in a file of vLLM to their keys."""
+    """Returns the names of the dictionaries in a file of vLLM, with their keys."""
     return {
         name.id: [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
         for node in _source(file)
@@ -130,7 +133,7 @@ def _tables(file: str) -> dict[str, list[str]]:
 
 
 def _source(name: str) -> list[ast.stmt]:
-    """Parses a file of vLLM into its top-level statements; empty without vLLM or the file."""
+    """Returns the parsed top-level statements of a file of vLLM; empty if the file does not exist."""
     folders = (package.submodule_search_locations or []) if (package := find_spec("vllm")) else []
     files = [Path(folder) / name for folder in folders]
     return [part for file in files if file.is_file() for part in ast.parse(file.read_text("utf-8")).body]
@@ -149,13 +152,13 @@ def _unknown_architecture(config: Any) -> str:
     if uncertain or _reads_by_transformers(config.architectures[0]):
         return ""
     return (
-        f"it has no implementation of {', '.join(config.architectures)}, and cannot replace the attention of "
-        "transformers' implementation.\nUse a model of another architecture."
+        f"it does not implement {', '.join(config.architectures)}, and transformers' implementation does not "
+        "accept vLLM's attention.\nUse a model of another architecture."
     )
 
 
 def _reads_by_transformers(architecture: str) -> bool:
-    """Returns whether vLLM can run transformers' implementation, which must accept vLLM's attention."""
+    """Returns True if vLLM can run transformers' implementation, which must accept vLLM's attention."""
     model = getattr(transformers, architecture, None)
     return model is not None and (model.is_backend_compatible() or model._can_set_attn_implementation())
 
@@ -167,17 +170,18 @@ def _not_in_half_precision(config: Any) -> str:
 
 
 def _linear_attention_without_kernel(config: Any) -> str:
-    """Returns the reason for a model with linear attention on a CPU in another dtype than bf16, else ""."""
+    """Returns the reason why vLLM cannot run a model with linear attention on a CPU in another dtype than
+    bf16; "" for other models."""
     if "linear_attention" not in (getattr(config.get_text_config(), "layer_types", None) or ()):
         return ""
     files = [file for name in config.architectures or () for file, _ in _implementations(name)]
     imports = (part for file in files for part in _source(file) if isinstance(part, ast.ImportFrom))
     if not any((part.module or "").endswith(LINEAR_ATTENTION) for part in imports):
         return ""
-    return "on a CPU its linear attention computes in bf16 alone.\nUse --ds.param_dtype bf16, or a GPU."
+    return "on a CPU its linear attention supports only bf16.\nUse --ds.param_dtype bf16, or a GPU."
 
 
-def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:
+def _indivisible_heads(config: Any, tensor_parallel_size: int) -> str:
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int) or heads % tensor_parallel_size == 0:
         return ""
@@ -188,9 +192,9 @@ def _uneven_heads(config: Any, tensor_parallel_size: int) -> str:
     )
 
 
-def _unstretched(config: Any, max_len: int) -> str:
-    """Returns the reason for a RoPE whose table in vLLM ends at max_position_embeddings, although its scaling
-    reaches further, else an empty string."""
+def _short_rope(config: Any, max_len: int) -> str:
+    """Returns the reason if `max_len` exceeds the RoPE table in vLLM, which for some types ends at
+    max_position_embeddings although their scaling reaches further; otherwise ""."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or max_len <= limit:
         return ""
@@ -200,7 +204,7 @@ def _unstretched(config: Any, max_len: int) -> str:
     if kind is None:
         return ""
     return (
-        f"there its RoPE of type {kind} ends at max_position_embeddings {limit}, and the longest sequence "
+        f"in vLLM its RoPE of type {kind} ends at max_position_embeddings {limit}, and the longest sequence "
         f"has {max_len} tokens.\n{STRETCH[kind]}"
     )
 
@@ -217,8 +221,8 @@ def _head_size_without_kernel(config: Any) -> str:
 
 
 def _head_size(config: Any) -> int | None:
-    """Returns the size of attention heads; None where the configuration does not state it directly (latent
-    attention, state-space models)."""
+    """Returns the size of attention heads; None if the configuration does not contain it (latent attention,
+    state-space models)."""
     if getattr(config, "kv_lora_rank", None) or hasattr(config, "attention_head_dim"):
         return None
     if size := getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None):

@@ -1,7 +1,8 @@
 """The engines' side of a weight sync. vLLM's workers import it as their extension.
 
-Importing this module registers our transfer backends: `openrlhf_gloo` for machines without a GPU,
-`openrlhf_ray` for any, and vLLM's `nccl` and `ipc` with a checksum of what they load.
+Importing this module registers this package's transports with vLLM: `openrlhf_gloo` for machines without a
+GPU, `openrlhf_ray` for any machine, and `openrlhf_nccl` and `openrlhf_ipc`, which are vLLM's own with a
+checksum of the loaded weights.
 """
 
 import json
@@ -45,23 +46,25 @@ if TYPE_CHECKING:
 
 
 class WorkerExtension:
-    """Methods that an engine calls on all of its workers; vLLM mixes this class into its worker class."""
+    """Methods that an engine calls on all of its workers. vLLM adds this class to its worker class as a
+    mixin."""
 
     weight_transfer_engine: "CheckedLoading"
-    """Transfer engine of the worker. `add_lora` and `model_runner` are the worker's too."""
+    """vLLM's transfer engine of the worker."""
     add_lora: Callable[[LoRARequest], bool]
     model_runner: Any
     """vLLM's model runner of the worker."""
 
     def make_stage_buffers(self) -> None:
-        """Creates the buffers for a pipeline stage's input from the stage before it. vLLM creates them in its
-        warm-up, which it skips on a CPU unless it compiles."""
+        """Creates the buffers for a pipeline stage's input. vLLM creates them in its warm-up, which it skips
+        on a CPU without compilation."""
         runner = self.model_runner
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
         )
 
     def record_routing(self) -> None:
+        """Starts recording the routing of requests."""
         self.routing = RoutingRecorder(self.model_runner)
 
     def take_routing(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
@@ -69,7 +72,7 @@ class WorkerExtension:
         return self.routing.take(name)
 
     def loaded_checksum(self) -> int:
-        """Returns the checksum of everything loaded since the last `start_weight_update`."""
+        """Returns the checksum of the weights that were loaded since the last `start_weight_update`."""
         return self.weight_transfer_engine.checksum.value
 
     def peak_memory(self) -> int:
@@ -79,25 +82,25 @@ class WorkerExtension:
         return peak
 
     def unwritten_parameters(self) -> list[str]:
-        """Returns the names of parameters that still have their values from before the first update, without
-        those that vLLM has packed and removed."""
+        """Returns the names of parameters whose values have not changed since before the first update.
+        Parameters that vLLM has packed and removed are not among them."""
         engine = self.weight_transfer_engine
         return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
 
     def layer_sketches(self, lengths: dict[str, int]) -> dict[str, tuple]:
-        """Sketches the weights of a checkpoint as this worker's layers compute with them, as far as they can
-        be read back. `lengths`: the lengths of the trainer's sketches, by the checkpoint's names."""
+        """Returns sketches of weights as this worker's layers compute with them. `lengths`: checkpoint name
+        -> length of the trainer's sketch. Weights that cannot be read back are omitted."""
         found = {}
         for stored, names in _stored_together(self.weight_transfer_engine.model, lengths).items():
-            values = _answer(self.weight_transfer_engine.model, stored)
+            values = _layer_output(self.weight_transfer_engine.model, stored)
             if values is not None and len(values) == sum(lengths[name] for name in names):
                 parts = values.split([lengths[name] for name in names])
                 found |= {name: tuple(Sketch.of(part)) for name, part in zip(names, parts, strict=True)}
         return found
 
     def use_adapter(self, number: int, config: dict[str, Any]) -> None:
-        """Replaces the adapter with id `number` by the adapter of the last update. `config`: its peft
-        configuration. The adapter goes through a temporary folder, because vLLM reads peft's folders."""
+        """Replaces the adapter with id `number` by that of the last update. `config`: its peft configuration.
+        The adapter is written to a temporary folder, because vLLM can only load adapters from folders."""
         tensors = self.weight_transfer_engine.adapter
         with TemporaryDirectory(prefix="adapter-") as folder:
             save_file(tensors, f"{folder}/adapter_model.safetensors")
@@ -106,19 +109,19 @@ class WorkerExtension:
 
 
 class CheckedLoading(WeightTransferEngine):
-    """Mixin for transfer engines that checksums the input of `load_weights` during an update. It keeps an
-    adapter's tensors for `use_adapter`, and replaces weights only where the update brings weights."""
+    """Mixin for transfer engines. During an update it computes the checksum of the input of `load_weights`,
+    collects an adapter's tensors for `use_adapter`, and replaces weights only if the update has any."""
 
     model: Any
-    """A model of vLLM, with a method `load_weights`."""
+    """The worker's vLLM model, with a method `load_weights`."""
 
     checksum = Checksum()
     at_start: dict[str, int]
-    """Fingerprints of the parameters before the first update."""
+    """Fingerprints of the parameters from before the first update."""
     adapter: dict[str, Tensor]
-    """The adapter's tensors in the last update, by peft's names."""
+    """The adapter's tensors of the last update, by peft's names."""
     is_replacing = False
-    """True once the update has brought weights; the model has none until the update ends."""
+    """True once the update has received weights. Until the update ends, the model is incomplete."""
 
     def start_weight_update(self) -> None:
         if not hasattr(self, "at_start"):
@@ -130,7 +133,7 @@ class CheckedLoading(WeightTransferEngine):
         del self.model.load_weights
         if self.is_replacing:
             super().finish_weight_update()
-        peak_memory.restart()  # the next peak is that of generation
+        peak_memory.restart()  # later peaks are those of generation
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
         weights = []
@@ -145,7 +148,7 @@ class CheckedLoading(WeightTransferEngine):
         if not self.is_replacing:
             super().start_weight_update()
             self.is_replacing = True
-        with _below_adapters(self.model):
+        with _without_lora_wrappers(self.model):
             return type(self.model).load_weights(self.model, weights)
 
 
@@ -154,15 +157,16 @@ class GlooInitInfo(WeightTransferInitInfo):
     master_address: str
     master_port: int
     rank_offset: int
-    """Rank of the engine's first worker among the workers of all engines; it names the engine's group."""
+    """Rank of the engine's first worker among the workers of all engines. It is also the name of the engine's
+    group."""
 
 
 @dataclass
 class GlooUpdateInfo(WeightTransferUpdateInfo):
     tensors: list = field(default_factory=list)
-    """[name, dtype, shape] of each tensor, in the order of sending."""
+    """[name, dtype, shape] of each tensor, in the order in which they are sent."""
     bucket_bytes: int = 0
-    """The sender's bucket size in bytes, from which the receiver computes the same buckets."""
+    """The sender's bucket size in bytes, from which the receiver computes the layout of buckets."""
 
 
 @dataclass
@@ -179,7 +183,7 @@ class RayUpdateInfo(WeightTransferUpdateInfo):
 
 
 class Reloading(WeightTransferEngine):
-    """Mixin for transfer engines that replaces the model's weights with vLLM's layerwise reload."""
+    """Mixin for transfer engines that replaces the model's weights by vLLM's layerwise reload."""
 
     model: Any
 
@@ -190,14 +194,14 @@ class Reloading(WeightTransferEngine):
         finalize_layerwise_reload(self.model, self.model_config)
         if not current_platform.is_cpu():
             return
-        # On a CPU a linear layer keeps a packed copy of its weight. A reload repacks only the layers that
-        # received weights, and a tied head receives none.
+        # On a CPU a linear layer has a packed copy of its weight. A reload repacks only layers that received
+        # weights, which a tied head does not.
         for head in _tied_heads(self.model):
             head.quant_method.process_weights_after_loading(head)
 
 
 class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
-    """Receives buckets as arguments of the control plane's calls."""
+    """Receives buckets as arguments of control-plane calls."""
 
     init_info_cls = RayInitInfo
     update_info_cls = RayUpdateInfo
@@ -235,15 +239,15 @@ class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]
             raise
 
     def _received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yields each bucket with its bytes. The next bucket is received while one is loaded."""
-        assert self.group is not None  # the trainer opens the transfer first
-        under_way: list[tuple[Bucket, Tensor, dist.Work]] = []
+        """Yields (bucket, buffer). While one bucket is loaded, the next is received."""
+        assert self.group is not None  # init_transfer_engine comes first
+        in_flight: list[tuple[Bucket, Tensor, dist.Work]] = []
         for bucket in buckets:
             buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            under_way.append((bucket, buffer, broadcast(self.group, buffer)))
-            if len(under_way) == 2:
-                yield _arrived(*under_way.pop(0))
-        for last in under_way:
+            in_flight.append((bucket, buffer, broadcast(self.group, buffer)))
+            if len(in_flight) == 2:
+                yield _arrived(*in_flight.pop(0))
+        for last in in_flight:
             yield _arrived(*last)
 
     def shutdown(self) -> None:
@@ -265,7 +269,7 @@ class CheckedNCCL(CheckedLoading, NCCLWeightTransferEngine):
 class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
-        self._packed_importer.close()  # with adapters too: the trainer's buffer is not free while mapped
+        self._packed_importer.close()  # with adapters, too: unmaps the trainer's buffer
 
 
 def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
@@ -274,16 +278,16 @@ def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, T
 
 
 def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:
-    """Returns the heads whose weight is another layer's."""
+    """Returns the heads that share their weight with another layer."""
     layers = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     owners = Counter(id(layer.weight) for layer in layers)
     return [m for m in layers if isinstance(m, ParallelLMHead) and owners[id(m.weight)] > 1]
 
 
 @contextmanager
-def _below_adapters(model: nn.Module) -> Iterator[None]:
+def _without_lora_wrappers(model: nn.Module) -> Iterator[None]:
     """Removes vLLM's LoRA wrappers around layers within the context, because the model's loader expects the
-    plain layers."""
+    bare layers."""
     wrapped = [(name, m) for name, m in model.named_modules() if isinstance(m, BaseLayerWithLoRA)]
     for name, layer in wrapped:
         model.set_submodule(name, layer.base_layer)
@@ -295,8 +299,8 @@ def _below_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def _stored_together(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
-    """Maps vLLM's name of a weight to the checkpoint's names of the weights that it holds, end to end.
-    Weights that vLLM stores more than once are left out."""
+    """Returns, for vLLM's name of a weight, the checkpoint's names of the weights that are concatenated in
+    it. Weights that vLLM stores more than once are omitted."""
     found: dict[str, list[tuple[int, str]]] = defaultdict(list)
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for name in names:
@@ -307,9 +311,10 @@ def _stored_together(model: nn.Module, names: Iterable[str]) -> dict[str, list[s
 
 
 @torch.no_grad()
-def _answer(model: nn.Module, name: str) -> Tensor | None:
-    """Returns a layer's output (n,) for a random input, without its bias, or a vector itself. None where the
-    weight `name` cannot be read back: its layer is of another kind, packed, or split among workers."""
+def _layer_output(model: nn.Module, name: str) -> Tensor | None:
+    """Returns a layer's output (n,) for a random input, without bias, if `name` is a matrix, and the weight
+    itself if it is a vector. None if the weight cannot be read back: its layer is of an unknown kind, packed,
+    or split among workers."""
     owner, _, kind = name.rpartition(".")
     layer = dict(model.named_modules()).get(owner)
     if isinstance(layer, BaseLayerWithLoRA):
@@ -329,8 +334,8 @@ def _answer(model: nn.Module, name: str) -> Tensor | None:
 
 
 def _fingerprints(model: nn.Module) -> dict[str, int]:
-    """Returns a checksum of the first elements of each non-empty parameter: enough to see whether it was
-    written, and cheap on a large model."""
+    """Returns a checksum of the first elements of each non-empty parameter, from which one can see cheaply
+    whether the parameter was written."""
     found = {}
     for name, param in model.named_parameters():
         if param.numel():
@@ -341,7 +346,8 @@ def _fingerprints(model: nn.Module) -> dict[str, int]:
 
 
 def _repack_experts_on_reload() -> None:
-    """Patches vLLM to repack CPU experts on every load; by itself it packs them on the first load only."""
+    """Patches vLLM to repack the experts of CPU layers on every load. By itself vLLM packs them only on the
+    first load."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     first_setup = UnquantizedFusedMoEMethod._setup_kernel
@@ -350,7 +356,7 @@ def _repack_experts_on_reload() -> None:
         is_reload = self.moe_kernel is not None
         first_setup(self, layer, w13, w2)
         if is_reload:
-            assert self.moe_kernel is not None  # made by the setup
+            assert self.moe_kernel is not None  # created by the setup
             self.moe_kernel.fused_experts.process_weights_after_loading(layer)
 
     UnquantizedFusedMoEMethod._setup_kernel = setup
@@ -360,7 +366,7 @@ BACKENDS = {"gloo": CheckedGloo, "ray": CheckedRay, "nccl": CheckedNCCL, "ipc": 
 for _name, _engine in BACKENDS.items():
     WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
 if current_platform.is_cpu():
-    from openrlhf.backends.vllm.image_attention import see_whole_images
+    from openrlhf.backends.vllm.image_attention import patch_image_attention
 
     _repack_experts_on_reload()
-    see_whole_images()
+    patch_image_attention()

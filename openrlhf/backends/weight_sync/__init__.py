@@ -1,1 +1,1 @@
-"""Sends weights from a model in training to rollout engines, and checks the weights that they loaded."""
+"""Weight sync: sends weights from a model in training to rollout engines, and checks what they loaded."""

@@ -1,5 +1,5 @@
-"""Layout of weights in a weight sync: named tensors, end to end in buckets. Both ends compute the same
-one."""
+"""Layout of weights in a weight sync: named tensors, concatenated in buckets. Trainer and engines compute the
+same layout."""
 
 import math
 from collections.abc import Iterable, Iterator
@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 
 ALIGNMENT = 64
+"""Multiple of bytes at which each tensor starts in a bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
+    """Name, dtype and shape of a tensor."""
+
     name: str
     dtype: str
     """Name of a torch dtype, such as float32."""
@@ -25,7 +28,7 @@ class TensorMeta:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Tensors that are sent together, and their places in the buffer."""
+    """Tensors that are sent together in one buffer."""
 
     tensors: tuple[TensorMeta, ...]
 
@@ -34,6 +37,7 @@ class Bucket:
         return sum(_aligned(t.num_bytes) for t in self.tensors)
 
     def views(self, buffer: Tensor) -> Iterator[tuple[TensorMeta, Tensor]]:
+        """Yields each tensor as a view of `buffer`, (num_bytes,) uint8."""
         offset = 0
         for t in self.tensors:
             yield t, buffer[offset : offset + t.num_bytes].view(getattr(torch, t.dtype)).view(t.shape)
@@ -41,8 +45,8 @@ class Bucket:
 
 
 def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
-    """Returns the tensors in order in buckets of at most `capacity` bytes each, unless a single tensor is
-    larger. Trainer and engines compute the same plan."""
+    """Distributes the tensors, in order, over buckets of at most `capacity` bytes. A larger tensor has a
+    bucket of its own."""
     buckets: list[list[TensorMeta]] = [[]]
     size = 0
     for t in tensors:

@@ -1,4 +1,5 @@
-"""A checksum over the bits of named tensors, which compares the weights that were loaded and sent."""
+"""A checksum over the bits of named tensors, with which an engine's loaded weights are compared with those
+sent."""
 
 import zlib
 from collections.abc import Iterator
@@ -7,23 +8,23 @@ import torch
 from torch import Tensor
 
 WORD = 8
-"""Bytes that are summed as one integer."""
+"""Bytes of a word, the unit of the sum."""
 PLACES = 1021
-"""Prime modulo which a word's place determines its factor in the sum."""
+"""Number of words in a row, a prime. A word's factor in the sum depends on its place in its row."""
 CHUNK_ROWS, CPU_CHUNK_ROWS = 1 << 13, 1 << 7
-"""Rows of PLACES words that are summed at a time: 67 MB on a GPU, for few kernel launches, and 1 MB on a CPU,
-which stays in a core's cache."""
+"""Number of rows that are summed at a time: 67 MB on a GPU, so that there are few kernel launches, and 1 MB
+on a CPU, which fits into a core's cache."""
 
 
 class Checksum:
-    """A sum over the bits of named tensors modulo 2^64, independent of the tensors' order. It changes where a
-    tensor is missing, doubled, renamed or changed, and where elements of a tensor change places.
+    """A sum over the bits of named tensors modulo 2^64, independent of the tensors' order. It changes if a
+    tensor is missing, doubled, renamed or changed, or if elements of a tensor swap places.
 
-    Bits are summed in words of 64, as fast as memory is read. The upper halves of the words are summed once
-    more, because a word times an even factor loses its uppermost bits modulo 2^64.
+    Bits are summed in 64-bit words, at the speed of reading memory. The upper halves of the words are summed
+    a second time, because a word times an even factor loses its highest bits modulo 2^64.
 
-    `add` only queues work on the tensor's device, on the current stream. `value` waits for it, and may be
-    read once all streams are synchronized.
+    `add` only queues work on the current stream of the tensor's device. `value` waits for the work; read it
+    when all streams are synchronized.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,5 @@
-"""The control plane of rollout engines in a weight sync, and the error for engines that failed."""
+"""The engines' control plane as the trainer uses it in a weight sync, and the error for engines that
+failed."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
@@ -7,23 +8,24 @@ from openrlhf.errors import ErrorCode, RunError
 
 
 class EngineClient(Protocol):
-    """The control plane of all rollout engines. Every call goes to the engines that have not failed, and
+    """The control plane of all rollout engines. Each call is sent to the engines that have not failed, and
     waits for them."""
 
     version: int
-    """Version that `finish_weight_update` gives to the weights."""
+    """Weight version that `finish_weight_update` sets."""
     workers_per_engine: int
     failures: dict[int, str]
-    """Maps the number of an engine that failed to its error."""
+    """Maps the index of an engine that failed to its error."""
     ends_with_first: bool
-    """True while an engine's error must be raised at once, because the others would never answer."""
+    """True while the first engine's error must be raised at once, because the other engines would never
+    answer."""
 
     @property
     def num_engines(self) -> int: ...
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        """Connects the engines. The workers of engine i get ranks from `init_info["rank_offset"] + i *
-        workers_per_engine` on."""
+        """Connects the engines. The first worker of engine i gets the rank `init_info["rank_offset"] + i *
+        workers_per_engine`."""
         ...
 
     def start_weight_update(self) -> None: ...
@@ -33,31 +35,33 @@ class EngineClient(Protocol):
     def finish_weight_update(self, weight_version: str | None = None) -> None: ...
 
     def checksums(self) -> dict[int, list[int]]:
-        """Returns, by engine, each worker's checksum of what it loaded since `start_weight_update`, see
-        `Checksum`."""
+        """Returns, for each engine, each worker's checksum of the weights that it loaded since
+        `start_weight_update`; see `Checksum`."""
         ...
 
 
 class EnginesFailedError(RunError):
-    """Raised when some engines failed in a weight sync. The others have the new version."""
+    """Raised if some engines failed in a weight sync. The others have the new version."""
 
     def __init__(self, version: int, failures: Mapping[int, str], num_engines: int) -> None:
         whole = [str(i) for i in range(num_engines) if i not in failures]
         first = f"weight sync {version} failed; engines with version {version}: {', '.join(whole) or 'none'}"
         lines = [first, *(f"inference engine {i}: {text}" for i, text in failures.items())]
         super().__init__(ErrorCode.ENGINE_FAILED, "\n".join(lines))
-        self.args = version, failures, num_engines  # pickled with these
+        self.args = version, failures, num_engines  # the arguments with which pickle calls __init__
         self.failures = dict(failures)
 
 
 class Transfer(Protocol):
+    """A transport of weights, on one trainer rank."""
+
     def send_weights(self) -> None:
-        """Sends all weights, and pauses and resumes the engines around it. Every rank calls it."""
+        """Pauses the engines, sends all weights, and resumes the engines. Collective."""
         ...
 
 
 class Rendezvous(NamedTuple):
-    """Address at which a trainer's rank meets the engines' workers."""
+    """The address at which the engines' workers connect to a trainer's rank."""
 
     address: str
     port: int

@@ -1,4 +1,4 @@
-"""Weight transfer over TCP: packed buckets, broadcast with gloo in private process groups."""
+"""Weight transfer over TCP: buckets are broadcast with gloo in private process groups."""
 
 import datetime
 import socket
@@ -12,16 +12,16 @@ from torch import Tensor
 
 from openrlhf.backends.weight_sync.buckets import as_json
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
-from openrlhf.backends.weight_sync.source import WeightSource, filled
+from openrlhf.backends.weight_sync.source import WeightSource, filled_buckets
 
 SENDING_THREADS = 8
-"""Largest number of threads with which rank 0 sends over gloo; connections to engines share them."""
+"""Maximum number of threads with which rank 0 sends. Connections to engines share them."""
 TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class GlooTransfer:
-    """Broadcasts packed buckets over private process groups beside the trainer's own, one for each engine, so
-    that no engine waits for another that has failed."""
+    """Broadcasts buckets over one private process group per engine, so that no engine waits for another one
+    that has failed."""
 
     def __init__(
         self,
@@ -30,47 +30,47 @@ class GlooTransfer:
         groups: Mapping[int, dist.ProcessGroup],
         bucket_bytes: int,
     ) -> None:
-        """`groups`: process group by the engine's number; empty on ranks other than 0."""
+        """`groups`: engine index -> process group; empty on ranks other than 0."""
         self.source, self.client, self.groups = source, client, dict(groups)
         self.bucket_bytes = bucket_bytes
-        self.under_way: dict[int, dist.Work] = {}
+        self.in_flight: dict[int, dist.Work] = {}
 
     def send_weights(self) -> None:
-        if not self.groups:  # joins the gathers only
+        if not self.groups:  # takes part in the gathers only
             for _ in self.source:
                 pass
             return
         self.client.start_weight_update()
-        self._forget(self.client.failures)
+        self._drop(self.client.failures)
         with ThreadPoolExecutor(1) as thread:
             update = {"tensors": as_json(self.source.tensors), "bucket_bytes": self.bucket_bytes}
             received = thread.submit(self.client.update_weights, update)
-            for _, buffer in filled(self.source, self.bucket_bytes):
-                self._arrive()
-                self.under_way = {i: broadcast(group, buffer) for i, group in self.groups.items()}
-            self._arrive()
+            for _, buffer in filled_buckets(self.source, self.bucket_bytes):
+                self._wait_for_receivers()
+                self.in_flight = {i: broadcast(group, buffer) for i, group in self.groups.items()}
+            self._wait_for_receivers()
             received.result()
         self.client.finish_weight_update()
 
-    def _arrive(self) -> None:
-        """Waits until engines have received the bucket under way. The connection to an engine that died or
-        failed breaks; its group is dropped."""
-        for i, work in self.under_way.items():
+    def _wait_for_receivers(self) -> None:
+        """Waits until the engines have received the last bucket. Drops the group of an engine whose
+        connection broke, because it died or failed."""
+        for i, work in self.in_flight.items():
             try:
                 work.wait()
             except RuntimeError as error:
-                self._forget([i])
+                self._drop([i])
                 print(f"weight sync: the connection to inference engine {i} broke: {error}", file=sys.stderr)
-        self.under_way = {}
+        self.in_flight = {}
 
-    def _forget(self, engines: Iterable[int]) -> None:
+    def _drop(self, engines: Iterable[int]) -> None:
         for i in engines:
             self.groups.pop(i, None)
 
 
 def gloo_group(address: str, port: int, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
-    """Creates a private process group beside the default one. All groups of a trainer meet at the store of
-    its rank 0, under different `name`s."""
+    """Creates a private process group. All groups of a trainer use the store of its rank 0, under different
+    `name`s."""
     store = _store(address, port, is_master=False)
     return _gloo_group(store, name, rank, world_size, _gloo_device(store))
 
@@ -84,17 +84,17 @@ def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
 
 
 def _gloo_device(store: dist.TCPStore) -> Any:
-    """Creates a gloo device: a thread that transfers the data of any number of groups."""
+    """Creates a gloo device, a thread that transfers data for any number of groups."""
     return dist.ProcessGroupGloo.create_device(hostname=_address_towards(store.host, store.port))
 
 
 def _gloo_group(
     store: dist.TCPStore, name: str, rank: int, world_size: int, device: Any
 ) -> dist.ProcessGroup:
-    gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
+    gloo: Any = dist.ProcessGroupGloo  # torch's type stubs lack its options
     options = gloo._Options()
     options._devices, options._timeout = [device], TIMEOUT
-    options._threads = 1  # for waiting: buckets come one after the other
+    options._threads = 1  # buckets are sent one after the other
     return gloo(dist.PrefixStore(name, store), rank, world_size, options)
 
 
@@ -103,7 +103,7 @@ def _store(address: str, port: int, *, is_master: bool) -> dist.TCPStore:
 
 
 def _address_towards(address: str, port: int) -> str:
-    """Returns the address of this machine on the route to `address`. Sends nothing."""
+    """Returns this machine's address on the route to `address`. Sends no data."""
     family, kind, protocol, _, target = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(target)

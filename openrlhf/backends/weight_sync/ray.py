@@ -1,24 +1,24 @@
-"""Weight transfer through the engines' control plane, which puts each bucket into Ray's object store."""
+"""Weight transfer through the engines' control plane and Ray's object store."""
 
 from openrlhf.backends.weight_sync.buckets import as_json
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
-from openrlhf.backends.weight_sync.source import WeightSource, filled
+from openrlhf.backends.weight_sync.source import WeightSource, filled_buckets
 
 
 class RayTransfer:
-    """Hands buckets to the engines' control plane, which puts each into Ray's object store once. Slow, but
-    trainer and engines need no connection of their own."""
+    """Passes buckets to the engines' control plane, which puts each into Ray's object store once. This is
+    slow, but needs no connection between trainer and engines."""
 
     def __init__(self, source: WeightSource, client: EngineClient, meeting: Rendezvous) -> None:
         self.source, self.client, self.meeting = source, client, meeting
 
     def send_weights(self) -> None:
-        if self.meeting.rank != 0:  # joins the gathers only
+        if self.meeting.rank != 0:  # takes part in the gathers only
             for _ in self.source:
                 pass
             return
         self.client.start_weight_update()
-        for bucket, buffer in filled(self.source, self.meeting.bucket_bytes):
+        for bucket, buffer in filled_buckets(self.source, self.meeting.bucket_bytes):
             update = {"tensors": as_json(bucket.tensors), "data": buffer.numpy().tobytes()}
             self.client.update_weights(update)
         self.client.finish_weight_update()

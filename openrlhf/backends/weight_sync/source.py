@@ -1,4 +1,4 @@
-"""The weights that a trainer sends: their metadata, and the tensors themselves, unsharded on rank 0."""
+"""The weights that a trainer sends: metadata, and the unsharded tensors."""
 
 from collections.abc import Iterator, Sequence
 from itertools import cycle
@@ -15,11 +15,11 @@ from openrlhf.config.choices import LoraSync
 GATHERED_BYTES = 64 << 20
 """Bytes of weights that are gathered at a time."""
 ADAPTER_MARKS = (".lora_A.", ".lora_B.")
-"""Substrings that mark the names of an adapter's tensors; no checkpoint of a whole model has them."""
+"""Substrings of the names of an adapter's tensors. No other weights have them."""
 
 
 class Sendable(Protocol):
-    """A model in training, on every rank. `TrainEngine` documents these methods."""
+    """A model in training. `TrainEngine` documents these methods."""
 
     def weights(self, bucket_bytes: int, part: Part = "merged") -> Iterator[tuple[str, Tensor]]: ...
 
@@ -27,20 +27,20 @@ class Sendable(Protocol):
 
 
 class WeightSource:
-    """A model's weights as the transfer backends read them: metadata, and an iteration that every rank joins.
-    With separate adapters the base weights are sent the first time only."""
+    """A model's weights as the transports read them: metadata, and a collective iteration over the tensors.
+    With separate adapters, base weights are sent only the first time."""
 
     def __init__(self, engine: Sendable, lora_sync: LoraSync) -> None:
         self.engine = engine
         self.whole_part: Part = "merged" if lora_sync == "merged" else "base"
-        """Part of the model that the engines' layers hold."""
+        """Part of the model that the engines' layers store."""
         self.parts: tuple[Part, ...] = ("merged",) if lora_sync == "merged" else ("base", "adapter")
         self.checksum = Checksum()
         self._metadata: dict[Part, list[TensorMeta]] = {}
 
     @property
     def tensors(self) -> list[TensorMeta]:
-        """Metadata of the parts that the next sync sends."""
+        """Metadata of the tensors that the next sync sends."""
         return [meta for part in self.parts for meta in self._of_part(part)]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -51,8 +51,8 @@ class WeightSource:
                 self.checksum.add(name, whole)
                 yield name, whole
 
-    def were_sent(self) -> None:
-        """Limits further syncs to the part that training changes."""
+    def mark_sent(self) -> None:
+        """Limits further syncs to the part that training changes: all weights, or the adapter."""
         self.parts = self.parts[-1:]
 
     def _of_part(self, part: Part) -> list[TensorMeta]:
@@ -62,9 +62,9 @@ class WeightSource:
         return self._metadata[part]
 
 
-def filled(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor]]:
-    """Yields all weights of `source` in buckets with their bytes. A bucket's bytes are overwritten by the
-    bucket after the next."""
+def filled_buckets(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor]]:
+    """Yields all weights of `source` as (bucket, buffer). There are two buffers, so a buffer is overwritten
+    by the second bucket after it."""
     stream, buckets = iter(source), plan_buckets(source.tensors, capacity)
     for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
         for meta, view in bucket.views(buffer):
@@ -72,12 +72,12 @@ def filled(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor
             assert name == meta.name, (name, meta.name)
             view.copy_(tensor)
         yield bucket, buffer
-    for _ in stream:  # lets the source leave its last gather
+    for _ in stream:  # ends the last gather
         raise AssertionError("more weights than the metadata announced")
 
 
 def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-    """Yields a buffer for each of `buckets`, two in turns: one is filled while the other is sent."""
+    """Yields a buffer for each bucket, from two that alternate: one is filled while the other is sent."""
     size = max((bucket.num_bytes for bucket in buckets), default=0)
     memory = cycle(torch.empty(2, size, dtype=torch.uint8))
     return (buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, memory, strict=False))

@@ -1,8 +1,8 @@
-"""Checks that engines compute with the weights that they were sent.
+"""Checks that engines compute with the weights that the trainer sent.
 
-A checksum covers the input of an engine's loader, but not what the engine makes of it: fused and packed
-copies, tied heads, buffers, adapters. So after every weight sync trainer and engines compute the log-probs of
-the same tokens, the probe, and must agree.
+A checksum covers the input of an engine's loader, but not the engine's use of it: fused and packed copies,
+tied heads, buffers, adapters. After every weight sync trainer and engines therefore compute the log-probs of
+the same tokens, the probe, which must agree.
 """
 
 import math
@@ -19,24 +19,25 @@ from openrlhf.models.vision import SHAPES, ImageReader
 from openrlhf.types import Image
 
 PROBE_TOKENS = 128
+"""Number of tokens of a probe, besides those of a picture."""
 ROUNDING = {"fp32": 2.0**-11, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Largest relative error of one rounding for each `--ds.param_dtype`. GPUs may round the factors of float32
+"""Maximum relative error of one rounding, by `--ds.param_dtype`. GPUs may round the factors of float32
 products to TF32."""
 FLOAT32_ON_CPU = 2.0**-17
-"""Relative error of a float32 product on a CPU: n additions with errors of 2^-24 and random signs, for n up
-to 2^14."""
+"""Relative error of a dot product in float32 on a CPU: n additions with errors of 2^-24 and random signs, for
+n up to 2^14."""
 ROUNDINGS = 32
-"""Number of rounding errors that may add up. Independent errors grow with the square root of their number: 32
-for 256 layers with 4 roundings each."""
-OTHER_EXPERTS = 2.0**-3
-"""Allowed difference of log-probs, in units of their spread, for a mixture of experts in any precision: a
-router near a tie sends a token to another expert, and all later tokens attend to it."""
+"""Allowed error as a multiple of one rounding error. Independent errors grow with the square root of their
+number: 32 for 256 layers with 4 roundings each."""
+ROUTER_TOLERANCE = 2.0**-3
+"""Allowed difference of log-probs, in units of their spread, for mixtures of experts in any precision.
+Rounding may route a token to another expert, and all later tokens attend to it."""
 LEAST_SPREAD = 0.01
-"""Smallest spread of log-probs, in nats, as the unit of differences."""
+"""Lower bound in nats of the spread, the unit of differences."""
 PROJECTIONS = 16
 """Number of random projections in the sketch of a weight."""
 LEAST_EFFECT = 4.0
-"""Smallest effect of a random adapter on the log-probs of a probe, in multiples of the allowed difference."""
+"""Minimum change of a probe's log-probs by a random adapter, in multiples of the allowed difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,17 +52,17 @@ class EngineProbe:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
-    """Tokens by which trainer and engines are compared, the same ones in every process of a run."""
+    """The tokens on which trainer and engines are compared, the same in all processes of a run."""
 
     token_ids: list[int]
-    """(L,) tokens as the trainer reads them, with all tokens of a picture."""
+    """(L,) tokens as the trainer reads them, with all placeholder tokens of a picture."""
     asked: list[int]
-    """The same tokens as in an engine's request, with one placeholder in place of the picture's tokens."""
+    """The same tokens as an engine's request has them, with a single placeholder for the picture."""
     images: tuple[Image, ...] = ()
 
 
 def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, max_len: int) -> Probe:
-    """Returns a probe of at most `max_len` tokens, with a picture in front where the policy has a `reader` of
+    """Returns a probe of at most `max_len` tokens. It begins with a picture if the policy has a `reader` of
     images."""
     if reader is None:
         tokens = probe_of(tokenizer, min(PROBE_TOKENS, max_len))
@@ -74,8 +75,8 @@ def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, m
 
 
 def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
-    """Returns at most `length` tokens: the tokenizer's BOS token where it has one, then ordinary tokens drawn
-    at random, the same ones at every call."""
+    """Returns at most `length` token ids: the tokenizer's BOS token if it has one, then random ordinary
+    tokens, the same in every call."""
     special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
     ordinary = torch.tensor(sorted(set(tokenizer.get_vocab().values()) - special))
     drawn = torch.randint(len(ordinary), (length,), generator=torch.Generator().manual_seed(0))
@@ -85,10 +86,10 @@ def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
-    """The largest mean difference between two sets of log-probs of a probe that rounding explains.
+    """The maximum mean difference between two sets of log-probs of a probe up to which rounding explains it.
 
-    Errors of logits grow with the logits, so differences are measured in units of the trainer's spread, the
-    mean of |log p - mean log p|. Wrong weights cause differences of about 1.
+    Errors of logits grow with the logits. Differences are therefore measured in units of the spread of the
+    trainer's log-probs, the mean of |log p - mean log p|. Wrong weights cause differences of about 1.
     """
 
     dtype: str
@@ -98,25 +99,25 @@ class Limit:
 
     @property
     def relative(self) -> float:
-        """Relative error by rounding alone, without routers."""
+        """Relative error that rounding explains in models without experts."""
         exact = self.dtype == "fp32" and not self.on_gpu
         return ROUNDINGS * (FLOAT32_ON_CPU if exact else ROUNDING[self.dtype])
 
     def allowed(self, trainer: Tensor) -> float:
-        """Returns the limit in nats, given the trainer's log-probs (L - 1,) of a probe."""
-        relative = max(self.relative, OTHER_EXPERTS) if self.has_experts else self.relative
+        """Returns the limit in nats. `trainer` (L - 1,): the trainer's log-probs of the probe."""
+        relative = max(self.relative, ROUTER_TOLERANCE) if self.has_experts else self.relative
         return relative * _spread(trainer)
 
 
 def check_stored(trainer: Tensor, number: int, engine: EngineProbe, limit: Limit) -> float:
-    """Returns the mean difference between an engine's and the trainer's log-probs (L - 1,) of the same
-    version, in units of their spread. Raises DifferentWeightsError where it is more than `limit` allows.
+    """Returns the mean difference between an engine's and the trainer's log-probs (L - 1,) of the same weight
+    version, in units of their spread. Raises DifferentWeightsError if it exceeds `limit`.
 
-    `number`: the engine's number.
+    `number`: index of the engine.
     """
     theirs = torch.tensor(engine.log_probs)
     difference = (theirs - trainer).abs()
-    if not difference.mean() <= limit.allowed(trainer):  # NaN is not either
+    if not difference.mean() <= limit.allowed(trainer):  # also true for NaN
         worst = int(difference.nan_to_num(math.inf).argmax())
         kind = limit.dtype + " with experts" * limit.has_experts
         text = (
@@ -132,12 +133,12 @@ def check_stored(trainer: Tensor, number: int, engine: EngineProbe, limit: Limit
 
 
 class DifferentWeightsError(RunError):
-    """Raised when an engine computes with other weights than the trainer's."""
+    """Raised if an engine computes with other weights than the trainer's."""
 
 
 def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
-    """Raises RunError where a random adapter hardly moves the trainer's own log-probs, (L - 1,) each: the
-    probe could not tell an engine that applies the adapter from one that does not."""
+    """Raises RunError if a random adapter hardly changes the trainer's log-probs, (L - 1,) without (`plain`)
+    and with the adapter (`adapted`). The probe could then not detect an engine that ignores adapters."""
     moved, least = float((adapted - plain).abs().mean()), LEAST_EFFECT * limit.allowed(plain)
     if not moved >= least:
         text = (
@@ -149,13 +150,14 @@ def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
 
 
 class Sketch(NamedTuple):
-    """A summary of a weight in a few numbers: of a matrix's product with a random input, or of a vector."""
+    """A few numbers that summarize a vector, or a matrix by its product with a random input."""
 
     length: int
     size: float
-    """Root mean square of the summarized vector's elements."""
+    """Root mean square of the vector's elements."""
     projections: tuple[float, ...]
-    """Projections onto random directions, in units of an element; wrong weights move them by about `size`."""
+    """Projections of the vector onto random directions, scaled to the size of an element. Wrong weights
+    change them by about `size`."""
 
     @classmethod
     def of(cls, values: Tensor) -> Self:
@@ -166,17 +168,17 @@ class Sketch(NamedTuple):
         return cls(len(numbers), float((numbers**2).mean().sqrt()), tuple(projections))
 
     def distance(self, other: "Sketch") -> float:
-        """Returns the distance in units of an element: about the root mean square of the differences."""
+        """Returns the distance, which estimates the root mean square of the differences between elements."""
         return math.dist(self.projections, other.projections) / math.sqrt(PROJECTIONS)
 
 
 def random_input(size: int) -> Tensor:
-    """Returns a random (size,) float32 vector, the same in every process."""
+    """Returns a random float32 vector (size,), the same in every process."""
     return torch.randn(size, generator=torch.Generator().manual_seed(size))
 
 
 def sketches(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
-    """Sketches the vectors and matrices among the named tensors of a checkpoint."""
+    """Sketches the vectors and matrices among the named tensors; omits others."""
     found = {}
     for name, weight in weights:
         if weight.dim() == 2:
@@ -187,8 +189,8 @@ def sketches(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
 
 
 def differing_weights(sent: Mapping[str, Sketch], stored: Mapping[str, Sketch], relative: float) -> list[str]:
-    """Returns the names of weights whose sketches in an engine's layers differ from those the trainer sent,
-    in the order of sending. `relative`: the relative error that rounding explains."""
+    """Returns the names of weights whose sketches in an engine's layers (`stored`) differ from the trainer's
+    (`sent`), in the order of sending. `relative`: the relative error that rounding explains."""
     return [
         name
         for name, ours in sent.items()
@@ -197,8 +199,9 @@ def differing_weights(sent: Mapping[str, Sketch], stored: Mapping[str, Sketch], 
 
 
 def reason_of(unwritten: Sequence[str], different: Sequence[str], num_compared: int) -> str:
-    """Returns a message on why an engine's log-probs differ. `unwritten`: parameters that no sync has
-    written; `different`: weights that differ in its layers, among `num_compared`."""
+    """Returns a message about the cause of different log-probs. `unwritten`: parameters that no sync has
+    written; `different`: weights that differ in the engine's layers, of `num_compared` weights that were read
+    back."""
     if unwritten:
         return f"The sync did not write {_some(unwritten)}: nothing was sent for it, or vLLM skipped it."
     if different:

@@ -84,29 +84,29 @@ def sleep(spec: dict, case: dict, folder: Path) -> dict:
     engine = build_engine(spec, **case)
     awake = two_steps(engine, lambda: None)
     engine = build_engine(spec, **case)
-    leave, come_back = engine.offload, engine.reload
-    leave()  # before the first step the optimizer has no state
-    come_back()
-    asleep = two_steps(engine, lambda: (leave(), leave(), come_back()))
+    offload, reload = engine.offload, engine.reload
+    offload()  # before the first step the optimizer has no state
+    reload()
+    asleep = two_steps(engine, lambda: (offload(), offload(), reload()))
     engine.train_step(rows(1), SFTObjective())
     moved = sum(t.nbytes for t in states(engine).values())
     forgotten = scratch_bytes(engine)
     before = bytes_held(engine)
-    leave()
+    offload()
     freed = before - bytes_held(engine)
     refused = error_of(lambda: engine.train_step(rows(1), SFTObjective()))
     refused += error_of(lambda: engine.save_checkpoint(str(folder), "tag", {}))
-    come_back()
+    reload()
     engine.save_checkpoint(str(folder), "tag", {})
     trained = {name: tensor.clone() for name, tensor in engine.weights()}
     engine.train_step(rows(1), SFTObjective())
-    leave()
-    come_back()
+    offload()
+    reload()
     engine.load_checkpoint(str(folder), "tag")
     restored = dict(engine.weights())
     same_again = all(torch.equal(trained[name], tensor) for name, tensor in restored.items())
-    leave()
-    engine.optimizer_state.is_away = False  # as if nobody had checked
+    offload()
+    engine.optimizer_state.is_offloaded = False  # as if nobody had checked
     return {
         "changed": [name for name in awake if not torch.equal(awake[name], asleep[name])],
         "num_states": len(awake),
