@@ -8,9 +8,11 @@ KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_I
 QUICK = $(addsuffix .py,$(addprefix tests/unit/test_,advantages algorithms balance collect config correction \
     credit evaluate failures kl mismatch origin policy_loss preference_loss reduce rewards schedule seeds \
     token_loss traits trajectories types value_loss))
+RUN_MUTANTS = PYTHONPATH=.:tests .venv/bin/python -m mutants.run
+MUTANTS ?=
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all test-kernels gpu fast quick lint env
+.PHONY: demo test test-all test-kernels mutants gpu fast quick lint env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -23,12 +25,16 @@ test: env  ## Every guarantee, in about 20 minutes
 test-all: env  ## The same and the exhaustive variants
 	.venv/bin/pytest --junit-xml=$(REPORTS)/gpu.xml tests/gpu
 	.venv/bin/pytest $(PARALLEL) -m "not gpu" --junit-xml=$(REPORTS)/cpu.xml
+	$(RUN_MUTANTS) --sample 12 --seed "$$(git rev-parse HEAD)"
 	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml
 
 test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 	set -e; for kernels in $(KERNELS); do \
 	    echo "$$kernels"; env $$kernels .venv/bin/pytest $(PARALLEL) -m "not slow" $(NUMERIC); \
 	done
+
+mutants: env  ## The tests against silent bugs that they must catch, see docs/verification.md
+	$(RUN_MUTANTS) $(MUTANTS)
 
 gpu: env  ## Every part checked and measured on a GPU, stage by stage
 	.venv/bin/python benchmarks/gpu.py
