@@ -9,6 +9,7 @@ has imported torch and its relatives.
 """
 
 import argparse
+import gc
 import hashlib
 import importlib
 import json
@@ -25,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
@@ -35,7 +37,7 @@ from mutants.covered import Coverage, Selection
 
 CACHE = ROOT / ".pytest_cache" / "mutants.json"
 PRELOADED = ("torch", "transformers", "datasets", "peft", "hypothesis", "ray", "vllm", "deepspeed", "pytest")
-FIRST_FILES = 6
+FIRST_FILES = 3
 """Number of test files that run before all others, which saves the imports of the others."""
 LIMIT = 900.0
 """Seconds that pytest may take for one mutant. A mutant may run forever, which counts as caught."""
@@ -64,12 +66,12 @@ def main() -> None:
         pool = ProcessPoolExecutor(options.jobs, mp_context=FORK, initializer=_copy, initargs=(folder,))
         with pool:
             _check_unchanged(pool, mutants)
-            results = list(_map(pool, _try_known, mutants))
-            if left := [result.mutant for result in results if result.outcome == "SURVIVED"]:
+            known = [(mutant, [mutant.tests]) for mutant in mutants if mutant.tests]
+            results = [result for result in _map(pool, _try, known) if result.outcome != "SURVIVED"]
+            done = {result.mutant.id for result in results}
+            if left := [mutant for mutant in mutants if mutant.id not in done]:
                 seen = _seen(pool)
-                work = [(mutant, _plan(mutant, seen)) for mutant in left]
-                results = [result for result in results if result.outcome != "SURVIVED"]
-                results += _map(pool, _try_seen, work)
+                results += _map(pool, _try, [(mutant, _plan(mutant, seen)) for mutant in left])
     if options.record:
         Path(options.record).write_text(json.dumps({r.mutant.id: r.test for r in results if r.test}))
     print(_table(results))
@@ -108,6 +110,7 @@ def _preload() -> None:
         importlib.import_module(name)
     for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
         del sys.modules[name]
+    gc.freeze()  # pytest collects garbage at its end, which takes seconds with these libraries
 
 
 def _copy(folder: str) -> None:
@@ -146,34 +149,25 @@ def _check_unchanged(pool: ProcessPoolExecutor, mutants: Sequence[Mutant]) -> No
             sys.exit(f"{test}: no such test")
 
 
-def _try_known(mutant: Mutant) -> Result:
-    try:
-        source = mutated(mutant, copy)
-    except DoesNotApply as error:
-        return Result(mutant=mutant, outcome=str(error))
-    return _try(mutant, source, [mutant.tests] if mutant.tests else [])
-
-
-def _try_seen(work: tuple[Mutant, list[list[str]]]) -> Result:
+def _try(work: tuple[Mutant, Sequence[Sequence[str]]]) -> Result:
+    """Runs batches of tests against a mutant, up to the first test that fails."""
     mutant, batches = work
-    return _try(mutant, mutated(mutant, copy), batches)
-
-
-def _try(mutant: Mutant, source: str, batches: Sequence[Sequence[str]]) -> Result:
     start, file = time.monotonic(), copy / mutant.path
-    original = file.read_text()
+    result = partial(Result, mutant=mutant)
+    try:
+        source, original = mutated(mutant, copy), file.read_text()
+    except DoesNotApply as error:
+        return result(outcome=str(error))
     try:
         _write(file, source)
         for tests in batches:
             found = _run_tests(tests)
             seconds = time.monotonic() - start
             if found.not_collected:
-                return Result(
-                    mutant=mutant, outcome="not silent", test=found.not_collected[0], seconds=seconds
-                )
+                return result(outcome="not silent", test=found.not_collected[0], seconds=seconds)
             if found.failed:
-                return Result(mutant=mutant, outcome="caught", test=found.failed, seconds=seconds)
-        return Result(mutant=mutant, seconds=time.monotonic() - start)
+                return result(outcome="caught", test=found.failed, seconds=seconds)
+        return result(seconds=time.monotonic() - start)
     finally:
         _write(file, original)
 
@@ -247,7 +241,7 @@ def _in_copy(function: Callable[[], Any], sender: Connection) -> None:
         str(copy),
         *(path for path in sys.path if path not in ("", str(ROOT), str(ROOT / "tests"))),
     ]
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("openrlhf", "mutants")]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "openrlhf"]:
         del sys.modules[name]
     try:
         result = function()

@@ -8,6 +8,7 @@ from vllm.config.lora import MaxLoRARanks
 
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, _lora_arguments, engine_environment
+from openrlhf.completions import SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
@@ -174,6 +175,25 @@ def test_requests_have_the_adapter_once_it_has_come():
     assert engine.adapter is not None and engine.adapter.lora_int_id == 1
     update = ["pause_generation", "start_weight_update", "finish_weight_update", "collective_rpc"]
     assert engine.llm.calls == [*update, "reset_prefix_cache", "resume_generation"]
+
+
+def test_requests_name_the_adapter():
+    """vLLM applies an adapter only where the request names it."""
+    named = []
+
+    async def generate(prompt, params, *, request_id, lora_request=None):
+        named.append(lora_request)
+        yield "an answer"
+
+    async def work():
+        await engine._answer([1], SamplingParams())
+        await synced(engine)
+        await engine._answer([1], SamplingParams())
+
+    engine = engine_of(lora=LoraConfig(rank=12, alpha=24, target_modules=("q_proj",)))
+    engine.llm.generate = generate
+    asyncio.run(work())
+    assert named == [None, engine.adapter]
 
 
 def test_vllm_makes_room_for_an_adapter_of_the_next_larger_rank():

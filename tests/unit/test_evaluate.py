@@ -71,6 +71,13 @@ def test_a_sample_of_two_parts_counts_once_and_has_the_length_of_both():
     assert (metrics["eval/response_length_mean"], metrics["eval/truncated_rate"]) == (3, 0.5)
 
 
+def test_a_sample_of_two_parts_has_one_score_and_fails_once():
+    right, wrong, failed = (trajectory(0, i, score) for i, score in enumerate([1.0, 0.0, None]))
+    metrics = evaluation_metrics([right, replace(right, part=1), wrong, failed])
+    assert metrics["eval/math_pass1"] == metrics["eval/math_score_mean"] == 0.5
+    assert metrics["eval/failed_ratio"] == pytest.approx(1 / 3)
+
+
 def test_a_figure_for_every_power_of_two_and_for_all_samples():
     """2 of 6 samples are right: 1 - C(4, k) / C(6, k)."""
     samples = [trajectory(0, i, s) for i, s in enumerate([0.0, 1.0, 0.0, 0.0, 1.0, 0.0])]

@@ -249,6 +249,10 @@ def test_the_merged_reward_model_keeps_head_and_statistics(
     scorer.model.config.mean, scorer.model.config.std = 0.25, 2.5
     save_adapter(scorer.model, weights_of(scorer.model), tmp_path)
     assert load_statistics(tmp_path) == {"mean": 0.25, "std": 2.5}
+    fresh = hf.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+    loaded = peft.PeftModel.from_pretrained(fresh, tmp_path).state_dict()
+    (saved,) = (name for name in loaded if name.endswith("score.modules_to_save.default.weight"))
+    assert torch.equal(loaded[saved], getattr(scorer.model, head).weight)
     with torch.no_grad():
         expected = scorer(row)
         merged = load_scorer(str(combined(base, tmp_path, "--is_rm")), **options)

@@ -24,6 +24,7 @@ from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
 from openrlhf.training.objectives.prm import ProcessObjective
+from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.rm import RewardObjective, ScoreMoments
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import (
@@ -483,6 +484,14 @@ def test_distillation_with_coefficient_zero_is_sft(folders):
     assert loss.item() == expected.item() == metrics["kd/nll"].item()
     assert metrics["kd/kl"].item() > 0.1
     assert_close(gradients(student.model), gradients(policy.model))
+
+
+def test_pretraining_texts_weigh_what_their_coefficient_says(folders):
+    policy, row = PolicyModel(our(folders["policy"])), PackedRow.of(SAMPLES)
+    loss, metrics = PTXObjective(coef=0.25)(policy, row, norm_of(row))
+    expected, _ = SFTObjective()(policy, row, norm_of(row))
+    assert loss.item() == pytest.approx(0.25 * expected.item())
+    assert metrics["policy/ptx_loss"].item() == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl"])

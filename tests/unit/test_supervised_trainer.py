@@ -205,6 +205,21 @@ def test_an_evaluation_is_a_phase_of_its_own_with_its_rows_counted(tmp_path):
     assert [step for step in metrics if "timing/save" in metrics[step]] == [4, 7]
 
 
+def test_an_objective_with_a_statistic_of_its_batch_is_prepared_for_evaluation_rows_too(tmp_path):
+    rows = [PackedRow.empty()] * 2
+    trainer = trainer_of(tmp_path, {}, eval_rows=rows, max_steps=3)
+    prepared, used = [], []
+
+    def prepare(of):
+        prepared.append(of)
+        return lambda model, row, norm: used.append(len(prepared))
+
+    trainer.prepare = prepare
+    trainer.fit()
+    assert prepared[-1] == rows
+    assert used == [4, 4]  # after those of three steps
+
+
 @pytest.mark.parametrize(
     ("max_steps", "steps", "evaluations"), [(2, 2, [2]), (5, 5, [3, 5]), (6, 6, [3, 6]), (99, 9, [3, 6, 9])]
 )
