@@ -3,7 +3,7 @@ weights and export."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from openrlhf.faults import fault
 from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
-from openrlhf.models.dropout import set_training
+from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
 from openrlhf.models.lora import (
     adapter_weights,
     base_weights,
@@ -103,6 +103,20 @@ class TrainedRank(ModelRank):
     """Whether the run goes on after a step whose loss or gradient is not finite."""
     skipped = 0
     """Number of steps that were skipped in a row."""
+
+    def _prepare_layers(
+        self, module: RowModel, *, checkpointing: bool, reentrant: bool, dropout: bool
+    ) -> None:
+        """Sets up dropout and gradient checkpointing of a model that is not sharded yet."""
+        self.checkpoints_layers = checkpointing
+        # Models without noise stay in training mode, because some architectures drop gradients in evaluation
+        # mode.
+        self.plain_training = dropout or not has_noise(module.model.config)
+        if checkpointing:
+            on_host = self.ds.offloading.activations_on_host
+            enable_checkpointing(
+                module.model, reentrant=reentrant, dropout=self.plain_training, on_host=on_host
+            )
 
     @property
     @abstractmethod
@@ -361,6 +375,20 @@ def exempt_from_decay(module: nn.Module) -> set[int]:
             if is_norm or len(whole_shape(p)) < 2 or name.endswith("bias"):
                 found.add(id(p))
     return found
+
+
+def decay_groups(module: nn.Module, weight_decay: float, *, without: Container[int] = ()) -> list[dict]:
+    """Returns the trained parameters as groups of an optimizer: those with weight decay, and those exempt
+    from it. `without`: `id`s of parameters that are in neither. Empty groups are left out."""
+    exempt, trained = exempt_from_decay(module), [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {
+            "params": [p for p in trained if id(p) not in without and (id(p) in exempt) is is_exempt],
+            "weight_decay": 0.0 if is_exempt else weight_decay,
+        }
+        for is_exempt in (False, True)
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:

@@ -112,7 +112,10 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
         table = table.append_column("images", pa.array([[]] * len(table), pa.list_(pa.string())))
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
-    return [_trajectory(row, *of_row) for row, of_row in zip(facts, arrays, strict=True)]
+    return [
+        _trajectory(row | dict(zip(ARRAYS.names, own, strict=True)))
+        for row, own in zip(facts, arrays, strict=True)
+    ]
 
 
 def table_of_json(path: Path) -> pa.Table:
@@ -213,18 +216,10 @@ def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
     return [flat[start:end] for start, end in pairwise([0, *ends])]
 
 
-def _trajectory(
-    row: Mapping[str, Any],
-    token_ids: np.ndarray,
-    action_ranges: np.ndarray,
-    turn_starts: np.ndarray,
-    turn_rewards: np.ndarray,
-    weight_versions: np.ndarray,
-    rollout_log_probs: np.ndarray,
-) -> Trajectory:
-    """Builds a trajectory from a row's FACTS and ARRAYS."""
-    action_mask = np.zeros(len(token_ids), bool)
-    for start, end in action_ranges:
+def _trajectory(row: Mapping[str, Any]) -> Trajectory:
+    """Builds a trajectory from a row with FACTS and, as numpy arrays, ARRAYS."""
+    action_mask = np.zeros(len(row["token_ids"]), bool)
+    for start, end in row["action_ranges"]:
         action_mask[start:end] = True
     return Trajectory(
         prompt=Prompt(
@@ -234,20 +229,18 @@ def _trajectory(
             source=row["source"],
             epoch=row["epoch"],
         ),
-        token_ids=token_ids,
         action_mask=action_mask,
         images=tuple(Image(reference, b"") for reference in row["images"]),
-        turn_starts=turn_starts,
-        turn_rewards=turn_rewards,
-        weight_versions=weight_versions,
-        rollout_log_probs=rollout_log_probs,
         outcome=Outcome(row["outcome"]),
         extra_logs={log["name"]: log["value"] for log in row["extra_logs"]},
         **{name: row[name] for name in _SAME},
     )
 
 
-_SAME = ("sample_index", "part", "seed", "reward", "score", "error", "finish_reason", "truncated")
+_SAME = (
+    *("sample_index", "part", "seed", "reward", "score", "error", "finish_reason", "truncated"),
+    *("token_ids", "turn_starts", "turn_rewards", "weight_versions", "rollout_log_probs"),
+)
 
 
 def _trajectory_of_json(row: Mapping[str, Any]) -> Trajectory:
@@ -262,11 +255,10 @@ def _trajectory_of_json(row: Mapping[str, Any]) -> Trajectory:
             "reward": number(row["reward"]),
             "score": number(row["score"]),
             "extra_logs": [{"name": k, "value": float(v)} for k, v in row["extra_logs"].items()],
-        },
-        np.array(row["token_ids"], np.int32),
-        ranges,
-        ranges[:, 0],
-        np.zeros(0, np.float32),
-        np.array(row["weight_versions"], np.int32).reshape(-1, 2),
-        np.array(row["rollout_log_probs"], np.float32),
+            "token_ids": np.array(row["token_ids"], np.int32),
+            "turn_starts": ranges[:, 0],
+            "turn_rewards": np.zeros(0, np.float32),
+            "weight_versions": np.array(row["weight_versions"], np.int32).reshape(-1, 2),
+            "rollout_log_probs": np.array(row["rollout_log_probs"], np.float32),
+        }
     )

@@ -38,7 +38,7 @@ from openrlhf.backends.model_rank import (
     ModelRank,
     TrainedRank,
     check_same_model,
-    exempt_from_decay,
+    decay_groups,
     shard_rows,
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
@@ -47,7 +47,6 @@ from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
-from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
 from openrlhf.types import Metrics
 
@@ -83,7 +82,6 @@ class DeepSpeedEngine(TrainedRank):
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
         self.ds, self.stage = ds, ds.zero_stage
-        self.checkpoints_layers = gradient_checkpointing
         # At stage 0 in float32 DeepSpeed does not expose the gradient norm, so this class clips gradients
         # itself.
         self.clips_itself = self.stage == 0 and ds.param_dtype == "fp32"
@@ -99,16 +97,9 @@ class DeepSpeedEngine(TrainedRank):
         if self.mesh.tensor_group is not None:
             shard_matrices_checked(module.model, self.mesh.tensor_group)
         module.register_state_dict_post_hook(_leave_out_frozen)
-        # Models without noise stay in training mode, because some architectures drop gradients in evaluation
-        # mode.
-        self.plain_training = dropout or not has_noise(module.model.config)
-        if gradient_checkpointing:
-            enable_checkpointing(
-                module.model,
-                reentrant=reentrant,
-                dropout=self.plain_training,
-                on_host=ds.activation_offload,
-            )
+        self._prepare_layers(
+            module, checkpointing=gradient_checkpointing, reentrant=reentrant, dropout=dropout
+        )
         optimizer = _optimizer(module, optim)
         scheduler = LambdaLR(optimizer, lr_schedule(optim, total_steps))
         self.engine, *_ = deepspeed.initialize(
@@ -326,19 +317,12 @@ def join_deepspeed() -> None:
 def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:
     """Builds AdamW, without weight decay for biases, norms and other vectors. With `optim.optim` muon,
     matrices are trained by Muon instead."""
-    trainable = [p for p in module.parameters() if p.requires_grad]
     matrices = _matrices(module) if optim.optim == "muon" else []
     by_muon = {id(p) for p in matrices}
-    for p in trainable:
+    for p in (p for p in module.parameters() if p.requires_grad):
         setattr(p, "use_muon", id(p) in by_muon)  # noqa: B010  DeepSpeed's ZeRO reads this attribute
-    trainable = [p for p in trainable if id(p) not in by_muon]
-    exempt = exempt_from_decay(module)
-    groups = [
-        {"params": [p for p in trainable if id(p) not in exempt], "weight_decay": optim.adam.weight_decay},
-        {"params": [p for p in trainable if id(p) in exempt], "weight_decay": 0.0},
-    ]
+    groups = decay_groups(module, optim.adam.weight_decay, without=by_muon)
     adam = {"lr": optim.adam.lr, "betas": optim.adam.betas, "eps": optim.adam.eps}
-    groups = [g for g in groups if g["params"]]
     if matrices:
         return _muon(groups, adam, matrices, optim)
     # torch's fused AdamW, on GPUs and CPUs. DeepSpeed's AdamW needs a compiler, which users may lack.

@@ -31,7 +31,7 @@ from openrlhf.backends.model_rank import (
     ModelRank,
     TrainedRank,
     check_same_model,
-    exempt_from_decay,
+    decay_groups,
     held,
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
@@ -41,7 +41,6 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import not_written
 from openrlhf.models.backbone import RowModel, reading_of
-from openrlhf.models.dropout import enable_checkpointing, has_noise
 from openrlhf.models.loading import DTYPES
 from openrlhf.models.self_check import resolve_reading
 from openrlhf.models.tensor_parallel import whole
@@ -79,19 +78,11 @@ class TorchEngine(TrainedRank):
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
         self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.precision.dtype]
-        self.checkpoints_layers = gradient_checkpointing
         self.is_sharded = self.mesh.size > 1 or ds.precision.dtype != "fp32"
         self._module = build_model()
-        # Models without noise stay in training mode, because some architectures drop gradients in evaluation
-        # mode.
-        self.plain_training = dropout or not has_noise(self._module.model.config)
-        if gradient_checkpointing:
-            enable_checkpointing(
-                self._module.model,
-                reentrant=False,
-                dropout=self.plain_training,
-                on_host=ds.offloading.activations_on_host,
-            )
+        self._prepare_layers(
+            self._module, checkpointing=gradient_checkpointing, reentrant=False, dropout=dropout
+        )
         for p in self._module.parameters():
             if p.requires_grad:
                 p.data = p.data.float()
@@ -320,15 +311,10 @@ def reshard(module: RowModel) -> None:
 def _adamw(module: RowModel, optim: OptimConfig) -> torch.optim.AdamW:
     """Builds AdamW, without weight decay for biases, norms and other vectors. Its states are created before
     the first step, so that a checkpoint can be loaded into them."""
-    exempt, adam = exempt_from_decay(module), optim.adam
-    groups: list[dict[str, Any]] = [
-        {"params": [p for p in module.parameters() if p.requires_grad and (id(p) in exempt) is is_exempt]}
-        | {"weight_decay": 0.0 if is_exempt else adam.weight_decay}
-        for is_exempt in (False, True)
-    ]
-    used = [group for group in groups if group["params"]]
-    optimizer = torch.optim.AdamW(used, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
-    for group in used:
+    adam = optim.adam
+    groups = decay_groups(module, adam.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=adam.lr, betas=adam.betas, eps=adam.eps, fused=True)
+    for group in groups:
         for p in group["params"]:
             zeros = {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
             optimizer.state[p] = {"step": torch.zeros((), device=p.device)} | zeros
