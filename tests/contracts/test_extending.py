@@ -14,6 +14,7 @@ DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_t
 SOURCES = (
     "openrlhf",
     "docs/algorithms.md",
+    "tools/named_algorithms.py",
     "tests/unit/test_traits.py",
     "tests/unit/test_algorithms.py",
     "tests/records.py",

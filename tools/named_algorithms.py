@@ -1,4 +1,4 @@
-"""Named algorithms as combinations of independent choices. `python -m openrlhf.config.algorithms` prints the
+"""Named algorithms as combinations of independent choices. `python tools/named_algorithms.py` prints the
 table of docs/algorithms.md."""
 
 from dataclasses import dataclass
