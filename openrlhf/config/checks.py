@@ -53,8 +53,8 @@ def broken(config: Any, rules: Iterable[Rule]) -> Iterator[Problem]:
 
 @dataclass(frozen=True, slots=True)
 class Unread:
-    """Flags without effect under a condition. A value other than the default causes a remark and no error,
-    since documented commands have such flags."""
+    """Flags without effect under a condition. Setting one causes a remark and no error, because documented
+    commands set such flags."""
 
     keys: str
     """Keys of flags with spaces between them. One that ends with a dot stands for all flags of a section."""
@@ -68,8 +68,8 @@ class Unread:
 
 
 def needs(flag: str, keys: str) -> Unread:
-    """Returns the row of flags that have no effect unless another flag is set: to something else than None,
-    False, 0, -1 and an empty text."""
+    """Returns the rule that the flags `keys` have no effect unless `flag` has a value other than None, False,
+    0, -1 and ""."""
     value_of = attrgetter(flag)
     return Unread(keys, lambda c: value_of(c) in (None, False, -1, ""), f"without --{flag}")
 
@@ -104,7 +104,7 @@ COMMON_UNREAD = (
     Unread(
         "ds.zpg ds.overlap_comm ds.bucket_mb",
         lambda c: c.train.backend == "torch",
-        "with train.backend torch, whose fully_shard plans its communication",
+        "with train.backend torch, because fully_shard schedules communication itself",
     ),
     Unread("ds.zpg", lambda c: c.ds.zero_stage < 3, "unless ds.zero_stage is 3, which shards weights"),
     Unread("ds.bucket_mb", lambda c: c.ds.zero_stage == 0, "with ds.zero_stage 0, which shards nothing"),
@@ -128,7 +128,8 @@ IMAGES_UNREAD = needs("data.max_images_per_prompt", "data.image_key data.image_r
 
 
 def first_of_each(problems: list[Problem]) -> list[Problem]:
-    """Keeps the first problem of each flag, from which its later ones follow."""
+    """Keeps the first problem of each flag, because later ones often follow from it. Fatal problems come
+    first."""
     first: dict[str, Problem] = {}
     for problem in sorted(problems, key=lambda problem: not problem.fatal):
         first.setdefault(problem.key, problem)
@@ -204,7 +205,9 @@ def parse_probabilities(text: str, count: int, dataset_key: str) -> list[float]:
         message = "expects numbers with commas between them, such as 0.7,0.3"
         raise UsageError(ErrorCode.INVALID_VALUE, message) from None
     if len(probs) != count:
-        message = f"has {len(probs)} probabilities for {count} in {dataset_key}; give one for each"
+        message = (
+            f"has {len(probs)} probabilities for the {count} datasets of {dataset_key}; give one for each"
+        )
         raise UsageError(ErrorCode.CONFLICT, message)
     total = sum(probs)
     if min(probs) <= 0 or abs(total - 1) > 1e-6:
@@ -225,7 +228,7 @@ def _looks_local(name: str) -> bool:
 
 
 def missing(path: str, said: str) -> str:
-    """Describes a missing path. `said`: the flag's whole value, which the message shows in any case."""
+    """Describes a missing path. `said`: the flag's whole value, which the error shows too."""
     name = "" if path == said else f"{path} "
     if path.startswith("~"):
         return "only a shell expands ~; write the whole path"
@@ -233,7 +236,7 @@ def missing(path: str, said: str) -> str:
     if not os.path.isdir(parent):
         return f"{name}does not exist, nor does the folder {parent}"
     near = difflib.get_close_matches(os.path.basename(path), os.listdir(parent), n=3)
-    return f"{name}does not exist" + (f"; near it: {', '.join(near)}" if near else "")
+    return f"{name}does not exist" + (f"; similar names: {', '.join(near)}" if near else "")
 
 
 HIDDEN_ROUTERS = "hides the routers from the load-balancing loss ({}); remove one of the two"
@@ -252,7 +255,7 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
         return
     if not has_place:
-        text = "has no {} in place of the prompt; use None for the prompt alone"
+        text = "has no {} where the prompt goes; use None for the prompt alone"
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
     elif "\\n" in template:
         yield remark(key, IN_BASH)
@@ -269,19 +272,19 @@ IMAGE_ROWS = (
     Rule(
         "ds.use_liger_kernel",
         lambda c: c.data.max_images_per_prompt and c.ds.use_liger_kernel,
-        "Liger's kernels read no images (--data.max_images_per_prompt); remove one of the two",
+        "Liger's kernels do not support images (--data.max_images_per_prompt); remove one of the two",
         ErrorCode.UNSUPPORTED,
     ),
     Rule(
         "data.image_root",
         lambda c: c.data.image_root is not None and not os.path.isdir(c.data.image_root),
-        "is not a folder; name the one to which image paths are relative",
+        "is not a folder; name the folder to which image paths are relative",
         ErrorCode.NOT_FOUND,
     ),
     Rule(
         "data.image_hosts",
         lambda c: not all(_HOST.fullmatch(host) for host in c.data.image_hosts or ()),
-        "expects names of hosts without https:// and path, such as images.example.org",
+        "expects host names without https:// and without a path, such as images.example.org",
         ErrorCode.INVALID_VALUE,
     ),
 )
@@ -289,7 +292,7 @@ IMAGE_ROWS = (
 
 def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
     if not alone:
-        text = f"{name} must stand alone: give one .py file, or several http URLs"
+        text = f"{name} cannot be combined with other reward sources; give one .py file, or http URLs"
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
     else:
         form = "is neither a .py file nor a URL that starts with http:// or https://"
@@ -386,13 +389,14 @@ def optimizer_unread(prefix: str = "") -> tuple[Unread, ...]:
 
 
 def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
-    """Checks that RL steps fill whole optimizer steps, and that every rank gets the same number of sequences
-    in full rows. `samples`: samples of one RL step, described by `made`; None in supervised learning."""
+    """Checks that an RL step has a whole number of optimizer steps, and that every rank gets the same number
+    of sequences in full rows. `samples`: number of samples of one RL step, which the text `made` explains;
+    None in supervised learning."""
     batch = config.train.batch_size
 
     def wrong(batch: int) -> str:
         if samples is not None and samples % batch:
-            return f"{made}, which is not a multiple of it"
+            return f"{made}, not a multiple of the batch size"
         return uneven_batch(config, batch, ranks)
 
     if text := wrong(batch):
@@ -447,7 +451,7 @@ PRECISION = (
         "ds.grad_accum_dtype",
         lambda c: _sums_in_other_type(c) and c.ds.grad_accum_dtype != "fp32",
         lambda c: (
-            f"with ds.param_dtype {c.ds.param_dtype} gradients can add up in "
+            f"with ds.param_dtype {c.ds.param_dtype} gradients can be accumulated in "
             + (
                 "fp32; use that"
                 if c.ds.param_dtype == "fp32"
@@ -460,7 +464,8 @@ PRECISION = (
         "ds.grad_accum_dtype",
         lambda c: _sums_in_other_type(c) and c.ds.zero_stage == 0,
         lambda c: (
-            f"at ds.zero_stage 0 they add up in ds.param_dtype {c.ds.param_dtype}; use ds.zero_stage 2 or 3"
+            f"at ds.zero_stage 0 gradients are accumulated in ds.param_dtype {c.ds.param_dtype}; use "
+            "ds.zero_stage 2 or 3"
         ),
         ErrorCode.UNSUPPORTED,
     ),
@@ -487,12 +492,13 @@ def sequence_parallel(
         return
     yield from _incomplete_groups(key, ranks, size, "sequence-parallel size")
     if reads_images:
-        text = "sequence parallelism reads no images (data.max_images_per_prompt); remove one of the two"
+        text = "sequence parallelism does not support images (data.max_images_per_prompt)"
+        text += "; remove one of the two"
         yield Problem(key, text, ErrorCode.UNSUPPORTED)
     if ds.attn_implementation != "auto":
         is_flash = ds.attn_implementation in FLASH_PACKAGES
-        remedy = "auto replaces it, flash attention included" if is_flash else "use auto"
-        text = f"reads whole rows, and sequence parallelism (ds.ring_attn_size) splits them; {remedy}"
+        remedy = "auto, which includes flash attention, is used instead" if is_flash else "use auto"
+        text = f"needs whole rows, and sequence parallelism (ds.ring_attn_size) splits them; {remedy}"
         yield Problem("ds.attn_implementation", text, ErrorCode.CONFLICT, not is_flash)
 
 
@@ -557,17 +563,18 @@ def backend(config: Any) -> Iterator[Problem]:
 TORCH_HAS: dict[str, tuple[tuple[Any, ...], str]] = {
     "ds.zero_stage": ((2, 3), "always shards optimizer states and gradients"),
     "ds.param_dtype": (("bf16", "fp32"), "has no loss scaling"),
-    "ds.grad_accum_dtype": ((None, "fp32"), "adds gradients up in fp32"),
+    "ds.grad_accum_dtype": ((None, "fp32"), "accumulates gradients in fp32"),
     "ds.tensor_parallel_size": ((1,), "has no tensor parallelism"),
     "ds.ring_attn_size": ((1,), "has no sequence parallelism"),
-    "ds.adam_offload": ((False,), "has no optimizer on the CPU beside a GPU"),
+    "ds.adam_offload": ((False,), "does not offload the optimizer to the CPU"),
     "ds.load_in_4bit": ((False,), "cannot shard 4-bit weights"),
     "ds.use_universal_ckpt": ((False,), "resumes from its own checkpoints with any number of ranks"),
     "optim": (("adam",), "has no Muon"),
     "train.enable_ema": ((False,), "keeps no moving average"),
     "gradient_checkpointing_reentrant": ((False,), "has no reentrant gradient checkpointing"),
     **dict.fromkeys(
-        ("ref.offload", "teacher.offload", "reward.offload"), ((False,), "keeps no weights on the CPU")
+        ("ref.offload", "teacher.offload", "reward.offload"),
+        ((False,), "does not offload weights to the CPU"),
     ),
 }
 """Maps a flag, or the end of its name, to its values with train.backend torch and the reason."""
@@ -579,7 +586,7 @@ def row_attention(name: str) -> Iterator[Problem]:
         remedy = (
             f"did you mean {near[0]}?" if near else f"use {', '.join(ROW_KERNELS)} or a {HUB_KERNELS} name"
         )
-        text = f"is not known to keep packed sequences apart; {remedy}"
+        text = f"is not known to keep the sequences of a packed row apart; {remedy}"
         yield Problem("ds.attn_implementation", text, ErrorCode.INVALID_VALUE)
 
 
@@ -591,7 +598,7 @@ def attention_packages(ds: Any) -> Iterator[Problem]:
     if flash is None:
         return
     if importlib.util.find_spec(flash) is None:
-        yield remark(key, f"the package {flash} is not installed, so auto replaces it")
+        yield remark(key, f"the package {flash} is not installed; auto is used instead")
     elif ds.param_dtype == "fp32":
         yield Problem(key, "flash attention does not support fp32; use auto, or ds.param_dtype bf16")
 
@@ -601,14 +608,14 @@ def _liger(ds: Any) -> Iterator[Problem]:
         return
     yield from package("ds.use_liger_kernel", "liger-kernel", extra="liger")
     if ds.experts_implementation is not None:
-        text = "ds.use_liger_kernel has a kernel for experts too; remove one of the two"
+        text = "ds.use_liger_kernel also replaces the kernel of the experts; remove one of the two"
         yield Problem("ds.experts_implementation", text)
 
 
 def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     """Checks the flags of checkpoints, folders, trackers and W&B."""
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
-        text = "leaves nothing to save every ckpt.save_steps; --ckpt.save_hf would save models"
+        text = "disables checkpoints, so nothing is saved every ckpt.save_steps; --ckpt.save_hf saves models"
         yield remark("ckpt.disable_ds", text)
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
@@ -624,7 +631,7 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
             text = missing(file, " ".join(logger.trackers or ()))
             yield Problem("logger.trackers", text, ErrorCode.NOT_FOUND)
     if logger.wandb.key == "***":
-        text = "is a mask, not a key; use True and set WANDB_API_KEY"
+        text = "*** stands for a key in printed output; use True and set WANDB_API_KEY"
         yield Problem("logger.wandb.key", text, ErrorCode.INVALID_VALUE)
     elif logger.wandb.key is not None and not logger.wandb.is_used:
         yield remark("logger.wandb.key", "has no effect because WANDB_MODE is disabled")

@@ -21,7 +21,7 @@ class HasSummary(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneOf:
-    """One of the names of a table, whose rows describe them."""
+    """Values of a flag: the names of a table, whose rows have a summary of each."""
 
     rows: Mapping[str, HasSummary]
 
@@ -76,7 +76,7 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM allocates memory for."""
 
 FLASH_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
-"""Optional packages of attention kernels, by kernel."""
+"""Maps attention kernels to the packages that they need."""
 ROW_KERNELS = ("auto", "sdpa", "eager", *FLASH_PACKAGES)
 """Attention kernels that keep the sequences of a packed row apart, beside those of `HUB_KERNELS`."""
 HUB_KERNELS = "kernels-community/"

@@ -20,7 +20,7 @@ SFT = Command(
 RM = Command(
     name="rm",
     config_type=RMConfig,
-    summary="Reward model: learns from pairs of answers which one is better.",
+    summary="Reward model: learns from pairs of answers to score the better one higher.",
     old_flags=old_flags.RM,
     problems=supervised_checks.rm_problems,
 )
@@ -48,7 +48,7 @@ KTO = Command(
 KD = Command(
     name="kd",
     config_type=KDConfig,
-    summary="Knowledge distillation: a student learns to answer as a teacher does.",
+    summary="Knowledge distillation: trains a student model to imitate a teacher.",
     old_flags=old_flags.KD,
     problems=supervised_checks.kd_problems,
 )
@@ -69,14 +69,14 @@ PPO = Command(
 BATCH_INFERENCE = Command(
     name="batch_inference",
     config_type=BatchInferenceConfig,
-    summary="Batch inference: answers to the prompts of a dataset, or rewards of its answers, into one file.",
+    summary="Batch inference: answers the prompts of a dataset, or scores its answers, and writes one file.",
     old_flags=old_flags.BATCH_INFERENCE,
     problems=batch_inference_problems,
 )
 CHAT = Command(
     name="chat",
     config_type=ChatConfig,
-    summary="Chat with a model, on a terminal or with lines from a pipe.",
+    summary="Chat with a model, on a terminal or through a pipe with one message per line.",
     old_flags=old_flags.CHAT,
     problems=chat_problems,
 )

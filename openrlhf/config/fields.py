@@ -188,7 +188,7 @@ def _describe(type_: Any) -> str:
 
 
 def _summary(type_: Any) -> str:
-    """Returns descriptions of the names of a type's table; "" for types without a table."""
+    """Returns the summaries of a type's named choices; "" for types without named choices."""
     if isinstance(type_, OneOf):
         return type_.summary
     return "".join(_summary(arg) for arg in get_args(type_))

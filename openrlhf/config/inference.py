@@ -69,9 +69,9 @@ class AnswerConfig(SamplingConfig):
     engine: EngineName | None = None
     """Library that samples. None: vllm for task generate_vllm, transformers for task generate."""
     n_samples_per_prompt: Count = 1
-    """Answers to each prompt. Each has a seed of its own and does not depend on what else is sampled."""
+    """Number of answers to each prompt. Each has its own seed and does not depend on other requests."""
     batch_size: Count = 2048
-    """Prompts of one iteration, with the flag iter."""
+    """Number of prompts in one iteration, with the flag iter."""
     max_new_tokens: Count = 1024
     """Maximum length of an answer, tokens."""
 
@@ -141,7 +141,8 @@ class ScorerInferenceDsConfig(InferenceDsConfig):
     """Accepted for old commands and not read: each rank holds the whole model. To spread a large model over
     GPUs use task generate_vllm with vllm.tensor_parallel_size."""
     value_head_prefix: str = "value_head"
-    """Name of the reward model's scalar head. Read if it is not `score` and config.json does not have it."""
+    """Name of the reward model's scalar head. Needed only if the head is not named `score` and config.json
+    does not name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,14 +155,14 @@ class BatchInferenceConfig(LaunchedConfig):
     rollout.engine overrides the library of both generate tasks. Required."""
     output_path: str = ""
     """The .jsonl file to write: rows {"input", "output"} with "finish_reason" (in task rm "reward"),
-    "prompt_id" and "sample_index". Results are appended as they come; after a stop the same command
-    continues, and sorts them at the end. Files beside it: .meta.json (what the rows were made from; another
-    command is refused), .rankN.jsonl (rows of the other ranks while they run), and with a post_processor
-    .raw.jsonl (rows before it). Required."""
+    "prompt_id" and "sample_index". Results are appended as they arrive and sorted at the end. After a
+    stop the same command continues. Files beside it: .meta.json (flags, data and model of the rows; a command
+    with others is refused), .rankN.jsonl (rows of other ranks during the run), and with a post_processor
+    .raw.jsonl (rows before post-processing). Required."""
     post_processor: PostProcessor | None = None
     """Processing of the rows of task rm. rs: keep the best answer to each input (rejection sampling). csft:
     write the reward into the input. iter_dpo: best and worst answer as {"prompt", "chosen", "rejected"} with
-    their rewards. None: the rows themselves."""
+    their rewards. None: keep the rows as they are."""
     iter: CountOrZero | None = None
     """Use only the prompts of this iteration: rows iter * B to (iter + 1) * B - 1 with B =
     rollout.batch_size, starting again at the end of the dataset. None: all prompts."""
@@ -206,7 +207,8 @@ class ChatSamplingConfig(SamplingConfig):
     engine: EngineName = "transformers"
     """Library that samples. vllm samples faster, starts more slowly and runs in a process of its own."""
     max_new_tokens: Count | None = None
-    """Maximum length of an answer, tokens. None: what the conversation leaves of data.max_len."""
+    """Maximum length of an answer, tokens. None: the tokens of data.max_len that the conversation has not
+    used."""
     temperature: Positive = 0.2
     top_p: PositiveFraction = 0.9
     repetition_penalty: Positive = 1.2
@@ -222,10 +224,11 @@ class ChatTrainConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ChatConfig(HubConfig):
-    """A conversation with a model, on a terminal or with lines from a pipe."""
+    """A conversation with a model, on a terminal or through a pipe with one message per line."""
 
     ta_prompt: str | None = None
-    """Text file with which every conversation starts: the system message with data.apply_chat_template."""
+    """Text file with the start of every conversation; with data.apply_chat_template it is the system
+    message."""
     model: InferenceModelConfig = InferenceModelConfig()
     data: ChatDataConfig = ChatDataConfig()
     rollout: ChatSamplingConfig = ChatSamplingConfig()

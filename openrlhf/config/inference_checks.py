@@ -100,7 +100,7 @@ RULES = (
     Rule(
         "output_path",
         lambda c: c.output_path and not c.output_path.endswith(".jsonl"),
-        "must end in .jsonl, from which commands that read it know its format",
+        "must end in .jsonl, because commands recognise the format by it",
         ErrorCode.INVALID_VALUE,
     ),
     Rule(
@@ -120,7 +120,7 @@ RULES = (
         Rule(
             "reward.template",
             lambda c, place=place: c.post_processor == "csft" and place not in c.reward.template,
-            f"has no {place}",
+            f"does not contain {place}; add it",
             ErrorCode.INVALID_VALUE,
         )
         for place in ("{input}", "{reward}")
@@ -152,8 +152,8 @@ def _ranks(config: BatchInferenceConfig) -> Iterator[Problem]:
     if config.engine == "vllm" and ranks != "1":
         yield Problem(
             "rollout.engine" if config.rollout.engine else "task",
-            f"vLLM runs in one process, and the launcher started {ranks}; start it with python.\n"
-            "vllm.tensor_parallel_size sets the number of its GPUs",
+            f"vLLM needs one process, and the launcher started {ranks}; start the command with python.\n"
+            "--vllm.tensor_parallel_size sets the number of GPUs",
         )
 
 

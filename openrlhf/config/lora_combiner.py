@@ -30,7 +30,7 @@ class LoraCombinerConfig:
     overwrite: bool = False
     """Overwrite the model that is in output_path."""
     is_rm: bool = False
-    """The adapter is that of a reward model."""
+    """The adapter belongs to a reward model."""
     ds: MergeDeepSpeedConfig = MergeDeepSpeedConfig()
 
 

@@ -189,7 +189,7 @@ KTO: dict[str, OldFlag] = (
         "ref_offload": _renamed("ref.offload"),
         **_into("model", "beta", "desirable_loss_weight", "undesirable_loss_weight"),
         "vanilla_loss": OldFlag(
-            bare=True, removed="the loss on pairs is gone; use train_dpo, or rows with a label"
+            bare=True, removed="kto has no loss on pairs; use `openrlhf dpo`, or rows with a label"
         ),
     }
 )

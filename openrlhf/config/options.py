@@ -5,6 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from openrlhf.config.fields import Field, fields_of
+from openrlhf.errors import ErrorCode, UsageError
 
 PREFIX = "algo.options."
 
@@ -15,16 +16,15 @@ def option_fields(selected: Mapping[str, type]) -> dict[str, Field]:
     Args:
         selected: flag -> the class that it selects.
 
-    Raises ValueError for an option whose type no flag can have, and for one that two classes share.
+    Raises UsageError for an option whose type no flag can have, and for one that two classes share.
     """
     found: dict[str, Field] = {}
     for flag, owner in selected.items():
         for field in _fields_of(owner, flag):
             if (other := found.get(field.key)) and other.owner is not owner:
-                raise ValueError(
-                    f"--{flag}: {owner.__name__} and {other.owner.__name__} both have an option "
-                    f"{field.name}; rename one of the two"
-                )
+                classes = f"{owner.__name__} and {other.owner.__name__}"
+                text = f"{classes} both have an option {field.name}; rename one of the two"
+                raise UsageError(ErrorCode.CONFLICT, text, flag=f"--{flag}")
             found[field.key] = field
     return found
 
@@ -49,8 +49,7 @@ def _fields_of(owner: type, flag: str) -> list[Field]:
         for field in found:
             _ = field.values  # raises for a type that no flag can have
     except (KeyError, NameError, TypeError) as error:
-        raise ValueError(
-            f"--{flag}: {owner.__name__} has an option of a type that no flag has ({error}); options are "
-            "int, float, str, bool, Literal, tuple, Annotated with a Range, or one of these | None"
-        ) from error
+        text = f"{owner.__name__} has an option of a type that no flag can have ({error}); use int, float, "
+        text += "str, bool, Literal, tuple, Annotated with a Range, or one of these | None"
+        raise UsageError(ErrorCode.USER_CODE, text, flag=f"--{flag}") from error
     return found

@@ -257,7 +257,7 @@ def _print_plan(
 ) -> list[ValueError]:
     """Prints the plan and returns problems."""
     if not command.has_plan:
-        text = "there is no plan to print; only ppo places its processes on a cluster"
+        text = "only ppo places processes on a cluster; remove it"
         return [UsageError(ErrorCode.UNSUPPORTED, text, flag="--print_plan")]
     try:
         write(plan(config, cluster))
@@ -288,7 +288,7 @@ def _say_who_wins(variables: Sequence[_Setting], chosen: Mapping[str, _Setting])
             lines.append(f"{variable} sets --{setting.name} {_show(*setting.words)}")
         elif winner.words != setting.words:
             lines.append(
-                f"{winner.shown} {_show(*winner.words)} wins over {variable}, {_show(*setting.words)}"
+                f"{winner.shown} {_show(*winner.words)} overrides {variable}, {_show(*setting.words)}"
             )
     return lines
 
@@ -374,7 +374,7 @@ def _translate(
     def choose(key: str, setting: _Setting) -> None:
         before = chosen.get(key)
         if before and _same_file(before, setting) and before.words != setting.words:
-            text = f"already set in {before.source.file}"
+            text = f"already set to another value in {before.source.file}"
             problems.append(UsageError(ErrorCode.CONFLICT, text, flag=setting.shown))
         chosen.pop(key, None)  # keeps the order of the last settings
         chosen[key] = setting
@@ -436,13 +436,13 @@ def _translate_old(
 
 
 def _in_one_line(renamed: Mapping[str, str]) -> list[str]:
-    """Returns remarks on old spellings: the current name of each, or for many only how to list them."""
+    """Returns remarks on old spellings: the current name of each, or for more than _MOST_LISTED a single remark."""
     if len(renamed) <= _MOST_LISTED:
         return [f"{shown}{text}" for shown, text in renamed.items()]
     first = ", ".join(list(renamed)[:_MOST_LISTED])
     return [
-        f"{len(renamed)} flags are spelled as in older versions ({first}, ...); --print_command prints the "
-        "command in today's"
+        f"{len(renamed)} flags have old names ({first}, ...); --print_command prints the command with the "
+        "current ones"
     ]
 
 
@@ -482,15 +482,15 @@ def _read_options(
     said = {key: setting for key, setting in chosen.items() if key.startswith(PREFIX)}
     try:
         fields = option_fields(selected)
-    except ValueError as error:
-        return {}, {NO_OPTIONS: UsageError(ErrorCode.CONFLICT, str(error))}
+    except UsageError as error:
+        return {}, {NO_OPTIONS: error}
     known = {key: setting for key, setting in said.items() if key in fields}
     values, wrong = _convert(known, fields)
     if not any(key in bad for key in selected):
         there = ", ".join(f"{field.name} (of {field.owner.__name__})" for field in fields.values())
-        there = f"there are {there}" if there else "they have none"
+        there = f"available: {there}" if there else "they have no options"
         for key in (key for key in said if key not in known):
-            text = f"no class that the flags select has this option; {there}"
+            text = f"none of the selected classes has this option; {there}"
             wrong[key] = UsageError(ErrorCode.UNKNOWN_FLAG, text, flag=said[key].shown)
     return values, wrong
 
@@ -530,8 +530,8 @@ def _show_help(command: Command, config: Any, word: str) -> NoReturn:
     text = help_text(command, config, word.lstrip("-").replace("-", "_"))
     if not text:
         near = suggest(word, command)
-        hint = f"; near: {' '.join(f'--{key}' for key in near)}" if near else ""
-        text = "no flag has that in its name"
+        hint = f"; similar: {' '.join(f'--{key}' for key in near)}" if near else ""
+        text = "no flag has this in its name"
         _refuse(
             [UsageError(ErrorCode.UNKNOWN_FLAG, text + hint, flag="--help", value=_show(word))],
             command,

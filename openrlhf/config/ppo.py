@@ -71,8 +71,8 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
     num_nodes: Count = 1
     """Number of nodes on which the policy trains."""
     num_gpus_per_node: Count = 8
-    """Ranks of the policy on each node, one for each GPU (without GPUs: processes). If it is not set, 8 or as
-    many as a node has."""
+    """Ranks of the policy on each node, one for each GPU (without GPUs: processes). If unset: 8, or the
+    number of GPUs of a node if that is smaller."""
     adam: AdamConfig = AdamConfig(lr=1e-6)
     eps_clip: Annotated[float, Range(above=0, below=1)] = 0.2
     """Clip range of PPO: the probability ratio is clipped to [1 - eps_clip, 1 + eps_clip]."""
@@ -85,7 +85,7 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
     policy_loss_type: PolicyLossType = "ppo"
     """Policy loss."""
     loss_aggregation: LossAggregation | None = None
-    """Mean of policy loss, KL and entropy. None: sample_mean if actor.policy_loss_type compares
+    """How policy loss, KL and entropy are averaged. None: sample_mean if actor.policy_loss_type compares
     sequences, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
     """Weight of the entropy bonus. 0: the entropy is only logged. None: it is not computed."""
@@ -109,14 +109,14 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig:
-    """Placement of a model beside the policy."""
+    """Placement of a model other than the policy."""
 
     num_nodes: CountOrZero = 1
-    """Number of nodes on which the model runs. Not read if it shares another model's GPUs, as with
+    """Number of nodes on which the model runs. Not read if the model shares another model's GPUs, as with
     train.colocate_all; 0 is then allowed."""
     num_gpus_per_node: CountOrZero = 8
-    """Ranks of the model on each node, one for each GPU. Not read if it shares another model's GPUs. If it is
-    not set, 8 or as many as a node has."""
+    """Ranks of the model on each node, one for each GPU. Not read if the model shares another model's GPUs.
+    If unset: 8, or the number of GPUs of a node if that is smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,7 @@ class PPOTeacherConfig(FrozenRoleConfig):
     """Teacher model: a Hugging Face name or a folder. It must have the policy's vocabulary. None: no
     teacher."""
     kd_coef: Positive = 1.0
-    """Weight of the teacher's reward. No other reward source is needed: without one the other reward is 0."""
+    """Weight of the teacher's reward. It is added to the reward of other sources, or is the only reward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +177,8 @@ class RewardConfig(FrozenRoleConfig):
     reward.remote_url they are only used with reward.model_weights."""
     model_weights: tuple[float, ...] | None = None
     """Weights of the reward models, in their order: each score is multiplied by its weight before all are
-    added up, together with the reward of reward.remote_url. None: 1 each, and reward.remote_url counts
-    alone."""
+    added up, together with the reward of reward.remote_url. None: weight 1 each; with reward.remote_url the
+    reward models are not used."""
     normalize_enable: bool = False
     """Normalise the scores of a reward model with the mean and the standard deviation of its config.json."""
     clip_range: tuple[float, float] = (-10.0, 10.0)
@@ -192,8 +192,8 @@ class RewardConfig(FrozenRoleConfig):
     """Reward of truncated responses. From 0 to 1: their reward is multiplied by this. Negative: it replaces
     their reward. None: they keep it."""
     batch: Count = 1
-    """Maximum number of samples in one call of the reward function: samples that finish together, or while
-    its processes are busy. 1: each sample alone."""
+    """Maximum number of samples in one call of the reward function. Samples are scored together if they
+    finish at the same time or wait for a busy process. 1: one call for each sample."""
     timeout: Positive = 60.0
     """Seconds that one call of the reward function may take before it counts as failed."""
     num_workers: Count = 1
@@ -202,7 +202,7 @@ class RewardConfig(FrozenRoleConfig):
     """Seconds that the reward of a sample may take over HTTP, all retries included, before it counts as
     failed."""
     remote_batch_size: Count = 16
-    """Maximum number of samples in one request to a reward server. 1: each sample alone."""
+    """Maximum number of samples in one request to a reward server. 1: one request for each sample."""
     remote_concurrency: Count = 32
     """Maximum number of requests to reward servers that each engine has under way."""
     max_failed_ratio: Fraction = 0.5
@@ -246,17 +246,18 @@ class VllmConfig(EngineMemoryConfig):
     """Transport of the weights to engines on other GPUs. Not read for engines on the actor's GPUs (CUDA IPC)
     and on CPUs (gloo)."""
     sync_with_ray: bool = False
-    """Send weights through Ray's object store, which works wherever Ray does. Slower than every other
-    transport, and for clusters in which trainer and engines cannot connect by NCCL, gloo or shared memory."""
+    """Send weights through Ray's object store, which is slower than every other transport. For clusters in
+    which trainer and engines cannot connect by NCCL, gloo or shared memory."""
     sync_bucket_mb: Count | None = None
-    """Weights that travel to the engines at a time, MiB. Sender and receiver keep up to two such buckets
-    beside the weights. None: 64 for nccl and Ray's object store, 16 for gloo, 512 on shared GPUs."""
+    """Size of the buckets in which weights are sent to the engines, MiB. Sender and receiver keep up to two
+    such buckets beside the weights. None: 64 for nccl and Ray's object store, 16 for gloo, 512 on shared
+    GPUs."""
     sync_check_steps: Count = 1
     """Compare the log-probs of engines and policy on the same tokens after every N weight syncs. They are
     always compared after the first sync of a run, and where engines sleep."""
     lora_sync: LoraSync = "merged"
     """Content of a weight sync with LoRA (ds.lora.rank). merged: all weights with the adapters added.
-    adapter: the adapters alone, after the base weights once; less to send, and slower to sample."""
+    adapter: only the adapters, since the base weights are sent once; sends less and samples more slowly."""
     keep_cache: bool = False
     """With train.partial_rollout_enable: requests that a weight sync pauses keep the KV cache of the old
     weights, instead of computing it again with the new ones. Faster, but log-probs of later tokens then come
@@ -289,7 +290,7 @@ class RolloutConfig:
     """Samples of each prompt: the group that group estimators compare."""
     vllm_generate_batch_size: Count | None = None
     """Prompts that are sampled at a time. More than rollout.batch_size means sampling ahead: the surplus
-    waits for later steps. None: rollout.batch_size, or the prompts that dynamic filtering still lacks."""
+    waits for later steps. None: rollout.batch_size, or the prompts that dynamic filtering still needs."""
     micro_batch_size: Count = 1
     """Samples in one micro-batch, a packed row, of the passes that compute log-probs. Memory and speed depend
     on it, the result does not."""
@@ -325,13 +326,13 @@ class RolloutConfig:
     """Seconds that one call of an agent's environment may take before the episode counts as failed. None: no
     limit."""
     retries: CountOrZero = 0
-    """How often a failed episode of the kinds rollout.retry_on is repeated, with other seeds. The last
+    """How often an episode that failed in a way of rollout.retry_on is repeated, with other seeds. The last
     attempt runs on another engine if there is one."""
     retry_on: tuple[Failure, ...] = ("env_error", "timed_out", "aborted")
     """Failures after which an episode is repeated. Episodes that still fail are counted
     (reward.max_failed_ratio) and not trained on."""
     stop_on: tuple[Failure, ...] | None = None
-    """Failures of which the first ends the run, with its error. None: none."""
+    """Failures that end the run at once, with the error of the episode. None: no failure does."""
     mask_truncated: bool = False
     """Do not train on samples that ran out of tokens. Their rewards still count in the comparison of a
     group."""
@@ -420,8 +421,8 @@ class TrainConfig(BatchesConfig):
     async_enable: bool = False
     """Asynchronous training: sample the next batches while the models train on the current one."""
     async_queue_size: CountOrZero = 1
-    """Maximum number of batches that sampling is ahead: the weights that sampled are up to this many steps
-    older than those that train. 0: as without train.async_enable. The environment variable
+    """Maximum number of batches that sampling may be ahead of training: samples come from weights up to this
+    many steps older than those that they train. 0: as without train.async_enable. The environment variable
     OPENRLHF_ASYNC_QUEUE_SIZE sets it if nothing else does."""
     partial_rollout_enable: bool = False
     """Weight syncs pause responses and continue them with the new weights, instead of waiting for their end.
@@ -473,8 +474,8 @@ class AdvantageConfig:
     """Base d of the weight d^s of an action's policy loss, where the weights that sampled it are s steps old.
     1: all actions weigh the same."""
     max_token_staleness: CountOrZero | None = None
-    """Maximum age of actions, in steps of the weights that sampled them; older actions have no policy loss.
-    None: no limit."""
+    """Maximum age, in steps, of the weights that sampled an action; older actions have no policy loss. None:
+    no limit."""
 
     @property
     def proximal(self) -> type[ProximalPolicy]:
@@ -526,9 +527,9 @@ class AlgoConfig:
     fill a batch, the run stops."""
     skip_old_log_probs: bool | Literal["auto"] = "auto"
     """Skip the forward pass that computes the policy's log-probs before the update: if an RL step has only
-    one optimizer step, the update's own pass gives the same numbers. auto: if nothing needs the log-probs
-    earlier, as KL in the reward and a teacher do. With algo.advantage.proximal_policy other than recomputed,
-    it can be skipped for any number of optimizer steps."""
+    one optimizer step, the update's own pass gives the same numbers. auto: skip it if nothing needs the
+    log-probs earlier; KL in the reward and a teacher do. With algo.advantage.proximal_policy other than
+    recomputed, it can be skipped for any number of optimizer steps."""
     max_mismatch: Positive | None = None
     """Largest mean difference between log-probs of engines and policy for the same weights, in nats, before
     the run stops. None: 0.3 in bf16, 0.04 in fp16 and fp32, which is more than rounding explains. inf: the
@@ -599,9 +600,9 @@ class PPOConfig(TrainingConfig):
     ckpt: PPOCkptConfig = PPOCkptConfig()
     logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
     placement: Placement = "manual"
-    """How models and engines are placed on GPUs. manual: by the flags of placement. auto: flags of placement
-    that are not set are chosen for the GPUs of the cluster: models and engines share all GPUs and sleep in
-    turn, or with train.async_enable half of the GPUs are for engines (docs/clusters.md)."""
+    """How models and engines are placed on GPUs. manual: by the placement flags. auto: unset placement flags
+    are chosen for the cluster: models and engines share all GPUs and are offloaded in turn, or with
+    train.async_enable half of the GPUs are for engines (docs/clusters.md)."""
 
     @property
     def critic_output_dir(self) -> str:

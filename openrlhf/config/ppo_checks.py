@@ -225,7 +225,7 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
     if not has_source and not config.uses_teacher:
         verified = any(is_gym(item) for item in checks.split_spec(config.data.prompt_dataset))
         why = (
-            "only problems of reasoning-gym have a verifier" if verified else "no reward source is configured"
+            "only datasets of reasoning-gym have a verifier" if verified else "no reward source is configured"
         )
         yield Problem(key, f"{why}; {REWARD_REMEDY}", ErrorCode.MISSING_FLAG)
     elif not has_source and config.algo.dynamic_filtering_enable:
@@ -320,7 +320,7 @@ RULES = (
     Rule(
         "reward.model_weights",
         lambda c: c.reward.model_weights and not any(c.reward.model_weights),
-        "0 for every reward model leaves none of them; remove the reward models",
+        "all weights are 0, so no reward model counts; remove the reward models",
     ),
     Rule(
         "reward.model_weights",
@@ -372,7 +372,7 @@ RULES = (
             and not c.reward.urls
             and c.algo.dynamic_filtering_range == (0.0, 1.0)
         ),
-        "scores of a reward model may lie outside 0 to 1; set the range that groups are kept in",
+        "scores of a reward model may lie outside 0 to 1; set the range of the groups to keep",
         fatal=False,
     ),
     Rule(
@@ -548,16 +548,16 @@ def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
         return
     has_gradient = KL_ESTIMATORS[kl.estimator].has_gradient
     if kl.use_loss and not has_gradient:
-        yield remark("algo.kl.estimator", "as a loss its gradient is zero on average; use k2 or k3")
+        yield remark("algo.kl.estimator", "in the loss, its gradient is zero on average; use k2 or k3")
     if has_gradient and not kl.use_loss:
-        yield remark("algo.kl.estimator", "in the reward, k1 is the unbiased estimate")
+        yield remark("algo.kl.estimator", "is biased in the reward; k1 is the unbiased estimate")
 
 
 def _policy_loss(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     actor = config.actor
     name, loss = actor.policy_loss_type, actor.loss
     if loss.ratio == "sequence" and actor.loss_aggregation not in (None, loss.aggregation()):
-        text = f"{name} has one ratio for each sequence, so all sequences weigh the same; leave it at None"
+        text = f"{name} has one ratio per sequence and needs {loss.aggregation()}; remove this flag"
         yield Problem("actor.loss_aggregation", text)
     clip_is_set = {"actor.eps_clip", "actor.eps_clip_low_high"} & set(explicit)
     if loss.ratio == "sequence" and not clip_is_set and not config.ratio_is_one:
@@ -663,8 +663,8 @@ def engines_beside_actor(config: PPOConfig) -> Iterator[Problem]:
         )
         yield Problem(
             "vllm.num_engines",
-            f"with train.colocate_all {config.num_engines} engines x {per_engine} GPUs must be the actor's "
-            f"{gpus} GPUs; {fits}",
+            f"with train.colocate_all the engines must have the actor's {gpus} GPUs together, and "
+            f"{config.num_engines} engines x {per_engine} GPUs are {config.num_engines * per_engine}; {fits}",
         )
 
 
@@ -678,7 +678,7 @@ def _placement(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
             key = f"{role}.{name}"
             if host and key in explicit and values[key] not in (0, values[f"{host}.{name}"]):
                 own = f"{host}.{name} {values[f'{host}.{name}']}"
-                yield remark(key, f"has no effect: it shares the GPUs of the {host} ({own})")
+                yield remark(key, f"has no effect: the {role} shares the GPUs of the {host} ({own})")
             if not host and values[key] == 0:
                 yield Problem(key, "0 means the actor's GPUs; add --train.colocate_all, or use 1 or more")
     yield from engines_beside_actor(config)

@@ -68,19 +68,19 @@ def markdown(command: Command) -> str:
 
 
 def _head(command: Command) -> str:
-    plan = "print who would be on which GPU, here or with 2 nodes of 8 GPUs, and stop"
+    plan = "print the placement on this cluster, or on 2 nodes of 8 GPUs, and exit"
     plan = f"\n          --print_plan [2x8]  {plan}" if command.has_plan else ""
     return textwrap.dedent(f"""\
         usage: openrlhf {command.name} [--config FILE ...] [--section.flag VALUE ...]
 
         {command.summary}
 
-          --config FILE ...   YAML with the same names, nested or dotted; the command line is on top
-          --print_config      print the whole configuration as YAML, and stop
-          --print_command     print the command in the flags of today, and stop{plan}
-          --help [WORD]       all flags, or those with WORD in their present or old name
+          --config FILE ...   YAML with the same names, nested or dotted; the command line overrides it
+          --print_config      print the whole configuration as YAML, and exit
+          --print_command     print the command with current flag names, and exit{plan}
+          --help [WORD]       print all flags, or those with WORD in their current or old name, and exit
 
-        A flag that switches something on takes no value, or true or false. "-" and "_" are the same.""")
+        A switch takes no value, or true or false. "-" and "_" in names mean the same.""")
 
 
 def _sections(

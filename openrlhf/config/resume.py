@@ -33,14 +33,15 @@ def remarks_of(command: str) -> Mapping[str, str]:
     return RL_REMARKS if command == "ppo" else SUPERVISED_REMARKS
 
 
-_LENGTH = "the run gets another length; from here on the learning rate follows the schedule of that length"
+_LENGTH = (
+    "the length of the run changes; from here on the learning rate follows the schedule of the new length"
+)
 SUPERVISED_REMARKS = {"train.max_epochs": _LENGTH, "train.max_steps": _LENGTH}
 RL_REMARKS = {
     "train.num_episodes": _LENGTH,
     "train.max_steps": _LENGTH,
-    "reward.remote_url": "rewards before and after cannot be compared where their source is another one",
-    "train.agent_func_path": "episodes and rewards before and after cannot be compared where the agent is "
-    "another one",
+    "reward.remote_url": "if the reward source changed, rewards before and after cannot be compared",
+    "train.agent_func_path": "if the agent changed, episodes and rewards before and after cannot be compared",
 }
 
 CONTENT = {

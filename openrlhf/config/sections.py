@@ -114,8 +114,8 @@ class ImagesConfig:
     max_images_per_prompt: CountOrZero = 0
     """Maximum number of images in a row. 0: text only. Needs data.apply_chat_template."""
     image_root: str | None = None
-    """Folder to which image paths are relative, and outside of which none may lie. None: the folder of each
-    dataset file."""
+    """Folder that image paths are relative to; a path that leads out of it is refused. None: the folder of
+    each dataset file."""
     image_hosts: tuple[str, ...] | None = None
     """Hosts from which https:// images may be downloaded. None: no image is downloaded."""
 
@@ -146,7 +146,7 @@ class AdamConfig:
     """AdamW."""
 
     lr: PositiveOrZero = 5e-6
-    """Peak learning rate. With Muon it holds for the weights that Muon does not update."""
+    """Peak learning rate; with Muon only of the weights that Muon does not update."""
     betas: tuple[Decay, Decay] = (0.9, 0.95)
     """Decay rates of the first and the second moment."""
     eps: Positive = 1e-8
@@ -181,8 +181,8 @@ class OptimConfig:
     """Schedule of the learning rate after the warm-up, by its name in transformers (linear, cosine, constant,
     ...)."""
     lr_warmup_ratio: Fraction = 0.03
-    """Fraction of all optimizer steps in which the learning rate rises to its peak. Of w such steps (rounded
-    up) the i-th has i / w of the peak. 0: the first step has the peak."""
+    """Fraction of all optimizer steps in which the learning rate rises to its peak. Step i of w warm-up steps
+    (w is rounded up) has i / w of the peak. 0: no warm-up."""
     lr_decay_ratio: PositiveFraction = 0.1
     """Fraction of all optimizer steps, at the end of the run, in which the schedule warmup_stable_decay
     lowers the learning rate from its peak. Other schedules do not read it."""
@@ -270,7 +270,7 @@ class Kernels(NamedTuple):
 
 
 class Parallelism(NamedTuple):
-    """Numbers of ranks that share each row and each matrix, and how they share rows."""
+    """Sizes of sequence and tensor parallelism, and the mode of sequence parallelism."""
 
     sequence: int
     tensor: int
@@ -311,7 +311,7 @@ class DeepSpeedConfig:
     """Keep optimizer states in CPU memory and update the weights there, with one thread for each CPU core of
     a rank. Saves GPU memory and slows down each step. ds.enable_sleep then has nothing left to move."""
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = None
-    """Data type in which the gradients of a step's micro-batches add up. None: fp32 at stages 2 and 3,
+    """Data type in which gradients are accumulated over micro-batches. None: fp32 at stages 2 and 3,
     otherwise ds.param_dtype."""
     overlap_comm: bool = False
     """Reduce gradients during the backward pass, as stage 3 always does. Stage 2 then reduces them in every
@@ -400,7 +400,7 @@ class ScorerDeepSpeedConfig(DeepSpeedConfig):
 
     value_head_prefix: str = "score"
     """Name of the scalar head in the saved model. AutoModelForSequenceClassification loads only models whose
-    head is named score. A value in the model's config.json wins."""
+    head is named score. A name in the model's config.json takes precedence."""
 
 
 # ---- inference
@@ -453,8 +453,8 @@ class CkptConfig:
     disable_ds: bool = False
     """Write no resumable checkpoints, only the models of ckpt.save_hf."""
     max_num: Count = 3
-    """Maximum number of checkpoints. The one with the worst evaluation metric is deleted first (no metric
-    counts as worst), of equals the oldest."""
+    """Maximum number of checkpoints. The one with the worst evaluation metric is deleted first; one without a
+    metric counts as worst, and among equals the oldest is deleted."""
     max_mem: Positive = 1e8
     """Size of all kept checkpoints together, GB."""
     push_to_hub: str | None = None
@@ -521,8 +521,8 @@ class LoggerConfig:
     """Folder for TensorBoard, whose files go to `{tensorboard_dir}/{run_name}`. None: off."""
     wandb: WandbConfig = WandbConfig()
     trackers: tuple[str, ...] | None = None
-    """More places for metrics: tensorboard, wandb, a class as `folder/file.py:NAME` or `package.module:NAME`,
-    or a name that an installed package registers (openrlhf.trackers)."""
+    """Additional trackers of metrics: tensorboard, wandb, a class as `folder/file.py:NAME` or
+    `package.module:NAME`, or a name that an installed package registers (openrlhf.trackers)."""
     tracker_options: tuple[str, ...] | None = None
     """Options of the trackers as `NAME=VALUE ...`. They are written to config.yaml, so use no secrets."""
     run_dir: str | None = None

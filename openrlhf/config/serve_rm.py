@@ -45,7 +45,8 @@ class ServedDsConfig(InferenceKernelsConfig):
     param_dtype: ParamDtype | None = None
     """Data type of the weights. None: that of the model."""
     value_head_prefix: str = "score"
-    """Name of the reward model's scalar head. Read if it is not `score` and config.json does not have it."""
+    """Name of the reward model's scalar head. Needed only if the head is not named `score` and config.json
+    does not name it."""
     experts_implementation: ExpertsImplementation | None = None
     """Kernel for the experts of MoE models. None: transformers chooses."""
     packing_samples: bool = False
@@ -71,8 +72,7 @@ class ServeRMConfig(HubConfig):
     max_tokens_per_gpu: Count = 16192
     """Maximum number of tokens in one forward pass. A longer text gets a pass of its own."""
     max_queue: Count = 16384
-    """Maximum number of waiting texts. A request that would exceed it is answered with 503 and
-    Retry-After."""
+    """Maximum number of waiting texts. A request beyond it gets the answer 503 with Retry-After."""
     max_texts: Count = 4096
     """Maximum number of texts in one request."""
     max_text_chars: Count = 1_000_000
@@ -80,7 +80,7 @@ class ServeRMConfig(HubConfig):
     max_body_mb: Positive = 64.0
     """Maximum size of a request, MB."""
     drain_seconds: Positive = 60.0
-    """Seconds after SIGTERM in which requests that were accepted before are still answered."""
+    """Seconds after SIGTERM in which the server still answers requests that it accepted before."""
     reward: ServedRewardConfig = ServedRewardConfig()
     data: ServedDataConfig = ServedDataConfig()
     ds: ServedDsConfig = ServedDsConfig()
@@ -111,7 +111,7 @@ RULES = (
     Rule(
         "api_key",
         lambda c: c.api_key == "***",
-        f"is a mask, not a key; use True and set {KEY_VARIABLE}",
+        f"*** stands for a key in printed output; use True and set {KEY_VARIABLE}",
         ErrorCode.INVALID_VALUE,
     ),
     Rule(
@@ -123,7 +123,7 @@ RULES = (
     Rule(
         "max_texts",
         lambda c: c.max_texts > c.max_queue,
-        lambda c: f"a request of so many texts would never fit in max_queue {c.max_queue}; raise max_queue",
+        lambda c: f"a request with this many texts never fits in max_queue {c.max_queue}; raise max_queue",
     ),
 )
 

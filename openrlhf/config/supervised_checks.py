@@ -118,7 +118,7 @@ SUPERVISED_UNREAD = (
     Unread(
         "model.freeze_visual_encoder",
         lambda c: not c.data.reads_images,
-        "because the rows have no images (data.max_images_per_prompt)",
+        "because the rows have no images (--data.max_images_per_prompt 0)",
     ),
     Unread("ds.enable_sleep", lambda c: True, "because nothing else uses the GPUs of supervised training"),
 )
@@ -195,13 +195,15 @@ def _responses(config: SFTConfig | KTOConfig | KDConfig, explicit: Explicit) -> 
     if data.apply_chat_template or (has_pretraining and config.model.pretrain_mode_enable):
         return
     if data.output_key is None:
-        remedy = "name the column of the response, or use --data.apply_chat_template\n(its last message)"
+        remedy = "name it, or use --data.apply_chat_template\n(the last message is the response)"
         remedy += " or --model.pretrain_mode_enable (loss on all tokens)" if has_pretraining else ""
-        yield Problem("data.output_key", f"the response is not known: {remedy}", ErrorCode.MISSING_FLAG)
+        yield Problem(
+            "data.output_key", f"the column of the response is not set: {remedy}", ErrorCode.MISSING_FLAG
+        )
     if data.input_template is None and key not in explicit:
         yield remark(
             key,
-            "nothing separates a prompt from its response, as in RL with the same flags. To mark them use\n"
+            "no template marks where a prompt ends and its response begins (as in RL with these flags). Use\n"
             r"--data.apply_chat_template, or --data.input_template $'User: {}\nAssistant: ' in every command",
         )
 
@@ -212,5 +214,5 @@ def _reward_tokens(config: PRMConfig) -> Iterator[Problem]:
     if twice is not None:
         yield Problem(key, f"has {twice} twice; name each token once", ErrorCode.INVALID_VALUE)
     elif len(tokens) == 1:
-        text = "a step's label is one of two or more tokens; name them all"
+        text = "a label is one of two or more tokens; name them all"
         yield Problem(key, text, ErrorCode.INVALID_VALUE)

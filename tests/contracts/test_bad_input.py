@@ -251,21 +251,25 @@ def test_columns_of_the_evaluation_set(refused, files, tmp_path_factory, command
 
 def test_a_reward_file_without_the_function(refused, files):
     text = refused("ppo", "--reward.remote_url", files["no_reward"])
-    assert f"error: --reward.remote_url {files['no_reward']}: the file has no reward_func" in text
-    assert "(its functions: judge)" in text
-    assert "Define `def reward_func(queries, prompts, labels)` that returns {'rewards': [...]}" in text
+    place, definition = (
+        f"--reward.remote_url {files['no_reward']}",
+        "def reward_func(queries, prompts, labels)",
+    )
+    assert says(text, ErrorCode.USER_CODE, place, "judge", definition)
 
 
 def test_a_reward_file_with_an_error_of_syntax(refused, files):
     text = refused("ppo", "--reward.remote_url", files["broken_reward"])
-    assert f"error: --reward.remote_url {files['broken_reward']}: line 2: SyntaxError: expected ':'" in text
+    place = f"--reward.remote_url {files['broken_reward']}"
+    assert says(text, ErrorCode.USER_CODE, place, "line 2", "SyntaxError")
 
 
 def test_a_reward_file_that_cannot_be_imported(refused, tmp_path_factory):
     path = tmp_path_factory.mktemp("reward") / "reward.py"
     path.write_text("import math\nimport no_such_package\n")
     text = refused("ppo", "--reward.remote_url", str(path))
-    assert f"error: --reward.remote_url {path}: line 2: ModuleNotFoundError: No module" in text
+    place = f"--reward.remote_url {path}"
+    assert says(text, ErrorCode.USER_CODE, place, "line 2", "ModuleNotFoundError")
 
 
 def test_a_reward_file_that_is_not_there(refused, files):
@@ -278,38 +282,36 @@ def test_a_module_that_is_not_there(refused):
     reward, agent = "--reward.remote_url", "--train.agent_func_path"
     for flag, others in ((reward, ()), (agent, (reward, "None"))):
         text = refused("ppo", flag, "no_such.module:judge", *others)
-        assert f"error: {flag} no_such.module:judge: ModuleNotFoundError: No module named 'no_such'." in text
-        assert "add its folder to PYTHONPATH, or name a file: folder/file.py:judge." in text
+        words = "'no_such'", "PYTHONPATH", "folder/file.py:judge"
+        assert says(text, ErrorCode.USER_CODE, f"{flag} no_such.module:judge", *words)
 
 
 def test_a_name_that_a_module_has_not(refused, files):
     text = refused("ppo", "--reward.remote_url", f"{files['no_reward']}:grade")
-    assert f"error: --reward.remote_url {files['no_reward']}:grade: the file has no grade" in text
+    assert says(text, ErrorCode.USER_CODE, f"--reward.remote_url {files['no_reward']}:grade", "no grade")
     flags = ("--train.agent_func_path", "openrlhf.environments.gym:Gym", "--reward.remote_url", "None")
     text = refused("ppo", *flags)
-    assert "--train.agent_func_path openrlhf.environments.gym:Gym: the module has no class Gym" in text
+    place = "--train.agent_func_path openrlhf.environments.gym:Gym"
+    assert says(text, ErrorCode.USER_CODE, place, "no class Gym")
 
 
 @pytest.mark.parametrize("command", ["sft", "ppo"])
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "code", "word"),
     [
-        ("wandbb", "there is no such tracker. There are tensorboard, wandb"),
-        ("tracker.py:Mine", "tracker.py does not exist"),
-        (
-            "openrlhf.observability.observer:Mine",
-            "openrlhf.observability.observer has no Mine. It has Observer.",
-        ),
+        ("wandbb", ErrorCode.INVALID_VALUE, "tensorboard, wandb"),
+        ("tracker.py:Mine", ErrorCode.NOT_FOUND, "tracker.py"),
+        ("openrlhf.observability.observer:Mine", ErrorCode.USER_CODE, "Observer"),
     ],
 )
-def test_a_tracker_that_is_none(refused, command, name, text):
-    assert f"error: --logger.trackers {name}: {text}" in refused(command, "--logger.trackers", name)
+def test_a_tracker_that_is_none(refused, command, name, code, word):
+    assert says(refused(command, "--logger.trackers", name), code, f"--logger.trackers {name}", word)
 
 
 def test_an_option_that_no_tracker_has(refused):
     flags = ("--logger.trackers", "tensorboard", "--logger.tracker_options", "folder=x")
     text = refused("sft", *flags)
-    assert "error: --logger.tracker_options folder=x: no tracker has this option; they have none" in text
+    assert places(text) == [(ErrorCode.UNKNOWN_FLAG, "--logger.tracker_options folder=x")]
 
 
 def test_no_source_of_rewards(refused):
@@ -321,7 +323,7 @@ def test_no_source_of_rewards(refused):
 def test_a_batch_that_does_not_divide_the_samples(refused):
     text = refused("ppo", "--train.batch_size", "10")
     assert places(text) == [(ErrorCode.CONFLICT, "--train.batch_size 10")]
-    assert "8 prompts x 2 = 16 samples" in text and "8 or 16" in text
+    assert "16 samples" in text and "8 or 16" in text
 
 
 def test_a_batch_that_does_not_divide_among_ranks(refused, monkeypatch):
@@ -343,15 +345,14 @@ def test_no_room_for_a_prompt(refused):
 
 def test_a_model_that_reads_less(refused):
     text = refused("ppo", "--data.max_len", "4096")
-    assert "error: --data.max_len 4096: " in text and "reads at most 512 tokens" in text
+    assert says(text, ErrorCode.TOO_LONG, "--data.max_len 4096", "512 tokens")
 
 
 def test_a_model_that_vllm_does_not_have(refused, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "codegen"
     CodeGenConfig(architectures=["CodeGenForCausalLM"]).save_pretrained(folder)
     text = refused("ppo", "--actor.model_name_or_path", str(folder))
-    assert f"error: --actor.model_name_or_path {folder}: vLLM does not run this model" in text
-    assert "CodeGenForCausalLM" in text
+    assert says(text, ErrorCode.UNSUPPORTED, f"--actor.model_name_or_path {folder}", "CodeGenForCausalLM")
 
 
 @pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="a GPU's engine takes every head size")
@@ -399,7 +400,6 @@ def test_all_flags_at_once(refused, files):
         (ErrorCode.NOT_FOUND, "--data.prompt_dataset ./no/such.jsonl"),
         (ErrorCode.NOT_FOUND, "--reward.remote_url ./no_reward.py"),
     ]
-    assert "4 problems; nothing was started." in text
 
 
 def test_everything_outside_of_flags_at_once(refused, files, monkeypatch):
@@ -412,12 +412,13 @@ def test_everything_outside_of_flags_at_once(refused, files, monkeypatch):
         *("--vllm.num_engines", "3"),
         problems=4,
     )
-    assert "--actor.num_nodes x --actor.num_gpus_per_node = 4: " in text
+    assert places(text) == [
+        (ErrorCode.RESOURCES, "--actor.num_nodes x --actor.num_gpus_per_node = 4"),
+        (ErrorCode.MISSING_COLUMN, "--data.input_key questions"),
+        (ErrorCode.INVALID_MODEL, f"--actor.model_name_or_path {files['empty']}"),
+        (ErrorCode.USER_CODE, f"--reward.remote_url {files['no_reward']}"),
+    ]
     assert "--vllm.num_engines x --vllm.tensor_parallel_size = 3: " in text
-    assert f"error: --actor.model_name_or_path {files['empty']}: no model configuration" in text
-    assert f"error: --reward.remote_url {files['no_reward']}: the file has no reward_func" in text
-    assert f"error: --data.input_key questions: {files['data']} has no such column." in text
-    assert "4 problems; nothing was started." in text
 
 
 @pytest.mark.skipif(DEVICE_TYPE != "cpu", reason="a GPU's engine takes every head size")
@@ -427,8 +428,10 @@ def test_what_engines_refuse_is_said_with_the_rest(refused, tmp_path_factory):
     LlamaConfig(**small).save_pretrained(folder)
     flags = ("--actor.model_name_or_path", str(folder), "--data.input_key", "questions")
     text = refused("ppo", *flags, problems=2)
-    assert "heads have size 8; on a CPU" in text
-    assert "error: --data.input_key questions: " in text
+    assert places(text) == [
+        (ErrorCode.MISSING_COLUMN, "--data.input_key questions"),
+        (ErrorCode.UNSUPPORTED, f"--actor.model_name_or_path {folder}"),
+    ]
 
 
 def test_more_ranks_than_the_cluster_has():
@@ -479,10 +482,9 @@ def test_another_model_that_does_not_fit(refused, files, stranger, command, flag
     missing = files["model"] + "s"
     assert places(refused(command, flag, missing)) == [(ErrorCode.NOT_FOUND, f"{flag} {missing}")]
     text = refused(command, flag, files["empty"])
-    assert f"error: {flag} {files['empty']}: no model configuration could be loaded" in text
+    assert places(text) == [(ErrorCode.INVALID_MODEL, f"{flag} {files['empty']}")]
     text = refused(command, flag, stranger)
-    assert f"error: {flag} {stranger}: its vocabulary (369 tokens)" in text
-    assert "choose a model of the same family" in text
+    assert says(text, ErrorCode.INVALID_MODEL, f"{flag} {stranger}", "369 tokens")
 
 
 def test_no_teacher(refused):
@@ -509,26 +511,26 @@ def with_rows(tmp_path_factory: pytest.TempPathFactory):
 
 
 BAD_ROWS = [
-    ("rm", {"answer": None}, "column 'answer' is null"),
-    ("dpo", {"wrong": 3}, "column 'wrong' is a number, not text or a list"),
-    ("dpo", {"wrong": [{"role": "user", "content": "2"}]}, "of the assistant"),
-    ("kto", {"good": "yes"}, "column 'good' is 'yes' (text), not true, false, 1 or 0."),
-    ("kto", {"good": 0.5}, "column 'good' is 0.5 (a number), not true, false, 1 or 0."),
-    ("prm", {"steps": "2"}, "1 labels for 0 placeholders '#'."),
-    ("prm", {"judged": ["+", "-"]}, "2 labels for 1 placeholders '#'."),
-    ("prm", {"judged": ["?"]}, "label '?' is none of --data.reward_tokens (+ -)."),
-    ("prm", {"judged": [1.5]}, "label 1 is 1.5, not a probability from 0 to 1."),
-    ("prm", {"judged": "+"}, "column 'judged' is text, not a list"),
-    ("kd", {"answer": 2}, "column 'answer' is a number, not text or a list"),
+    ("rm", {"answer": None}, ("'answer'", "null")),
+    ("dpo", {"wrong": 3}, ("'wrong'", "a number")),
+    ("dpo", {"wrong": [{"role": "user", "content": "2"}]}, ("assistant",)),
+    ("kto", {"good": "yes"}, ("'good'", "'yes' (text)")),
+    ("kto", {"good": 0.5}, ("'good'", "0.5 (a number)")),
+    ("prm", {"steps": "2"}, ("1 labels", "0 placeholders", "'#'")),
+    ("prm", {"judged": ["+", "-"]}, ("2 labels", "1 placeholders", "'#'")),
+    ("prm", {"judged": ["?"]}, ("'?'", "--data.reward_tokens (+ -)")),
+    ("prm", {"judged": [1.5]}, ("label 1", "1.5")),
+    ("prm", {"judged": "+"}, ("'judged'", "text, not")),
+    ("kd", {"answer": 2}, ("'answer'", "a number")),
 ]
 
 
-@pytest.mark.parametrize(("command", "columns", "message"), BAD_ROWS)
-def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, message):
+@pytest.mark.parametrize(("command", "columns", "words"), BAD_ROWS)
+def test_a_row_that_cannot_be_used(refused, with_rows, command, columns, words):
     path = with_rows(columns, columns)
-    text = refused(command, "--data.dataset", path, before_processes=False)
-    assert f"{path}:1: " in text and message in text
-    assert "--data.bad_rows skip" in text
+    (error,) = printed(refused(command, "--data.dataset", path, before_processes=False))
+    assert error.code is ErrorCode.INVALID_ROW and error.place.endswith(f"{path}:1")
+    assert all(word in error.text for word in (*words, "--data.bad_rows skip"))
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command != "ppo"])
@@ -563,20 +565,20 @@ def test_a_row_that_is_longer_than_another_model_reads(files, tmp_path, task, fl
 def test_a_margin_that_is_no_number(refused, with_rows):
     margin = ("--model.margin_loss_enable", "--data.dataset")
     text = refused("rm", *margin, with_rows({"margin": "much"}), before_processes=False)
-    assert "column 'margin' is 'much' (text), not a finite number." in text
+    (error,) = printed(text)
+    assert error.code is ErrorCode.INVALID_ROW and "'margin'" in error.text and "'much' (text)" in error.text
 
 
 def test_a_column_of_two_types(refused, with_rows):
     path = with_rows({}, {"good": "yes"})
     text = refused("kto", "--data.dataset", path, before_processes=False)
-    assert f"error: --data.label_key good: text at {path}:2, but true or false at {path}:1." in text
-    assert "Give the column one type" in text
+    assert says(text, ErrorCode.INVALID_ROW, "--data.label_key good", f"{path}:1", f"{path}:2")
 
 
 def test_labels_of_two_kinds(refused, with_rows):
-    text = refused("prm", "--data.dataset", with_rows({}, {"judged": [0.5]}), before_processes=False)
-    assert "error: --data.label_key judged: text at " in text and "but numbers at " in text
-    assert "Give all labels one kind: tokens or probabilities." in text
+    path = with_rows({}, {"judged": [0.5]})
+    text = refused("prm", "--data.dataset", path, before_processes=False)
+    assert says(text, ErrorCode.INVALID_ROW, "--data.label_key judged", f"{path}:1", f"{path}:2")
 
 
 def test_one_prompt_for_all_answers(refused, with_rows):

@@ -329,7 +329,7 @@ def test_older_names_for_all_supervised_commands(name, line, capsys):
 @pytest.mark.parametrize(
     ("name", "line", "remedy"),
     [
-        ("kto", "--vanilla_loss", "the loss on pairs is gone; use train_dpo, or rows with a label"),
+        ("kto", "--vanilla_loss", "`openrlhf dpo`"),
     ],
 )
 def test_removed_flags_say_what_to_do(name, line, remedy, capsys):

@@ -127,7 +127,7 @@ def test_no_secret_is_kept():
 
 def test_a_changed_reward_or_agent_is_remarked_upon():
     """The location and name of its file do not matter."""
-    name, why = "--train.agent_func_path", "cannot be compared where the agent is another one"
+    name, why = "--train.agent_func_path", "cannot be compared"
     before = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="agent.py")
     moved = origin_of("ppo", {name: "checksum a"}, train__agent_func_path="/x/agent.py:AgentExecutor")
     assert compare(before, moved) == ([], [])

