@@ -436,7 +436,7 @@ def _translate_old(
 
 
 def _in_one_line(renamed: Mapping[str, str]) -> list[str]:
-    """Returns remarks on old spellings: the current name of each, or for more than _MOST_LISTED a single remark."""
+    """Returns remarks on old spellings: the current name of each, or a single remark if there are many."""
     if len(renamed) <= _MOST_LISTED:
         return [f"{shown}{text}" for shown, text in renamed.items()]
     first = ", ".join(list(renamed)[:_MOST_LISTED])

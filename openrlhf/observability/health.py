@@ -1,6 +1,6 @@
 """Rules on metrics that detect an unhealthy run, each with its remedy.
 
-They see only the metrics of a step: a run without messages may still be unhealthy.
+The rules see only metrics: a run without messages may still be unhealthy.
 """
 
 import math
@@ -40,12 +40,12 @@ class Rule:
 
 _REMEDIES = {
     "reward/zero_std_fraction > 0.9 for 20 steps": (
-        "nearly all prompts give all their samples the same reward, and nothing is learnt from those. "
-        "Read samples: is the reward right? Then use harder prompts where all are right and easier ones "
-        "where all are wrong, or --algo.dynamic_filtering_enable."
+        "for nearly all prompts, all samples have the same reward, so nothing is learnt from them. "
+        "Read samples. If the reward is right, use harder prompts in place of those that are always solved, "
+        "easier ones in place of those that never are, or --algo.dynamic_filtering_enable."
     ),
     "rollout/failed_ratio > 0.1 for 3 steps": (
-        "samples end without a reward and are left out. Their `error` is in the run folder's rollouts; "
+        "samples end without a reward and are not trained on. Their `error` is in the run folder's rollouts; "
         "a slow reward function needs a higher --reward.timeout."
     ),
     "rollout/truncated_rate > 0.5 for 10 steps": (
@@ -57,26 +57,25 @@ _REMEDIES = {
         "--rollout.temperature or --actor.entropy_coef, or lower --actor.adam.lr."
     ),
     "rollout/repetition_ratio > 0.5 for 5 steps": (
-        "answers say the same over and over. Read samples: does the reward pay for it? Raise "
-        "--algo.kl.init_coef, or lower --actor.adam.lr; --reward.overlong_buffer_len makes length cost "
-        "something."
+        "answers repeat themselves. Read samples: does the reward encourage it? Raise "
+        "--algo.kl.init_coef, or lower --actor.adam.lr; --reward.overlong_buffer_len penalises length."
     ),
     "rollout/length_reward_correlation > 0.9 for 20 steps": (
-        "the reward goes with the length of the answer. Read samples: is it length that is rewarded? "
-        "--reward.overlong_buffer_len makes length cost something."
+        "the reward grows with the length of the answer. Read samples: is length itself rewarded? "
+        "--reward.overlong_buffer_len penalises length."
     ),
     "rollout/kept_set_rest_mean > 0.05 for 3 steps": (
-        "sampling keeps many more tokens than are recorded, and what those others have together, more "
-        "than 5 % of the probability, has no gradient. Raise --rollout.max_kept_tokens, or lower "
+        "the top-p/top-k support has many more tokens than are recorded. The others together have more than "
+        "5 % of the probability, which gets no gradient. Raise --rollout.max_kept_tokens, or lower "
         "--rollout.top_p or --rollout.temperature."
     ),
     "mismatch/abs_diff_mean > 0.05 for 3 steps": (
-        "sampler and trainer disagree about the probability of a token by more than 5 %. Where the "
-        "sampler is not behind by updates, look for another precision, kernel or chat template; "
-        "with experts --algo.router_replay. --algo.advantage.is_correction_enable limits the damage."
+        "sampler and trainer disagree about the probability of a token by more than 5 %. If both "
+        "have the same weights, look for a difference in precision, kernel or chat template; MoE models "
+        "need --algo.router_replay. --algo.advantage.is_correction_enable limits the damage."
     ),
     "mismatch/ess < 0.5 for 3 steps": (
-        "sampler and trainer are so far apart that few tokens would carry an importance weighted "
+        "sampler and trainer are so far apart that few tokens would dominate an importance-weighted "
         "update. Keep the sampler closer: fewer updates between syncs, the same precision."
     ),
     "policy/is_masked_fraction > 0.5 for 3 steps": (
@@ -85,7 +84,7 @@ _REMEDIES = {
     ),
     "policy/staleness_masked_fraction > 0.5 for 3 steps": (
         "most tokens are older than --algo.advantage.max_token_staleness, and nothing is learnt from "
-        "them. Raise it, or sample less far ahead: --train.async_queue_size."
+        "them. Raise that limit, or sample less far ahead: --train.async_queue_size."
     ),
     "policy/clip_fraction > 0.5 for 5 steps": (
         "the policy moves so far within a step that most tokens are clipped. Lower --actor.adam.lr or "
@@ -97,18 +96,18 @@ _REMEDIES = {
     ),
     "kl/mean > 1 for 5 steps": (
         "the policy has left the reference by more than 1 nat a token. Raise --algo.kl.init_coef or "
-        "lower --actor.adam.lr, and read samples: reward may rise while answers fall apart."
+        "lower --actor.adam.lr, and read samples: reward may rise while answers degrade."
     ),
     "grad_norm > 100 for 5 steps": (
-        "gradients are far larger than any clipping expects. Lower the learning rate, lengthen the "
-        "warmup, and look for rewards or rows out of range."
+        "gradients are very large before clipping. Lower the learning rate, lengthen the warm-up, and look "
+        "for rewards or rows out of range."
     ),
     "critic/explained_variance < 0 for 20 steps": (
-        "the critic predicts returns worse than their mean would. Raise --critic.adam.lr, or give it a "
-        "start with --critic.freezing_steps."
+        "the critic predicts returns worse than a constant, their mean, would. Raise --critic.adam.lr, or "
+        "train the critic alone at first (--critic.freezing_steps)."
     ),
     "eval/failed_ratio > 0.1 for 1 step": (
-        "the evaluation misses samples, and those that fail are seldom like the others. Their `error` "
+        "samples of the evaluation fail, so its scores may be biased. The `error` of each sample "
         "is in the run folder's rollouts."
     ),
 }
@@ -118,12 +117,12 @@ RULES = tuple(Rule.of(condition, text) for condition, text in _REMEDIES.items())
 
 
 SAME_REWARD = (
-    "they do not tell good answers from bad ones, and nothing is learnt. Look at the reward function and at "
-    'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name another '
-    "column, or the answer is not found in its text. Rewards, labels and answers are in the run folder's "
-    "rollouts. Where the reward is right, the prompts are all too easy or all too hard."
+    "they do not distinguish good answers from bad ones, so nothing is learnt. Check the reward function and "
+    'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name the wrong '
+    "column, or the reward function may not find the answer in the response. Rewards, labels and responses "
+    "are in the run folder's rollouts. If the reward is right, all prompts are too easy or too hard."
 )
-"""The likely cause of rewards that are all one number, and the remedy."""
+"""Likely causes of rewards that are all equal, and the remedies."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +132,7 @@ class Rewards:
     value: float = math.nan
     """The reward of all samples so far."""
     steps: int = 0
-    """Number of steps that have reported it."""
+    """Number of steps that have reported rewards."""
     differ: bool = False
 
     def check(self, metrics: Metrics) -> list[str]:

@@ -38,19 +38,20 @@ PATIENCE = 2.0
 ROW_GROUP = 256
 """Samples that are converted, and read, at a time."""
 SAMPLES_KEPT = 16
-"""Samples of a step kept in mode `sample`: that many from best to worst, and as many that failed."""
+"""Number of samples that mode `sample` keeps of a step: up to this many from best to worst, and up to this
+many that failed."""
 _NUM_SAMPLES = b"num_samples"
 
 
 class Decode(Protocol):
-    """Decodes token ids as they continue other tokens: `openrlhf.utils.decode` of a tokenizer."""
+    """Decodes token ids that continue other tokens: `openrlhf.text.decode` with a tokenizer."""
 
     def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
-    """Training data of a step's finished trajectories, in their order; failed ones are left out."""
+    """Training data of a step's finished trajectories, in their order; failed ones have none."""
 
     batch: Batch
     schedule: Schedule
@@ -128,13 +129,14 @@ class Journal:
         except queue.Full:
             self._has_waited = True
             self._say(
-                f"the run waits for its journal: {self._rollouts} is slower than training; "
+                f"the run waits for the disk: writing to {self._rollouts} is slower than training; "
                 "--logger.rollouts sample writes less"
             )
             self._jobs.put(job)
 
     def _work(self) -> None:
-        """Takes jobs until the end, also after an error, so that nobody waits for room in the queue."""
+        """Writes jobs until the end. After an error it only empties the queue, so that `write` never
+        blocks."""
         while job := self._jobs.get():
             try:
                 if not self._is_off:
@@ -142,7 +144,7 @@ class Journal:
             except OSError as error:
                 self._is_off = True
                 reason = error.strerror or error
-                self._say(f"no more rollouts are journalled: {job.path}: {reason}. The run goes on.")
+                self._say(f"no more rollouts are written: {job.path}: {reason}. Training goes on.")
             except BaseException as error:
                 self._is_off, self._error = True, error
             finally:

@@ -20,8 +20,8 @@ LOCK = ".lock"
 
 @contextmanager
 def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
-    """Holds an exclusive lock on the folder inside the block. Raises UsageError, naming the owner, where
-    another process holds it; warns where the file system has no locks."""
+    """Holds an exclusive lock on the folder inside the block. Raises UsageError, naming the owner, if another
+    process holds it; warns if the file system has no locks."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     with open(path / LOCK, "a+", encoding="utf-8") as file:
@@ -29,13 +29,13 @@ def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "its lock does not name the process"
-            text = f"a living run uses it: {owner}.\nWait for that run or end it, or name another folder."
+            owner = file.read().strip() or "a process that its lock does not name"
+            text = f"in use by {owner}.\nWait for that run or end it, or name another folder."
             raise UsageError(ErrorCode.IN_USE, text, flag=flag, value=path) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            logger.warning("%s: no locks there, so nothing keeps a second run out: %s", path, error.strerror)
+            logger.warning("%s has no file locks (%s): nothing keeps a second run out", path, error.strerror)
             yield
             return
         try:

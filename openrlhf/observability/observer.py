@@ -23,7 +23,7 @@ SAMPLES_IN_TABLE = 8
 
 
 class Observer:
-    """Reports a run; used by the one process that speaks for it."""
+    """Reports a run, in the one process that logs for all."""
 
     def __init__(
         self,
@@ -95,8 +95,8 @@ class Observer:
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
 
     def flush(self) -> None:
-        """Waits until the rollouts are on disk. Call it before a checkpoint is complete: a run that resumes
-        from the checkpoint writes none of them again."""
+        """Waits until the rollouts are on disk. Must be called before a checkpoint is complete, because a run
+        that resumes from it does not write them again."""
         self.journal.flush()
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
@@ -118,8 +118,8 @@ class Observer:
         self.progress.message(text)
 
     def close(self) -> None:
-        """Ends the run's output with the report and, on the screen, a few samples of the last evaluation, or
-        of the last step where there is none."""
+        """Ends the run's output: writes the report, and prints a few samples of the last evaluation, or of
+        the last step if there was no evaluation."""
         try:
             with self.progress.phase("write rollouts"):
                 self.journal.close()

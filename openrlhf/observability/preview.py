@@ -56,7 +56,7 @@ def sides_of(item: Item, tokenizer: "PreTrainedTokenizerBase") -> list[Side]:
     if isinstance(item, UnpairedExample):
         return [
             _side("good" if item.desirable else "bad", item.sample, tokenizer),
-            _side("mismatched, for the KL", item.mismatched, tokenizer),
+            _side("mismatched answer, for the KL estimate", item.mismatched, tokenizer),
         ]
     if isinstance(item, Steps):
         labels = [
@@ -81,7 +81,7 @@ def _side(
 def stretches_of(
     sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
 ) -> Iterator[Stretch]:
-    """Yields the stretches of a sample, whose texts together are the decoded whole. labels: one for each
+    """Yields the stretches of a sample; their texts joined are the decoded sample. labels: one for each
     learned token, which is then a stretch of its own."""
     token_ids, mask = sample.token_ids.tolist(), sample.action_mask.tolist()
     special_ids = {*tokenizer.all_special_ids} | {
@@ -140,8 +140,10 @@ class Preview:
     def first_tokens(self, tokenizer: "PreTrainedTokenizerBase", *, is_chat: bool) -> None:
         """Prints the tokens that the tokenizer prepends to a text, if any."""
         if first := decode(tokenizer, first_token_ids(tokenizer)):
-            plain = f"every text begins with {first}, as the tokenizer has it"
-            chat = f"the tokenizer puts {first} in front of plain text; of a chat the template decides"
+            plain = f"the tokenizer adds {first} at the beginning of every text"
+            chat = (
+                f"the tokenizer adds {first} at the beginning of plain text; in a chat the template decides"
+            )
             self.line(f"{chat if is_chat else plain}\n")
 
     def item(self, number: int, item: Item, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -83,7 +83,7 @@ KEY_METRICS = {
 
 EVALUATION_METRICS_SHOWN = 6
 EVALUATION_DETAILS = ("num_samples", "response_length_mean", "truncated_rate")
-"""Other metrics of evaluations, which are not on the line."""
+"""Endings of the names of evaluation metrics that are not on the line."""
 ETA_STEPS = 50
 
 LINE_EVERY = 10.0
@@ -93,7 +93,7 @@ STEPS_EVERY, STEPS_EVERY_ON_TERMINAL = 5.0, 1.0
 LOOP_PATIENCE, WAIT_PATIENCE = 2.0, 1.0
 """Seconds before the bar of a loop, and before any output about a wait."""
 CHECK_PATIENCE = 4.0
-"""Seconds before the first line about a wait in a file where an error is likely, so that the error stands
+"""Seconds before the first line about checks in a file. Checks often end with an error, which then stands
 alone."""
 DURATIONS_KEPT = 200
 """Number of waits whose durations are remembered."""
@@ -178,8 +178,8 @@ class Progress:
         return timing
 
     def message(self, text: str) -> None:
-        """Prints a line that does not disturb the bars, after the line of the steps so far. `text` may come
-        from anywhere: it is cleaned."""
+        """Prints a line above the bars, after the line of the steps so far. Control characters in `text` are
+        removed."""
         if self._show:
             self._print_steps()
             self._print(text)
@@ -400,8 +400,9 @@ def waiting(
     rank prints.
 
     title: name of the operation: `starting 2 rollout engines`.
-    key: what else determines the duration, such as the model. Durations are kept in the cache folder by both.
-    patience: seconds before the first line in a file, `WAIT_PATIENCE` on a terminal and for None.
+    key: what else determines the duration, such as the model. The cache folder keeps durations by title and
+    key.
+    patience: seconds before the first line in a file. None, and always on a terminal: `WAIT_PATIENCE`.
     """
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -458,7 +459,7 @@ def _remember(name: str, seconds: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, [json.dumps(dict(newest), indent=0)], shared=True)
     except OSError as error:
-        _warn_once(f"{path}: how long starting takes is not kept: {error.strerror or error}")
+        _warn_once(f"{path}: durations of starts are not saved: {error.strerror or error}")
 
 
 @cache
@@ -528,8 +529,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u20
 
 
 class _TerminalBars(Bars):
-    """A bar for the run and one for each running phase, below the printed lines; nothing is shown before the
-    first of them."""
+    """A bar for the run and one for each running phase, below the printed lines."""
 
     def __init__(self, stream: TextIO, *, transient: bool = False):
         super().__init__(

@@ -100,10 +100,10 @@ policy or a critic does not show the progress of a run."""
 
 def write_report(run_dir: str | Path) -> Path:
     """Writes `run_dir/report.html` from the folder's files, also during a run, and returns its path. Raises
-    UsageError where there is no metrics.jsonl."""
+    UsageError if there is no metrics.jsonl."""
     folder = RunFolder(Path(run_dir))
     if not folder.metrics_path.exists():
-        text = "it has no metrics.jsonl, so it is not a run folder. Give the folder of a run."
+        text = "has no metrics.jsonl, so it is not a run folder; give the folder of a run"
         raise UsageError(ErrorCode.NOT_FOUND, text, value=folder.path)
     path = folder.path / "report.html"
     write_atomically(path, _template().generate(contents_of(folder)))
@@ -128,7 +128,7 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
         "num_earlier_warnings": max(0, len(warnings) - WARNINGS_SHOWN),
         "warnings_file": folder.health_path.name,
         **_metric_sections(curves, own, same),
-        "same": [f"{name[:80]} as {other[:80]}" for name, other in same.items()][:SAME_SHOWN],
+        "same": [f"{name[:80]} = {other[:80]}" for name, other in same.items()][:SAME_SHOWN],
         "plot": PLOT,
         "times": _times(curves),
         "steps": [_samples_of_step(step, files[step]) for step in sorted(_ends(files))],
@@ -196,7 +196,7 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
     if steps:
         facts.append(f"{steps[0]:,} to {steps[-1]:,}")
     if total:
-        facts.append(f"{format_duration(total)} in steps")
+        facts.append(f"total step time {format_duration(total)}")
     return facts
 
 

@@ -13,7 +13,7 @@
     weight_versions                                        [{version, count}, ...] adding up to A
     rollout_log_probs                                      [A] log-probs of the sampler
     log_probs, ref_log_probs, values, advantages, returns  [A] null where not computed
-    optimizer_steps, ranks                                 those that learned from it, by epoch; null: none
+    optimizer_steps, ranks                                 of the updates on it, by epoch; null: no update
 
 The top-p/top-k support of truncated sampling and the experts of each token are not stored.
 

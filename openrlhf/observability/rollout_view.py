@@ -126,5 +126,5 @@ def legend(largest: float) -> Text:
     if largest:
         scale = [("  ", f"on {shade}") for shade in (*reversed(BAD), *GOOD)]
         text = Text.assemble(f"advantage -{largest:.3g} ", *scale, f" +{largest:.3g}  ")
-    text.append(f"sampled with a probability below {UNSURE}", style="dim")
-    return text.append("  ").append("not chosen by the policy", style=NOT_CHOSEN)
+    text.append(f"sampling probability below {UNSURE}", style="dim")
+    return text.append("  ").append("not sampled by the policy", style=NOT_CHOSEN)

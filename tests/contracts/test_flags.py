@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import yaml
+from refusals import printed
 
 from openrlhf.config import commands
 from openrlhf.config.fields import fields_of, values_of
@@ -336,4 +337,5 @@ def test_removed_flags_say_what_to_do(name, line, remedy, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(COMMANDS[name], line.split())
     assert exit_.value.code == 2
-    assert f"error: {line.split()[0]}: {remedy}" in capsys.readouterr().err
+    (error,) = printed(capsys.readouterr().err)
+    assert (error.code, error.place) == ("unknown-flag", line.split()[0]) and remedy in error.text

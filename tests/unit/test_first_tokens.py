@@ -265,22 +265,19 @@ def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, flags):
 
 
 @pytest.mark.parametrize(
-    ("flags", "told", "count"),
+    ("flags", "word", "count"),
     [
-        ("--data.input_template {}=", "every text begins with <s>, as the tokenizer has it\n", 1),
-        (
-            "--data.apply_chat_template",
-            "the tokenizer puts <s> in front of plain text; of a chat the template decides\n",
-            0,
-        ),
+        ("--data.input_template {}=", "every text", 1),
+        ("--data.apply_chat_template", "the template decides", 0),
     ],
 )
-def test_the_preview_tells(model, tmp_path, capsys, flags, told, count):
+def test_the_preview_tells(model, tmp_path, capsys, flags, word, count):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "1", "output": "2"}) + "\n")
     base = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --data.output_key output"
     data.main(["preview", "sft", *base.split(), *flags.split()])
     out = capsys.readouterr().out
-    assert out.startswith(told)
+    first = out.partition("\n")[0]
+    assert "<s>" in first and word in first
     assert out.split("\n\n")[1].count("<s>") == count
 
 

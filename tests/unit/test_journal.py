@@ -350,10 +350,8 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
         journal.write(step, [TWO_TURNS])
     journal.close()
     assert journal.write(11, [TWO_TURNS]) is None
-    assert said == [
-        f"no more rollouts are journalled: {tmp_path}/step_000002.parquet: No space left on device. "
-        "The run goes on."
-    ]
+    (text,) = said
+    assert f"{tmp_path}/step_000002.parquet: {os.strerror(errno.ENOSPC)}" in text
     assert [path.name for path in tmp_path.iterdir()] == ["step_000001.parquet"]
 
 

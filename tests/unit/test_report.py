@@ -117,7 +117,7 @@ def test_a_report_shows_the_run(tmp_path):
     assert path == folder.path / "report.html"
     page = Page(path.read_text())
     for expected in (
-        "my-run", "4 steps · 1 to 4", "16s in steps", "gsm8k pass1", "0.625", "1 not finite", "75 %",
+        "my-run", "4 steps · 1 to 4", "step time 16s", "gsm8k pass1", "0.625", "1 not finite", "75 %",
         "5.0 GB", "step 3: 0.3", "answer of 2 tokens", "best · reward 0.75", "worst · reward 0.25",
         "failed · 2 tokens", "best · reward 1 · 2 tokens · cut off", "ok 2, env_error 1",
         "model_name_or_path: tiny", "openrlhf train",
@@ -125,7 +125,7 @@ def test_a_report_shows_the_run(tmp_path):
         assert expected in page.text, expected
     assert "0.333" not in page.text
     assert len(page.named("svg")) == 2
-    assert "Constant in every step: eval/gsm8k_pass1 0.625" in page.text
+    assert "eval/gsm8k_pass1 0.625" in page.text
 
 
 def test_a_report_says_that_it_shows_a_few_of_many_samples(tmp_path):
@@ -133,7 +133,7 @@ def test_a_report_says_that_it_shows_a_few_of_many_samples(tmp_path):
     journal = Journal(folder.rollouts_path, mode="sample")
     journal.write(1, [trajectory(0.5)] * 100 + [FAILED])
     journal.close()
-    assert "ok 16, env_error 1 of 101 samples" in Page(write_report(folder.path).read_text()).text
+    assert "16, env_error 1 of 101" in Page(write_report(folder.path).read_text()).text
 
 
 def test_a_curve_is_where_its_numbers_are(tmp_path):
@@ -152,7 +152,7 @@ def test_what_looked_unhealthy_is_shown_newest_last(tmp_path):
     rows = [{"step": step, "text": f"metric {step} {HOSTILE}"} for step in range(1, 31)]
     folder.health_path.write_text("".join(to_json(row) + "\n" for row in rows))
     page = Page(write_report(folder.path).read_text())
-    assert "Health warnings10 earlier warnings are in health.jsonl" in page.text
+    assert "Health warnings10 earlier" in page.text and folder.health_path.name in page.text
     assert re.findall(r"step (\d+) metric (\d+)", page.text) == [(str(i), str(i)) for i in range(11, 31)]
     assert not {"script", "img"} & {tag for tag, _ in page.tags}
 
@@ -213,12 +213,10 @@ def test_what_says_the_same_twice_is_shown_once(tmp_path):
     )
     page = Page(write_report(make_run(tmp_path, metrics=values).path).read_text())
     assert [svg["aria-label"] for svg in page.named("svg")] == [verdicts[0], scores[0], "kl/mean"]
-    assert (
-        "Equal metrics, shown once: rollout/score_mean as rollout/reward_mean, reward/mean as "
-        "rollout/reward_mean, eval/math_score_mean as eval/math_pass1, kl/log_ratio_mean as kl/mean"
-        in page.text
-    )
-    assert "Constant in every step: policy/loss 0.5, policy/kl_loss 0.5" in page.text
+    equal = (*((twin, scores[0]) for twin in (scores[1], "reward/mean")), verdicts[::-1])
+    for twin, shown in (*equal, ("kl/log_ratio_mean", "kl/mean")):
+        assert f"{twin} = {shown}" in page.text
+    assert "policy/loss 0.5" in page.text and "policy/kl_loss 0.5" in page.text
 
 
 def test_a_card_and_its_chart_have_one_number_and_say_what_it_is(tmp_path):
@@ -251,7 +249,7 @@ def test_metrics_of_ones_own_are_drawn_whatever_else_there_is(tmp_path):
     drawn = [svg["aria-label"] for svg in page.named("svg")]
     assert drawn == [*others[:30], "rollout/politeness", "rollout/code/compiles"]
     assert "Your own metrics" in page.text
-    assert "Constant in every step: rollout/num_samples 32Also in metrics.jsonl: rollout/rew" in page.text
+    assert "rollout/num_samples 32" in page.text and "rollout/reward_30" in page.text
 
 
 def test_hostile_text_is_inert(tmp_path):
@@ -285,7 +283,7 @@ def test_a_large_run_stays_below_300_kb(tmp_path):
         write_journal(folder.rollouts_path, step, rows, decode=lambda ids, after: '"<' * 50_000)
     path = write_report(folder.path)
     assert path.stat().st_size < 300_000
-    assert "Also in metrics.jsonl: rollout/reward_32" in Page(path.read_text()).text
+    assert "rollout/reward_32" in Page(path.read_text()).text
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -110,7 +110,7 @@ def test_a_failing_mirror_is_switched_off_with_one_warning(tmp_path, caplog):
     (record,) = caplog.records
     text = record.getMessage()
     assert record.levelno == logging.WARNING and "\n" not in text
-    assert "Recorder" in text and "ConnectionError: no route to the host" in text
+    assert "Recorder" in text and "ConnectionError: " in text
 
 
 def test_failures_with_successes_between_them_are_forgiven(tmp_path, caplog):
@@ -131,8 +131,8 @@ def test_the_last_failures_of_a_run_are_told(tmp_path, caplog):
         trackers.log(step, {})
     trackers.close()
     (record,) = caplog.records
-    text = "Recorder lacks the last 2 rows (ConnectionError: no route to the host); metrics.jsonl has all"
-    assert record.getMessage() == text
+    text = record.getMessage()
+    assert "Recorder" in text and "last 2 rows" in text and "ConnectionError: " in text
 
 
 def test_a_mirror_that_exits_ends_nothing_but_itself(tmp_path, caplog):
@@ -142,7 +142,8 @@ def test_a_mirror_that_exits_ends_nothing_but_itself(tmp_path, caplog):
         trackers.log(step, {})
     trackers.close()
     (record,) = caplog.records
-    assert "Recorder is off after 3 failures in a row (SystemExit: 3)" in record.getMessage()
+    text = record.getMessage()
+    assert "Recorder" in text and "3 failures" in text and "SystemExit: 3" in text
     assert leaving.closed
 
 

@@ -24,16 +24,16 @@ class TrackedRun:
 
 
 class Tracker(Selectable, ABC):
-    """Shows a team the metrics of a run, in the process that speaks for the run.
+    """Records the metrics of a run, in the one process that logs for all.
 
     Annotated fields with a default are options, which `--logger.tracker_options NAME=VALUE` sets.
-    `metrics.jsonl` is always written, so a tracker neither stops nor delays training: once it is open its
-    methods run one at a time in a thread of its own, and after three failures in a row, with a warning, no
-    more.
+    A tracker neither stops nor delays training. Once it is open, its methods run one at a time in a thread of
+    its own. After three failures in a row it is switched off with a warning; `metrics.jsonl` is always
+    written.
     """
 
     package: ClassVar[str] = ""
-    """Package that the tracker imports when it is made; checked before anything starts."""
+    """Package that the tracker imports; checked before anything starts."""
     remedy: ClassVar[str] = ""
     """Command that installs that package."""
 

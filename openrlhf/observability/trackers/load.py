@@ -68,8 +68,8 @@ def _class_of(name: str) -> type[Tracker]:
         return TRACKERS[name]
     except KeyError:
         text = (
-            f"there is no such tracker. There are {', '.join(TRACKERS.names)}.\n"
-            "Name your own as folder/file.py:NAME or package.module:NAME."
+            f"there is no such tracker; use {', '.join(TRACKERS.names)},\n"
+            "or your own as folder/file.py:NAME or package.module:NAME"
         )
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag=FLAG, value=name) from None
     except ValueError as error:
@@ -88,7 +88,7 @@ def _options(words: Sequence[str], classes: Mapping[str, type[Tracker]]) -> dict
         if not equals:
             raise wrong(ErrorCode.INVALID_VALUE, "expects NAME=VALUE")
         if (field := fields.get(PREFIX + name)) is None:
-            others = f"there are {there}" if there else "they have none"
+            others = f"available: {there}" if there else "they have no options"
             raise wrong(ErrorCode.UNKNOWN_FLAG, f"no tracker has this option; {others}")
         try:
             options[name] = convert([value], field.type)

@@ -23,10 +23,11 @@ CLOSE_SECONDS = 60.0
 
 
 class Trackers:
-    """The record and its mirrors. Errors of the record are raised: it is the source of truth.
+    """The metrics file of a run, called the record, and its other trackers, called mirrors.
 
-    A mirror has a thread of its own, and neither stops nor delays training: one that fails 3 times in a row
-    is switched off with a warning, and rows that a slow one cannot take are dropped and counted."""
+    Errors of the record are raised. A mirror has a thread of its own, and neither stops nor delays training:
+    one that fails 3 times in a row is switched off with a warning, and rows that a slow one cannot take are
+    dropped and counted."""
 
     def __init__(self, record: JsonlTracker, mirrors: Sequence[Tracker] = ()):
         self._record = record
@@ -84,7 +85,9 @@ class _Mirror:
         if self._thread.is_alive():
             logger.warning("%s did not finish in %.0f s; metrics.jsonl is complete", self._name, timeout)
         if self._dropped:
-            logger.warning("%s was too slow for %d rows; metrics.jsonl has all", self._name, self._dropped)
+            logger.warning(
+                "%s was too slow and lacks %d rows; metrics.jsonl has all", self._name, self._dropped
+            )
 
     def _work(self) -> None:
         failures, last = 0, ""
@@ -100,7 +103,7 @@ class _Mirror:
                 if failures == FAILURES_ALLOWED:
                     self._off = True
                     logger.warning(
-                        "%s is off after %d failures in a row (%s); metrics.jsonl has everything",
+                        "%s is switched off after %d failures in a row (%s); metrics.jsonl has all rows",
                         self._name, failures, last,
                     )  # fmt: skip
         if failures and not self._off:

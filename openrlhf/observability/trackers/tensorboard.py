@@ -10,7 +10,7 @@ from openrlhf.types import Metrics
 class TensorBoardTracker(Tracker):
     """Writes event files to `{logger.tensorboard_dir}/{run_name}`, or `tensorboard` in the run folder.
 
-    After a resume TensorBoard hides what came after the restored step.
+    After a resume TensorBoard hides the values of later steps that the earlier run wrote.
     """
 
     name = "tensorboard"

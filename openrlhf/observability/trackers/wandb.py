@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """Shows a run in Weights & Biases, as `logger.wandb` says.
+    """Records a run in Weights & Biases, with the settings of `logger.wandb`.
 
     Without `logger.wandb.key` it logs in with WANDB_API_KEY or an earlier `wandb login`. The run keeps its
     identity over resumes of its folder. WANDB_MODE=offline works. When W&B cannot be reached or refuses the
