@@ -36,7 +36,7 @@ class AnswerColumns:
     """Column of images, which a chat template writes as placeholders."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError where no flag says which column or message is the answer."""
+        """Raises UsageError if no flag says which column or message is the answer."""
         if self.output_key is None and not self.template.apply_chat_template:
             raise UsageError(
                 ErrorCode.MISSING_FLAG,
@@ -83,8 +83,8 @@ def plain_answer(prompt: str, answer: str) -> Text:
 
 
 def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
-    """Returns the conversation up to the last assistant turn, with each assistant turn from message `first`
-    on marked. A turn's span runs from the end of the generation prompt before it to the end of the turn as
+    """Returns the conversation up to the last assistant turn. Each assistant turn from message `first` on is
+    marked. A turn's span runs from the end of the generation prompt before it to the end of the turn as
     the template renders it, without trailing whitespace, because the policy does not write that. The text
     ends with the last turn.
 
@@ -113,9 +113,9 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
 def _tell_endless(template: str) -> None:
     """Warns once per chat template."""
     logger.warning(
-        "--data.apply_chat_template: the template puts nothing behind an answer that others follow, so only "
-        "the last\nanswer of a conversation learns to stop. Use one that ends every turn "
-        "(--data.tokenizer_chat_template),\nor a row for each reply without --data.multiturn."
+        "--data.apply_chat_template: the template writes no end after an answer that is not the last, so the "
+        "model\nlearns to stop only at the last answer. Use a template that ends every turn "
+        "(--data.tokenizer_chat_template),\nor one row for each reply without --data.multiturn."
     )
 
 
@@ -123,15 +123,15 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError
     message = f"the assistant's message {turn + 1} of {num_messages}"
     if has_several:
         text = (
-            f"the template renders {message} (or what it answers)\ndifferently once other messages follow, "
-            "so the loss would fall on a text that the policy never wrote. Use a\ntemplate that keeps it "
-            "(--data.tokenizer_chat_template), or a row for each reply without --data.multiturn."
+            f"the template renders {message}, or those before it,\ndifferently once other messages follow, "
+            "so the loss would be on text that the policy never writes. Use a\ntemplate that keeps messages "
+            "unchanged (--data.tokenizer_chat_template), or one row for each reply without --data.multiturn."
         )
     else:
         text = (
             f"the template does not render {message} unchanged and\ndirectly after the generation prompt, so "
-            "the loss would fall on another text. Write the message\nas the template does, or use a template "
-            "that keeps it (--data.tokenizer_chat_template)."
+            "the loss would be on another text. Write the message\nas the template does, or use a template "
+            "that keeps it unchanged (--data.tokenizer_chat_template)."
         )
     return UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
 
@@ -155,5 +155,7 @@ def _assistant_turns(messages: Sequence[Message], first: int) -> list[int]:
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         place = "the last message is not" if first else "no message is"
-        raise BadRow(f"{place} of the assistant: role {messages[-1]['role']!r} has nothing to learn.")
+        raise BadRow(
+            f"{place} from the assistant (role {messages[-1]['role']!r}): there is nothing to learn."
+        )
     return turns

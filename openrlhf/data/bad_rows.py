@@ -62,7 +62,7 @@ def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:
 
 
 def value_of(row: Row, column: str, *types: type) -> Any:
-    """Returns the value of a column. Raises BadRow where it is missing, null, NaN or of none of the types."""
+    """Returns the value of a column. Raises BadRow if it is missing, null, NaN or of another type."""
     if row.get(column) is None:
         raise BadRow(f"column {column!r} is {'null' if column in row else 'missing'}.")
     value = row[column]

@@ -27,7 +27,7 @@ class Dataset(Protocol):
 
     @property
     def lengths(self) -> Sequence[int]:
-        """Tokens of each item."""
+        """Number of tokens of each item."""
         ...
 
     def __len__(self) -> int: ...

@@ -90,7 +90,7 @@ def cached(
         if isinstance(kept, dataset_type):
             return kept
         if entry.exists():
-            logger.warning("%s: damaged, so it is built again: %s", entry, kept)
+            logger.warning("%s: damaged (%s); building it again", entry, kept)
         return _keep(build(), dataset_type, entry, key_parts, source)
     finally:
         lock.release()
@@ -185,7 +185,7 @@ def _versions() -> Mapping[str, str]:
 
 
 def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
-    """Returns the dataset, or the error because of which it cannot be read."""
+    """Returns the dataset, or the error that reading it raised."""
     try:
         dataset = _load(dataset_type, entry)
     except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:

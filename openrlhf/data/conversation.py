@@ -31,7 +31,7 @@ class Conversation:
         self.num_turns = 0
 
     def prompt(self, message: str) -> str:
-        """Returns the conversation so far with this message appended, as text. Raises UsageError where the
+        """Returns the conversation so far with this message appended, as text. Raises UsageError if the
         chat template refuses it."""
         asked = message if self.suffix is None else with_suffix(message, self.suffix)
         if self.template.apply_chat_template:

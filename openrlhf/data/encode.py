@@ -82,7 +82,7 @@ class Encoder:
         self._encoder = _whole_token_encoder(tokenizer) if tokenizer.is_fast else None
 
     def __call__(self, texts: Iterable[Text]) -> Iterator[Tokens]:
-        """Yields the tokens of each text. The part before a text's first span has the tokens that it has
+        """Yields the tokens of each text. The part before a text's first span is tokenised as if it stood
         alone, and no token crosses the border of a span. A text without a chat template begins with the
         tokens that the tokenizer prepends to a text."""
         for block in _blocks(texts):
@@ -155,8 +155,8 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
         raise UsageError(
             ErrorCode.UNSUPPORTED,
-            "this tokenizer changes a text that is tokenised in pieces, and has no other way to find the\n"
-            "border of prompt and reply. Drop the flag.",
+            "the slow tokenizer of this model cannot find the border of prompt and reply: a text that is\n"
+            "tokenised in pieces decodes to another text. Remove the flag.",
             flag="--data.disable_fast_tokenizer",
         )
     return token_ids, learned
@@ -200,7 +200,7 @@ def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
 
 
 def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
-    """Returns the reason to drop a sample, or None to keep it. max_len: None where a text need not leave room
+    """Returns the reason to drop a sample, or None to keep it. max_len: None if a text need not leave room
     for an answer."""
     if True not in learned:
         return Drop(NOTHING_TO_LEARN)
@@ -236,7 +236,7 @@ def tell_losses(kept: Kept, flag: str, room: int | None = None) -> None:
     if dropped:
         lost.append(f"{dropped:,} were dropped ({_reasons(kept)})")
     if kept.truncated:
-        lost.append(f"{kept.truncated:,} were cut at --data.max_len")
+        lost.append(f"{kept.truncated:,} were truncated at --data.max_len")
     if lost and os.environ.get("RANK", "0") == "0":
         num_rows = f"{len(kept) + dropped:,}"
         logger.warning("%s: of %s rows %s%s", flag, num_rows, ", ".join(lost), _remedy(kept, room))

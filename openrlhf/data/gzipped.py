@@ -19,7 +19,7 @@ MAGIC = b"\x1f\x8b"
 
 
 def unpacked(file: File) -> File:
-    """Returns the unpacked file, or the file itself if it is not packed. Raises UsageError where it is
+    """Returns the unpacked file, or the file itself if it is not packed. Raises UsageError if it is
     damaged, or the cache folder has no room for it."""
     if file.path.suffix != PACKED or file.path.is_dir():
         return file

@@ -32,7 +32,7 @@ class ImageTokens:
     expands."""
 
     def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raises UsageError where the chat template renders no images, or the processor expands them in an
+        """Raises UsageError if the chat template renders no images, or the processor expands them in an
         unsupported way."""
         self._processor = processor
         _check_template(tokenizer, processor.image_token)
@@ -87,7 +87,7 @@ class ImageColumn:
         )
 
     def values(self, row: Row) -> list[Any]:
-        """Returns the row's images as a list, which may be empty. Raises BadRow where there are more than
+        """Returns the row's images as a list, which may be empty. Raises BadRow if there are more than
         `max_images`."""
         value = row.get(self.key)
         values = value if isinstance(value, list) else [] if value is None else [value]
@@ -116,7 +116,7 @@ class ImageColumn:
 
     def expand(self, headers: Sequence[ImageHeader], texts: Sequence[Tokens]) -> list[Tokens]:
         """Expands the placeholders in each text of a row; each text shows all images of the row. Raises
-        BadRow where a text's placeholders do not match the number of images, or the processor refuses an
+        BadRow if a text's placeholders do not match the number of images, or the processor refuses an
         image."""
         try:
             counts = self.tokens.counts(headers)
@@ -126,7 +126,7 @@ class ImageColumn:
             found = token_ids.count(self.tokens.layout.placeholder)
             if found != len(counts):
                 raise BadRow(
-                    f"the text has {found} tokens that stand for images, the row has {len(counts)} images."
+                    f"the text has {found} image placeholders, and the row has {len(counts)} images."
                 )
         return [self.tokens.expand(text, counts) for text in texts]
 
@@ -165,29 +165,29 @@ def _load_processor(path: str, flag: str) -> Any:
     try:
         processor = AutoProcessor.from_pretrained(model_folder(path))
     except (OSError, ValueError) as reason:
-        raise error(f"it has no processor: {first_line(reason)}") from reason
+        raise error(f"the model has no image processor: {first_line(reason)}") from reason
     if not hasattr(processor, "image_processor"):
-        raise error(f"it reads no images; leave {IMAGES_FLAG} out.")
+        raise error(f"the model does not support images; remove {IMAGES_FLAG}.")
     return processor
 
 
 def check_same_images(own: str, other: str, flag: str) -> None:
-    """Raises UsageError where the model `other`, named by `flag`, expands images to other tokens than the
+    """Raises UsageError if the model `other`, named by `flag`, expands images to other tokens than the
     model `own`."""
     first, second = (_load_processor(path, flag) for path in (own, other))
     counts = [patch_counts(processor, SIZES) for processor in (first, second)]
     if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
         raise UsageError(
             ErrorCode.INVALID_MODEL,
-            f"it reads an image as other tokens than {own} does.\nChoose a model of the same family, whose "
-            "processor has the same patches and limits of an image's size.",
+            f"its processor expands images to other tokens than that of {own}.\nChoose a model of the same "
+            "family, whose processor has the same patch size and image size limits.",
             flag=flag,
             value=other,
         )
 
 
 SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
-"""(height, width) of probe images by which processors are compared."""
+"""(height, width) of images with which processors are compared."""
 
 
 def _size(header: ImageHeader) -> tuple[int, int]:
@@ -196,14 +196,15 @@ def _size(header: ImageHeader) -> tuple[int, int]:
 
 def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:
     """Replaces each `TAG` in the messages' texts by `PART`; without any tag the images come before the text
-    of the first user message. Raises BadRow where the number of places and of images differ."""
+    of the first user message. Raises BadRow if the number of places and of images differ."""
     placed = [_with_parts(message) for message in messages]
     places = sum(_is_image(part) for message in placed for part in _parts(message))
     if num_images and not places:
         return _before_first_text(placed, num_images)
     if places != num_images:
         raise BadRow(
-            f"the messages have {places} places for images ({TAG}), column {key!r} has {num_images} images."
+            f"the messages have {places} image placeholders ({TAG}), and column {key!r} has {num_images} "
+            "images."
         )
     return placed
 
@@ -251,7 +252,7 @@ def _check_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> Non
     if shown.count(image_token) != 1:
         raise UsageError(
             ErrorCode.CHAT_TEMPLATE,
-            f"the chat template of {tokenizer.name_or_path} writes no {image_token}\nfor an image of a "
-            "message. Give one that does: --data.tokenizer_chat_template.",
+            f"the chat template of {tokenizer.name_or_path} writes no {image_token}\nfor an image in a "
+            "message. Give a template that does with --data.tokenizer_chat_template.",
             flag=IMAGES_FLAG,
         )

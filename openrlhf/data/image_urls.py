@@ -20,7 +20,7 @@ PORT = 443
 
 
 def fetch(url: str, hosts: Collection[str], max_bytes: int) -> bytes:
-    """Returns the body that the URL answers with. Raises UsageError where the URL or a redirect is not
+    """Returns the body that the URL answers with. Raises UsageError if the URL or a redirect is not
     allowed, answers with an error or more than max_bytes, or takes too long. No proxy is used: the connection
     goes to the address that was checked."""
     deadline = time.monotonic() + TIMEOUT
@@ -38,7 +38,7 @@ def check_url(url: str, hosts: Collection[str]) -> None:
     checked."""
     parts = urlsplit(url)
     if parts.scheme != "https" or not parts.hostname:
-        raise _unusable(url, "only https:// addresses are read.")
+        raise _unusable(url, "only https:// addresses are downloaded.")
     if parts.hostname not in hosts:
         allowed = " ".join([*hosts, parts.hostname])
         text = f"the host {parts.hostname} is not allowed. If you trust it: --data.image_hosts {allowed}"
@@ -50,7 +50,7 @@ def _unusable(url: str, text: str) -> UsageError:
 
 
 def public_addresses(host: str) -> list[str]:
-    """Returns all addresses of a host. Raises UsageError where it has none, or one that is not public:
+    """Returns all addresses of a host. Raises UsageError if it has none, or one that is not public:
     private, loopback, link-local, ..."""
     try:
         found = socket.getaddrinfo(host, PORT, type=socket.SOCK_STREAM)
@@ -62,7 +62,7 @@ def public_addresses(host: str) -> list[str]:
         if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
             address = address.ipv4_mapped
         if not address.is_global or address.is_multicast:
-            raise _unusable(host, f"its address {text} is not public, so it is not asked.")
+            raise _unusable(host, f"its address {text} is not public, so no request is sent.")
     return addresses
 
 

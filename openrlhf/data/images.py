@@ -1,4 +1,4 @@
-"""Opens the images that rows and environments refer to. The module decides which may be opened:
+"""Opens the images that rows and environments refer to. Only these are allowed:
 
     path               inside one folder, links resolved
     https://           from the hosts of `--data.image_hosts`, see `image_urls`; kept in the cache
@@ -32,7 +32,7 @@ from openrlhf.types import Image
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_BYTES = 32 * 2**20
 MAX_PIXELS = 50_000_000
-"""Maximum pixels of an image: a small file may hold a picture that fills the memory."""
+"""Maximum number of pixels of an image: a small file may decode to an image that fills the memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +76,7 @@ def image_header(value: Any, sources: ImageSources) -> ImageHeader:
 
 
 def image_identity(value: Any, sources: ImageSources) -> list[Any]:
-    """Returns values that change when the image does, as far as known without reading the file."""
+    """Returns values that change when the image does, without reading the file."""
     reference, file = _find(value, sources)
     if isinstance(file, bytes):
         return [reference]
@@ -133,12 +133,14 @@ def _of_base64(text: str) -> bytes:
 def _in_root(text: str, root: Path | None) -> Path:
     error = partial(UsageError, value=text)
     if root is None:
-        reason = "no folder that images may be in is known; name it with --data.image_root."
+        reason = "the folder of image paths is not known; set --data.image_root."
         raise error(ErrorCode.MISSING_FLAG, reason)
     root = root.resolve()
     path = (root / text).resolve()
     if not path.is_relative_to(root):
-        reason = f"it leads to {path}, outside {root}. Copy it there, or name another --data.image_root."
+        reason = (
+            f"the path leads to {path}, outside {root}. Copy the file there, or change --data.image_root."
+        )
         raise error(ErrorCode.INVALID_ROW, reason)
     if not path.is_file():
         raise error(ErrorCode.NOT_FOUND, f"there is no such file in {root} (--data.image_root).")
@@ -163,16 +165,16 @@ def _opened(file: Path | bytes, reference: str) -> Iterator[PILImage.Image]:
     size = len(file) if isinstance(file, bytes) else file.stat().st_size
     unreadable = partial(UsageError, ErrorCode.UNREADABLE, value=reference)
     if size > MAX_BYTES:
-        raise unreadable(f"{size} bytes are more than the {MAX_BYTES} that an image may have.")
+        raise unreadable(f"{size} bytes; the limit is {MAX_BYTES}.")
     try:
         with PILImage.open(io.BytesIO(file) if isinstance(file, bytes) else file, formats=FORMATS) as picture:
             if picture.width * picture.height > MAX_PIXELS:
                 raise ValueError(f"{picture.width} x {picture.height} pixels are more than {MAX_PIXELS}")
             yield picture
     except PILImage.UnidentifiedImageError as error:
-        raise unreadable(f"neither {', '.join(FORMATS[:-1])} nor {FORMATS[-1]}.") from error
+        raise unreadable(f"not an image of a supported format ({', '.join(FORMATS)}).") from error
     except Exception as error:  # a damaged file may raise nearly anything
-        raise unreadable(f"not a complete picture: {error}.") from error
+        raise unreadable(f"damaged or too large: {error}.") from error
 
 
 def _orientation(picture: PILImage.Image) -> int:

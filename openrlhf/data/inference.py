@@ -136,7 +136,7 @@ def build_answers(
 
 def with_suffix(value: Input, suffix: str) -> Input:
     """Appends a space, `suffix` stripped, and a space to the prompt or its last message, as
-    `--reward.template` does. Raises BadRow where the last message is not text."""
+    `--reward.template` does. Raises BadRow if the last message is not text."""
     if isinstance(value, str):
         return f"{value} {suffix.strip()} "
     *others, last = as_messages(value)

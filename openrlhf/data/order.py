@@ -4,7 +4,7 @@ import random
 
 
 def epoch_order(size: int, *, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
-    """A permutation of range(size), the same on every machine for the same seed and epoch."""
+    """Returns a permutation of range(size), the same on every machine for the same seed and epoch."""
     order = list(range(size))
     if shuffle:
         random.Random(f"{seed}/{epoch}").shuffle(order)

@@ -165,17 +165,15 @@ def _conversations(
     for column, answer in zip(columns, answers, strict=True):
         if answer[: len(prompt)] == prompt:
             raise BadRow(
-                f"column {column!r} begins with the messages of {prompt_key!r}, which would be read twice;\n"
-                "without --data.prompt_key the answers' columns are read as whole conversations."
+                f"column {column!r} already begins with the messages of {prompt_key!r};\n"
+                "remove --data.prompt_key to read whole conversations from the columns of the answers."
             )
     return [prompt + answer for answer in answers], len(prompt)
 
 
 def _whole_conversation(row: Row, column: str) -> list[Message]:
     if isinstance(row.get(column), str):
-        raise BadRow(
-            f"column {column!r} is text, not the list of messages that it must be without --data.prompt_key."
-        )
+        raise BadRow(f"column {column!r} is text; without --data.prompt_key it must be a list of messages.")
     return _messages(row, column, "user")
 
 

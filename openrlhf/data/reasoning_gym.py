@@ -35,7 +35,7 @@ def gym_dataset(item: str, flag: str) -> Any:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as missing:
-        text = f"the package is not installed: {missing}\nRun: pip install openrlhf[gym]"
+        text = f'the package is not installed: {missing}\nRun: pip install "openrlhf[gym]"'
         raise error(ErrorCode.MISSING_PACKAGE, text) from missing
     try:
         spec = parse_gym(item)
@@ -51,7 +51,7 @@ def gym_dataset(item: str, flag: str) -> Any:
             "answers.\nChoose another dataset, or write its rows to a file and name a reward function.",
         )
     if spec.name == "composite":
-        text = "name the parts with commas between them, and --data.prompt_probs."
+        text = "list its datasets separated by commas instead, with --data.prompt_probs."
         raise error(ErrorCode.UNSUPPORTED, text)
     known = [field.name for field in fields(DATASETS[spec.name][1])]
     for parameter in spec.parameters:
@@ -78,15 +78,15 @@ def gym_rows(item: str, flag: str) -> Iterator[dict[str, str]]:
 
 @lru_cache(maxsize=1024)  # the samples of a prompt are verified close together
 def entry_of(label: str) -> tuple[Any, dict[str, Any]]:
-    """Returns (dataset, problem) of a row's label. Raises RunError where this process generates another
+    """Returns (dataset, problem) of a row's label. Raises RunError if this process generates another
     problem from it."""
     item, index, digest = label.rsplit("#", 2)
     dataset = _dataset_of(item)
     entry = dataset[int(index)]
     if _digest(entry["question"]) != digest:
         text = (
-            "reasoning_gym generated another problem where the prompt was made, so the answer cannot be "
-            "verified. Are the package's versions the same on all machines?"
+            "this process generates another problem than the one of the prompt, so the answer cannot be "
+            "verified. Install the same version of reasoning_gym on all machines."
         )
         raise RunError(ErrorCode.REWARDS_FAILED, text, value=label)
     return dataset, entry

@@ -60,7 +60,7 @@ def fetched(url: str, flag: str, choose: Callable[[Sequence[str]], Sequence[str]
     where it is a saved dataset. `URL@data_dir` is a folder inside. A process looks up each URL once and keeps
     the listing.
 
-    Raises UsageError where there is nothing, or where it cannot be fetched. Without a connection the copy
+    Raises UsageError if there is nothing, or where it cannot be fetched. Without a connection the copy
     fetched before is read, with a note.
     """
     listing = _listing(url, flag)
@@ -123,7 +123,7 @@ def _listing(url: str, flag: str) -> _Listing:
 
 
 def _look_up(url: str) -> _Listing:
-    """Looks up the files of a URL. Raises FileNotFoundError where there is nothing."""
+    """Looks up the files of a URL. Raises FileNotFoundError if there is nothing."""
     head, at, data_dir = url.rpartition("@")
     inside = f"{head.rstrip('/')}/{data_dir}"
     try:
@@ -178,7 +178,7 @@ def _fetch(url: str, file: _Remote, target: Path) -> None:
         shown.close()
     size = target.stat().st_size
     if file.size not in (None, size):
-        raise OSError(f"{size} bytes came of {file.size}")
+        raise OSError(f"received {size} of {file.size} bytes")
 
 
 class _Mebibytes(Callback):
@@ -258,9 +258,9 @@ def _tried(action: Callable[[], ResultT], flag: str, url: str) -> ResultT:
             if is_final:
                 raise UsageError(code, text, flag=flag, value=url) from error
             if wait is None:
-                text = f"not reached in {len(WAITS) + 1} tries: {text}"
+                text = f"failed {len(WAITS) + 1} times: {text}"
                 raise _Unreachable(code, text, flag=flag, value=url) from error
-            notify(f"{flag} {url}: {text}; next try in {wait:g} s")
+            notify(f"{flag} {url}: {text}; trying again in {wait:g} s")
             time.sleep(wait)
     raise AssertionError
 
@@ -284,5 +284,5 @@ def _explained(error: BaseException) -> tuple[ErrorCode, str, bool]:
         return ErrorCode.NOT_FOUND, "there is no such file or folder.", True
     if isinstance(error, aiohttp.ClientResponseError):
         is_final = 400 <= error.status < 500 and error.status not in (408, 429)
-        return ErrorCode.UNREADABLE, f"the server says {error.status} {error.message}", is_final
+        return ErrorCode.UNREADABLE, f"the server answers {error.status} {error.message}", is_final
     return ErrorCode.UNREADABLE, first_line(error), isinstance(error, PermissionError)

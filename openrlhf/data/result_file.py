@@ -79,13 +79,13 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
 
 
 def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, Any]) -> None:
-    """Raises UsageError where the file at `path` was made from something else. `origin`: name -> plain JSON
-    value, for everything that decides about rows."""
+    """Raises UsageError if the file at `path` has another origin. `origin`: name -> JSON value, for
+    everything that determines the rows."""
     error = partial(UsageError, ErrorCode.OTHER_RUN, flag="--output_path", value=path)
     if not Path(meta_path).exists():
         if _files(Path(path)):
             raise error(
-                f"the file exists, but not {meta_path}, which tells from what its rows\nwere made. "
+                f"the file exists, but {meta_path}, which records how its rows were made,\ndoes not. "
                 "Name another file, or remove this one."
             )
         return
@@ -99,7 +99,7 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
     if changed:
         more = f" (and {len(changed) - 3} more)" if len(changed) > 3 else ""
         raise error(
-            f"it was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
+            f"was made with other flags or rows: {'; '.join(changed[:3])}{more}.\n"
             f"Repeat that command to continue it, name another file, or remove it and {meta_path}."
         )
 

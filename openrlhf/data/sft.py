@@ -51,7 +51,7 @@ def build_sft_samples(
     differently once other messages follow, and when no sample is left.
     """
     if multiturn and not pretrain and not apply_chat_template:
-        text = "the chat template tells where turns begin. Add --data.apply_chat_template."
+        text = "needs the chat template, which marks the turns. Add --data.apply_chat_template."
         raise UsageError(ErrorCode.CONFLICT, text, flag="--data.multiturn")
     read: Callable[[Row], Text] = partial(_pretrain_text, input_key=input_key)
     if not pretrain:

@@ -49,7 +49,7 @@ class Rows:
         return len(self._index)
 
     def __getitem__(self, i: int) -> Row:
-        """Returns row i. Raises BadRow where the file has no valid row there, which only happens under
+        """Returns row i. Raises BadRow if the file has no valid row there, which only happens under
         `bad_rows` skip."""
         part, number = self._index[i].tolist()
         row = self._parts[part].rows[number]
@@ -206,7 +206,7 @@ def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str)
     """Returns the row files in `place` whose names have `split`; if no name has a split, all row files."""
     files = [name for name in names if has_rows(name)]
     if not files:
-        text = f"no {', '.join(READERS)} file in this folder, packed (.gz) or not."
+        text = f"the folder has no {', '.join(READERS)} file, compressed (.gz) or not."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
     splits = {name: _split_in_name(name, split) for name in files}
     if not any(splits.values()):
@@ -241,11 +241,11 @@ def _find(item: str, flag: str) -> Path | None:
 
 def _near_names(place: Path) -> str:
     if not place.parent.is_dir():
-        return f"\nNor is there a folder {place.parent}."
+        return f"\nThe folder {place.parent} does not exist either."
     names = difflib.get_close_matches(
         place.name, [entry.name for entry in place.parent.iterdir()], n=3, cutoff=0.5
     )
-    return f"\nNear names in {place.parent}: {', '.join(names)}" if names else ""
+    return f"\nSimilar names in {place.parent}: {', '.join(names)}" if names else ""
 
 
 def _read_hub(item: str, split: str, flag: str) -> Part:
@@ -253,7 +253,7 @@ def _read_hub(item: str, split: str, flag: str) -> Part:
     try:
         return Part.of_table(item, datasets.load_dataset(name, data_dir=data_dir or None, split=split))
     except (FileNotFoundError, ConnectionError, ValueError) as error:
-        text = f"not on this machine, and the hub says: {first_line(error)}{_near_names(Path(name))}"
+        text = f"not found on this machine or on the hub: {first_line(error)}{_near_names(Path(name))}"
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=item) from error
 
 
@@ -268,7 +268,7 @@ def _read_saved(folder: File, split: str) -> Part:
 
 
 def _no_split(place: object, split: str, splits: Iterable[str], flag: str) -> UsageError:
-    text = f"it has no split {split!r}. Its splits: {', '.join(sorted(splits))}"
+    text = f"has no split {split!r}. Its splits: {', '.join(sorted(splits))}"
     return UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
 
 
@@ -281,10 +281,10 @@ _SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
 def _check_columns_exist(part: Part, size: int, flag: str, required: Mapping[str, str | None]) -> None:
-    """Raises UsageError where the part, named by `flag`, is empty or lacks a column. size: its number of rows
+    """Raises UsageError if the part, named by `flag`, is empty or lacks a column. size: its number of rows
     or of columns."""
     if not size:
-        raise UsageError(ErrorCode.UNREADABLE, "it is empty.", flag=flag, value=part.name)
+        raise UsageError(ErrorCode.UNREADABLE, "has no rows: it is empty.", flag=flag, value=part.name)
     for column_flag, column in required.items():
         if column is not None and column not in part.columns:
             near = difflib.get_close_matches(column, part.columns, n=1)

@@ -84,7 +84,7 @@ def build_steps(
     first_of_kind: dict[str, int] = {}
     for i, ((token_ids, ends_step),), labels in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
         if sum(ends_step) != len(labels):
-            reason = BadRow(f"the tokenizer leaves placeholders {placeholder_token!r} out of the text.")
+            reason = BadRow(f"the tokenizer gives some placeholders {placeholder_token!r} no token.")
             refuse(rows, i, reason, bad_rows, store.dropped)
             continue
         action_mask = ends_step[:max_len]
@@ -113,7 +113,7 @@ def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) 
             "Choose texts that are in its vocabulary, or add them to tokenizer and model."
         )
     elif len({*map(tuple, ids.values())}) < max(2, len(tokens)):
-        text = "name at least two tokens, and none twice; with one, a step has nothing to choose from."
+        text = "name at least two different tokens, each once."
     if text:
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--data.reward_tokens", value=" ".join(tokens))
     return tuple(token_id for (token_id,) in ids.values())

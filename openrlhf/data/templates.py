@@ -25,7 +25,7 @@ class PromptTemplate:
     """Text with one `{}` for the prompt; None: the prompt alone."""
 
     def __post_init__(self) -> None:
-        """Raises UsageError where the tokenizer lacks the requested chat template, or `input_template` does
+        """Raises UsageError if the tokenizer lacks the requested chat template, or `input_template` does
         not hold exactly one `{}`."""
         if self.apply_chat_template and not self.tokenizer.chat_template:
             raise UsageError(
@@ -43,15 +43,15 @@ class PromptTemplate:
         if not has_place:
             raise UsageError(
                 ErrorCode.INVALID_VALUE,
-                "it must hold one {}, where the prompt goes.\n"
-                "Write braces that are meant as such twice: \\boxed{{}}.",
+                "must have exactly one {}, where the prompt goes.\n"
+                "Write every other brace twice: \\boxed{{}}.",
                 flag="--data.input_template",
                 value=repr(self.input_template),
             )
 
     def __call__(self, value: str | Sequence[Message]) -> str:
         """Renders a prompt. With a chat template a text is one user message, a list of messages is used as it
-        is, and the header of the assistant's turn follows. Raises BadRow where the value cannot be
+        is, and the header of the assistant's turn follows. Raises BadRow if the value cannot be
         rendered."""
         if self.apply_chat_template:
             return render_messages(as_messages(value), self.tokenizer, add_generation_prompt=True)
@@ -82,7 +82,7 @@ def render_messages(
     is_open: bool = False,
 ) -> str:
     """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
-    on. Raises BadRow where the template refuses the messages."""
+    on. Raises BadRow if the template refuses the messages."""
     try:
         text = tokenizer.apply_chat_template(
             list(messages),

@@ -121,7 +121,7 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
         raise UsageError(
             ErrorCode.INVALID_ROW,
             f"all {len(whole)} rows have the same prompt. KTO estimates how far the policy\nis from the "
-            "reference on each prompt with the answer to another one, so it needs two prompts at least.",
+            "reference on each prompt with the answer to another one, so it needs at least two prompts.",
             flag="--data.input_key",
             value=input_key,
         )

@@ -164,10 +164,8 @@ def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeyp
     ):
         assert folder.is_dir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    assert str(told.value) == (
-        f"--x y: not kept in {tmp_path}/cache: No space left on device.\n"
-        "Set OPENRLHF_CACHE to a folder with space that you may write to, or z."
-    )
+    for named in (f"not kept in {tmp_path}/cache", os.strerror(errno.ENOSPC), "OPENRLHF_CACHE", ", or z"):
+        assert named in told.value.text
     with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("not kept in"):
         raise OSError("damaged")  # errors that libraries raise about a file have no number
 
@@ -199,5 +197,5 @@ def test_an_export_that_fails_leaves_the_model_that_is_there(tmp_path, error):
         (made / "config.json").write_text("half")
         raise error
     assert told.value.code is ErrorCode.NOT_WRITABLE
-    assert str(tmp_path) in told.value.text and "No space left on device." in told.value.text
+    assert str(tmp_path) in str(told.value) and os.strerror(errno.ENOSPC) in str(told.value)
     assert set(os.listdir(tmp_path)) == set(FULL) and (tmp_path / "config.json").read_text() == "old"

@@ -86,7 +86,7 @@ def test_a_dataset_is_downloaded_from_modelscope(modelscope, site):
 def test_what_modelscope_does_not_have(modelscope):
     with pytest.raises(ValueError) as error:
         loading.check_model("nobody/else", FLAG)
-    assert f"{FLAG} nobody/else" in str(error.value) and "--use_ms nobody/else" in str(error.value)
+    assert all(f"{flag} nobody/else" in str(error.value) for flag in (FLAG, "--use_ms"))
     with refused(ErrorCode.NOT_FOUND, flag="--use_ms", value="nobody/else"):
         load_rows("nobody/else", flag="--data.dataset", required_columns={})
 
@@ -96,9 +96,8 @@ def test_without_a_connection_the_copy_is_read_and_named(modelscope, monkeypatch
     hub._snapshot.cache_clear()
     monkeypatch.setenv("MODELSCOPE_SITE", str(tmp_path / "nowhere"))
     assert model_folder(NAME, weights=True) == folder
-    assert capsys.readouterr().err == (
-        f"note: --use_ms {NAME}: the hub does not answer; reading the copy in {folder}\n"
-    )
+    note = capsys.readouterr().err
+    assert note.startswith(f"note: --use_ms {NAME}: ") and note.endswith(f"{folder}\n")
 
 
 def test_every_process_of_a_run_looks_there(modelscope, monkeypatch):

@@ -160,7 +160,7 @@ def test_a_rewritten_history_has_its_own_pictures(tmp_path: Path, processor) -> 
         (
             "return {'rewards': 1, 'done': False, 'environment_feedback': '',"
             " 'environment_images': ['/etc/passwd']}",
-            "no folder that images may be in is known",
+            "--data.image_root",
         ),
     ],
 )

@@ -17,6 +17,7 @@ from openrlhf.config.commands import DPO, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.data import image_rows
+from openrlhf.data.files import REMEDY
 from openrlhf.data.image_rows import ImageColumn, ImageTokens, place_images
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
@@ -260,7 +261,7 @@ def test_a_bad_row_is_named_or_skipped(folder, tokenizer, column, case):
     for build in (prompts_of, samples_of):
         with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
             build(rows, tokenizer, column)
-        assert reason in told.value.text and "--data.bad_rows skip" in told.value.text
+        assert reason in told.value.text and REMEDY in told.value.text
         kept = build(rows, tokenizer, column, bad_rows="skip")
         assert (len(kept), kept.dropped) == (2, {"bad row": 1})
     assert [prompt.prompt_id for prompt in prompts_of(rows, tokenizer, column, bad_rows="skip")] == [0, 2]

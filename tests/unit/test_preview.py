@@ -101,7 +101,7 @@ COMMANDS = {
     "kto": (
         {"input": "1+1", "output": "2", "label": True},
         "--data.output_key output --data.input_template {}=",
-        "--- answer 1: good, 6 tokens, 2 learned\n1+1=⟦2<|end|>⟧\n\n--- answer 1: mismatched, for the KL, ",
+        "--- answer 1: good, 6 tokens, 2 learned\n1+1=⟦2<|end|>⟧\n\n--- answer 1: mismatched answer, for the KL estimate, ",
     ),
     "prm": (
         {"input": "1+1=2<|end|>2+2=5<|end|>", "label": ["+", "-"]},
@@ -160,7 +160,10 @@ def test_an_unpaired_answer_and_the_mismatched_one(tokenizer):
     example = UnpairedExample(
         sample=sample(tokenizer, "1+1=", "3"), mismatched=sample(tokenizer, "1+1=", "7"), desirable=False
     )
-    assert plain(example, tokenizer) == [("bad", "1+1=⟦3⟧"), ("mismatched, for the KL", "1+1=⟦7⟧")]
+    assert plain(example, tokenizer) == [
+        ("bad", "1+1=⟦3⟧"),
+        ("mismatched answer, for the KL estimate", "1+1=⟦7⟧"),
+    ]
 
 
 def test_labels_stand_at_their_steps(tokenizer):

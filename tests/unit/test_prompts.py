@@ -7,6 +7,7 @@ import pytest
 from refusals import refused
 
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
+from openrlhf.data.files import REMEDY
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
@@ -88,7 +89,7 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     code = ErrorCode.TOO_LONG if case == "too long" else ErrorCode.INVALID_ROW
     with refused(code, value="rows.json", row=2) as told:
         build(rows, tokenizer, label_key="label", bad_rows="error")
-    assert reason in told.value.text and "--data.bad_rows skip" in told.value.text
+    assert reason in told.value.text and REMEDY in told.value.text
     prompts = build(rows, tokenizer, label_key="label", bad_rows="skip")
     assert [prompt.prompt_id for prompt in prompts] == [0, 2]
     assert prompts.dropped == {"bad row": 1}

