@@ -101,7 +101,7 @@ COMMANDS = {
     "kto": (
         {"input": "1+1", "output": "2", "label": True},
         "--data.output_key output --data.input_template {}=",
-        "--- answer 1: good, 6 tokens, 2 learned\n1+1=⟦2<|end|>⟧\n\n--- answer 1: mismatched answer, for the KL estimate, ",
+        "--- answer 1: good, 6 tokens, 2 learned\n1+1=⟦2<|end|>⟧\n\n--- answer 1: mismatched answer, ",
     ),
     "prm": (
         {"input": "1+1=2<|end|>2+2=5<|end|>", "label": ["+", "-"]},
