@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from openrlhf.errors import ErrorCode, UsageError
+
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
@@ -135,13 +137,13 @@ class ImageLayout(NamedTuple):
 
 @cache
 def image_layout(processor: Any) -> ImageLayout:
-    """Returns the processor's layout of image tokens. Raises ValueError if the processor does not write an
+    """Returns the processor's layout of image tokens. Raises UsageError if the processor does not write an
     image as one token per patch, between fixed tokens."""
     from PIL import Image
 
     name = type(processor).__name__
     if not hasattr(processor, "_get_num_multimodal_tokens"):
-        raise ValueError(f"{name} does not say how many tokens an image has")
+        raise UsageError(ErrorCode.UNSUPPORTED, f"{name} does not give the number of tokens of an image")
     vocabulary = processor.tokenizer.get_vocab()
     layouts: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
     for height, width in ((96, 160), (320, 320)):
@@ -152,9 +154,8 @@ def image_layout(processor: Any) -> ImageLayout:
         start = ids.index(patch)
         layouts.add((patch, tuple(ids[:start]), tuple(ids[start + count :])))
         if ids[start : start + count] != [patch] * count or ids.count(patch) != count or len(layouts) > 1:
-            raise ValueError(
-                f"{name} does not write an image as one token, as often as the image has patches"
-            )
+            text = f"{name} does not write an image as one token that is repeated for each patch"
+            raise UsageError(ErrorCode.UNSUPPORTED, text)
     ((patch, before, after),) = layouts
     newlines = {vocabulary["\n" * n]: n for n in range(1, 32) if "\n" * n in vocabulary}
     return ImageLayout(vocabulary[processor.image_token], patch, before, after, newlines)
@@ -193,16 +194,17 @@ IMAGE_TAG = "<image>"
 
 def with_placeholders(processor: Any, text: str, count: int) -> str:
     """Returns `text` with each `<image>` replaced by the model's placeholder; a text without any gets `count`
-    of them in front. Raises ValueError if the text has tags, but not `count`."""
+    of them in front. Raises UsageError if the text has tags, but not `count`."""
     if IMAGE_TAG not in text:
         text = IMAGE_TAG * count + text
     if (tags := text.count(IMAGE_TAG)) != count:
-        raise ValueError(f"{count} images, and {tags} times {IMAGE_TAG} in the text: {text!r}")
+        problem = f"{count} images, and {tags} times {IMAGE_TAG} in the text: {text!r}"
+        raise UsageError(ErrorCode.INVALID_VALUE, problem)
     return text.replace(IMAGE_TAG, placeholder(processor))
 
 
 def placeholder(processor: Any) -> str:
-    """Returns the text that the chat template writes for an image. Raises ValueError if that is nothing."""
+    """Returns the text that the chat template writes for an image. Raises UsageError if that is nothing."""
     text = {"type": "text", "text": IMAGE_TAG}
     with_image, without = (
         processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
@@ -210,7 +212,10 @@ def placeholder(processor: Any) -> str:
     )
     written = with_image.partition(IMAGE_TAG)[0].removeprefix(without.partition(IMAGE_TAG)[0])
     if not written:
-        raise ValueError("the chat template writes nothing for an image, so the policy cannot be shown any")
+        problem = (
+            "the chat template writes nothing for an image; use one that does: --data.tokenizer_chat_template"
+        )
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, problem)
     return written
 
 

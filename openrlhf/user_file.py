@@ -189,4 +189,6 @@ def line_and_error(error: BaseException, reference: str) -> str:
 
 
 def headline(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
+    """Returns the first line of an error, with its type unless the error is one of ours with a code."""
+    kind = "" if type(error) in (RunError, UsageError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".partition("\n")[0]

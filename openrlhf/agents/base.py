@@ -107,8 +107,8 @@ class AgentExecutorBase:
             reward: a number. None if reward models give it.
             scores: the score that filtering and evaluation read. Missing or None: the reward.
             extra_logs: numbers by name, which become metrics.
-            turn_rewards: the reward earned in each request, in order. The part of `reward` that they do not
-                add up to is earned at the end.
+            turn_rewards: the reward of each request, in order. The difference between `reward` and their sum
+                counts at the end.
             observation_tokens, action_ranges: the whole sequence, and the ranges [start, end) in it that are
                 trained on. If missing, every request is trained on, and a request that continues an earlier
                 one extends its sequence.
@@ -173,7 +173,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         `step`."""
         if not callable(getattr(agent_instance_cls, "step", None)):
             raise TypeError(
-                f"{agent_instance_cls!r} is no subclass of openrlhf.agents.base.AgentInstanceBase"
+                f"{agent_instance_cls!r} is not a subclass of openrlhf.agents.base.AgentInstanceBase"
             )
         super().__init__(agent_instance_cls)
 
@@ -229,8 +229,8 @@ def _no_room(what: str, max_length: int) -> UsageError:
 
 
 class History:
-    """The history that the policy has read: text for the environment, tokens and images for the engine.
-    Tokens may be incomplete beyond `max_length`, which ends the episode."""
+    """Everything that the policy has read: text for the environment, tokens and images for the engine. Tokens
+    beyond `max_length` may be missing; such a history ends the episode."""
 
     def __init__(self, tokenizer: Any, text: str, max_length: int, images: Sequence["Picture"] = ()) -> None:
         """`tokenizer`: a tokenizer or a processor. `images`: in the order of their placeholders in `text`."""

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 MARK = "\u241fanswer\u241f"
-"""Placeholder of an answer in a rendered conversation, to find the text behind it."""
+"""Placeholder of an answer in a rendered conversation, to find the text after it."""
 
 
 class TemplateProblem(ValueError):
@@ -18,8 +18,8 @@ class TemplateProblem(ValueError):
 
 
 class ChatStream:
-    """Renders conversations by a tokenizer's chat template and keeps answers as sampled: a continued
-    conversation appends the template's text behind the answer, even if the template would rewrite earlier
+    """Renders conversations with a tokenizer's chat template and keeps answers as sampled: a continued
+    conversation appends the template's text after the answer, even if the template would rewrite earlier
     answers."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
@@ -38,10 +38,10 @@ class ChatStream:
                 )
             )
         except Exception as error:
-            raise TemplateProblem(f"the chat template does not take these messages: {error}") from error
+            raise TemplateProblem(f"the chat template rejects these messages: {error}") from error
 
     def behind(self, messages: Sequence[Message], place: int, tools: Any, end: str) -> str:
-        """Returns the text that the template writes behind the answer at `place` in `messages`, without
+        """Returns the text that the template writes after the answer at `place` in `messages`, without
         `end`, the part of it that was sampled: an end-of-turn token, or "" for a truncated answer."""
         marked = [*messages[:place], {"role": "assistant", "content": MARK}, *messages[place + 1 :]]
         try:
@@ -58,7 +58,7 @@ class ChatStream:
         whole = self.render(messages, tools)
         if not whole.startswith(until):
             raise TemplateProblem(
-                f"the chat template writes an answer anew once it is not the last. {departure(until, whole)}"
+                f"the chat template rewrites an answer that other messages follow. {departure(until, whole)}"
             )
         closing = end or str(self.tokenizer.eos_token)
         after = until.rfind(closing)
@@ -77,10 +77,10 @@ def probe(tokenizer: "PreTrainedTokenizerBase", *, with_tools: bool) -> list[str
         sampled = _as_sampled(stream, messages[:2], tools, asked, _end_of_turn(tokenizer, behind))
         lost = [m["content"] for m in messages[2:] if m["content"] not in behind]
         if lost:
-            raise TemplateProblem(f"{what}: the chat template leaves out the message behind it, {lost[0]!r}")
+            raise TemplateProblem(f"the chat template omits the message {lost[0]!r} after {what}")
         whole, kept = stream.render(messages, tools), asked + sampled
         if not whole.startswith(kept):
-            remarks.append(f"{what}: the chat template changes it. {departure(kept, whole)}")
+            remarks.append(f"the chat template changes {what}. {departure(kept, whole)}")
     return remarks
 
 
@@ -117,7 +117,7 @@ TOOL = {
 
 
 def _end_of_turn(tokenizer: "PreTrainedTokenizerBase", behind: str) -> str:
-    """Returns the end-of-turn token at the start of `behind`, the template's text behind an answer; else the
+    """Returns the end-of-turn token at the start of `behind`, the template's text after an answer; else the
     tokenizer's EOS token."""
     tokens = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len)
     return next((token for token in reversed(tokens) if behind.startswith(token)), str(tokenizer.eos_token))
@@ -129,7 +129,7 @@ def _as_sampled(stream: ChatStream, messages: Sequence[Message], tools: Any, ask
         return messages[-1]["content"] + end
     written = stream.render(messages, tools, answering=False)
     if not written.startswith(asked):
-        raise TemplateProblem(f"the chat template changes what was asked. {departure(asked, written)}")
+        raise TemplateProblem(f"the chat template changes the question. {departure(asked, written)}")
     return written[len(asked) : written.rfind(end) + len(end)]
 
 
@@ -137,7 +137,7 @@ def departure(kept: str, written: str) -> str:
     """Describes the first difference between two texts."""
     same = next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), len(written))
     start = max(0, same - 20)
-    return f"It writes {written[start : same + 40]!r} where the stream has {kept[start : same + 40]!r}."
+    return f"It writes {written[start : same + 40]!r} instead of {kept[start : same + 40]!r}."
 
 
 def _as_templates_read(message: Mapping[str, Any]) -> Message:

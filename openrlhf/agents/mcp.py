@@ -1,4 +1,4 @@
-"""Tools of MCP servers, called through the official client: `mcp` of generation 1 or 2.
+"""Tools of MCP servers, called through the official client: the package `mcp`, major version 1 or 2.
 
 A ToolAgentExecutor takes servers in its list of tools:
 
@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from openrlhf.agents.tools import Tool, ToolError, json_object
+from openrlhf.errors import ErrorCode, RunError, UsageError
 
 if TYPE_CHECKING:
     from mcp import StdioServerParameters
@@ -22,18 +23,19 @@ if TYPE_CHECKING:
 
 NOT_INSTALLED = 'mcp is not installed; run: pip install "openrlhf[mcp]"'
 OTHER_GENERATION = (
-    "The server is written for another generation of mcp than its Python has: mcp.server.fastmcp is of 1, "
-    'mcp.server.mcpserver of 2. Give it the other one: command=["uvx", "--with", "mcp<2", ...].'
+    "The server needs another major version of mcp than its Python has: mcp.server.fastmcp is in version 1, "
+    'mcp.server.mcpserver in version 2. Choose it in the command: ["uvx", "--with", "mcp<2", ...].'
 )
 LAST_CHARACTERS = 2000
 """Number of characters of a server's stderr that an error quotes."""
 
 
-class McpServerFailed(RuntimeError):
+class McpServerFailed(RunError):
     """Raised when a server does not start, has ended, or violates the protocol."""
 
     def __init__(self, server: "McpServer", reason: str) -> None:
-        super().__init__(f"{server}: {reason}")
+        super().__init__(ErrorCode.EPISODES_FAILED, reason, value=server)
+        self.args = (server, reason)  # pickle creates a copy with these arguments
         self.server, self.reason = server, reason
 
 
@@ -50,7 +52,8 @@ class McpServer:
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.url) or isinstance(self.command, str):
-            raise ValueError(f"{self}: either a command, which is a list of words, or a url")
+            text = "expects either a command, as a list of words, or a url"
+            raise UsageError(ErrorCode.INVALID_VALUE, text, value=self)
         if find_spec("mcp") is None:
             raise ImportError(NOT_INSTALLED)
 
@@ -82,7 +85,7 @@ class McpServer:
 
     @asynccontextmanager
     async def _session(self, output: "ServerOutput") -> AsyncIterator[Any]:
-        """Opens a session of the installed client; both generations have `list_tools` and `call_tool`."""
+        """Opens a session of the installed client; both versions have `list_tools` and `call_tool`."""
         import mcp
         from mcp.client.streamable_http import streamable_http_client
 
@@ -167,7 +170,7 @@ class ServerOutput:
         text = self.take_stderr().strip()
         if not text:
             return code
-        lines = [f"{code}: {text.splitlines()[-1]}", "its stderr:", text[-LAST_CHARACTERS:]]
+        lines = [f"{code}: {text.splitlines()[-1]}", "stderr of the server:", text[-LAST_CHARACTERS:]]
         if "No module named 'mcp.server." in text:
             lines.append(OTHER_GENERATION)
         return "\n".join(lines)
@@ -179,11 +182,11 @@ def _protocol_error() -> type[Any]:
 
     if hasattr(mcp, "MCPError"):
         return mcp.MCPError
-    return mcp.McpError  # pyrefly: ignore[missing-attribute]  the name in generation 1
+    return mcp.McpError  # pyrefly: ignore[missing-attribute]  the name in version 1
 
 
 def _plain(model: "BaseModel") -> dict[str, Any]:
-    """Dumps a model of the client by the protocol's field names, which both generations share."""
+    """Dumps a model of the client by the protocol's field names, which both versions share."""
     return model.model_dump(mode="json", by_alias=True)
 
 

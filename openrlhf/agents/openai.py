@@ -73,7 +73,7 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
         """Logs a warning for each answer that the chat template would render differently than it was
         sampled."""
         for remark in probe(tokenizer, with_tools=self.tool_parser is not None):
-            logger.warning("%s What was sampled stays as it is.", remark)
+            logger.warning("%s The sampled tokens are kept.", remark)
 
     @abstractmethod
     async def run_agent(self, prompt: str, label: Any, session: "Session") -> Any:
@@ -142,7 +142,7 @@ class Session:
         answers. Raises BadRequest."""
         messages, tools = _messages(request), request.get("tools") or None
         if tools and self.tool_parser is None:
-            raise BadRequest("tools: OpenAIAgentExecutor(tool_parser=...) names no parser of their calls")
+            raise BadRequest("tools: their calls need a parser, OpenAIAgentExecutor(tool_parser=...)")
         prompt_ids = self.prompt_of(messages, tools)
         params = self._params(request, len(prompt_ids))
         self._count_turn()
@@ -168,7 +168,7 @@ class Session:
 
     def prompt_of(self, messages: Sequence[Message], tools: Any = None) -> list[int]:
         """Returns the tokens of a conversation: those of the longest recorded conversation that it continues,
-        as sampled, and those that the template writes behind its last answer."""
+        as sampled, and those that the template writes after its last answer."""
         known = [b for b in self.branches if b.tools == tools and b.begins(messages)]
         if not known:
             return self._tokens(self.stream.render(messages, tools))
@@ -186,7 +186,9 @@ class Session:
 
     def _count_turn(self) -> None:
         if self.turns_left == 0:
-            text = f"the episode has had --train.max_turns {self.max_turns}; session.turns_left counts them"
+            text = (
+                f"the episode has no turn of --train.max_turns {self.max_turns} left; see session.turns_left"
+            )
             raise BadRequest(text, "max_turns_reached")
         self.num_turns += 1
 
@@ -261,7 +263,7 @@ class Branch:
     token_ids: list[int]
     """Tokens as the policy read and sampled them."""
     end: str
-    """The sampled part of the template's text behind the answer: the end-of-turn token, or "" if the answer
+    """The sampled part of the template's text after the answer: the end-of-turn token, or "" if the answer
     was truncated."""
 
     def begins(self, messages: Sequence[Message]) -> bool:
@@ -284,13 +286,13 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     if not isinstance(messages, list) or not messages:
         raise BadRequest("messages: a list with at least one message is needed")
     if others := [name for name in NOT_OFFERED if request.get(name)]:
-        raise BadRequest(f"{', '.join(others)}: not offered, the policy answers freely")
+        raise BadRequest(f"{', '.join(others)}: not supported")
     return messages
 
 
 @cache
 def _warn_once(names: str) -> None:
-    logger.warning("an agent's requests set %s; what samples are drawn with are the run's own flags", names)
+    logger.warning("an agent's requests set %s, which is ignored: the run's flags apply", names)
 
 
 class Server:
@@ -332,7 +334,7 @@ class Server:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
         key = (body or {}).get("session_key", bearer)  # set by a client that several episodes share
         if (session := self.sessions.get(key)) is None:
-            raise web.HTTPUnauthorized(text="no episode has this key; session.api_key is that of run_agent")
+            raise web.HTTPUnauthorized(text="no episode has this key; use session.api_key of run_agent")
         return session
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -376,9 +378,9 @@ async def _body(request: web.Request) -> dict:
     try:
         body = await request.json()
     except ValueError as error:
-        raise BadRequest(f"the request is no JSON: {error}") from error
+        raise BadRequest(f"the request is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise BadRequest("the request is no JSON object")
+        raise BadRequest("the request is not a JSON object")
     return body
 
 

@@ -23,13 +23,18 @@ from functools import cache
 from typing import Literal
 
 from openrlhf.agents import isolation
+from openrlhf.errors import ErrorCode, RunError, UsageError
 
 Stopped = Literal["timeout", "output"]
 Status = Literal["ok", "error", "killed"] | Stopped
 
 
-class SandboxUnavailable(RuntimeError):
+class SandboxUnavailable(RunError):
     """Raised when this machine cannot isolate code; the code is not run."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(ErrorCode.UNSUPPORTED, text)
+        self.args = (text,)  # pickle creates a copy with this argument
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +50,7 @@ class SandboxResult:
 
     @property
     def text(self) -> str:
-        """The result as a policy reads it: stdout, stderr, and the reason if the code was killed or
+        """The result as text for a policy: stdout, stderr, and the reason if the code was killed or
         stopped."""
         ending = {
             "killed": f"[killed by signal {-(self.exit_code or 0)}]",
@@ -82,7 +87,8 @@ class Sandbox:
 
     def __post_init__(self) -> None:
         if missing := [folder for folder in self.import_from if not os.path.isdir(folder)]:
-            raise ValueError(f"import_from: no folder {', '.join(missing)}")
+            text = f"there is no folder {', '.join(missing)}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag="import_from")
         _check(self)
 
     def run(self, code: str, stdin: str = "") -> SandboxResult:
@@ -142,16 +148,18 @@ def _threads() -> ThreadPoolExecutor:
 def _check(sandbox: Sandbox) -> None:
     """Runs an empty program, once for each set of limits. Raises SandboxUnavailable if it fails."""
     if sys.platform != "linux" or platform.machine() not in isolation.MACHINES:
-        raise SandboxUnavailable(f"this is {sys.platform} on {platform.machine()}. {REMEDY}")
+        raise SandboxUnavailable(
+            f"the sandbox does not support {sys.platform} on {platform.machine()}. {REMEDY}"
+        )
     result = sandbox.run("")
     if result.status not in ("ok", "timeout"):
         raise SandboxUnavailable(f"Python does not start within {sandbox}: {result.text}")
 
 
 REMEDY = (
-    "Code is run where it can be isolated: on Linux 5.12 or newer (x86_64, aarch64), by a user who may make "
-    "namespaces (sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0), "
-    "or by root (docker run --cap-add SYS_ADMIN --security-opt apparmor=unconfined)."
+    "The sandbox needs Linux 5.12 or newer (x86_64, aarch64), and a user who may create namespaces (sysctl "
+    "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0) or root (docker run "
+    "--cap-add SYS_ADMIN --security-opt apparmor=unconfined)."
 )
 
 
@@ -210,7 +218,7 @@ START_LIMIT = 60.0
 def _exit_code(lines: Sequence[str], stderr: str) -> int:
     """Returns the code's exit code from the lines of the report. A report that stops after "started" counts
     as SIGKILL: the code ended the reporting process. Raises SandboxUnavailable if the code did not start."""
-    nothing = [] if lines else [f"the program that isolates said nothing but {stderr[-500:]!r}"]
+    nothing = [] if lines else [f"the isolating program only printed {stderr[-500:]!r}"]
     for problem in nothing + [line.removeprefix("refused ") for line in lines if line.startswith("refused ")]:
         raise SandboxUnavailable(f"{problem}. {REMEDY}")
     return int(lines[1]) if len(lines) > 1 else -signal.SIGKILL

@@ -27,6 +27,7 @@ from openrlhf.agents.base import AgentExecutorBase, Engine, called, within
 from openrlhf.agents.chat_stream import TOOL, ChatStream, Message, probe
 from openrlhf.agents.openai import BadRequest, Session
 from openrlhf.completions import SamplingParams
+from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 class ToolError(Exception):
     """Raised for a call that is the policy's mistake. The policy reads the message and continues. Any other
-    exception is a failure of the tool, with which the episode fails."""
+    exception is a failure of the tool: the episode fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +127,10 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         """Logs a warning if the chat template renders answers differently than they were sampled, or does not
         list the tools."""
         for remark in probe(tokenizer, with_tools=True):
-            logger.warning("%s What was sampled stays as it is.", remark)
+            logger.warning("%s The sampled tokens are kept.", remark)
         stream, asked = ChatStream(tokenizer), self.messages("?", None)
         if stream.render(asked) == stream.render(asked, [TOOL]):
-            logger.warning("the chat template does not tell the policy of its tools; let messages() do it")
+            logger.warning("the chat template does not list the tools; describe them in messages()")
 
     @abstractmethod
     async def reward(self, prompt: str, label: Any, messages: Sequence[Message]) -> Any:
@@ -216,7 +217,8 @@ class Toolbox:
         self.calls = {tool.name: tool.call for tool in tools}
         if len(self.calls) != len(tools):
             names = sorted(tool.name for tool in tools)
-            raise ValueError(f"tools with the same name cannot be told apart: {', '.join(names)}")
+            text = f"the names of tools must be different: {', '.join(names)}"
+            raise UsageError(ErrorCode.USER_CODE, text)
 
     async def answer(self, message: Message) -> list[Message]:
         """Runs all tool calls of an answer concurrently and returns their results as messages; none if it

@@ -9,6 +9,7 @@ from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
 from openrlhf.algorithms.corrections.base import Correction, SamplerGap
 from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal.base import ProximalPolicy
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.registry import Selectable
 from openrlhf.types import LossNorm
 
@@ -18,7 +19,7 @@ rank."""
 
 
 def try_out(build: Callable[[], Selectable]) -> None:
-    """Calls an instance as a run does. Raises ValueError if a result differs from what the base class
+    """Calls an instance as a run does. Raises UsageError if a result differs from what the base class
     specifies; errors of the instance are passed on.
 
     Args:
@@ -64,7 +65,7 @@ def _try_estimator(estimator: AdvantageEstimator) -> None:
     _check_floats("shape", estimator.shape(step), 4)
     answer = estimator.advantages(_numbers(6), step)
     if not (isinstance(answer, tuple) and len(answer) == 2):
-        raise ValueError("advantages() must return a pair: advantages and returns, both (A,)")
+        raise _broken("advantages() must return a pair: advantages and returns, both (A,)")
     for name, found in zip(("the advantages", "the returns"), answer, strict=True):
         _check_floats(name, found, 6)
 
@@ -89,17 +90,17 @@ def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:
     )
     answer = loss(row)
     if not (isinstance(answer, tuple) and len(answer) == 3):
-        raise ValueError(
+        raise _broken(
             "the loss must return a triple, all (A,): loss, active lower bounds, active upper bounds"
         )
     _check_floats("the loss", answer[0], num_actions)
     if not answer[0].requires_grad:
-        raise ValueError("the loss has no gradient; compute it from log_probs or log_ratio")
+        raise _broken("the loss has no gradient; compute it from log_probs or log_ratio")
     answer[0].sum().backward()
     _check_floats("the gradient of the loss", log_probs.grad, num_actions)
     for name, active in zip(("lower", "upper"), answer[1:], strict=True):
         if not isinstance(active, Tensor) or active.dtype != torch.bool or active.shape != (num_actions,):
-            raise ValueError(f"the active {name} bounds are not ({num_actions},) bool")
+            raise _broken(f"the active {name} bounds are not ({num_actions},) bool")
 
 
 def _try_correction(correction: Correction, counts: Tensor) -> None:
@@ -119,11 +120,15 @@ def _numbers(count: int) -> Tensor:
     return -1 - torch.arange(count) / 4
 
 
+def _broken(text: str) -> UsageError:
+    return UsageError(ErrorCode.USER_CODE, text)
+
+
 def _check_floats(name: str, found: object, count: int) -> None:
-    """Raises ValueError unless `found` is a tensor of `count` finite floats."""
+    """Raises UsageError unless `found` is a tensor of `count` finite floats."""
     if not isinstance(found, Tensor):
-        raise ValueError(f"{name}: expected a tensor ({count},), got {type(found).__name__}")
+        raise _broken(f"{name}: expected a tensor ({count},), got {type(found).__name__}")
     if found.shape != (count,) or not found.is_floating_point():
-        raise ValueError(f"{name}: expected ({count},) floats, got {tuple(found.shape)} {found.dtype}")
+        raise _broken(f"{name}: expected ({count},) floats, got {tuple(found.shape)} {found.dtype}")
     if not found.isfinite().all():
-        raise ValueError(f"{name}: {found.tolist()} is not finite")
+        raise _broken(f"{name}: {found.tolist()} is not finite")

@@ -8,6 +8,7 @@ from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
 from openrlhf.completions import SamplingParams
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.randomness import GlobalRandom
+from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,9 +88,9 @@ def _unchanged(method: Callable) -> Callable:
 
 
 def seed_of(label: Any) -> int:
-    """Returns the label as an integer seed. Raises ValueError if it is none."""
+    """Returns the label as an integer seed. Raises UsageError if it is not a whole number."""
     try:
         return int(label)
     except (TypeError, ValueError):
-        remedy = "name a column of whole numbers with --data.label_key, or define seed(self, label)"
-        raise ValueError(f"the label {label!r} is no seed; {remedy}") from None
+        text = f"the label {label!r} is not a seed; name a column of whole numbers, or define seed()"
+        raise UsageError(ErrorCode.INVALID_ROW, text, flag="--data.label_key") from None

@@ -10,7 +10,7 @@ import aiohttp
 from aiohttp import web
 
 from openrlhf.agents.openai import OpenAIAgentExecutor, Session
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError
 
 SESSION = "openrlhf_session"
 """Field of a request's body with the address and key of the episode's server."""
@@ -45,15 +45,15 @@ class NeMoGymExecutor(OpenAIAgentExecutor):
         ):
             if not response.ok:
                 text = (await response.text())[:500]
-                raise RuntimeError(f"{address} answered {response.status}: {text}")
+                problem = f"the agent server answers {response.status}: {text}"
+                raise RunError(ErrorCode.EPISODES_FAILED, problem, value=address)
             return result_of(await response.json())
 
     def _address(self, row: Mapping[str, Any]) -> str:
         name = (row.get("agent_ref") or {}).get("name")
         if name not in self.agents:
-            raise ValueError(
-                f"the row's agent_ref names {name!r}; there are addresses of {', '.join(self.agents)}"
-            )
+            text = f"agent_ref names {name!r}, whose address is not known; known: {', '.join(self.agents)}"
+            raise UsageError(ErrorCode.INVALID_ROW, text)
         return self.agents[name].rstrip("/")
 
 
@@ -82,9 +82,9 @@ def addressed(row: Mapping[str, Any], session: Session) -> dict:
 
 def result_of(answer: Mapping[str, Any]) -> dict:
     """Converts an agent's response to the episode's result; its other numbers become metrics. Raises
-    RuntimeError if the agent reports a failure."""
+    RunError if the agent reports a failure."""
     if failure := answer.get("_ng_failure_class"):
-        raise RuntimeError(f"the agent's episode failed: {failure}")
+        raise RunError(ErrorCode.EPISODES_FAILED, f"the agent's episode failed: {failure}")
     numbers = {name: value for name, value in answer.items() if isinstance(value, int | float)}
     reward = numbers.pop("reward", None)
     cut = ((answer.get("response") or {}).get("incomplete_details") or {}).get("reason")
@@ -110,7 +110,7 @@ async def _hand_on(request: web.Request) -> web.Response:
     body = await request.json()
     episode = body.pop(SESSION, None)
     if episode is None:
-        text = f"the request has no {SESSION}: does the agent hand on responses_create_params.metadata?"
+        text = f"the request has no {SESSION}; the agent must forward responses_create_params.metadata"
         return web.json_response({"error": {"message": text}}, status=401)
     for message in body["messages"]:
         for name in OF_TOKENS:

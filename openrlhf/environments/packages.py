@@ -16,4 +16,5 @@ def package(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != root:
             raise
-        raise ImportError(f"{root} is not installed; run: pip install openrlhf[{EXTRAS[root]}]") from error
+        text = f'{root} is not installed; run: pip install "openrlhf[{EXTRAS[root]}]"'
+        raise ImportError(text) from error

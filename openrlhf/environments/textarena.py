@@ -9,6 +9,7 @@ from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import seed_of
 from openrlhf.environments.packages import package
 from openrlhf.environments.randomness import GlobalRandom
+from openrlhf.errors import ErrorCode, RunError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -48,7 +49,7 @@ class TextArenaExecutor(AgentExecutorBase):
         max_turns: int | None = None,
         step_timeout: float | None = None,
     ) -> dict:
-        """Runs one game with the limits of GymExecutor. Raises ValueError if the game ends before the trained
+        """Runs one game with the limits of GymExecutor. Raises RunError if the game ends before the trained
         player has moved."""
         seed = seed_of(label)
         own, trained = GlobalRandom(seed), seed % self.num_players
@@ -72,7 +73,8 @@ class TextArenaExecutor(AgentExecutorBase):
             await call(game.move, move)
         talk = talks[trained]
         if not talk.token_ids:
-            raise ValueError(f"{prompt} ended before player {trained} moved: there is nothing to train on")
+            text = f"the game ended before player {trained} moved, so there is nothing to train on"
+            raise RunError(ErrorCode.EPISODES_FAILED, text, value=prompt)
         return {
             "reward": game.reward(trained) if game.is_over else self.unfinished,
             "observation_tokens": talk.token_ids,

@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf.agents.openai import OpenAIAgentExecutor, Session
 from openrlhf.environments.packages import package
+from openrlhf.errors import ErrorCode, RunError, UsageError
 
 package("verifiers")
 
@@ -55,7 +56,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         ):
             text = await response.text()
         if not response.ok and "context_length_exceeded" not in text:
-            raise RuntimeError(f"status {response.status}: {text}")
+            raise RunError(ErrorCode.EPISODES_FAILED, f"the policy answers {response.status}: {text}")
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -91,11 +92,10 @@ class VerifiersExecutor(OpenAIAgentExecutor):
         async with self._environment() as environment:
             episode = await environment.run_episode(self._task(int(label)), context)
         if errors := [*episode.errors, *(e for trace in episode.traces for e in trace.errors)]:
-            raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+            raise RunError(ErrorCode.EPISODES_FAILED, f"{errors[-1].type}: {errors[-1].message}")
         if fixed := [t.agent.name for t in episode.traces if not t.agent.trainable and _asks(t, session)]:
-            raise ValueError(
-                f"{', '.join(fixed)}: not trainable, but it asks the policy; give it a model and a client"
-            )
+            text = "not trainable, but it queries the policy; give it a model and a client"
+            raise UsageError(ErrorCode.USER_CODE, text, value=", ".join(fixed))
         return result_of([trace for trace in episode.traces if trace.agent.trainable])
 
     @asynccontextmanager
@@ -126,9 +126,8 @@ class VerifiersExecutor(OpenAIAgentExecutor):
     def _task(self, number: int) -> vf.Task:
         self._tasks += islice(self._coming, max(0, number + 1 - len(self._tasks)))
         if not 0 <= number < len(self._tasks):
-            raise ValueError(
-                f"the label {number} is no task of {self.config.taskset.id}: it has {len(self._tasks)}"
-            )
+            text = f"{self.config.taskset.id} has {len(self._tasks)} tasks, and no task {number}"
+            raise UsageError(ErrorCode.INVALID_ROW, text, flag="--data.label_key")
         return self._tasks[number]
 
 

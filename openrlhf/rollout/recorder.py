@@ -9,6 +9,7 @@ from openrlhf.agents.base import Engine
 from openrlhf.backends.rollout import EngineDied
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.data.pictures import encoded
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
 from openrlhf.types import Image, Turn, present
@@ -67,7 +68,7 @@ class RecordingEngine:
         multi_modal_data: dict | None = None,
     ) -> Completions:
         """Sends one request. `sampling_params`, of this package or of vLLM, are copied; the copy gets the
-        seed of this turn, log-probs, and the run's stop tokens if it has none. Raises ValueError if a
+        seed of this turn, log-probs, and the run's stop tokens if it has none. Raises UsageError if a
         parameter outside `CHANGEABLE` differs from the run's, and EnvironmentFailed if the answer has image
         placeholders."""
         params = self._merged_params(SamplingParams.of(sampling_params))
@@ -100,7 +101,7 @@ class RecordingEngine:
             raise self._death
 
     def _merged_params(self, params: SamplingParams) -> SamplingParams:
-        """Returns the run's parameters, updated with the `CHANGEABLE` ones of `params`. Raises ValueError if
+        """Returns the run's parameters, updated with the `CHANGEABLE` ones of `params`. Raises UsageError if
         another one differs from the run's. None, 0 and an empty list are equal: they mean that a parameter is
         unused."""
         asked, own, changed = SamplingParams(), vars(self._given), []
@@ -112,24 +113,26 @@ class RecordingEngine:
                 changed.append((name, value, own.get(name)))
         if changed:
             said = ", ".join(f"{name} {value!r} in place of {own!r}" for name, value, own in changed)
-            raise ValueError(
+            raise UsageError(
+                ErrorCode.USER_CODE,
                 f"llm_engine.generate got sampling_params with {said}: training computes log-probs of "
                 "another distribution.\nUse the value that execute received; docs/agents.md lists what an "
                 "agent may change. Set the temperature of a whole run with --rollout.temperature, of "
-                "evaluation with --eval.temperature."
+                "evaluation with --eval.temperature.",
             )
         return asked
 
     def _check_placeholders(self, token_ids: Sequence[int], num_images: int) -> None:
-        """Raises ValueError unless there is one image for each placeholder. vLLM would ignore a surplus
+        """Raises UsageError unless there is one image for each placeholder. vLLM would ignore a surplus
         placeholder, but the trainer would look for its image."""
         if not self._image_token_ids:
             return
         if (found := list(token_ids).count(self._image_token_ids[0])) != num_images:
-            raise ValueError(
+            raise UsageError(
+                ErrorCode.USER_CODE,
                 f"llm_engine.generate got {found} image placeholder tokens and {num_images} images. The "
                 "prompt needs one placeholder for each image, and multi_modal_data all images of prompt and "
-                "feedback."
+                "feedback.",
             )
 
     def _check_answers(self, turns: Sequence[Turn]) -> None:

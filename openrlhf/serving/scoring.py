@@ -30,7 +30,7 @@ class Scored:
 
     score: float
     is_cut: bool
-    """Whether the text was longer than the model reads."""
+    """Whether the text was truncated at max_len."""
 
 
 Result = Scored | Exception

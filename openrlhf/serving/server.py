@@ -31,9 +31,9 @@ class Question(BaseModel):
     """Prompts and responses as text, special tokens kept."""
     prompts: list[str] | None = None
     """Prompt of each query. A query that begins with its prompt is tokenised with the prompt's own tokens, as
-    in training; a prompt without its template does not affect tokens."""
+    in training. Other prompts have no effect, for example prompts without their template."""
     labels: list[Any] | None = None
-    """Ignored: labels are for rules, not for models."""
+    """Ignored: a reward model does not read labels."""
 
 
 class Refusal(Exception):
@@ -118,7 +118,7 @@ def read_question(body: bytes, config: ServeRMConfig) -> list[Text]:
         first = error.errors(include_input=False, include_url=False, include_context=False)[0]
         place = ".".join(map(str, first["loc"]))
         # The message for broken JSON may quote some of it.
-        reason = "the body is no JSON" if first["type"] == "json_invalid" else f"{place}: {first['msg']}"
+        reason = "the body is not JSON" if first["type"] == "json_invalid" else f"{place}: {first['msg']}"
         raise Refusal(422, reason) from None
     queries, prompts = question.query, question.prompts or []
     if not queries:
@@ -173,7 +173,7 @@ def bind(host: str, port: int) -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        text = f"cannot listen there at {host}: {os.strerror(error.errno or 0)}. Name another port."
+        text = f"cannot listen at {host}: {os.strerror(error.errno or 0)}; use another port"
         raise UsageError(ErrorCode.CLUSTER, text, flag="--port", value=port) from error
     return bound
 

@@ -1,4 +1,4 @@
-"""Everything that a run on the pictures needs, written into one folder.
+"""Writes everything that a run on the pictures needs into one folder.
 
 python -m openrlhf.tasks.prepare_pictures pictures
 """
@@ -94,10 +94,12 @@ _EVAL_SEED = 1_000_003
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Pictures, questions about their colours, and an untrained model."
+        description="Writes pictures, questions about their colours, and an untrained model."
     )
-    parser.add_argument("folder", type=Path, help="where everything goes")
-    parser.add_argument("--seed", type=int, default=0, help="of the pictures and the model (default: 0)")
+    parser.add_argument("folder", type=Path, help="output folder")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of pictures and initial weights (default: 0)"
+    )
     options = parser.parse_args()
     for name, path in asdict(prepare_pictures(options.folder, seed=options.seed)).items():
         print(f"{name}: {path}")

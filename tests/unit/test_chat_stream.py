@@ -61,8 +61,7 @@ def test_an_answer_and_what_is_behind_it_are_what_the_template_writes(name: str)
 
 def test_a_thought_stays_where_qwen3_leaves_it_out() -> None:
     (remark,) = probe(tokenizer_of("qwen3"), with_tools=False)
-    assert remark.startswith("an answer with a thought: the chat template changes it. It writes ")
-    assert "<think>" in remark.partition("where the stream has")[2]
+    assert "an answer with a thought" in remark and "<think>" in remark.partition("instead of")[2]
     assert not probe(tokenizer_of("qwen2.5"), with_tools=False)
 
 
@@ -82,27 +81,27 @@ def test_a_template_that_wants_the_calls_that_tools_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "problem"),
+    ("template", "words"),
     [
-        (ONLY_THE_LAST, "writes an answer anew once it is not the last. It writes '<|user|>Are you sure"),
+        (ONLY_THE_LAST, ["rewrites", "'<|user|>Are you sure"]),
         (
             "{% for m in messages[:2] %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}",
-            "an answer: the chat template leaves out the message behind it, 'Are you sure?'",
+            ["omits", "'Are you sure?'"],
         ),
-        ("{{ raise_exception('not today') }}", "does not take these messages: not today"),
-        (None, "does not take these messages: Cannot use chat template"),
+        ("{{ raise_exception('not today') }}", ["rejects", "not today"]),
+        (None, ["rejects", "Cannot use chat template"]),
     ],
 )
-def test_templates_that_no_agent_can_use(template: str | None, problem: str) -> None:
+def test_templates_that_no_agent_can_use(template: str | None, words: list[str]) -> None:
     with pytest.raises(TemplateProblem) as raised:
         probe(with_template(template), with_tools=False)
-    assert problem in str(raised.value)
+    assert all(word in str(raised.value) for word in words)
 
 
 def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
     (path := tmp_path / "agent.py").write_text(AGENT)
     load_agent(str(path), tokenizer=tiny_tokenizer)
-    with pytest.raises(UnusableFile, match="the policy would read it twice"):
+    with pytest.raises(UnusableFile, match="twice"):
         load_agent(str(path), tokenizer=tiny_tokenizer, is_chat=True)
     with refused(ErrorCode.USER_CODE, flag="--train.agent_func_path", value=path):
         check_agent_file(
@@ -118,8 +117,8 @@ def test_what_an_engine_remarks(tmp_path: Path, caplog: pytest.LogCaptureFixture
 
     with caplog.at_level(logging.WARNING):
         load(tokenizer_of("qwen3"))
-    assert "What was sampled stays as it is." in caplog.text
-    with pytest.raises(RuntimeError, match="writes an answer anew"):
+    assert "tokens are kept" in caplog.text
+    with pytest.raises(RuntimeError, match="rewrites"):
         load(with_template(ONLY_THE_LAST))
 
 

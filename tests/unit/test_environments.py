@@ -195,7 +195,7 @@ def test_errors_of_environments(executor, prompt: str, label, text: str) -> None
 
 def test_a_first_observation_without_room_is_an_error() -> None:
     (t,) = play(GUESS, "guess", 0, "1", max_len=20)
-    assert t.outcome is Outcome.ENV_ERROR and "leaves no room in --data.max_len 20" in t.error
+    assert t.outcome is Outcome.ENV_ERROR and "--data.max_len 20" in t.error
 
 
 class Slow(Dice):
@@ -217,7 +217,7 @@ class SlowExecutor(GymExecutor):
 def test_an_environment_that_is_too_slow_is_closed() -> None:
     before = Slow.closed
     (t,) = play(SlowExecutor(), "dice", 0, "roll", step_timeout=0.05)
-    assert t.outcome is Outcome.TIMED_OUT and "step took longer than --rollout.step_timeout" in t.error
+    assert t.outcome is Outcome.TIMED_OUT and "--rollout.step_timeout" in t.error
     assert Slow.closed == before + 1
 
 
@@ -343,7 +343,7 @@ def test_a_package_that_is_missing(name: str, extra: str, monkeypatch: pytest.Mo
         if module.partition(".")[0] == name or module.startswith("openrlhf.environments."):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ImportError, match=rf"pip install openrlhf\[{extra}\]"):
+    with pytest.raises(ImportError, match=rf'"openrlhf\[{extra}\]"'):
         runpy.run_path(str(EXAMPLES / f"agent_{name}.py"), run_name="agent")
 
 

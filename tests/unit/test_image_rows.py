@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import os
+import re
 
 import pytest
 import torch
@@ -127,7 +128,8 @@ def test_another_number_of_places_than_images_is_refused(content, count):
     found = content.count("<image>")
     with refused(ErrorCode.INVALID_ROW) as told:
         place_images([{"role": "user", "content": content}], count, "pics")
-    assert f"{found} places" in told.value.text and f"'pics' has {count} images" in told.value.text
+    numbers = re.findall(r"\d+", told.value.text)
+    assert numbers == [str(found), str(count)] and "'pics'" in told.value.text
 
 
 def test_images_without_a_user_have_no_place():
@@ -245,9 +247,9 @@ BAD = {
         {"input": "x", "images": ["square.png"] * 4},
         "--data.max_images_per_prompt 3",
     ),
-    "too few tags": ({"input": "<image>", "images": ["square.png"] * 2}, "1 places for images"),
+    "too few tags": ({"input": "<image>", "images": ["square.png"] * 2}, "1 image placeholders"),
     "no image": ({"input": "<image>x"}, "'images' has 0 images"),
-    "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "has 2 tokens"),
+    "token in the text": ({"input": "<|image_pad|>", "images": "square.png"}, "2 image placeholders"),
     "too thin": ({"input": "x", "images": ["thin.png"]}, "the processor refuses"),
     "number": ({"input": "x", "images": [7]}, "an image is a number"),
 }

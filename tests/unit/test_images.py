@@ -106,7 +106,7 @@ def test_every_format_is_read(format):
 
 @pytest.mark.parametrize("format", ["GIF", "BMP", "TIFF", "PPM"])
 def test_other_formats_are_refused(format):
-    unusable(encoded(picture(), format), ImageSources(), ErrorCode.UNREADABLE, "PNG, JPEG nor WEBP")
+    unusable(encoded(picture(), format), ImageSources(), ErrorCode.UNREADABLE, "PNG, JPEG, WEBP")
 
 
 def test_a_picture_that_lies_on_its_side_is_put_upright():
@@ -169,7 +169,7 @@ VALUES_THAT_ARE_NONE = {
     "empty": ({"bytes": None, "path": None}, ErrorCode.INVALID_ROW, "an object"),
     "no base64": ("data:image/png;base64,!!!", ErrorCode.INVALID_ROW, "!!!"),
     "plain data": ("data:image/svg+xml,<svg/>", ErrorCode.INVALID_ROW, "data:image/...;base64"),
-    "text": (b"<html>404</html>", ErrorCode.UNREADABLE, "PNG, JPEG nor WEBP"),
+    "text": (b"<html>404</html>", ErrorCode.UNREADABLE, "PNG, JPEG, WEBP"),
 }
 
 

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from refusals import refused
 from tool_episodes import END, call, play, said
 
 from openrlhf.agents.base import StepTimeout
 from openrlhf.agents.mcp import McpServer
+from openrlhf.errors import ErrorCode
 from openrlhf.types import Outcome
 
 ROOT = Path(__file__).parents[2]
@@ -105,7 +107,7 @@ def test_a_server_that_says_nothing() -> None:
     silent = McpServer(command=[sys.executable, "-c", "import sys; sys.stdin.read()"])
     t, _ = play(f"2{END}", tools=[silent], step_timeout=0.2)
     assert t.outcome is Outcome.TIMED_OUT
-    assert "the start took longer than --rollout.step_timeout 0.2 s" in t.error
+    assert "--rollout.step_timeout 0.2 s" in t.error
 
 
 @pytest.mark.parametrize(
@@ -140,13 +142,13 @@ def test_what_a_server_writes_to_stderr_is_not_lost(tmp_path: Path, capfd) -> No
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes when the agent's file is read, before a run starts."""
     monkeypatch.setitem(sys.modules, "mcp", None)
-    with pytest.raises(ImportError, match=r'pip install "openrlhf\[mcp\]"'):
+    with pytest.raises(ImportError, match=r'"openrlhf\[mcp\]"'):
         McpServer(command=["server"])
 
 
 def test_how_a_server_is_named() -> None:
     for wrong in ({}, {"command": ["a"], "url": "http://a"}, {"command": "a b"}):
-        with pytest.raises(ValueError, match="either a command, which is a list of words, or a url"):
+        with refused(ErrorCode.INVALID_VALUE):
             McpServer(**wrong)
 
 

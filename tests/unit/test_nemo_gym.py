@@ -112,13 +112,13 @@ class Given(NemoGym):
 @pytest.mark.parametrize(
     ("gym", "label", "text"),
     [
-        (Forgetful, row(1), "has no openrlhf_session: does the agent hand on"),
-        (Failing, row(1), "/run answered 500"),
+        (Forgetful, row(1), "has no openrlhf_session"),
+        (Failing, row(1), "answers 500"),
         (Given, row(1), "the agent's episode failed: agent_timeout"),
         (
             NemoGym,
             row(1) | {"agent_ref": {"name": "math"}},
-            "names 'math'; there are addresses of simple_agent",
+            "known: simple_agent",
         ),
     ],
 )

@@ -245,7 +245,7 @@ BAD = {
     "the prompt twice": (
         ROW | {"chosen": [user("1+2"), assistant("33")]},
         {},
-        "'chosen' begins with the messages of 'prompt'",
+        "'chosen' already begins",
     ),
     "text for a conversation": (
         {"chosen": "a", "rejected": "b"},

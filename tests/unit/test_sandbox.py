@@ -16,9 +16,11 @@ from textwrap import dedent
 
 import pytest
 from namespaces import needs_namespaces
+from refusals import refused
 
 from openrlhf.agents import isolation
 from openrlhf.agents.sandbox import ENVIRONMENT, SYSTEM, Sandbox, SandboxResult, SandboxUnavailable
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import check_agent_file
 
 pytestmark = needs_namespaces
@@ -103,7 +105,7 @@ def test_the_standard_library_and_what_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match="import_from: no folder /nowhere"):
+    with refused(ErrorCode.NOT_FOUND, flag="import_from"):
         Sandbox(import_from=("/nowhere",))
 
 
@@ -326,13 +328,13 @@ def test_code_that_kills_its_sandbox_is_killed() -> None:
     result = sandbox.run("")
     assert (result.status, result.exit_code) == ("killed", -9)
     program.write_text("raise RuntimeError('no')")
-    with pytest.raises(SandboxUnavailable, match=r"the program that isolates said nothing but .*no"):
+    with pytest.raises(SandboxUnavailable, match=r"RuntimeError: no"):
         sandbox.run("")
 
 
 def test_on_another_system_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("openrlhf.agents.sandbox.sys.platform", "darwin")
-    with pytest.raises(SandboxUnavailable, match="this is darwin on"):
+    with pytest.raises(SandboxUnavailable, match="darwin"):
         Sandbox(seconds=9)
 
 
@@ -352,7 +354,7 @@ def test_where_the_kernel_says_no_nothing_runs(tmp_path: Path) -> None:
                 return {"reward": 1}
     """
     (tmp_path / "agent.py").write_text(dedent(code))
-    refusal = "SandboxUnavailable: .* unshare: Operation not permitted. Code is run where it can be isolated"
+    refusal = "SandboxUnavailable: .* unshare: Operation not permitted"
     with pytest.raises(ValueError, match=refusal):
         check_agent_file(str(tmp_path / "agent.py"), "--train.agent_func_path")
 

@@ -128,7 +128,7 @@ def test_a_failure_ends_the_other_calls() -> None:
     assert t.outcome is Outcome.ENV_ERROR and ended.is_set()
     t, _ = play(call("wait") + END, tools=[wait], step_timeout=0.05)
     assert t.outcome is Outcome.TIMED_OUT
-    assert t.error.endswith("wait took longer than --rollout.step_timeout 0.05 s")
+    assert "wait" in t.error and t.error.endswith("--rollout.step_timeout 0.05 s")
 
 
 def test_what_ends_an_episode_before_the_policy_does() -> None:
@@ -143,7 +143,7 @@ def test_what_ends_an_episode_before_the_policy_does() -> None:
     t, _ = play("2", finish_reason="length")
     assert (t.truncated, t.reward) == (True, 1)
     t, _ = play(ask, max_len=5)
-    assert t.outcome is Outcome.ENV_ERROR and "leaves no room in --data.max_len 5" in t.error
+    assert t.outcome is Outcome.ENV_ERROR and "--data.max_len 5" in t.error
     t, _ = play("2", finish_reason="abort", reward=lambda *_: 1 / 0)
     assert t.outcome is Outcome.ABORTED
 
@@ -215,12 +215,12 @@ def test_tools_that_cannot_be_used() -> None:
     def silent(a: int) -> int:
         return a
 
-    with pytest.raises(Exception, match="silent because it has no docstring"):
+    with pytest.raises(Exception, match=r"silent .* no docstring"):
         play(f"2{END}", tools=[silent])
-    with pytest.raises(TypeError, match="'add' is neither a function nor a Tool nor a server of tools"):
+    with pytest.raises(TypeError, match="'add' is neither"):
         play(f"2{END}", tools=["add"])
     t, _ = play(f"2{END}", tools=[add, Tool("add", {}, function_tool(add).call)])
-    assert t.outcome is Outcome.ENV_ERROR and "tools with the same name cannot be told apart" in t.error
+    assert t.outcome is Outcome.ENV_ERROR and "add, add" in t.error
 
 
 def test_an_executor_without_a_reward_is_refused(tmp_path: Path) -> None:
@@ -268,14 +268,14 @@ def test_templates(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (path := tmp_path / "agent.py").write_text(AGENT)
     check = partial(load_agent, str(path))
     assert check(tokenizer=tiny_tokenizer)
-    with pytest.raises(UnusableFile, match="the policy would read it twice"):
+    with pytest.raises(UnusableFile, match="twice"):
         check(tokenizer=tiny_tokenizer, is_chat=True)
-    with pytest.raises(UnusableFile, match="leaves out the message behind it, 'result 0'"):
+    with pytest.raises(UnusableFile, match=r"omits .*'result 0'"):
         check(tokenizer=deaf_to_tools)
 
     def load(tokenizer: PreTrainedTokenizerBase) -> bool:
         caplog.clear()
         asyncio.run(UserExecutor.load(str(path), AgentSetting(tokenizer=tokenizer)))
-        return "does not tell the policy of its tools" in caplog.text
+        return "messages()" in caplog.text
 
     assert load(tiny_tokenizer()) and not load(TOKENIZER)
