@@ -5,9 +5,9 @@ bare         vLLM's AsyncLLM with the requests of the episodes: each request is 
 environment  an environment of MultiTurnAgentExecutor that answers after --latency milliseconds
 openai       the same conversations by an agent with the `openai` client, over HTTP
 
-All run in one process, one after the other, for each number of episodes that are in flight at a time, and
-then --calls single calls, one at a time: of the engine, of an episode's session without HTTP, of its server
-by a bare client, and by the `openai` client. Trust the ratios.
+All ways run in one process, one after the other, for each number of concurrent episodes. Then --calls single
+calls measure the latency of the engine, of an episode's session without HTTP, of its server with a bare
+client, and of its server with the `openai` client. Trust the ratios, not the absolute figures.
 
     python benchmarks/agents.py --episodes 64 256 1024 --latency 0 50 500
 """
@@ -62,8 +62,8 @@ def parse_options() -> argparse.Namespace:
         "--latency", type=float, nargs="+", default=[0, 50, 500], help="latencies of an environment step, ms"
     )
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--max_new_tokens", type=int, default=32, help="longest answer of a turn")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median is printed")
+    parser.add_argument("--max_new_tokens", type=int, default=32, help="maximum length of an answer, tokens")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds, whose median is printed")
     parser.add_argument("--calls", type=int, default=100, help="number of single calls, one at a time")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine on a CPU")
     return parser.parse_args()

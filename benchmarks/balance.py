@@ -1,5 +1,5 @@
-"""Balance and speed of `data/packing.py`, which deals sequences to the ranks of a step, for lengths as in
-reasoning, 16 to 32768 tokens:
+"""Balance and speed of `data/packing.py`, which distributes the sequences of a step over ranks. The lengths
+are those of reasoning, 16 to 32768 tokens:
 
     log-normal   median 1800 tokens
     groups       the same, 8 answers to each prompt of about its length

@@ -9,8 +9,8 @@ time for each stage, and the peak of its memory.
     journal   every sample with its credit in Parquet, without texts; in a thread of its own: not in the sums
 
 Each stage is compared with its floor, measured in the same round: the same content moved as often, as bare
-flat arrays; for credit the shortest arithmetic on flat tensors. The floor has no kept sets. Exits with an
-error if the dealt samples do not come back unchanged.
+flat arrays; for credit the shortest arithmetic on flat tensors. The floor has no top-p/top-k support. Exits
+with an error if the samples do not come back unchanged from the ranks.
 
     python benchmarks/controller.py --samples 8192 --tokens 512
     python benchmarks/controller.py --samples 2048 --tokens 8192 --rounds 3
@@ -71,7 +71,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=512, help="mean length of a response")
     parser.add_argument(
-        "--kept", type=int, default=0, help="tokens in each action's kept set; 0: no kept sets"
+        "--kept", type=int, default=0, help="tokens in each action's top-p/top-k support; 0: none"
     )
     parser.add_argument("--rounds", type=int, default=5)
     return parser.parse_args()

@@ -66,9 +66,9 @@ def parse_options(stages: dict[str, Stage]) -> argparse.Namespace:
         "--out", type=Path, default=Path("gpu_report"), metavar="DIR", help="folder of the report"
     )
     parser.add_argument(
-        "--budget", type=float, default=float("inf"), help="most seconds of all stages together"
+        "--budget", type=float, default=float("inf"), help="maximum seconds for all stages together"
     )
-    parser.add_argument("--limit", type=float, default=float("inf"), help="most seconds of a stage")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="maximum seconds for one stage")
     parser.add_argument("--rehearse", action="store_true", help="run tiny shapes on a CPU")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
@@ -107,9 +107,9 @@ def verdict_of(name: str, ended: Ended, limit: float, log: str) -> Verdict:
         return Verdict(stage=name, outcome="fail", seconds=ended.seconds, reason=f"{how}: {last_line(log)}")
     reasons = [ended.result.get("reason", "")]
     if ended.code is None:
-        reasons.append(f"had its figures and did not end within {limit:.0f} s; stacks.txt says why")
+        reasons.append(f"reported its figures, but did not end within {limit:.0f} s; stacks.txt says why")
     elif ended.code:
-        reasons.append(f"had its figures, then {ended_by(ended.code)}")
+        reasons.append(f"reported its figures, then {ended_by(ended.code)}")
     return Verdict(
         stage=name,
         outcome=ended.result["outcome"],

@@ -46,10 +46,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument(
-        "--target", type=float, default=0.9, help="mean reward of a step; the table shows when it is reached"
+        "--target",
+        type=float,
+        default=0.9,
+        help="mean reward; the table shows the first step that reaches it",
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--every", type=int, default=4, help="steps in a row of the table")
+    parser.add_argument(
+        "--every", type=int, default=4, help="number of steps that a row of the table averages over"
+    )
     parser.add_argument(
         "--folder", type=Path, help="folder that keeps the policy, so that it is trained once"
     )

@@ -148,7 +148,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--folder", type=Path, help="folder that keeps the tiny policy, trained once")
     parser.add_argument("--sft_rows", type=int, default=20_000, help="rows that the tiny policy learns from")
-    parser.add_argument("--json", type=Path, help="a file for the median seconds of each way")
+    parser.add_argument("--json", type=Path, help="file to write the median seconds of each way to")
     parser.add_argument("--way", help=argparse.SUPPRESS)
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -82,13 +82,19 @@ def parse_options() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="tiny", help="tiny, small, or a Hugging Face name or folder")
-    parser.add_argument("--repeats", type=int, default=7, help="repeats; their median ratio is printed")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="number of repeats, whose median ratio is printed"
+    )
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--samples", type=int, default=8, help="samples of each prompt")
     parser.add_argument("--max_new_tokens", type=int, default=128)
-    parser.add_argument("--max_len", type=int, default=512, help="longest prompt and response together")
-    parser.add_argument("--top_p", type=float, default=1.0, help="top-p; below 1, ours records kept sets")
-    parser.add_argument("--max_kept_tokens", type=int, default=32, help="most recorded tokens of a kept set")
+    parser.add_argument(
+        "--max_len", type=int, default=512, help="maximum length of prompt and response together"
+    )
+    parser.add_argument("--top_p", type=float, default=1.0, help="top-p; below 1, ours records the support")
+    parser.add_argument(
+        "--max_kept_tokens", type=int, default=32, help="maximum number of recorded tokens of a support"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of each engine on a CPU")
     parser.add_argument("--dtype", default="fp32", choices=["fp32", "bf16"])
     parser.add_argument("--ways", nargs="+", default=["ours", "bare"], choices=WAYS)

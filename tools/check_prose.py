@@ -1,4 +1,4 @@
-"""Finds docstrings that lack a subject, as a first word like "Of" or "What" shows; run by `make lint`.
+"""Finds docstrings that begin with a word like "Of" or "What" and so lack a subject; run by `make lint`.
 
 python tools/check_prose.py openrlhf tests
 """

@@ -1,7 +1,7 @@
-"""Makes or renews the environment `.venv` for this machine. Standard library only; run by `make`.
+"""Creates or updates the environment `.venv` for this machine. Standard library only; run by `make`.
 
-The machine decides on vLLM's build: CUDA if an NVIDIA driver answers, else CPU. A second run finds everything
-in place and does nothing.
+Installs vLLM's CUDA build if an NVIDIA driver answers, else its CPU build. Does nothing if everything is
+installed already.
 """
 
 import ctypes
@@ -30,7 +30,7 @@ def main() -> None:
     if not OLDEST_PYTHON <= sys.version_info < TOO_NEW_PYTHON:
         sys.exit(
             f"error: openrlhf needs Python 3.{OLDEST_PYTHON[1]} to 3.{TOO_NEW_PYTHON[1] - 1}, and this is "
-            f"{sys.version.split()[0]}: `make PYTHON=python3.{OLDEST_PYTHON[1]} ...` names another"
+            f"{sys.version.split()[0]}; use `make PYTHON=python3.{OLDEST_PYTHON[1]} ...`"
         )
     kind = "gpu" if has_nvidia_driver() else "cpu"
     wanted = fingerprint(kind)
@@ -39,7 +39,7 @@ def main() -> None:
     if kind == "gpu":
         check_driver()
         for lacking in what_triton_lacks():
-            say(f"Triton compiles when vLLM starts, and there is no {lacking}")
+            say(f"Triton compiles code when vLLM starts, and needs {lacking}")
     if not PYTHON.exists():
         say(f"creating {VENV.name}")
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], check=True)
@@ -70,7 +70,7 @@ def driver_version() -> str:
 
 
 def check_driver() -> None:
-    """Ends before anything is downloaded if the driver is too old."""
+    """Exits with an error if the driver is too old, before anything is downloaded."""
     driver, needed = driver_version(), OLDEST_DRIVER[CUDA]
     release = driver.partition(".")[0]
     if not release.isdecimal() or int(release) >= int(needed) or cuda_of_driver() >= int(CUDA):
@@ -97,7 +97,7 @@ def cuda_of_driver() -> int:
 
 
 def what_triton_lacks() -> list[str]:
-    """Lists what Triton needs at its first use, when vLLM starts, and does not find here."""
+    """Lists what is missing on this machine for Triton, which compiles code when vLLM starts."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     lacking = [] if headers.exists() else [f"{headers} (install python3.{sys.version_info[1]}-dev)"]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
@@ -106,7 +106,7 @@ def what_triton_lacks() -> list[str]:
 
 
 def check_gpu() -> None:
-    """Ends with what is missing if torch cannot compute on a GPU that has a driver."""
+    """Exits with an error if torch cannot use the GPU."""
     ask = "import torch; print(torch.__version__, torch.version.cuda, flush=True); torch.cuda.init()"
     asked = subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True)
     if asked.returncode == 0:
@@ -114,7 +114,7 @@ def check_gpu() -> None:
     version, _, cuda = asked.stdout.strip().partition(" ")
     needed = OLDEST_DRIVER.get(cuda.partition(".")[0], "of its release notes")
     sys.exit(
-        f"error: torch {version}, built for CUDA {cuda}, finds no GPU that it can use by driver "
+        f"error: torch {version}, built for CUDA {cuda}, cannot use a GPU with driver "
         f"{driver_version()}:\n"
         f"{asked.stderr.strip().splitlines()[-1]}\n"
         f"CUDA {cuda} needs driver {needed} or newer. Install it and run this again."
@@ -132,7 +132,7 @@ def leave_out_foreign_constraints() -> None:
     """Clears PIP_CONSTRAINT if its file pins torch; NVIDIA's image holds pip to its own build in this way."""
     file = Path(os.environ.get("PIP_CONSTRAINT", ""))
     if file.is_file() and (held := re.search(r"(?m)^torch *(==|@).*", file.read_text())):
-        say(f"leaving out PIP_CONSTRAINT={file}: it has {held[0]}, and pyproject.toml pins another torch")
+        say(f"ignoring PIP_CONSTRAINT={file}: it has {held[0]}, and pyproject.toml pins another torch")
         os.environ["PIP_CONSTRAINT"] = ""
 
 
@@ -146,8 +146,8 @@ def install_cpu_torch() -> None:
     say(f"{asked.stderr.strip().splitlines()[-1]}\nenvironment: asking PyTorch's index of CPU wheels too")
     if pip("install", "--extra-index-url", cpu_wheels, torch, "torchvision", "torchaudio").returncode != 0:
         sys.exit(
-            f"error: vLLM for CPU needs {torch}, and neither pip's own indexes nor {cpu_wheels} gave it.\n"
-            "Name a mirror of the latter in PIP_EXTRA_INDEX_URL and run this again."
+            f"error: vLLM for CPU needs {torch}, and neither pip's own indexes nor {cpu_wheels} have it.\n"
+            "Set PIP_EXTRA_INDEX_URL to a mirror of PyTorch's CPU wheels and run this again."
         )
 
 

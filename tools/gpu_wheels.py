@@ -33,19 +33,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, metavar="DIR")
-    parser.add_argument("--python", default="3.12", help="Python of that machine (default: %(default)s)")
+    parser.add_argument(
+        "--python", default="3.12", help="Python version of the other machine (default: %(default)s)"
+    )
     parser.add_argument(
         "--also",
         action="append",
         default=[],
         metavar="NAME",
-        help="name of a further package, such as pytest",
+        help="another package to gather, such as pytest",
     )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if list(options.folder.glob("*.whl")):
         parser.error(
-            f"{options.folder} holds wheels already, and two versions of one stop pip: name an empty folder"
+            f"{options.folder} already has wheels, and pip fails on two versions of one; name an empty folder"
         )
     gather(options.folder, options.python, options.also)
     carry_packing(options.folder)
@@ -84,7 +86,7 @@ def carry_packing(folder: Path) -> None:
 
 
 def requirement(package: str) -> str:
-    """Returns what pyproject.toml asks for of a package."""
+    """Returns the requirement of a package in pyproject.toml."""
     found = re.search(rf'"({package}[=<>~!][^"]*)"', (ROOT / "pyproject.toml").read_text())
     assert found, f"pyproject.toml asks for no {package}"
     return found[1]

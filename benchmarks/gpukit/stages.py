@@ -133,7 +133,7 @@ STAGES = {
         "RL with adapters that engines keep apart", f"{HYBRID} --ds.lora.rank 8 --vllm.lora_sync adapter"
     ),
     "kept-sets": rl(
-        "RL with top-p sampling and its kept sets",
+        "RL with top-p sampling and its recorded support",
         f"{HYBRID} --rollout.top_p 0.9",
         reaches={"rollout/kept_set_size_mean": 1.5},
     ),

@@ -40,11 +40,9 @@ def test_a_driver_that_is_too_old_is_named(tmp_path, monkeypatch, cuda: str, nee
     monkeypatch.setitem(check.__globals__, "PYTHON", tmp_path / "python")
     with pytest.raises(SystemExit) as stop:
         check()
-    assert str(stop.value).splitlines() == [
-        f"error: torch 2.13.0, built for CUDA {cuda}, finds no GPU that it can use by driver 535.104.05:",
-        NO_DRIVER_FOR_IT,
-        f"CUDA {cuda} needs driver {needed}. Install it and run this again.",
-    ]
+    found, reason, remedy = str(stop.value).splitlines()
+    assert all(word in found for word in ("torch 2.13.0", f"CUDA {cuda}", "driver 535.104.05"))
+    assert reason == NO_DRIVER_FOR_IT and needed in remedy
     program(tmp_path / "python", "")
     check()
 
@@ -190,11 +188,8 @@ def test_without_any_cpu_build_the_remedy_is_named(tmp_path, installed) -> None:
     link(tmp_path / "pytorch" / "torch", "torch-2.12.0+cpu-py3-none-any.whl")
     with pytest.raises(SystemExit) as stop:
         installed()
-    assert str(stop.value).splitlines() == [
-        "error: vLLM for CPU needs torch==2.13.0+cpu, and neither pip's own indexes nor "
-        f"{(tmp_path / 'pytorch').as_uri()} gave it.",
-        "Name a mirror of the latter in PIP_EXTRA_INDEX_URL and run this again.",
-    ]
+    for named in ("torch==2.13.0+cpu", (tmp_path / "pytorch").as_uri(), "PIP_EXTRA_INDEX_URL"):
+        assert named in str(stop.value)
 
 
 def test_the_cpu_build_is_that_of_the_pinned_release() -> None:
@@ -224,7 +219,7 @@ def test_a_constraint_on_torch_is_left_out(tmp_path, monkeypatch, capsys, line, 
     monkeypatch.setenv("PIP_CONSTRAINT", str(file))
     runpy.run_path(str(ROOT / "tools" / "environment.py"))["leave_out_foreign_constraints"]()
     assert os.environ["PIP_CONSTRAINT"] == (str(file) if kept else "")
-    assert (f"leaving out PIP_CONSTRAINT={file}: it has {line}" in capsys.readouterr().out) == (not kept)
+    assert (f"PIP_CONSTRAINT={file}: it has {line}" in capsys.readouterr().out) == (not kept)
 
 
 def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
