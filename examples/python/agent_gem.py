@@ -1,4 +1,4 @@
-"""Environments of GEM (pip install openrlhf[gem]): the prompt is the environment's id, the label its seed.
+"""Environments of GEM (pip install 'openrlhf[gem]'): the prompt is the environment's id, the label its seed.
 
 python examples/python/agent_gem.py rows.jsonl
 --train.agent_func_path examples/python/agent_gem.py --data.prompt_dataset rows.jsonl --data.label_key label

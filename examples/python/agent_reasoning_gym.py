@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym (pip install openrlhf[gym]) over several turns: a wrong answer
+"""Problems of reasoning-gym (pip install 'openrlhf[gym]') over several turns: a wrong answer
 gets feedback and another try.
 
 python examples/python/agent_reasoning_gym.py rows.jsonl

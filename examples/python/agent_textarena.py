@@ -1,4 +1,4 @@
-"""Games of TextArena (pip install openrlhf[textarena]): the prompt is the game's name, the label its seed.
+"""Games of TextArena (pip install 'openrlhf[textarena]'): the prompt is the game's name, the label its seed.
 The policy plays Nim against a random player; without `opponent` it would play against itself.
 
 python examples/python/agent_textarena.py rows.jsonl

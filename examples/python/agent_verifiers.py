@@ -1,4 +1,4 @@
-"""Environment of verifiers (pip install openrlhf[verifiers]), with its tasks and rewards in this file. An
+"""Environment of verifiers (pip install 'openrlhf[verifiers]'), with its tasks and rewards in this file. An
 installed environment needs only `{"taskset": {"id": "its-name"}, "agent": CHAT}`.
 
 python examples/python/agent_verifiers.py rows.jsonl

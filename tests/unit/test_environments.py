@@ -183,7 +183,7 @@ class BrokenExecutor(GymExecutor):
     ("executor", "prompt", "label", "text"),
     [
         (BrokenExecutor(), "dice", 0, "KeyError: 'pieces'"),
-        (DiceExecutor(), "dice", "Tom", "the label 'Tom' is no seed; name a column of whole numbers"),
+        (DiceExecutor(), "dice", "Tom", "label 'Tom' is not a seed"),
         pytest.param(GEM, "game:Guess", 0, "Environment game:Guess not found", marks=NEEDS_GEM),
         (ARENA, "Nimm-v0", 0, "Nimm-v0 not found"),
     ],

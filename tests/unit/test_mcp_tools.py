@@ -21,7 +21,7 @@ SERVER = '''
 import asyncio, os, sys
 try:
     from mcp.server.mcpserver import MCPServer
-except ImportError:  # the SDK's generation 1
+except ImportError:  # version 1 of the SDK
     from mcp.server.fastmcp import FastMCP as MCPServer
 
 server = MCPServer("tools")
@@ -116,10 +116,10 @@ def test_a_server_that_says_nothing() -> None:
         (["/nowhere/server"], [", exit code 127: ", "/nowhere/server: not found"]),
         ([sys.executable, "-c", "exit(3)"], [", exit code 3"]),
         ([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"], [", exit code 137: ", "Killed"]),
-        ([sys.executable, "-c", 'exit("no key")'], [", exit code 1: no key\nits stderr:"]),
+        ([sys.executable, "-c", 'exit("no key")'], [", exit code 1: no key\n"]),
         (
             [sys.executable, "-c", "from mcp.server.neither import Server"],
-            ["1: ModuleNotFoundError: No module named 'mcp.server.neither'\nits stderr:\nTrace", "is of 1,"],
+            ["1: ModuleNotFoundError: No module named 'mcp.server.neither'\n", "\nTrace", "major version"],
         ),
     ],
 )
@@ -177,9 +177,9 @@ def test_a_server_over_http(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_other_generation_of_the_sdk(tmp_path: Path) -> None:
-    """These tests run with a client of generation 1, and its server with the installed client. Both
-    generations depend on the same packages except one."""
+def test_the_other_version_of_the_sdk(tmp_path: Path) -> None:
+    """These tests run with a client of version 1, and its server with the installed client. Both
+    versions depend on the same packages except one."""
     older = tmp_path / "older"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(older)]
     subprocess.run([*install, "mcp<2", "httpx-sse"], check=True)
