@@ -176,12 +176,12 @@ PPO_UNREAD = (
         "with --train.agent_func_path: the agent gives the rewards",
     ),
     Unread(
-        "reward.timeout reward.num_workers reward.batch",
+        "reward.timeout reward.num_workers reward.memory_gb reward.batch",
         lambda c: c.reward_function is None,
         "because reward.remote_url names no reward function",
     ),
     Unread(
-        "reward.remote_timeout reward.remote_batch_size reward.remote_concurrency",
+        "reward.remote_timeout reward.remote_try_timeout reward.remote_batch_size reward.remote_concurrency",
         lambda c: not c.reward.servers,
         "because reward.remote_url names no reward server",
     ),

@@ -78,7 +78,8 @@ CHANGEABLE = {
     *("ds.attn_implementation", "ds.experts_implementation", "train.full_determinism_enable"),
     *("ds.enable_sleep", "model.compute_fp32_loss_enable"),
     # Reward requests, and limits at which a run aborts
-    *("reward.batch", "reward.timeout", "reward.num_workers"),
+    *("reward.batch", "reward.timeout", "reward.num_workers", "reward.memory_gb"),
+    "reward.remote_try_timeout",
     *("reward.remote_timeout", "reward.remote_batch_size", "reward.remote_concurrency"),
     *(
         "rollout.max_concurrent_episodes",

@@ -1,5 +1,5 @@
-"""Batching of reward requests, which arrive one sample at a time. A failed batch is split into halves and
-retried, so that only the faulty sample fails."""
+"""Batching of reward requests, which arrive one sample at a time. A failed batch is split and retried, so
+that only the faulty sample fails."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -16,6 +16,12 @@ WINDOW = 0.005
 
 class BatchFailed(Exception):
     """Raised for a failed batch that is worth splitting: one sample may be faulty, or the batch too large."""
+
+    def __init__(self, problem: str, *, alone: bool = False) -> None:
+        """`alone`: retry each sample alone instead of halves. It is for failures that are expensive: a time
+        limit that is over, a process that must start again."""
+        super().__init__(problem)
+        self.alone = alone
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +52,7 @@ class BatchedReward(ABC):
         of its own (a lane)."""
         self.batch_size, self.concurrency = batch_size, concurrency
         self._waiting: deque[Call] = deque()
-        self._halves: deque[Sequence[Call]] = deque()
+        self._parts: deque[Sequence[Call]] = deque()
         self._lanes: set[asyncio.Task[None]] = set()
 
     @abstractmethod
@@ -65,10 +71,10 @@ class BatchedReward(ABC):
         """Cancels all calls. Call it in the event loop in which they run."""
         for call in self._waiting:
             call.reward.cancel()
-        for call in (call for half in self._halves for call in half):
+        for call in (call for part in self._parts for call in part):
             call.reward.cancel()
         self._waiting.clear()
-        self._halves.clear()
+        self._parts.clear()
         for lane in self._lanes:
             lane.cancel()
 
@@ -80,18 +86,18 @@ class BatchedReward(ABC):
 
     async def _work(self) -> None:
         """Runs a lane: processes batches until no call is waiting."""
-        if not self._halves and len(self._waiting) < self.batch_size:
+        if not self._parts and len(self._waiting) < self.batch_size:
             await asyncio.sleep(WINDOW)
         while calls := self._take():
             await self._answer(calls)
 
     def _take(self) -> Sequence[Call]:
-        if self._halves:
-            return self._halves.popleft()
+        if self._parts:
+            return self._parts.popleft()
         return [self._waiting.popleft() for _ in range(min(self.batch_size, len(self._waiting)))]
 
     async def _answer(self, calls: Sequence[Call]) -> None:
-        """Sets the reward or the error of every call, or queues the halves of the batch."""
+        """Sets the reward or the error of every call, or queues parts of the batch."""
         try:
             rewards = await self.ask(calls)
         except BatchFailed as error:
@@ -99,8 +105,10 @@ class BatchedReward(ABC):
                 calls[0].finish(RewardError(str(error)))
                 return
             middle = len(calls) // 2
-            self._halves += [calls[:middle], calls[middle:]]
-            self._open_lane()
+            parts = [[call] for call in calls] if error.alone else [calls[:middle], calls[middle:]]
+            self._parts += parts
+            for _ in parts:
+                self._open_lane()
         except RewardError as error:
             for call in calls:  # a separate error for each: raising one extends its traceback
                 call.finish(RewardError(str(error)))

@@ -59,12 +59,22 @@ class NoReward:
 class RewardFunction(BatchedReward):
     """A user's reward function in several processes, each of which handles one batch at a time."""
 
-    def __init__(self, reference: str, *, timeout: float, num_workers: int = 1, batch_size: int = 1) -> None:
+    def __init__(
+        self,
+        reference: str,
+        *,
+        timeout: float,
+        num_workers: int = 1,
+        batch_size: int = 1,
+        memory_gb: float | None = None,
+    ) -> None:
         """`timeout`: seconds for one call of the function, after which its process is killed. `batch_size`:
-        maximum samples in one call."""
+        maximum samples in one call. `memory_gb`: memory of each process; None: that of the machine."""
         super().__init__(batch_size=batch_size, concurrency=num_workers)
         reference = resolved(reference)
-        self._processes = [RewardProcess(reference, timeout=timeout) for _ in range(num_workers)]
+        self._processes = [
+            RewardProcess(reference, timeout=timeout, memory_gb=memory_gb) for _ in range(num_workers)
+        ]
         self._idle = deque(self._processes)
         atexit.register(self._stop)  # at exit multiprocessing would wait for these processes forever
 

@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import multiprocessing
 import os
+import resource
 import signal
 import threading
 import traceback
@@ -63,11 +64,18 @@ class RewardProcess:
     """
 
     def __init__(
-        self, reference: str, *, timeout: float, load: Callable[[str], Any] = load_reward_func
+        self,
+        reference: str,
+        *,
+        timeout: float,
+        memory_gb: float | None = None,
+        load: Callable[[str], Any] = load_reward_func,
     ) -> None:
-        """`timeout`: seconds for one call. `load`: imports the callable that `reference` names."""
+        """`timeout`: seconds for one call. `memory_gb`: memory of the process; None: that of the machine.
+        `load`: imports the callable that `reference` names."""
         self.name = split(reference)[1] or DEFAULT
         self.reference, self.timeout, self._load = reference, timeout, load
+        self._memory = _machine_bytes() if memory_gb is None else int(memory_gb * 1e9)
         self._import_problem = ""
         # Not fork: the parent runs vLLM's and Ray's threads.
         self._context = multiprocessing.get_context("spawn")
@@ -87,11 +95,12 @@ class RewardProcess:
         except TimeoutError:
             self.stop()
             raise BatchFailed(
-                f"{self.reference}: {self.name} took longer than --reward.timeout {self.timeout:g} s"
+                f"{self.reference}: {self.name} took longer than --reward.timeout {self.timeout:g} s",
+                alone=True,
             ) from None
         except (EOFError, ConnectionError):
             raise BatchFailed(
-                f"{self.reference}: {self.name}'s process died with exit code {self.stop()}"
+                f"{self.reference}: {self.name}'s process died with exit code {self.stop()}", alone=True
             ) from None
         except BaseException:  # cancelled: the answer would be read by the next call
             self.stop()
@@ -120,7 +129,9 @@ class RewardProcess:
             return self._pipe
         self.stop()
         self._pipe, theirs = self._context.Pipe()
-        self._process = self._context.Process(target=_serve, args=(self.reference, self._load, theirs))
+        self._process = self._context.Process(
+            target=_serve, args=(self.reference, self._load, theirs, self._memory)
+        )
         self._process.start()
         theirs.close()  # so that reading raises EOFError when the process ends
         try:
@@ -156,8 +167,16 @@ class RewardProcess:
         return pipe.recv()
 
 
-def _serve(reference: str, load: Callable[[str], Any], pipe: Connection) -> None:
-    """Serves calls until the other end of the pipe is closed."""
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _serve(reference: str, load: Callable[[str], Any], pipe: Connection, memory: int) -> None:
+    """Serves calls until the other end of the pipe is closed. Where the function needs more than `memory`
+    bytes, it gets a MemoryError."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    limit = memory if hard == resource.RLIM_INFINITY else min(memory, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
     name = split(reference)[1] or DEFAULT
     os.setpgid(0, 0)  # a group of its own: killed with its children, not by Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()

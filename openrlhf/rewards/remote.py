@@ -26,6 +26,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 of the first value, which doubles each round, up to the second value."""
 REMIND = 60.0
 """Minimum seconds between two warnings about unavailable servers."""
+ANSWER_BYTES = 64 << 20
+"""Maximum size of an answer."""
 SPLITTABLE_STATUSES = (400, 413, 422, 500)
 """HTTP statuses after which smaller requests may succeed, because one sample may be faulty or the request too
 large."""
@@ -48,14 +50,16 @@ class RemoteReward(BatchedReward):
         urls: Sequence[str],
         *,
         timeout: float,
+        try_timeout: float | None = None,
         batch_size: int = 16,
         concurrency: int = 32,
         key: str | None = None,
     ) -> None:
-        """`timeout`: seconds for one request, including all retries. `batch_size`: maximum samples in a
-        request. `concurrency`: maximum requests in flight. `key`: sent as `Authorization: Bearer KEY`."""
+        """`timeout`: seconds for one request, including all retries. `try_timeout`: seconds for one attempt;
+        None: `timeout` divided by the number of servers. `batch_size`: maximum samples in a request.
+        `concurrency`: maximum requests in flight. `key`: sent as `Authorization: Bearer KEY`."""
         super().__init__(batch_size=batch_size, concurrency=concurrency)
-        self.timeout = timeout
+        self.timeout, self.try_timeout = timeout, try_timeout or timeout / len(urls)
         self._num_urls, self._urls = len(urls), itertools.cycle(urls)
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {key}"} if key else {}
@@ -77,7 +81,11 @@ class RemoteReward(BatchedReward):
                 for tries, url in enumerate(self._urls, 1):
                     problem = f"{url}: no answer"
                     try:
-                        return await self._post(url, body, len(calls))
+                        async with asyncio.timeout(self.try_timeout):
+                            return await self._post(url, body, len(calls))
+                    except TimeoutError:
+                        problem = f"{url}: no answer in {self.try_timeout:g} s"
+                        self._warn(problem)
                     except RetryableError as error:
                         problem = str(error)
                         self._warn(problem)
@@ -110,13 +118,15 @@ class RemoteReward(BatchedReward):
         try:
             async with self._session.post(url, data=body, allow_redirects=False) as response:
                 status, pause = response.status, response.headers.get("Retry-After", "")
-                answer = await response.read()
+                answer = await _read_limited(response)
         except aiohttp.ClientSSLError as error:
             raise RewardError(f"{url}: {error}") from error
         except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
             raise RetryableError(f"{url}: {str(error) or type(error).__name__}") from error
         except aiohttp.ClientError as error:
             raise RewardError(f"{url}: {type(error).__name__}: {error}") from error
+        if len(answer) > ANSWER_BYTES:
+            raise BatchFailed(f"{url} answered with more than {ANSWER_BYTES >> 20} MiB")
         if status == 200:
             return _read_answer(url, answer, count)
         problem = f"{url}: HTTP {status}: {answer[:300].decode(errors='replace').strip()}"
@@ -137,14 +147,25 @@ def _body(calls: Sequence[Call]) -> bytes:
             },
             allow_nan=False,
         ).encode()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise BatchFailed(f"the label cannot be sent as JSON: {error}") from error
+
+
+async def _read_limited(response: aiohttp.ClientResponse) -> bytes:
+    """Returns the answer, or the beginning of one that is larger than ANSWER_BYTES."""
+    answer = bytearray()
+    async for piece in response.content.iter_any():
+        answer += piece
+        if len(answer) > ANSWER_BYTES:
+            response.close()
+            break
+    return bytes(answer)
 
 
 def _read_answer(url: str, answer: bytes, count: int) -> list[Reward]:
     try:
         return read_rewards(json.loads(answer), count, source=url)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BatchFailed(f"{url} answered with invalid JSON: {answer[:100]!r}") from error
     except RewardError as error:
         raise BatchFailed(str(error)) from error

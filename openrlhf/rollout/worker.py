@@ -79,11 +79,13 @@ class RolloutWorker:
                 timeout=reward.timeout,
                 num_workers=reward.num_workers,
                 batch_size=reward.batch,
+                memory_gb=reward.memory_gb,
             )
         if reward.servers:
             return RemoteReward(
                 reward.servers,
                 timeout=reward.remote_timeout,
+                try_timeout=reward.remote_try_timeout,
                 batch_size=reward.remote_batch_size,
                 concurrency=reward.remote_concurrency,
                 key=os.environ.get(KEY_VARIABLE),

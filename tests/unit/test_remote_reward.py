@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -179,6 +180,44 @@ def test_a_dead_server_costs_no_reward() -> None:
     server = Server()
     answers = ask(texts(20), server, urls=(unused_url(),), batch_size=2)
     assert answers == [reward_of(float(i)) for i in range(1, 21)]
+
+
+async def stalls(asked: dict, number: int) -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError("nobody waits that long")
+
+
+def test_another_server_is_asked_after_one_has_stalled() -> None:
+    stalled, healthy = Server(stalls), Server(well)
+    started = time.monotonic()
+    answers = ask(texts(4), stalled, healthy, batch_size=4, timeout=4.0)
+    assert [a.reward for a in answers] == [1, 2, 3, 4]
+    assert (len(stalled.asked), len(healthy.asked)) == (1, 1)
+    assert 2 <= time.monotonic() - started < 4, "half the time for each of two servers"
+
+
+def test_a_stalled_attempt_is_repeated_at_the_same_server() -> None:
+    server = Server(first(1, well, before=stalls))
+    (answer,) = ask(["x"], server, timeout=20.0, try_timeout=0.3)
+    assert answer.reward == 1 and len(server.asked) == 2
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"rewards": [' + "9" * 10_000 + "]}"])
+def test_an_answer_of_any_depth_is_an_error(text: str) -> None:
+    async def odd(asked: dict, number: int) -> web.Response:
+        return web.Response(text=text)
+
+    (answer,) = ask(["x"], Server(odd))
+    assert isinstance(answer, RewardError)
+
+
+def test_an_answer_of_any_size_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def large(asked: dict, number: int) -> web.Response:
+        return web.Response(text=json.dumps({"rewards": [1.0], "rest": "y" * 3_000_000}))
+
+    monkeypatch.setattr(remote_reward, "ANSWER_BYTES", 1 << 20)
+    (answer,) = ask(["x"], Server(large))
+    assert isinstance(answer, RewardError) and "more than 1 MiB" in str(answer)
 
 
 def test_no_more_requests_than_allowed_are_under_way() -> None:

@@ -427,7 +427,26 @@ def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers
     bad = answers.pop(5)
     assert isinstance(bad, RewardError) and text in str(bad)
     assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 6, 7]
-    assert sorted(sizes, reverse=True) == [8, 4, 4, 2, 2, 1, 1]
+    alone = fate in ("hang", "kill")  # each further one would take another time limit, or another start
+    assert sorted(sizes, reverse=True) == ([8, *[1] * 8] if alone else [8, 4, 4, 2, 2, 1, 1])
+
+
+def test_a_call_that_needs_too_much_memory_fails_alone(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "def reward_func(queries, prompts, labels):\n"
+        "    return [float(len(bytearray(int(label)))) for label in labels]\n"
+    )
+    function = RewardFunction(str(path), timeout=20, memory_gb=0.5, batch_size=4)
+
+    async def ask():
+        calls = [function("", "", label) for label in ("1", "2", str(10**9), "3")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    answers = asyncio.run(ask())
+    function.close()
+    assert "MemoryError" in str(answers.pop(2))
+    assert [a.reward for a in answers] == [1, 2, 3]
 
 
 def test_a_function_that_normalises_over_a_call_is_told_which_flag_fills_calls(tmp_path):
