@@ -88,18 +88,18 @@ def train(
 ) -> None:
     """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
-    from openrlhf.cluster.deaths import is_lost_process, naming_the_dead
+    from openrlhf.cluster.deaths import explaining_deaths, is_lost_process
     from openrlhf.cluster.roles import start_roles
-    from openrlhf.cluster.whereabouts import who_runs_where
+    from openrlhf.cluster.whereabouts import placement_table
     from openrlhf.observability.progress import waiting
 
     heap.freeze()
     engines = "1 rollout engine" if config.num_engines == 1 else f"{config.num_engines} rollout engines"
     title = f"starting {engines}, loading {', '.join(config.placements)}"
-    with naming_the_dead(), waiting(title, key=config.actor.model_name_or_path):
+    with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)
     try:
-        if table := who_runs_where(roles.processes, places):
+        if table := placement_table(roles.processes, places):
             print(table, file=sys.stderr, flush=True)
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         trainer.observer.message(_memory_of_rows(config, roles))
@@ -107,7 +107,7 @@ def train(
             with (
                 noting_position(partial(position, trainer)),
                 trainer.stop.deferred(grace_of(config), is_lost_process),
-                naming_the_dead(roles.members),
+                explaining_deaths(roles.members),
             ):
                 trainer.fit()
                 with trainer.observer.phase("save the model"):

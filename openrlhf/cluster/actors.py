@@ -1,4 +1,4 @@
-"""Ray actors for the trainer's ranks: each takes the run's environment and its device before it builds its
+"""Ray actors of the trainer's ranks. An actor sets the run's environment and its device before it creates its
 worker."""
 
 from collections.abc import Mapping
@@ -23,7 +23,8 @@ class RankActor:
     def __init__(
         self, config: PPOConfig, rank: int, mesh: Mesh, files: UserFiles, private: Mapping[str, str]
     ) -> None:
-        """`files`: the files that `config.references` names; `private`: secrets, see environment.py."""
+        """`files`: users' files that `config.references` names; `private`: secret variables, see
+        environment.py."""
         folder.enter()
         environment.take(private)
         place: dict[str, Any] = {}
@@ -33,16 +34,17 @@ class RankActor:
         super().__init__(config, rank, mesh, **place)  # pyrefly: ignore[bad-argument-count]  of the worker
 
     def address(self) -> tuple[str, int]:
-        """Returns (IP address, free port) at which other ranks or engines can reach this rank."""
+        """Returns an IP address and a free port at which other ranks or engines can reach this rank."""
         return ray.util.get_node_ip_address(), free_port()
 
 
 def actor_class(worker_class: type[WorkerT]) -> type[WorkerT]:
-    """Returns an actor class for `worker_class`, under its name, which Ray gives to the processes."""
+    """Returns an actor class around `worker_class` with the same name, which Ray shows as the name of the
+    process."""
     return type(worker_class.__name__, (RankActor, worker_class), {})
 
 
 def gpus_of_node() -> int:
-    """Returns the number of GPUs on this process's node, in use or not."""
+    """Returns the number of GPUs of this process's node, including those in use."""
     here = ray.get_runtime_context().get_node_id()
     return next(int(node["Resources"].get("GPU", 1)) for node in ray.nodes() if node["NodeID"] == here)

@@ -1,4 +1,4 @@
-"""Readable errors for a dead process of a run: which process it was, and where its log is."""
+"""Readable errors for a dead process of a run, with its role and its log."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.errors import ErrorCode, RunError
 
 PATIENCE = 5.0
-"""Seconds that processes have to answer whether they are alive."""
+"""Seconds that processes have to prove that they are alive."""
 NAMES = {
     "EngineActor": "a vLLM engine",
     "PolicyWorker": "a rank of the policy",
@@ -25,10 +25,9 @@ NAMES = {
 
 
 @contextmanager
-def naming_the_dead(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
-    """Turns a RayError inside that follows from the death of a process into a RunError with the process and
-    its log. `members`: processes to ask whether they are alive when the error does not name the dead
-    one."""
+def explaining_deaths(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
+    """Converts a RayError raised inside, if the death of a process caused it, to a RunError that names the
+    process and its log. `members`: processes that are checked if the error does not name the dead one."""
     try:
         yield
     except RayError as error:
@@ -48,23 +47,24 @@ def is_lost_process(error: Exception) -> bool:
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
-def in_words(error: RayError) -> str:
-    """Describes an error by its cause: how the process died, or the exception that it raised."""
+def describe_cause(error: RayError) -> str:
+    """Returns a description of an error's cause: the death of a process, or the exception that a process
+    raised."""
     cause = _cause(error)
     return str(_death_in(error) or f"{type(cause).__name__}: {cause}")
 
 
 def _cause(error: BaseException | None) -> BaseException | None:
-    """Returns the exception that a task raised, also one that came from a task it depended on."""
+    """Returns the original exception of a failed task, or of a task on which it depended."""
     while isinstance(error, RayTaskError):
         error = error.cause
     return error
 
 
 def _death_in(error: BaseException | None) -> RunError | None:
-    """Returns the death that an error follows from, None where it has another cause."""
+    """Returns an error for the process whose death caused `error`; None if it has another cause."""
     cause = _cause(error)
-    if isinstance(cause, EngineDied):  # Ray's text names the actor that drove the dead process
+    if isinstance(cause, EngineDied):  # Ray's message names the actor, not the dead child process
         (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", str(error)) or [("?", "?")]
         return _death("EngineActor", f"the process that computes for process {pid} on {ip}", pid)
     if isinstance(cause, RayActorError) and not cause.actor_init_failed:
@@ -73,8 +73,8 @@ def _death_in(error: BaseException | None) -> RunError | None:
 
 
 def _death_among(members: Sequence[ActorHandle]) -> RunError | None:
-    """Asks `members` which of them is dead: ranks that wait for a dead one often fail before Ray knows that
-    it died."""
+    """Returns an error for the first dead process among `members`. Ranks that wait for a dead rank often fail
+    before Ray notices its death."""
     refs = [member.__ray_ready__.remote() for member in members]
     answered = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
     for ref in answered:
@@ -94,8 +94,8 @@ def _described(death: RayActorError) -> RunError:
 
 
 def _death(actor: str, which: str, pid: str) -> RunError:
-    """Returns the error for a dead process. `actor`: name of its actor's class; `pid`: the process whose log
-    the message names."""
+    """Returns the error for a dead process. `actor`: name of the actor's class; `which`: description of the
+    process; `pid`: the process whose log the message names."""
     reason = f"{which} was killed (out of memory?) or crashed.\nIts log is {_log(pid)}"
     return _failure(actor, f"{reason}; OPENRLHF_DEBUG=1 shows Ray's whole error.")
 
@@ -106,7 +106,7 @@ def _failure(actor: str, reason: str) -> RunError:
 
 
 def _log(pid: str) -> str:
-    """Returns the path of a process's stderr log; a pattern if the log is on another machine."""
+    """Returns the path of a process's stderr log, or a glob pattern if the log is on another machine."""
     node = ray._private.worker._global_node
     folder = Path(node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs")
     here = sorted(folder.glob(f"worker-*-{pid}.err"))

@@ -1,4 +1,4 @@
-"""Checks that every node of a run sees the models and the shared folders that it needs on disk."""
+"""Checks that every node has the models that it needs, and shares the folders of the run."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 from openrlhf.errors import ErrorCode, UsageError, as_one
 from openrlhf.files import appears, marked
 
-if TYPE_CHECKING:  # placement imports torch, which processes that only look for files do not need
+if TYPE_CHECKING:  # placement imports torch, which the remote checks of files do not need
     from openrlhf.cluster.placement import Bundles
 
 MODEL = (
@@ -27,18 +27,19 @@ EXPORT = "not shared with {}, which writes the model.\nName a folder that all no
 
 
 class Need(NamedTuple):
-    """A file or folder that `nodes` must see like the node on which the run starts."""
+    """A file or folder that must exist on `nodes` as it does on the node on which the run starts."""
 
     flag: str
     value: str
     nodes: set[str]
     file: str | Path
     problem: str
-    """Error text for nodes that do not see it; {} stands for their names."""
+    """Error message for nodes without it. {} is replaced by their names."""
 
 
 def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
-    """Raises UsageError if a node lacks a model or a shared folder. Runs on a single node are not checked."""
+    """Raises UsageError if a node lacks a model or a shared folder. `places`: bundles of each role. Runs on a
+    single node are not checked."""
     here = ray.get_runtime_context().get_node_id()
     nodes = {role: set(bundles.nodes) - {here} for role, bundles in places.items()}
     if not any(nodes.values()):
@@ -63,7 +64,7 @@ def check_disks(config: PPOConfig, places: "Mapping[str, Bundles]") -> None:
 
 
 def _models(config: PPOConfig, nodes: Mapping[str, set[str]]) -> Iterator[Need]:
-    """Yields the models that are local paths. Every node needs the actor's, for its tokenizer."""
+    """Yields the models that are local paths. Every node needs the actor's model, for its tokenizer."""
     flags = {
         ACTOR_FLAG: ([config.actor.model_name_or_path], set().union(*nodes.values())),
         CRITIC_FLAG: ([config.critic_path], nodes.get("critic", set())),
@@ -79,8 +80,8 @@ def _models(config: PPOConfig, nodes: Mapping[str, set[str]]) -> Iterator[Need]:
 def _folders(
     config: PPOConfig, nodes: Mapping[str, set[str]], first: Mapping[str, set[str]], held: ExitStack
 ) -> Iterator[Need]:
-    """Yields the output and checkpoint folders. `first`: node of each role's rank 0, which exports; `held`:
-    keeps the folders' marker files until it closes."""
+    """Yields the output and checkpoint folders. `first`: node of each role's rank 0, which exports the model;
+    `held`: removes the folders' marker files when it closes."""
     ckpt, exporting = config.ckpt, first["actor"]
     if config.critic.save_value_network:
         exporting = exporting | first.get("critic", set())

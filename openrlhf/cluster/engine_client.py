@@ -1,5 +1,5 @@
-"""Control plane of the rollout engines for the trainer's rank 0, over Ray. backends/weight_sync/sender.py
-describes the protocol."""
+"""The engines' control plane for the trainer's rank 0, over Ray. backends/weight_sync/sender.py describes the
+protocol."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import as_completed
@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from openrlhf.cluster.deaths import in_words
+from openrlhf.cluster.deaths import describe_cause
 
 
 class RayEngineClient:
@@ -26,7 +26,7 @@ class RayEngineClient:
         return len(self.engines)
 
     def init_weight_transfer_engine(self, init_info: dict) -> None:
-        # Engines do not know of each other: without its own offset each would take the same ranks.
+        # Engines do not know their index: without an offset all would take the same ranks.
         def of_engine(i: int) -> dict:
             if "rank_offset" not in init_info:
                 return init_info
@@ -38,7 +38,9 @@ class RayEngineClient:
         self._all(lambda _, engine: engine.start_weight_update.remote())
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        shared = ray.put(update_info)  # all tensors' names: put once, else sent once per engine
+        shared = ray.put(
+            update_info
+        )  # contains all tensors' names: stored once instead of sent to each engine
         self._all(lambda _, engine: engine.update_weights.remote(shared))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
@@ -49,8 +51,8 @@ class RayEngineClient:
         return self._all(lambda _, engine: engine.loaded_checksums.remote())
 
     def _all(self, call: Callable[[int, ActorHandle], ray.ObjectRef]) -> dict[int, Any]:
-        """Returns engine index -> answer. An engine that fails goes into `failures`; raises its RayError
-        instead if `ends_with_first`."""
+        """Calls all engines that have not failed. Returns engine index -> answer. Records an engine that
+        fails in `failures`; with `ends_with_first` raises its RayError instead."""
         asked = {call(i, e).future(): i for i, e in enumerate(self.engines) if i not in self.failures}
         answers = {}
         for done in as_completed(asked):
@@ -59,5 +61,5 @@ class RayEngineClient:
             except RayError as error:
                 if self.ends_with_first:
                     raise
-                self.failures[asked[done]] = in_words(error)
+                self.failures[asked[done]] = describe_cause(error)
         return answers

@@ -1,5 +1,5 @@
-"""Batched calls to an engine actor: one Ray call carries several groups, since a call takes as long as
-sampling a few tokens. `RayEngineHandle` is the dispatcher's side, `SamplingTasks` the engine's.
+"""Batched calls to an engine actor. One Ray call submits or returns several groups, because a call takes as
+long as sampling a few tokens. `RayEngineHandle` is the dispatcher's side, `SamplingTasks` the engine's.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ Request = tuple[Prompt, Purpose, Sequence[int] | None]
 
 
 class SamplingTasks:
-    """Groups that an engine's process is sampling, and finished groups that nobody has fetched yet."""
+    """The groups that an engine's process is sampling, and finished groups that were not fetched yet."""
 
     def __init__(self, run: Callable[[Prompt, Purpose, Sequence[int] | None], Awaitable[Sampled]]) -> None:
         self._run = run
@@ -24,15 +24,15 @@ class SamplingTasks:
         self._finished: asyncio.Queue[asyncio.Future[Sampled]] = asyncio.Queue()
 
     def submit(self, requests: dict[int, Request]) -> None:
-        """Starts the groups. Must be called in the event loop that runs them. `requests`: by request
-        number."""
+        """Starts sampling groups. Call it in the event loop that runs them. `requests`: request number ->
+        request."""
         for number, request in requests.items():
             task = asyncio.ensure_future(self._run(*request))
             self._numbers[task] = number
             task.add_done_callback(self._finished.put_nowait)
 
     async def finished(self) -> dict[int, Sampled]:
-        """Waits for at least one finished group; returns request number -> group for all that have finished.
+        """Waits for at least one finished group. Returns request number -> group for all finished groups.
         Raises the exception of a group that failed."""
         tasks = [await self._finished.get()]
         while not self._finished.empty():
@@ -41,13 +41,14 @@ class SamplingTasks:
 
 
 class RayEngineHandle:
-    """Has an engine's process sample groups. Requests made during a call go with the next one."""
+    """Sends requests to an engine's process. Requests that are made during a call are sent with the next
+    call."""
 
     def __init__(self, engine: Handle) -> None:
         """`engine`: an actor with `submit_groups` and `finished_groups`."""
         self.engine = engine
         self._numbers = count()
-        self._lock = threading.RLock()  # Ray calls back in its own threads, or at once
+        self._lock = threading.RLock()  # Ray runs callbacks in its own threads, or immediately in this one
         self._unsent: dict[int, Request] = {}
         self._waiting: dict[int, Future[Sampled]] = {}
         self._is_sending = self._is_fetching = False
@@ -63,7 +64,8 @@ class RayEngineHandle:
         return future
 
     def _advance(self) -> None:
-        """Starts the next submit and fetch calls, at most one of each at a time. Needs the lock."""
+        """Starts the next submit call and the next fetch call, at most one of each at a time. The caller
+        holds the lock."""
         if self._unsent and not self._is_sending:
             requests, self._unsent, self._is_sending = self._unsent, {}, True
             self.engine.submit_groups.remote(requests).future().add_done_callback(self._sent)
@@ -89,8 +91,8 @@ class RayEngineHandle:
             self._advance()
 
     def _fail(self, error: BaseException) -> None:
-        """Fails all waiting groups. A dead engine and an exception in one group both end the run. Needs the
-        lock."""
+        """Fails all waiting groups, because a dead engine and an exception in one group both end the run. The
+        caller holds the lock."""
         waiting, self._waiting, self._unsent = self._waiting, {}, {}
         for future in waiting.values():
             future.set_exception(error)

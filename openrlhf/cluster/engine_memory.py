@@ -1,11 +1,12 @@
-"""Shares GPU memory between engines and models on the same devices. Without sleep flags nothing is offloaded.
+"""GPU memory that engines and models on the same GPUs take in turns. Without the sleep flags nothing is
+offloaded.
 
 start      engines start last, in the memory that the models leave
 generate   engines awake: weights and KV cache       optimizer state on the CPU
 update     engines asleep                            optimizer state of the model that trains on its GPU
 sync       engines' weights awake, no KV cache yet   optimizer state on the CPU
 
-Engines stay awake until a model is about to compute, so several submissions in a row wake them once.
+Engines stay awake until a model is about to compute, so several submissions in a row wake them only once.
 Models on the same GPUs compute one after the other in every phase.
 """
 
@@ -23,11 +24,10 @@ EVERYTHING = ("weights", "kv_cache")
 
 
 class EngineMemory:
-    """Puts engines to sleep, and wakes the parts that a phase needs."""
+    """Offloads all engines (sleep), and reloads the parts that a phase needs (wake)."""
 
     def __init__(self, engines: Sequence[ActorHandle], sleep: bool) -> None:
-        """`engines`: awake, as after their start; `sleep`: off makes `sleep` and the wake calls do
-        nothing."""
+        """`engines`: engines, which are awake. `sleep`: False: nothing is ever offloaded."""
         self.engines, self.sleeps = engines, sleep
         self.awake = set(EVERYTHING)
 
@@ -36,10 +36,11 @@ class EngineMemory:
         self._wake(EVERYTHING)
 
     def wake_for_sync(self) -> None:
-        """Wakes the weights alone, for a weight sync."""
+        """Wakes only the weights, for a weight sync."""
         self._wake(("weights",))
 
     def sleep(self) -> None:
+        """Frees the GPU memory of all engines, which must be idle."""
         if self.sleeps and self.awake:
             ray.get([e.sleep.remote() for e in self.engines])
             self.awake = set()
@@ -52,8 +53,8 @@ class EngineMemory:
 
 
 def free_fraction(models: Mapping[str, "Sequence[DeviceMemory]"], weights: int) -> float:
-    """Returns the free fraction of the fullest GPU's memory, for an engine beside `models` (name -> memory of
-    each rank's GPU). `weights`: bytes of the engine's weights per GPU. Raises UsageError if they do not
+    """Returns the free fraction of the memory of the fullest GPU. `models`: name of a model -> memory of each
+    rank's GPU. `weights`: bytes of an engine's weights per GPU. Raises UsageError if the weights do not
     fit."""
     fullest = min((gpu for gpus in models.values() for gpu in gpus), key=lambda gpu: gpu.free / gpu.total)
     if weights > USABLE_FRACTION * fullest.free:
@@ -73,20 +74,20 @@ def _gib(num_bytes: float) -> str:
 
 
 class ExclusiveDevices:
-    """Lets models on the same GPUs compute one after the other, so that only one needs working memory."""
+    """Runs models on the same GPUs one after the other, so that only one needs working memory at a time."""
 
     def __init__(self, shared: bool) -> None:
-        """`shared`: off if calls need not wait for each other, as on a CPU."""
+        """`shared`: False if calls need not wait for each other, as on CPUs."""
         self.shared = shared
         self.release: Callable[[], None] = lambda: None
-        """Makes the engines on these devices free their memory; returns when they have."""
-        self.under_way: list[ray.ObjectRef] = []
+        """Function that offloads the engines on these devices, and returns when their memory is free."""
+        self.running: list[ray.ObjectRef] = []
         self._lock = threading.Lock()
 
     def run(self, start: Callable[[list[ray.ObjectRef]], list[ray.ObjectRef]]) -> list[ray.ObjectRef]:
-        """Starts calls after those under way, and returns them. `start(after)` returns at once; the calls
-        that it starts wait in their workers for the results `after`."""
+        """Starts calls that run after the current ones, and returns them. `start(after)` must return at once;
+        the calls that it starts wait in their workers for the results `after`."""
         self.release()
         with self._lock:
-            self.under_way = start(self.under_way if self.shared else [])
-            return self.under_way
+            self.running = start(self.running if self.shared else [])
+            return self.running

@@ -1,5 +1,4 @@
-"""Pool of a run's rollout engines: implements `Rollout` of backends/base.py over vLLM engines in Ray
-actors."""
+"""All rollout engines of a run: implements `Rollout` of backends/base.py with engines in Ray actors."""
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,26 +24,26 @@ from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_ot
 from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
 from openrlhf.user_file import UserFiles
 
-if TYPE_CHECKING:  # engine processes need no trainer, whose libraries take seconds to import
+if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
     from openrlhf.cluster.rank_groups import PolicyRanks, RewardRanks
 
 MAX_CALLS = 4096
 """Maximum number of concurrent calls in an engine actor."""
 
 RANDOM_ADAPTERS = (1, 2)
-"""Seeds of the random LoRA adapters that new engines must apply correctly before they sample."""
+"""Seeds of the random LoRA adapters with which new engines are checked before they sample."""
 
 CLOSE_TIMEOUT = 10.0
-"""Seconds that engines have to shut down by themselves."""
+"""Seconds that engines have to shut down before they are killed."""
 
 
 class EngineActor(RolloutWorker):
-    """Ray actor with one engine and the episodes that run on it."""
+    """Ray actor of one engine and the episodes that run on it."""
 
     def __init__(
         self, config: PPOConfig, options: EngineOptions, files: UserFiles, private: Mapping[str, str]
     ) -> None:
-        """`private`: secrets, see environment.py."""
+        """`private`: secret variables, see environment.py."""
         folder.enter()
         environment.take(private)
         super().__init__(config.with_references(files.here), options, files)
@@ -70,16 +69,17 @@ class EnginePool:
         reward: "RewardRanks | None" = None,
         from_files: bool = False,
     ) -> None:
-        """Creates the engines' processes; `start` builds the model. `from_files`: its weights are loaded;
-        otherwise `sync` fills them. `reward`: reward models that score the sampled groups."""
+        """Creates the engines' processes; `start` builds the models. `from_files`: load the weights from the
+        model's files; otherwise the first `sync` sets them. `reward`: reward models that score the sampled
+        groups."""
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
         self.files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
         self.members = [self._create(index) for index in range(config.num_engines)]
         self.epoch = 0
-        """Number of times that the members have changed."""
+        """Number of times that engines were replaced."""
         self.connected_epoch: int | None = None
-        """Epoch of the open weight-transfer group; None before the first sync."""
+        """Epoch for which the weight-transfer group was built; None before the first sync."""
         self.memory = EngineMemory(self.members, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [RayEngineHandle(member) for member in self.members],
@@ -108,7 +108,8 @@ class EnginePool:
         return Gathered([member.start.remote(free_fraction) for member in self.members], first)
 
     def sleep_between(self) -> None:
-        """Makes engines sleep from now on while models on their devices compute, if the run enables sleep."""
+        """If the run enables sleep, offloads the engines, and from now on whenever models on their GPUs
+        compute."""
         if self.config.engines_sleep:
             self.memory.sleep()
             self.bundles.devices.release = self.dispatcher.sleep
@@ -129,7 +130,7 @@ class EnginePool:
         return self.thread.submit(self._sync, policy, version)
 
     def close(self) -> None:
-        """Stops the engines that answer, and their reward processes."""
+        """Shuts down the engines that still answer, and their reward processes."""
         self.dispatcher.close()
         self.thread.shutdown(wait=False, cancel_futures=True)
         refs = [member.close.remote() for member in self.members]
@@ -140,8 +141,8 @@ class EnginePool:
             return self._send_weights(policy, version)
 
     def _send_weights(self, policy: "PolicyRanks", version: int) -> Metrics:
-        """Sends the weights, with the weight check if one is due. Returns the check's metrics since the last
-        sync."""
+        """Sends the weights, and checks the engines' log-probs if a check is due. Returns the metrics of
+        checks since the last sync."""
         self._take_answers()
         metrics = self.check.take_metrics()
         is_new = self.connected_epoch != self.epoch
@@ -157,14 +158,14 @@ class EnginePool:
             policy.send_weights(version).result()
             return metrics
         plain = self._send_and_ask(policy, version)
-        if is_new or sleeps:  # an engine must answer before it may sleep
+        if is_new or sleeps:  # engines must answer before they sleep
             self.check.take_answers(wait=True)
         if is_new and self.options.lora is not None:
             self._check_adapters(policy, version, plain)
         return metrics
 
     def _send_and_ask(self, policy: "PolicyRanks", version: int, adapter_seed: int | None = None) -> Tensor:
-        """Sends the weights and the probe; returns the trainer's (L - 1,) log-probs of the probe.
+        """Sends the weights and the probe. Returns the trainer's log-probs of the probe, (L - 1,).
         `adapter_seed`: seed of a random adapter that is sent instead of the policy's."""
         trainer = present(policy.send_weights(version, self.check.probe, adapter_seed).result())
         self.memory.wake()
@@ -172,9 +173,10 @@ class EnginePool:
         return trainer
 
     def _check_adapters(self, policy: "PolicyRanks", version: int, plain: Tensor) -> None:
-        """Makes the engines apply a random adapter, a second one in its place, and the policy's again.
-        Adapters begin at zero and grow slowly: an engine that ignores them would look right for many steps.
-        `plain`: the trainer's log-probs with the policy's own adapter."""
+        """Checks that engines apply adapters, and replace them: sends two random adapters, and then the
+        policy's again. The policy's adapter starts at zero and grows slowly, so the ordinary check would not
+        notice an engine that ignores it for many steps. `plain`: the trainer's log-probs with the policy's
+        adapter."""
         for seed in RANDOM_ADAPTERS:
             adapted = self._send_and_ask(policy, version, seed)
             check_adapter(plain, adapted, self.check.limit)
@@ -183,6 +185,6 @@ class EnginePool:
         self.check.take_answers(wait=True)
 
     def _take_answers(self) -> None:
-        """Compares the engines' answers to the probe. Does not wait for them in partial rollouts, where a
-        probe may queue behind requests in flight."""
+        """Compares the engines' answers to the probe. With partial rollouts it does not wait for them,
+        because a probe may queue behind requests in flight."""
         self.check.take_answers(wait=not self.config.train.partial_rollout_enable)

@@ -1,4 +1,4 @@
-"""Environment variables that every process of a run takes over from the process that started the run."""
+"""Environment variables that the process that starts a run forwards to all processes of the run."""
 
 import os
 import re
@@ -8,8 +8,8 @@ PREFIXES = (
     *("FI_", "GLOO_", "HF_", "MODELSCOPE_", "NCCL_", "OPENRLHF_", "PYTORCH_", "TORCH_", "TRANSFORMERS_"),
     *("UCX_", "VLLM_"),
 )
-"""Prefixes of the variables that configure a run's libraries. CUDA_VISIBLE_DEVICES, PATH and the like belong
-to a machine and are not forwarded."""
+"""Prefixes of variables that configure the run's libraries. Variables that belong to a machine, such as PATH
+and CUDA_VISIBLE_DEVICES, are not forwarded."""
 
 _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 _PROXY = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
@@ -17,13 +17,14 @@ _PROXY = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
 
 
 def forwarded() -> dict[str, str]:
-    """Returns the variables that Ray sets before a process imports anything. Ray writes them to its logs, so
-    secrets are left out."""
+    """Returns the variables that Ray sets in each process before it imports anything. Ray writes them to its
+    logs, so secrets are omitted."""
     return {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not _SECRET.search(n)}
 
 
 def private() -> dict[str, str]:
-    """Returns the variables that must not be logged, for `take`. Libraries read them late, when needed."""
+    """Returns the variables with secrets, which must not be logged. They are passed to `take`, because
+    libraries read them only when needed."""
     return {
         name: value
         for name, value in os.environ.items()

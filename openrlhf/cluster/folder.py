@@ -1,5 +1,5 @@
-"""Working directory of a run: its processes work in the folder it was started in, so that relative paths name
-the same place everywhere."""
+"""The working directory of a run. All its processes change to the directory in which the run was started, so
+that relative paths mean the same everywhere."""
 
 import os
 
@@ -7,12 +7,12 @@ VARIABLE = "OPENRLHF_FOLDER"
 
 
 def here() -> dict[str, str]:
-    """Returns the variable that tells a run's processes this folder."""
+    """Returns the environment variable with the current directory, for a run's processes."""
     return {VARIABLE: os.getcwd()}
 
 
 def enter() -> None:
-    """Changes to the run's folder if this machine has it. On other machines only absolute paths work."""
+    """Changes to the run's directory if it exists on this machine. Otherwise only absolute paths work."""
     folder = os.environ.get(VARIABLE, "")
     if os.path.isdir(folder):
         os.chdir(folder)

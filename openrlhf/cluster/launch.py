@@ -1,4 +1,4 @@
-"""Joining or starting a Ray cluster, and asking it whether a run fits before anything is loaded."""
+"""Joining or starting a Ray cluster, and checking that a run fits it before anything is loaded."""
 
 import json
 import logging
@@ -30,32 +30,33 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError
 
 OBJECT_STORE_BYTES = 512 << 20
-"""Size of Ray's object store on a machine without a GPU, where Ray's default takes a third of the memory."""
+"""Size of Ray's object store in bytes on a machine without a GPU. Ray's default would be a third of the
+memory."""
 
 ANSWER_SECONDS = 5.0
-"""Seconds that a cluster has to answer that it is alive."""
+"""Seconds that a cluster has to answer."""
 
 WORKERS = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # Waiting OpenMP threads sleep: spinning, they would keep the cores from other processes.
+    # Waiting OpenMP threads sleep instead of spinning on cores that other processes need.
     "OMP_WAIT_POLICY": "PASSIVE",
 }
-"""Default environment of every worker; variables that the user sets win."""
+"""Default environment variables of every worker. Variables that the user sets take precedence."""
 
 
 def start_ray() -> None:
-    """Joins the cluster that RAY_ADDRESS names, or a live one that `ray start` left on this machine; else
-    starts one here. A line on stderr says which."""
+    """Joins the cluster that RAY_ADDRESS names, or one that `ray start` started on this machine and that is
+    still alive. Without one, starts Ray on this machine. Prints on stderr which cluster it is."""
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not sys.stderr.isatty():
-        _leave_out_colours()
+        _disable_colours()
     os.environ.setdefault(
         "RAY_OVERRIDE_JOB_RUNTIME_ENV", "1"
-    )  # this process has a job's variables already, so its own win
+    )  # a job's variables are set in this process already
     if address := cluster_address():
         _join(address)
     else:
@@ -64,13 +65,13 @@ def start_ray() -> None:
 
 @contextmanager
 def naming_logs() -> Iterator[None]:
-    """Prints the folder of Ray's logs to stderr if a worker fails inside."""
+    """Prints the folder of Ray's logs on stderr if a RayError is raised inside."""
     try:
         yield
     except RayError:
         node = ray._private.worker._global_node
         if node is not None:
-            _say(f"logs of Ray and of every worker on this machine: {node.get_logs_dir_path()}")
+            _print(f"logs of Ray and of every worker on this machine: {node.get_logs_dir_path()}")
         raise
 
 
@@ -80,8 +81,8 @@ def stop_ray() -> None:
 
 
 def cluster_address() -> str | None:
-    """Returns host:port of the cluster to join, or None if one has to be started. Raises UsageError if
-    RAY_ADDRESS names a cluster that does not answer, or is not host:port."""
+    """Returns host:port of the cluster to join; None if Ray must be started. Raises UsageError if RAY_ADDRESS
+    is not host:port, or names a cluster that does not answer."""
     named = os.environ.get("RAY_ADDRESS", "")
     if named == "local":
         return None
@@ -92,20 +93,20 @@ def cluster_address() -> str | None:
         )
         raise UsageError(ErrorCode.CLUSTER, text, flag="RAY_ADDRESS", value=named)
     address = _last_started() if named in ("", "auto") else named
-    if address and _lives(address):
+    if address and _is_alive(address):
         return address
     if named:
         text = (
-            "no Ray cluster answers there.\nStart one there with `ray start --head`, name another as "
-            "host:port, or `unset RAY_ADDRESS` to have one started on this machine."
+            "no Ray cluster answers at this address.\nStart one there with `ray start --head`, set another "
+            "host:port, or `unset RAY_ADDRESS` to start Ray on this machine."
         )
         raise UsageError(ErrorCode.CLUSTER, text, flag="RAY_ADDRESS", value=named)
     return None
 
 
 def available_nodes() -> Nodes:
-    """Returns the resources of each node of the running cluster, which this process then joins; without one,
-    those of this machine. Never starts a cluster."""
+    """Returns the resources of each node of the running cluster, which this process joins if there is one.
+    Otherwise returns the resources of this machine. Never starts a cluster."""
     if not ray.is_initialized():
         if cluster_address() is None:
             import torch
@@ -135,6 +136,7 @@ def free_gpus() -> list[float]:
 
 
 def cluster_has_gpus() -> bool:
+    """Returns True if any node of the cluster, or this machine without a cluster, has a GPU."""
     return total(available_nodes(), "GPU") > 0
 
 
@@ -144,17 +146,17 @@ def _join(address: str) -> None:
     gpus, free, cores = total(nodes, "GPU"), sum(free_gpus()), total(nodes, "CPU")
     taken = f" ({free:g} of them free)" if free < gpus else ""
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    _say(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
+    _print(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
     if ignored := _ignored_by_ray():
         known = sorted(field for field in RuntimeEnv.known_fields if not field.startswith("_"))
-        _say(
+        _print(
             f"note: --runtime-env-json: Ray ignores {', '.join(ignored)}; it reads {', '.join(known)}. "
             'Packages are installed on every node before `ray start`, or named under "pip".'
         )
 
 
 def _ignored_by_ray() -> list[str]:
-    """Returns the runtime-environment fields given to `ray job submit` that Ray ignores; empty outside a
+    """Returns the fields of `--runtime-env-json` of `ray job submit` that Ray ignores; empty outside of a
     job."""
     job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}"))
     return sorted((job.get("runtime_env") or {}).keys() - RuntimeEnv.known_fields)
@@ -169,7 +171,7 @@ def _start_here() -> None:
     ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
-    _say(f"{reason}started Ray on this machine")
+    _print(f"{reason}started Ray on this machine")
 
 
 def _common_options() -> dict[str, Any]:
@@ -179,22 +181,23 @@ def _common_options() -> dict[str, Any]:
 
 
 def _use_own_token() -> None:
-    """Sets an authentication token for this cluster alone. Ray would write one to ~/.ray, and every later
-    `ray start` of this user would ask for it."""
+    """Sets an authentication token for this cluster only. Otherwise Ray would write one to ~/.ray, and every
+    later `ray start` of this user would require it."""
     tokens = AuthenticationTokenLoader.instance()
     if not tokens.has_token(ignore_auth_mode=True):
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
         tokens.reset_cache()
 
 
-def _leave_out_colours() -> None:
-    """Removes colours from Ray's tracebacks, which Ray writes even into files."""
+def _disable_colours() -> None:
+    """Removes colours from Ray's tracebacks, which Ray would write into files, too."""
     colours = ray.exceptions.colorama.Fore
     colours.CYAN = colours.RESET = ""
 
 
 def _last_started() -> str | None:
-    """Returns the address that the last `ray start` on this machine left; its cluster may be gone."""
+    """Returns the address of the last cluster that `ray start` started on this machine, which may be gone;
+    None without one."""
     try:
         with open(get_ray_address_file(None), encoding="utf-8") as file:
             return file.read().strip() or None
@@ -202,15 +205,15 @@ def _last_started() -> str | None:
         return None
 
 
-def _lives(address: str) -> bool:
-    """Tells whether a cluster answers at `address`. Raises UsageError if it refuses this user's token."""
+def _is_alive(address: str) -> bool:
+    """Returns True if a cluster answers at `address`. Raises UsageError if it rejects this user's token."""
     answer = _ask(address)
     if answer is grpc.StatusCode.UNAUTHENTICATED:
-        logging.getLogger("ray").setLevel(logging.ERROR)  # Ray would warn that there is a token
+        logging.getLogger("ray").setLevel(logging.ERROR)  # otherwise Ray warns that a token exists
         maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
         if _ask(address) is answer:
             text = (
-                "the Ray cluster there requires its token.\nPut what `ray get-auth-token` prints on its head "
+                "this Ray cluster requires its token.\nPut the output of `ray get-auth-token` on its head "
                 "node into ~/.ray/auth_token or RAY_AUTH_TOKEN; RAY_AUTH_MODE must not be disabled."
             )
             raise UsageError(ErrorCode.CLUSTER, text, value=address)
@@ -220,7 +223,7 @@ def _lives(address: str) -> bool:
 def _ask(address: str) -> grpc.StatusCode:
     with closing(
         init_grpc_channel(address, GLOBAL_GRPC_OPTIONS)
-    ) as channel:  # bypasses proxies, as Ray's own channels do
+    ) as channel:  # bypasses proxies, like Ray's own channels
         request = gcs_service_pb2.CheckAliveRequest()  # pyrefly: ignore[missing-attribute]  made when imported
         try:
             NodeInfoGcsServiceStub(channel).CheckAlive(request, timeout=ANSWER_SECONDS)
@@ -229,7 +232,7 @@ def _ask(address: str) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 

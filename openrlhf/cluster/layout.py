@@ -1,5 +1,5 @@
-"""Plans the placement of ranks and engines on GPUs, from a configuration and a cluster's resources. Pure
-planning: checks read the plan, `--print_plan` prints it, placement.py gets it granted by Ray."""
+"""Plans the placement of ranks and engines on GPUs, from a configuration and a cluster's resources. This
+module only plans: checks read the plan, `--print_plan` prints it, and placement.py requests it from Ray."""
 
 import os
 from collections import Counter
@@ -16,14 +16,15 @@ Nodes = Sequence[Mapping[str, float]]
 """Resources of each node, under Ray's names: GPU, CPU."""
 
 ENGINES = "engines"
-"""Name of the rollout engines' role. Its mesh has engines along data, and the GPUs of one along tensor."""
+"""Name of the role of the rollout engines. The dimension `data` of its mesh counts engines, `tensor` the GPUs
+of an engine."""
 
 GPU_CLAIM = 0.2
-"""Fraction of a shared GPU that a rank requests from Ray, so that the five models of a run fit on one."""
+"""Fraction of a shared GPU that a rank requests from Ray. The five models of a run fit on one GPU."""
 
 
 class Device(NamedTuple):
-    """A GPU of a node; without GPUs the node's cores, as GPU 0."""
+    """A GPU of a node. Without GPUs, all cores of a node are its GPU 0."""
 
     node: int
     gpu: int
@@ -36,13 +37,13 @@ class RoleLayout:
 
     mesh: Mesh
     colocated_with: str | None
-    """The role whose GPUs it shares; None: it has its own."""
+    """The role whose GPUs it shares; None: it has its own GPUs."""
     offload: str
-    """The flag that offloads it from GPU memory while others compute; "": it stays."""
+    """The flag that offloads it from GPU memory while others compute; "": it is not offloaded."""
     size_flags: str
     """The flags that set how many GPUs share one copy of its weights, for messages."""
     first: int
-    """Index of its first bundle."""
+    """Index of the role's first bundle."""
     devices: tuple[Device, ...]
     """Device of each rank. Without GPUs each node is a single device, its cores."""
 
@@ -55,13 +56,14 @@ class RoleLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Placement of a whole run, planned for an empty cluster. On a busy one Ray may grant other nodes;
-    placement.py checks that tensor parallel groups stay on one node."""
+    """Placement of a whole run, planned for an idle cluster. On a busy cluster Ray may grant other nodes;
+    placement.py checks that each tensor-parallel group is on one node."""
 
     nodes: tuple[int, ...]
-    """GPUs of each node."""
+    """Number of GPUs of each node."""
     bundles: tuple[int, ...]
-    """GPUs of each bundle requested from Ray; a bundle is on one node. Empty without GPUs."""
+    """Number of GPUs of each bundle that is requested from Ray. A bundle is on one node. Empty without
+    GPUs."""
     roles: Mapping[str, RoleLayout]
 
     @property
@@ -77,8 +79,8 @@ class Layout:
         return [other for other in self.roles if other != role and self.home(other) == self.home(role)]
 
     def gpu_claim(self, role: str) -> float:
-        """Returns the fraction of a GPU that each of its ranks requests from Ray: 0 for engines that share
-        GPUs."""
+        """Returns the fraction of a GPU that each rank of the role requests from Ray. It is 0 for engines
+        that share GPUs."""
         if not self.companions(role):
             return 1.0
         return 0.0 if role == ENGINES else GPU_CLAIM
@@ -92,7 +94,7 @@ def layout_of(config: PPOConfig, nodes: Nodes) -> Layout:
 
 
 def resource_problems(config: PPOConfig, nodes: Nodes) -> list[UsageError]:
-    """Returns a problem for each flag that asks for more than the nodes have."""
+    """Returns a problem for each flag that requests more than the nodes have."""
     needs = demands(config)
     gpus, cores = total(nodes, "GPU"), total(nodes, "CPU")
     if gpus == 0:
@@ -103,7 +105,7 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[UsageError]:
     problems = []
     if gpus == 1 and config.train.async_enable:
         text = (
-            "engines sample on GPUs of their own while models train on others, and the cluster has 1.\n"
+            "engines and models need separate GPUs, and the cluster has 1 GPU.\n"
             "Remove the flag, so that engines and models take turns, or use two GPUs."
         )
         problems.append(_lacking(text, "--train.async_enable"))
@@ -124,7 +126,7 @@ def resource_problems(config: PPOConfig, nodes: Nodes) -> list[UsageError]:
             "Choose a size that divides the GPUs of a node, or fewer --vllm.num_engines."
         )
         problems.append(_lacking(text, engine_size_flags(config), size))
-    return problems or list(_torn(_layout(config, nodes)))
+    return problems or list(_split_groups(_layout(config, nodes)))
 
 
 def _lacking(text: str, flag: str = "", value: int | str = "") -> UsageError:
@@ -132,7 +134,7 @@ def _lacking(text: str, flag: str = "", value: int | str = "") -> UsageError:
 
 
 def demands(config: PPOConfig) -> dict[str, int]:
-    """Returns flags -> number of devices, for each role that has its own devices."""
+    """Returns flags -> number of devices, for each role with its own devices."""
     needs = {
         f"--{role}.num_nodes x --{role}.num_gpus_per_node": count
         for role, count in config.own_placements.items()
@@ -143,7 +145,7 @@ def demands(config: PPOConfig) -> dict[str, int]:
 
 
 def engine_size_flags(config: PPOConfig) -> str:
-    """Returns the flags that set how many GPUs an engine has, for messages."""
+    """Returns the flags that set the number of GPUs of an engine, for messages."""
     stages = " x --vllm.pipeline_parallel_size" if config.vllm.pipeline_parallel_size > 1 else ""
     return f"--vllm.tensor_parallel_size{stages}"
 
@@ -176,11 +178,11 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
-    """Plans a run that fits."""
+    """Plans the placement of a run that fits the nodes."""
     gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
     own: dict[str, list[int]] = {}
-    # Ray places multi-GPU engines first, then fills their nodes with the bundles that follow in order. The
-    # actor comes last, so that it gets nodes of its own.
+    # Ray places multi-GPU engines first, and then fills their nodes with the following bundles in order. The
+    # actor is last, so that it gets separate nodes.
     for role, count in reversed(config.own_placements.items()):
         own[role] = [1] * count
     engines = Mesh(data=config.num_engines, tensor=config.vllm.num_gpus)
@@ -210,9 +212,9 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
 
 
 def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
-    """Returns the GPUs of each bundle as Ray fills an empty cluster: the largest bundle goes to the node with
-    the most free GPUs, then whatever fits beside it, and so on. Raises ValueError if a bundle fits no
-    node."""
+    """Returns the GPUs of each bundle, as Ray places bundles on an idle cluster: the largest bundle goes to
+    the node with the most free GPUs, then the node is filled with further bundles, and so on. Raises
+    ValueError if a bundle fits no node."""
     free, placed = list(nodes), [[] for _ in bundles]
     waiting = sorted(range(len(bundles)), key=lambda i: -bundles[i])
     while waiting:
@@ -232,20 +234,21 @@ def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
 
 
 def _hosts(nodes: Nodes) -> list[int]:
-    """Returns the nodes with a CPU core, for processes without GPUs; all nodes if none has one."""
+    """Returns the indices of nodes with a CPU core, for processes without GPUs; of all nodes if none has a
+    core."""
     return [i for i, node in enumerate(nodes) if node.get("CPU", 0) >= 1] or list(range(len(nodes)))
 
 
 def _spread(mesh: Mesh, hosts: Sequence[int]) -> tuple[Device, ...]:
-    """Spreads ranks evenly over the nodes, neighbours together; the ranks of one copy of the weights share a
-    node."""
+    """Distributes ranks evenly over the nodes `hosts`, in order. The ranks of one copy of the weights are on
+    one node."""
     copies = mesh.size // mesh.tensor
     homes = [hosts[copy * len(hosts) // copies] for copy in range(copies)]
     return tuple(Device(node, 0) for node in homes for _ in range(mesh.tensor))
 
 
-def _torn(layout: Layout) -> Iterator[UsageError]:
-    """Yields a problem for each role with a tensor parallel group that spans several nodes."""
+def _split_groups(layout: Layout) -> Iterator[UsageError]:
+    """Yields a problem for each role with a tensor-parallel group that spans several nodes."""
     for role, place in layout.roles.items():
         if all(len({device.node for device in group}) == 1 for group in place.tensor_groups):
             continue

@@ -1,4 +1,4 @@
-"""Pending results of calls to Ray actors, with the `result()` that backends/base.py asks for."""
+"""Pending results of calls to Ray actors: implements `Pending` of backends/base.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -8,7 +8,7 @@ import ray
 ResultT = TypeVar("ResultT")
 
 Handle = Any
-"""An actor handle. Ray does not type its methods; tests that start the actor check the calls."""
+"""An actor handle. Ray does not type its methods."""
 
 
 class Gathered(Generic[ResultT]):
@@ -22,5 +22,5 @@ class Gathered(Generic[ResultT]):
 
 
 def first(results: list) -> Any:
-    """Returns the first result, for calls that every rank answers alike."""
+    """Returns the first result, for calls to which all ranks return the same."""
     return results[0]

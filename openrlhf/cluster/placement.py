@@ -1,5 +1,5 @@
-"""Reserves the placement that layout.py plans, in Ray. With GPUs a run holds one placement group, granted
-whole or not at all, and each role has bundles of it; without GPUs all processes share the cores."""
+"""Reserves the placement that layout.py plans in Ray. With GPUs a run has one placement group, which Ray
+grants as a whole, and each role has bundles of the group. Without GPUs all processes share the cores."""
 
 import os
 import platform
@@ -24,24 +24,24 @@ from openrlhf.errors import ErrorCode, RunError
 from openrlhf.mesh import Mesh
 
 PATIENCE, REMINDER = 2, 60
-"""Seconds of waiting for GPUs before the first line on stderr, and between later lines."""
+"""Seconds of waiting for GPUs until the first message, and between later messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundles:
-    """Placement of one role: bundles of `group`, which is None without GPUs."""
+    """Placement of one role: its bundles of the placement group `group`, which is None without GPUs."""
 
     group: PlacementGroup | None
     mesh: Mesh
     devices: ExclusiveDevices
     nodes: Sequence[str]
-    """Ray's node id of each rank; for engines, of each of their GPUs or processes."""
+    """Ray's node id of each rank; for engines, of each GPU or process."""
     indices: Sequence[int] = ()
-    """Ray's indices of the bundles. Empty without GPUs."""
+    """Indices of the role's bundles in the group. Empty without GPUs."""
     gpus: int = 1
-    """GPUs of each bundle."""
+    """Number of GPUs of each bundle."""
     gpu_claim: float = GPU_CLAIM
-    """Fraction of its GPU that a rank requests from Ray."""
+    """Fraction of a GPU that a rank requests from Ray."""
 
     def options(self, rank: int) -> dict:
         """Returns the Ray options of the worker with this rank."""
@@ -54,12 +54,12 @@ class Bundles:
         }
 
     def engine_options(self, index: int, num_gpus: int) -> tuple[dict, dict[str, str]]:
-        """Returns the Ray options and environment variables of the engine `index`. An engine drives all of
-        its GPUs itself, so it requests none from Ray and reads its own from the environment."""
+        """Returns the Ray options and environment variables of the engine `index`. An engine manages all of
+        its GPUs itself: it requests none from Ray, and gets their ids in the environment."""
         if self.group is None:
             return {"num_cpus": 0, "scheduling_strategy": self._node(index * num_gpus)}, {}
-        # Returns (node id, Ray's GPU ids) of a bundle. Defined here so that Ray pickles it by value: a worker
-        # that imported it from this module would import torch.
+        # Returns (node id, GPU ids) of a bundle. It is a lambda so that Ray pickles it by value: importing it
+        # from this module would import torch in the worker.
         where = ray.remote(
             lambda: (ray.get_runtime_context().get_node_id(), sorted(map(str, ray.get_gpu_ids())))
         )
@@ -75,7 +75,7 @@ class Bundles:
         places = ray.get(asked)
         strategy = NodeAffinitySchedulingStrategy(places[0][0], soft=False)
         own = {VISIBLE_DEVICES: ",".join(gpu for _, gpus in places for gpu in gpus)}
-        return {"num_cpus": 0, "scheduling_strategy": strategy}, own | hands_off()
+        return {"num_cpus": 0, "scheduling_strategy": strategy}, own | visible_devices_untouched()
 
     def _node(self, rank: int) -> NodeAffinitySchedulingStrategy:
         return NodeAffinitySchedulingStrategy(self.nodes[rank], soft=False)
@@ -84,17 +84,17 @@ class Bundles:
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self.indices[index])
 
 
-def hands_off() -> dict[str, str]:
-    """Returns the variables, for every vendor that Ray knows, that keep Ray from setting a process's visible
+def visible_devices_untouched() -> dict[str, str]:
+    """Returns the environment variables, for all vendors, that keep Ray from setting a process's visible
     devices."""
     vendors = [vars(sys.modules[manager.__module__]) for manager in get_all_accelerator_managers()]
     return {value: "1" for names in vendors for name, value in names.items() if name.startswith("NOSET_")}
 
 
 def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
-    """Reserves the bundles of each role of `layout`. Waits until the cluster grants them, and prints what it
-    waits for. Raises UsageError if the run can never fit, RunError if the bundles are not granted within
-    train.placement_timeout or split a tensor parallel group over nodes."""
+    """Reserves the bundles of each role of `layout`. Waits until the cluster grants them, and prints messages
+    meanwhile. Raises UsageError if the run can never fit, and RunError if the bundles are not granted within
+    train.placement_timeout or split a tensor-parallel group over nodes."""
     devices = {layout.home(role): ExclusiveDevices(shared=layout.on_gpu) for role in layout.roles}
     if not layout.on_gpu:
         return _on_cores(layout, devices)
@@ -102,7 +102,7 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     try:
         _wait_for(group, config)
         return _bundles_of_roles(group, layout, devices)
-    except BaseException:  # do not keep GPUs reserved after an error
+    except BaseException:  # frees the GPUs after an error
         remove_placement_group(group)
         raise
 
@@ -135,12 +135,12 @@ def _bundles_of_roles(
 
 
 def in_order(sizes: Sequence[int], nodes: Mapping[int, str]) -> list[int]:
-    """Returns Ray's bundle index for each bundle of the layout, in the layout's order. `sizes`: GPUs of each
-    bundle; `nodes`: node of each of Ray's bundles.
+    """Returns the index of Ray's bundle for each bundle of the layout. `sizes`: GPUs of each bundle; `nodes`:
+    index of Ray's bundle -> its node.
 
-    Ray sorts bundles by size before it fills node after node, and its sort is not stable for more than 16
-    equal ones. Taken node by node, in the order in which nodes were filled, bundles are as planned: those
-    that the layout puts on one node have GPUs of one node."""
+    Ray sorts bundles by size before it fills the nodes, and its sort is not stable for more than 16 equal
+    bundles. This function takes Ray's bundles node by node, in the order in which Ray filled the nodes.
+    Bundles that the layout puts on one node are then on one node."""
     held: dict[str, list[int]] = defaultdict(list)
     for bundle, node in sorted(nodes.items()):
         held[node].append(bundle)
@@ -154,23 +154,23 @@ def in_order(sizes: Sequence[int], nodes: Mapping[int, str]) -> list[int]:
 
 
 def _check_together(plan: RoleLayout, nodes: Sequence[str]) -> None:
-    """Raises RunError if a tensor parallel group spans several nodes: a busy cluster may have enough free
-    GPUs, but on the wrong nodes. `nodes`: node of each of the role's GPUs."""
+    """Raises RunError if a tensor-parallel group spans several nodes, because a busy cluster may have enough
+    free GPUs, but not on one node. `nodes`: node of each of the role's GPUs."""
     size = plan.mesh.tensor
-    torn = sum(len(set(nodes[i : i + size])) > 1 for i in range(0, len(nodes), size))
-    if torn:
+    split = sum(len(set(nodes[i : i + size])) > 1 for i in range(0, len(nodes), size))
+    if split:
         text = (
-            "all GPUs of one copy of the weights must be on one node, and of the GPUs that are free the "
-            f"cluster gave {torn} of {len(nodes) // size} copies GPUs of several nodes.\n"
+            "all GPUs of one copy of the weights must be on one node, but with the GPUs that are free "
+            f"{split} of {len(nodes) // size} copies would span several nodes.\n"
             "Start again when whole nodes are free, or choose a smaller size."
         )
         raise RunError(ErrorCode.RESOURCES, text, flag=plan.size_flags, value=size)
 
 
 def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
-    """Requests a placement group with one bundle of each of these numbers of GPUs. It claims no cores, which
-    would only keep a run off a cluster that has the GPUs."""
-    # Ray refuses a second group of the same name, even while the first is still being removed.
+    """Requests a placement group with one bundle for each of `sizes`, the numbers of GPUs. It requests no CPU
+    cores, because too few free cores should not keep a run from starting."""
+    # Ray rejects a second group of the same name, even while it is removing the first one.
     name = f"{config.run_dir} (process {os.getpid()} on {platform.node()})"
     return placement_group([{"GPU": size} for size in sizes], strategy="PACK", name=name)
 
@@ -191,7 +191,8 @@ def _wait_for(group: PlacementGroup, config: PPOConfig) -> None:
 
 
 def _shortage(config: PPOConfig) -> str:
-    """Describes the GPUs that the run needs, those that the cluster has, and who holds them."""
+    """Returns a message about the GPUs that the run needs, those that are free, and the runs that hold the
+    others."""
     needs, gpus, free = demands(config), total(available_nodes(), "GPU"), free_gpus()
     groups = [group for group in placement_group_table().values() if group["state"] == "CREATED"]
     counts = [sum(bundle.get("GPU", 0) for bundle in group["bundles"].values()) for group in groups]

@@ -1,8 +1,8 @@
 """Chooses placement flags for a cluster (`--placement auto`). They decide where things run, never what is
 learned.
 
-The models share their GPUs. Engines share them too (hybrid engine); with train.async_enable they have their
-own GPUs, half of all. Flags that the user set stay."""
+All models share their GPUs. Engines share them, too (hybrid engine); with train.async_enable engines have
+half of all GPUs for themselves. Flags that the user set are not changed."""
 
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import engines_beside_actor, optimizer_sleep
 
 WEIGHTS_FRACTION = 0.5
-"""Fraction of a GPU's memory for an engine's weights. The rest is for its KV cache, and for the models."""
+"""Fraction of a GPU's memory for an engine's weights. The rest is for the KV cache and for models."""
 
 SIZE = ("actor.num_nodes", "actor.num_gpus_per_node")
 
@@ -24,13 +24,13 @@ SIZE = ("actor.num_nodes", "actor.num_gpus_per_node")
 def suitable_flags(
     config: PPOConfig, explicit: Container[str], nodes: Nodes, tensor_parallel_size: int = 1
 ) -> dict[str, Any]:
-    """Returns values for flags that are not `explicit`, where they differ from those of `config`.
+    """Returns new values of flags. `explicit`: flags that the user set, which are not changed.
 
-    The actor gets the most GPUs that divide train.batch_size evenly, in whole groups of ranks that share
-    samples, on nodes that hold whole engines. With train.async_enable it gets at most half of all, and
-    engines get the others. Without GPUs ranks are processes that share the cores. If nothing suits, the first
-    shape tried is returned, and the checks report its problems. `tensor_parallel_size`: an engine's, if the
-    user set none."""
+    The actor gets the largest number of GPUs that divides train.batch_size evenly, consists of complete
+    sequence-parallel and tensor-parallel groups, and fits nodes with complete engines. With
+    train.async_enable the actor gets at most half of all GPUs, and engines get the others. Without GPUs ranks
+    are processes that share the cores. If nothing fits, returns the first candidate, whose problems the
+    checks then report. `tensor_parallel_size`: tensor-parallel size of an engine, if the user set none."""
     planner = _Planner(explicit, nodes)
     shared = planner.set(
         config, {"train.colocate_all": True, "vllm.tensor_parallel_size": tensor_parallel_size}
@@ -38,12 +38,13 @@ def suitable_flags(
     tried = (planner.sized(shared, shape) for shape in planner.actor_shapes(shared))
     first = next(tried, shared)
     placed = first if planner.suits(first) else next(filter(planner.suits, tried), first)
-    before, after = values_of(config), values_of(planner.asleep(placed))
+    before, after = values_of(config), values_of(planner.with_sleep(placed))
     return {key: value for key, value in after.items() if value != before[key]}
 
 
 def least_tensor_parallel_size(weight_bytes: int, gpu_bytes: int) -> int:
-    """Returns the smallest power of two of GPUs that hold an engine's weights in WEIGHTS_FRACTION of each."""
+    """Returns the smallest power of two of GPUs such that an engine's weights fit into WEIGHTS_FRACTION of
+    the memory of each. Both arguments are in bytes."""
     size = 1
     while weight_bytes > size * WEIGHTS_FRACTION * gpu_bytes:
         size *= 2
@@ -57,14 +58,15 @@ class _Planner:
 
     @property
     def gpus(self) -> list[int]:
-        """GPUs of each node."""
+        """Number of GPUs of each node."""
         return [int(node.get("GPU", 0)) for node in self.nodes]
 
     def set(self, config: PPOConfig, values: Mapping[str, Any]) -> PPOConfig:
         return with_values(config, {key: v for key, v in values.items() if key not in self.explicit})
 
     def sized(self, config: PPOConfig, shape: tuple[int, int]) -> PPOConfig:
-        """Returns the config with this (nodes, GPUs per node) of the actor, and engines on the GPUs left."""
+        """Returns the configuration with the actor's `shape`, (nodes, GPUs per node), and engines on the
+        other GPUs."""
         config = self.set(config, dict(zip(SIZE, shape, strict=True)))
         if config.engines_colocated or not any(self.gpus):
             return config
@@ -73,8 +75,8 @@ class _Planner:
         left = (sum(self.gpus) - config.actor.num_gpus) // size
         return self.set(config, {"vllm.num_engines": max(1, min(whole, left))})
 
-    def asleep(self, config: PPOConfig) -> PPOConfig:
-        """Turns on sleep for engines and models that share GPUs, so that each offloads for the other."""
+    def with_sleep(self, config: PPOConfig) -> PPOConfig:
+        """Returns the configuration with sleep enabled for engines and models that share GPUs."""
         if not (config.engines_colocated and any(self.gpus)):
             return config
         config = self.set(config, {"vllm.enable_sleep": True})
@@ -82,7 +84,7 @@ class _Planner:
         return config if any(optimizer_sleep(asleep)) else asleep
 
     def actor_shapes(self, config: PPOConfig) -> Iterator[tuple[int, int]]:
-        """Yields possible (nodes, GPUs per node) of the actor, best first."""
+        """Yields candidates for the actor's shape, (nodes, GPUs per node), best first."""
         asked = (config.actor.num_nodes, config.actor.num_gpus_per_node)
         fixed = [key in self.explicit for key in SIZE]
         if all(fixed):
@@ -97,6 +99,7 @@ class _Planner:
             yield from islice(shapes, 1)
 
     def suits(self, config: PPOConfig) -> bool:
+        """Returns True if the configuration passes the checks of placement."""
         uneven = uneven_batch(config, config.train.batch_size, config.data_parallel_size)
         torn = config.actor.num_gpus % config.placements["actor"].mesh.replica
         return not (
@@ -104,14 +107,14 @@ class _Planner:
         )
 
     def _is_of_nodes(self, shape: tuple[int, int]) -> bool:
-        """Tells whether a shape is part of one node, or divides every node evenly."""
+        """Returns True if a shape is a part of one node, or divides every node evenly."""
         num_nodes, per_node = shape
         is_part = num_nodes == 1 and per_node <= max(self.gpus)
         return is_part or all(gpus % per_node == 0 for gpus in self.gpus)
 
     def _actor_counts(self, config: PPOConfig, is_asked: bool) -> range:
-        """Returns possible numbers of GPUs (without GPUs: processes) of the actor, best first. `is_asked`:
-        the user set one of its two size flags."""
+        """Returns candidates for the number of GPUs (without GPUs: processes) of the actor, best first.
+        `is_asked`: True if the user set one of the actor's two size flags."""
         gpus, size = sum(self.gpus), config.vllm.num_gpus
         if not gpus:
             return range(1, max(2, total(self.nodes, "CPU")) + 1)

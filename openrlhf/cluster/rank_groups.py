@@ -1,4 +1,4 @@
-"""Multi-rank models as the trainer sees them: the model interfaces of backends/base.py over Ray actors."""
+"""All ranks of a model: implements the model interfaces of backends/base.py with Ray actors."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -43,7 +43,7 @@ class RankGroup(Generic[WorkerT]):
 
     worker_class: type[WorkerT]
     replays_routing = False
-    """Whether ranks receive the batch's expert routing, to replay it."""
+    """True if ranks replay the batch's routing of experts, and therefore receive it."""
 
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         """Creates the ranks' processes; `start` loads the model."""
@@ -61,22 +61,22 @@ class RankGroup(Generic[WorkerT]):
         return self.mesh.data
 
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
-        """Returns the model's (A,) output for every action. `method`: the worker method that computes it."""
+        """Returns the model's output for each action, (A,). `method`: the worker method that computes it."""
         ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
         refs = self.run(method, [(self.select(batch, sequences),) for sequences in ranks])
         return Gathered(refs, lambda answers: batch.put_together(ranks, self.of_leaders(answers)))
 
     def select(self, batch: Batch, sequences: Sequence[int]) -> Batch:
-        """Returns these sequences of the batch as a rank reads them."""
+        """Returns these sequences of the batch, with the columns that a rank reads."""
         return (batch if self.replays_routing else replace(batch, routing=None)).select(sequences)
 
     def of_leaders(self, answers: Sequence[AnswerT]) -> list[AnswerT]:
-        """Returns one answer for each data parallel rank, out of the answers of all ranks."""
+        """Returns the answers of one rank per data-parallel group, out of those of all ranks."""
         return [answers[rank] for rank in self.mesh.leaders]
 
     def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
-        """Calls `method` on every rank with the arguments of its data parallel rank, after calls under way on
-        the same devices are done."""
+        """Calls `method` on every rank with the arguments of its data-parallel rank. The calls run after the
+        current calls on the same devices."""
         own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
         return self.bundles.devices.run(
             lambda after: [
@@ -86,7 +86,7 @@ class RankGroup(Generic[WorkerT]):
         )
 
     def on_all(self, call: Callable[[ActorHandle], ray.ObjectRef]) -> Gathered:
-        """Runs `call` on every rank; the result is rank 0's."""
+        """Runs `call` on every rank. The result is that of rank 0."""
         return Gathered([call(worker) for worker in self.workers], first)
 
     def memory(self) -> list[DeviceMemory]:
@@ -94,7 +94,7 @@ class RankGroup(Generic[WorkerT]):
         return ray.get([worker.memory.remote() for worker in self.workers])
 
     def meeting_point(self) -> tuple[str, int]:
-        """Returns (IP address, free port) of rank 0, where the ranks rendezvous."""
+        """Returns an IP address and a free port of rank 0, at which the ranks form their process group."""
         return ray.get(self.workers[0].address.remote())
 
 
@@ -113,7 +113,7 @@ class FrozenRanks(RankGroup[FrozenWorker]):
 
 
 class RewardRanks(RankGroup[RewardWorker]):
-    """All reward models of a run, held together by the same workers."""
+    """All reward models of a run. Each worker has a rank of every model."""
 
     worker_class = RewardWorker
 
@@ -122,7 +122,8 @@ class RewardRanks(RankGroup[RewardWorker]):
         return self.on_all(lambda worker: worker.start.remote(address, port))
 
     def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-        """Returns the groups with the reward models' scores added to their episodes' rewards."""
+        """Scores groups with the reward models. Returns the groups with the scores added to the episodes'
+        rewards."""
         read = [replace(t, routing=None) for group in groups for t in read_by_models(group.trajectories)]
         ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
@@ -149,7 +150,7 @@ class TrainedRanks(RankGroup[TrainedT]):
     def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
         super().__init__(config, bundles)
         self.num_updates = 0
-        """Number of `update` calls so far; seeds each call's shuffle."""
+        """Number of `update` calls so far, which is the seed of the samples' order."""
 
     def start(self, total_steps: int, *more: Any) -> Gathered[None]:
         """Loads the model. `total_steps`: optimizer steps of the whole run; `more`: further arguments of the
@@ -158,8 +159,8 @@ class TrainedRanks(RankGroup[TrainedT]):
         return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
-        """Makes the optimizer steps of `schedule` over the batch. Every rank gets only its own sequences.
-        Returns the metrics; a policy's batch without log-probs also gets those of the first step, see
+        """Takes the optimizer steps of `schedule` on the batch. Each rank receives only its own sequences.
+        Returns the metrics and, for a policy's batch without log-probs, the log-probs of the first step, see
         `Updated`."""
         self.num_updates += 1
         arguments = []
@@ -195,11 +196,14 @@ class TrainedRanks(RankGroup[TrainedT]):
         return self.on_all(lambda worker: worker.export.remote(folder))
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Returns the peak memory of each rank for a row of `num_tokens`, see `TrainEngine.row_memory`."""
+        """Returns the estimated peak memory of a rank for a row of `num_tokens` tokens, see
+        `TrainEngine.row_memory`."""
         return ray.get(self.workers[0].row_memory.remote(num_tokens))
 
 
 class PolicyRanks(TrainedRanks[PolicyWorker]):
+    """All ranks of the policy."""
+
     worker_class = PolicyWorker
     replays_routing = True
 
@@ -214,18 +218,19 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
     def send_weights(
         self, version: int, probe: Probe | None = None, adapter_seed: int | None = None
     ) -> Gathered[Tensor | None]:
-        """Sends the weights to the engines. Returns the (L - 1,) log-probs of the probe's tokens after the
-        first, at temperature 1; None without a probe. `adapter_seed`: see `TrainEngine.random_adapter`."""
+        """Sends the weights to the engines. Returns the log-probs of the probe's tokens after the first, (L -
+        1,), at temperature 1; None without a probe. `adapter_seed`: send a random adapter, see
+        `TrainEngine.random_adapter`."""
         return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
 
     def weight_sketches(self) -> Gathered[dict[str, Sketch]]:
-        """Returns sketches of the weights that engines were sent; of the base weights if adapters are sent
-        apart."""
+        """Returns sketches of the weights that were sent to engines: of the base weights if adapters are sent
+        separately."""
         return self.on_all(lambda worker: worker.weight_sketches.remote())
 
 
 class Unadapted:
-    """Reference model of a policy with LoRA adapters: the same model without the adapters."""
+    """The reference model of a policy with LoRA adapters: the policy with its adapters disabled."""
 
     def __init__(self, policy: PolicyRanks) -> None:
         self.policy = policy
@@ -235,4 +240,6 @@ class Unadapted:
 
 
 class CriticRanks(TrainedRanks[CriticWorker]):
+    """All ranks of the critic."""
+
     worker_class = CriticWorker

@@ -1,4 +1,4 @@
-"""Starts and holds the roles of a run: the engines and every model, placed and loaded."""
+"""Start of all roles of a run: engines and models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from openrlhf.types import Metrics
 
 @dataclass(kw_only=True, slots=True)
 class Roles:
-    """Engines and models of a run. A role that the run does not have is None."""
+    """All engines and models of a run. A role that the run does not have is None."""
 
     rollout: EnginePool
     policy: PolicyRanks
@@ -39,6 +39,7 @@ class Roles:
 
     @property
     def models(self) -> dict[str, RankGroup]:
+        """The models with processes of their own, by name."""
         groups = {
             "policy": self.policy,
             "critic": self.critic,
@@ -55,21 +56,21 @@ class Roles:
 
     @property
     def members(self) -> list[ActorHandle]:
-        """Every process of the run."""
+        """All processes of the run."""
         return [process for own in self.processes.values() for process in own]
 
     def free_fraction(self, gpus_per_engine: int) -> float:
-        """Returns `engine_memory.free_fraction` of the engines' GPUs. Every model must have started, and
-        share these GPUs."""
+        """Returns `engine_memory.free_fraction` of the engines' GPUs. All models must have started on these
+        GPUs."""
         memory = {name: model.memory() for name, model in self.models.items()}
         return free_fraction(memory, self.policy.weight_bytes() // gpus_per_engine)
 
     def peak_memory(self) -> Gathered[Metrics]:
-        """Returns the peak memory of each phase since the last call, see `memory_metrics`."""
+        """Returns the metrics of peak memory since the last call, see `memory_metrics`."""
         return Gathered([member.peak_memory.remote() for member in self.members], memory_metrics)
 
     def end(self) -> None:
-        """Ends every process, without waiting for dead or busy ones."""
+        """Ends all processes, without waiting for dead or busy ones."""
         self.rollout.close()
         for member in self.members:
             ray.kill(member)
@@ -83,8 +84,8 @@ def start_roles(
     texts: SampleStore | None,
 ) -> Roles:
     """Creates and loads all engines and models. `places`: bundles of each role, see `placement.place`.
-    `num_prompts`: prompts per episode, which sets the length of learning rate schedules. `texts`: supervised
-    samples that the policy learns beside its rewards, None for none."""
+    `num_prompts`: prompts per episode, which determines the length of learning rate schedules. `texts`:
+    pre-training texts of PPO-ptx; None: no texts."""
     reward = RewardRanks(config, places["reward"]) if "reward" in places else None
     rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
     roles = Roles(rollout=rollout, policy=PolicyRanks(config, places["actor"]), reward=reward)
@@ -101,7 +102,7 @@ def start_roles(
         roles.teacher = FrozenRanks(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    # vLLM measures its GPU's memory at start, and assumes that nothing else runs on the GPU meanwhile.
+    # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
     engines_come_last = config.engines_colocated and on_gpu
     starting = [] if engines_come_last else [rollout.start()]
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)

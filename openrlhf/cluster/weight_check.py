@@ -1,9 +1,10 @@
-"""Checks after weight syncs that engines compute with the weights they were sent. This module asks the
-engines, which are Ray actors; backends/weight_sync/stored_weights.py compares.
+"""Checks after weight syncs that engines compute with the weights that the trainer sent. This module queries
+the engines, which are Ray actors; backends/weight_sync/stored_weights.py compares.
 
-The trainer computes its log-probs of the probe while it sends, and engines answer among the first requests
-after the sync. The check takes next to no time, and passes before any sample of the new weights is trained
-on. In partial rollouts an answer may wait for requests in flight, and is compared as soon as it comes.
+The trainer computes its log-probs of the probe before it sends the weights, and the engines compute theirs
+right after the sync. The check takes very little time, and finishes before any sample of the new weights is
+trained on. With partial rollouts an answer may have to wait for requests in flight, and is compared when it
+arrives.
 """
 
 from collections.abc import Sequence
@@ -25,33 +26,34 @@ from openrlhf.backends.weight_sync.stored_weights import (
     make_probe,
     reason_of,
 )
-from openrlhf.cluster.deaths import in_words
+from openrlhf.cluster.deaths import describe_cause
 from openrlhf.cluster.pending import Handle
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.models.vision import image_reader
 from openrlhf.types import Metrics, present
 
-if TYPE_CHECKING:  # engine processes need no trainer, whose libraries take seconds to import
+if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
     from openrlhf.cluster.rank_groups import PolicyRanks
 
-REMEMBERED = 8
-"""Number of latest weight versions whose log-probs are kept, for answers delayed by requests in flight."""
+NUM_VERSIONS = 8
+"""Number of latest weight versions whose log-probs are kept, for answers that are delayed by requests in
+flight."""
 
 
 class WeightCheck:
-    """Asks the engines of a run for log-probs of a probe, and compares them with the trainer's."""
+    """Requests log-probs of a probe from all engines, and compares them with the trainer's."""
 
     def __init__(self, config: PPOConfig, engines: Sequence[Handle], on_gpu: bool) -> None:
         self.config, self.engines, self.on_gpu = config, engines, on_gpu
         self.expected: dict[int, Tensor] = {}
-        """Weight version -> the trainer's (L - 1,) log-probs."""
+        """Weight version -> the trainer's log-probs, (L - 1,)."""
         self.asked: dict[ray.ObjectRef, int] = {}
         """Pending answer -> index of its engine."""
         self.policy: PolicyRanks | None = None
         """The policy that sent these versions."""
         self.metrics: Metrics = {}
-        """Largest `PROBE` difference of the answers since the last report."""
+        """The metric `PROBE`: maximum over the answers since the last `take_metrics`."""
 
     @cached_property
     def limit(self) -> Limit:
@@ -65,11 +67,11 @@ class WeightCheck:
         return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
 
     def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor) -> None:
-        """Asks the engines for the log-probs of the probe. `trainer`: the policy's (L - 1,) log-probs with
-        the weights of this version. An engine that still owes an answer is not asked again; every answer
-        carries the version that gave it."""
+        """Requests the log-probs of the probe from the engines. `trainer`: the policy's log-probs with the
+        weights of this version, (L - 1,). Engines whose last answer is still pending are skipped. Each answer
+        contains the weight version that computed it."""
         self.policy, self.expected[version] = policy, trainer
-        for old in list(self.expected)[:-REMEMBERED]:
+        for old in list(self.expected)[:-NUM_VERSIONS]:
             del self.expected[old]
         busy = set(self.asked.values())
         for i, engine in enumerate(self.engines):
@@ -81,18 +83,19 @@ class WeightCheck:
         an engine's log-probs differ from the trainer's."""
         if not self.asked:
             return
-        under_way = [*self.asked]
-        ready, _ = ray.wait(under_way, num_returns=len(under_way), timeout=None if wait else 0)
+        pending = [*self.asked]
+        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=None if wait else 0)
         for ref in ready:
             self._compare(self.asked.pop(ref), ray.get(ref))
 
     def take_metrics(self) -> Metrics:
+        """Returns the metrics since the last call."""
         metrics, self.metrics = self.metrics, {}
         return metrics
 
     def _compare(self, engine: int, answer: EngineProbe) -> None:
         trainer = self.expected.get(answer.version)
-        if trainer is None:  # no probe was due after that sync, or too many syncs followed
+        if trainer is None:  # no check was due for this version, or too many syncs followed
             return
         try:
             difference = check_stored(trainer, engine, answer, self.limit)
@@ -102,7 +105,8 @@ class WeightCheck:
         self.metrics[PROBE] = max(difference, self.metrics.get(PROBE, 0.0))
 
     def _reason(self, number: int) -> str:
-        """Describes which weights an engine lost or stored differently, as far as they can be read back."""
+        """Returns a message about the weights that an engine lacks or stores differently, as far as they can
+        be read back."""
         engine, policy = self.engines[number], present(self.policy)
         try:
             unwritten = ray.get(engine.unwritten_parameters.remote())
@@ -110,5 +114,5 @@ class WeightCheck:
             lengths = {name: sketch.length for name, sketch in sent.items()}
             stored = ray.get(engine.layer_sketches.remote(lengths))
         except RayError as error:
-            return f"Its layers could not be read back: {in_words(error)}"
+            return f"Its layers could not be read back: {describe_cause(error)}"
         return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))

@@ -260,7 +260,7 @@ def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
     )
     assert code == 0, output
     assert f"joined the Ray cluster at {machine.address}: 2 nodes, 0 GPUs, 2 CPU cores" in output
-    lines = [re.split("  +", line) for line in output.partition("who runs where:\n")[2].splitlines()[:7]]
+    lines = [re.split("  +", line) for line in output.partition("placement:\n")[2].splitlines()[:7]]
     assert [line[:4] for line in lines] == [
         ["role", "ranks", "node", "devices"],
         *(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ray._private import accelerators
 
-from openrlhf.cluster.placement import ExclusiveDevices, hands_off
+from openrlhf.cluster.placement import ExclusiveDevices, visible_devices_untouched
 
 
 def test_models_on_shared_devices_wait_for_what_was_started_before():
@@ -35,5 +35,5 @@ def test_ray_leaves_the_devices_of_every_vendor_that_it_knows_alone():
     """The variables are all those of this kind in Ray's source."""
     texts = [path.read_text() for path in Path(accelerators.__path__[0]).glob("*.py")]
     known = {name for text in texts for name in re.findall(r"RAY_EXPERIMENTAL_NOSET_\w+", text)}
-    assert hands_off() == dict.fromkeys(known, "1")
+    assert visible_devices_untouched() == dict.fromkeys(known, "1")
     assert {f"RAY_EXPERIMENTAL_NOSET_{name}_VISIBLE_DEVICES" for name in ("CUDA", "HIP", "ASCEND_RT")} < known

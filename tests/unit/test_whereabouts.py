@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from openrlhf.cluster import whereabouts
-from openrlhf.cluster.whereabouts import Spot, who_runs_where
+from openrlhf.cluster.whereabouts import Location, placement_table
 
 
 def process(node: str, devices: str, pid: int) -> SimpleNamespace:
     return SimpleNamespace(
-        __ray_call__=SimpleNamespace(remote=lambda ask: Spot(node=node, devices=devices, pid=pid))
+        __ray_call__=SimpleNamespace(remote=lambda ask: Location(node=node, devices=devices, pid=pid))
     )
 
 
@@ -23,8 +23,8 @@ def test_there_is_a_line_for_each_role_on_each_node(monkeypatch: pytest.MonkeyPa
         "policy": [process("a", "0", 21), process("b", "1", 22), process("a", "1", 23)],
     }
     places = {"engines": SimpleNamespace(nodes=["b", "b"]), "actor": SimpleNamespace(nodes=["a", "b", "a"])}
-    assert who_runs_where(members, places).splitlines() == [
-        "who runs where:",
+    assert placement_table(members, places).splitlines() == [
+        "placement:",
         "role     ranks  node               devices  processes",
         "engines  0      10.0.0.2 (node-2)  0, 1     11",
         "policy   0, 2   10.0.0.1 (node-1)  0, 1     21, 23",
@@ -33,5 +33,5 @@ def test_there_is_a_line_for_each_role_on_each_node(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_run_on_one_node_has_none() -> None:
-    """The processes are not even asked."""
-    assert who_runs_where({"policy": [None]}, {"actor": SimpleNamespace(nodes=["a", "a"])}) == ""
+    """The processes are not queried."""
+    assert placement_table({"policy": [None]}, {"actor": SimpleNamespace(nodes=["a", "a"])}) == ""
