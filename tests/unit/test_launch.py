@@ -293,7 +293,7 @@ def test_a_trace_of_ray_has_no_colours_in_a_file(monkeypatch):
     monkeypatch.setattr(colorama.Fore, "CYAN", "\x1b[36m")
     monkeypatch.setattr(colorama.Fore, "RESET", "\x1b[39m")
     assert str(trace).startswith("\x1b[36mray::update()\x1b[39m (pid=")
-    launch._leave_out_colours()
+    launch._disable_colours()
     assert str(trace).startswith("ray::update() (pid=")
 
 
