@@ -91,8 +91,18 @@ class LogProb(NamedTuple):
     """Rank of the token by probability, 1 for the most likely. None: not known."""
 
 
+class _Record:
+    """A record whose other attributes are those of the engine's own record, `own`."""
+
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self).get("own")
+        if own is None:
+            raise AttributeError(f"{type(self).__name__} has no {name!r}, nor does this engine know of it")
+        return getattr(own, name)
+
+
 @dataclass(kw_only=True)
-class Completion:
+class Completion(_Record):
     """One answer to a request. Other attributes are read from the engine's own record."""
 
     index: int
@@ -117,12 +127,9 @@ class Completion:
     own: Any = None
     """The engine's own record of this answer."""
 
-    def __getattr__(self, name: str) -> Any:
-        return _of_own(self, name)
-
 
 @dataclass(kw_only=True)
-class Completions:
+class Completions(_Record):
     """The answers to one request. Other attributes are read from the engine's own record."""
 
     prompt_token_ids: Sequence[int]
@@ -130,13 +137,3 @@ class Completions:
     outputs: Sequence[Completion]
     own: Any = None
     """The engine's own record."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _of_own(self, name)
-
-
-def _of_own(record: Completion | Completions, name: str) -> Any:
-    own = vars(record).get("own")
-    if own is None:
-        raise AttributeError(f"{type(record).__name__} has no {name!r}, nor does this engine know of it")
-    return getattr(own, name)

@@ -33,10 +33,6 @@ class Field:
         return self.key.rpartition(".")[2]
 
     @property
-    def section(self) -> str:
-        return self.key.rpartition(".")[0]
-
-    @property
     def is_bool(self) -> bool:
         return self.type is bool
 

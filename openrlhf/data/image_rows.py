@@ -17,11 +17,9 @@ from openrlhf.data.sources import Rows
 from openrlhf.data.templates import Message, render_messages
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.hub import model_folder
-from openrlhf.text import image_layout, patch_counts
+from openrlhf.text import IMAGE_TAG, image_layout, patch_counts
 from openrlhf.types import Image
 
-TAG = "<image>"
-"""Marks the place of an image in a message's text."""
 PART = {"type": "image"}
 """Message part that a chat template renders as an image placeholder."""
 IMAGES_FLAG = "--data.max_images_per_prompt"
@@ -195,25 +193,25 @@ def _size(header: ImageHeader) -> tuple[int, int]:
 
 
 def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:
-    """Replaces each `TAG` in the messages' texts by `PART`; without any tag the images come before the text
-    of the first user message. Raises BadRow if the number of places and of images differ."""
+    """Replaces each `IMAGE_TAG` in the messages' texts by `PART`; without any tag the images come before the
+    text of the first user message. Raises BadRow if the number of places and of images differ."""
     placed = [_with_parts(message) for message in messages]
     places = sum(_is_image(part) for message in placed for part in _parts(message))
     if num_images and not places:
         return _before_first_text(placed, num_images)
     if places != num_images:
         raise BadRow(
-            f"the messages have {places} image placeholders ({TAG}), and column {key!r} has {num_images} "
-            "images."
+            f"the messages have {places} image placeholders ({IMAGE_TAG}), and column {key!r} has "
+            f"{num_images} images."
         )
     return placed
 
 
 def _with_parts(message: Message) -> Message:
     content = message.get("content")
-    if not isinstance(content, str) or TAG not in content:
+    if not isinstance(content, str) or IMAGE_TAG not in content:
         return message
-    first, *others = content.split(TAG)
+    first, *others = content.split(IMAGE_TAG)
     parts = _text(first)
     for text in others:
         parts += [dict(PART), *_text(text)]
@@ -236,7 +234,7 @@ def _is_image(part: Any) -> bool:
 def _before_first_text(messages: Sequence[Message], num_images: int) -> list[Message]:
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
-        raise BadRow(f"no message has the role user, and none has a place for the images ({TAG}).")
+        raise BadRow(f"no message has the role user, and none has a place for the images ({IMAGE_TAG}).")
     message = messages[first]
     parts = _parts(message) or _text(message["content"])
     shown = {**message, "content": [*(dict(PART) for _ in range(num_images)), *parts]}

@@ -6,6 +6,7 @@ Pure functions on rows {"input", "output", "reward", …}.
 import json
 import statistics
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 from openrlhf.errors import ErrorCode, UsageError
@@ -64,8 +65,7 @@ def _by_input(rows: Sequence[Row]) -> list[list[Row]]:
     return list(groups.values())
 
 
-def _reward(row: Row) -> float:
-    return row["reward"]
+_reward = itemgetter("reward")
 
 
 def _written(template: str, prompt: Any, reward: float) -> str:

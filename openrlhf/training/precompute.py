@@ -4,12 +4,12 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from openrlhf.backends.base import FrozenModel, TrainEngine
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.data.batches import Windows
 from openrlhf.files import replacing
@@ -18,14 +18,8 @@ from openrlhf.observability.progress import tracked
 logger = logging.getLogger(__name__)
 
 
-class Forward(Protocol):
-    """A model with a forward pass without gradients; see `backends.base.FrozenModel`."""
-
-    def forward(self, rows: list, read: Callable) -> list[torch.Tensor]: ...
-
-
 def values_of_items(
-    model: Forward, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
+    model: FrozenModel | TrainEngine, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
 ) -> np.ndarray:
     """Computes two values for each of the n items of a dataset. `read(model, row)` returns (P, 2) for a row
     of P items. Returns (n, 2) float32, the same on every rank. Collective."""

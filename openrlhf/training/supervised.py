@@ -1,33 +1,22 @@
 """The training loop on fixed datasets. A `Task` defines the dataset and the objective."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Generic, NoReturn, Protocol
+from typing import Any, Generic, NoReturn
 
 from torch import Tensor
 
 from openrlhf.backends.base import Objective, RowT, TrainEngine
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
+from openrlhf.data.batches import Windows
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Stop
 from openrlhf.training.checkpoints import COPY, CheckpointFolder
 from openrlhf.training.origin import Origin
 from openrlhf.types import LossNorm, Metrics
-
-
-class Windows(Protocol[RowT]):
-    """One rank's part of the optimizer steps of an epoch; see data/batches.py."""
-
-    def __len__(self) -> int:
-        """Returns the number of optimizer steps of an epoch."""
-        ...
-
-    def endless(self, start_step: int = 0) -> Iterator[Sequence[RowT]]:
-        """Yields this rank's rows of each step from `start_step` on, epoch after epoch."""
-        ...
 
 
 @dataclass(kw_only=True)

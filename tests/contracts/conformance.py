@@ -34,7 +34,7 @@ from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks
 from openrlhf.data import batches
-from openrlhf.data.batches import FirstItems, TokenisedDataset, Windows
+from openrlhf.data.batches import FirstItems, TokenisedDataset
 from openrlhf.data.cache import Cacheable
 from openrlhf.data.preference import PairDataset
 from openrlhf.data.steps import StepsDataset
@@ -46,7 +46,7 @@ from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
 from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
-from openrlhf.training import precompute, supervised
+from openrlhf.training import precompute
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
@@ -208,7 +208,3 @@ def cacheable(made: SampleStore | PairDataset | UnpairedDataset | StepsDataset) 
 
 def part_of_a_dataset(items: FirstItems) -> batches.Dataset:
     return items
-
-
-def windows(rows: Windows[RowT]) -> supervised.Windows[RowT]:
-    return rows
