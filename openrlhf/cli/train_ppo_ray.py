@@ -107,7 +107,7 @@ def train(
             with (
                 noting_position(partial(position, trainer)),
                 trainer.stop.deferred(grace_of(config), is_lost_process),
-                explaining_deaths(roles.members),
+                explaining_deaths(lambda: roles.members),
             ):
                 trainer.fit()
                 with trainer.observer.phase("save the model"):

@@ -1,7 +1,7 @@
 """Readable errors for a dead process of a run, with its role and its log."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,16 +25,17 @@ NAMES = {
 
 
 @contextmanager
-def explaining_deaths(members: Sequence[ActorHandle] = ()) -> Iterator[None]:
+def explaining_deaths(members: Callable[[], Sequence[ActorHandle]] = list) -> Iterator[None]:
     """Converts a RayError raised inside, if the death of a process caused it, to a RunError that names the
-    process and its log. `members`: processes that are checked if the error does not name the dead one."""
+    process and its log. `members`: returns the processes that are checked if the error does not name the dead
+    one."""
     try:
         yield
     except RayError as error:
-        cause = _cause(error)
+        cause = cause_of(error)
         if isinstance(cause, EnginesFailedError):
             raise RunError(cause.code, cause.text) from error
-        death = _death_in(error) or _death_among(members)
+        death = _death_in(error) or next(map(_described, dead_among(members()).values()), None)
         if death is None:
             raise
         raise death from error
@@ -47,14 +48,24 @@ def is_lost_process(error: Exception) -> bool:
     return isinstance(error, RayError) and not isinstance(error, RayTaskError)
 
 
-def describe_cause(error: RayError) -> str:
+def is_death(error: BaseException) -> bool:
+    """Tells whether an engine's error means that its process is gone or unusable."""
+    cause = cause_of(error)
+    if isinstance(cause, RunError):
+        return cause.code is ErrorCode.ENGINE_FAILED and not isinstance(cause, EnginesFailedError)
+    return isinstance(cause, RayActorError)
+
+
+def describe_cause(error: BaseException) -> str:
     """Returns a description of an error's cause: the death of a process, or the exception that a process
     raised."""
-    cause = _cause(error)
+    cause = cause_of(error)
+    if type(cause) is RunError or (isinstance(cause, EngineDied) and error is cause):
+        return cause.text
     return str(_death_in(error) or f"{type(cause).__name__}: {cause}")
 
 
-def _cause(error: BaseException | None) -> BaseException | None:
+def cause_of(error: BaseException | None) -> BaseException | None:
     """Returns the original exception of a failed task, or of a task on which it depended."""
     while isinstance(error, RayTaskError):
         error = error.cause
@@ -63,7 +74,7 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 def _death_in(error: BaseException | None) -> RunError | None:
     """Returns an error for the process whose death caused `error`; None if it has another cause."""
-    cause = _cause(error)
+    cause = cause_of(error)
     if isinstance(cause, EngineDied):  # Ray's message names the actor, not the dead child process
         (*_, (pid, ip)) = re.findall(r"EngineActor[^\n]*?pid=(\d+), ip=([^,)]+)", str(error)) or [("?", "?")]
         return _death("EngineActor", f"the process that computes for process {pid} on {ip}", pid)
@@ -72,17 +83,18 @@ def _death_in(error: BaseException | None) -> RunError | None:
     return None
 
 
-def _death_among(members: Sequence[ActorHandle]) -> RunError | None:
-    """Returns an error for the first dead process among `members`. Ranks that wait for a dead rank often fail
-    before Ray notices its death."""
-    refs = [member.__ray_ready__.remote() for member in members]
-    answered = ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
+def dead_among(members: Sequence[ActorHandle]) -> dict[int, RayActorError]:
+    """Returns index -> death of the dead processes among `members`. Ranks that wait for a dead rank often
+    fail before Ray notices its death."""
+    refs: dict[ray.ObjectRef, int] = {member.__ray_ready__.remote(): i for i, member in enumerate(members)}
+    answered = ray.wait([*refs], num_returns=len(refs), timeout=PATIENCE)[0] if refs else []
+    deaths = {}
     for ref in answered:
         try:
             ray.get(ref)
         except RayActorError as death:
-            return _described(death)
-    return None
+            deaths[refs[ref]] = death
+    return deaths
 
 
 def _described(death: RayActorError) -> RunError:

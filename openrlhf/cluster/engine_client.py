@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from openrlhf.cluster.deaths import describe_cause
+from openrlhf.cluster.deaths import describe_cause, is_death
 
 
 class RayEngineClient:
@@ -19,6 +19,7 @@ class RayEngineClient:
         self.engines, self.workers_per_engine = list(engines), workers_per_engine
         self.version = 0
         self.failures: dict[int, str] = {}
+        self.dead: set[int] = set()
         self.ends_with_first = False
 
     @property
@@ -62,4 +63,6 @@ class RayEngineClient:
                 if self.ends_with_first:
                     raise
                 self.failures[asked[done]] = describe_cause(error)
+                if is_death(error):
+                    self.dead.add(asked[done])
         return answers

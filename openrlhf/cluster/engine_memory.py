@@ -12,13 +12,16 @@ Models on the same GPUs compute one after the other in every phase.
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import ray
-from ray.actor import ActorHandle
 
 from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.rollout import USABLE_FRACTION
 from openrlhf.errors import ErrorCode, UsageError
+
+if TYPE_CHECKING:
+    from openrlhf.cluster.engine_supervisor import Answers
 
 EVERYTHING = ("weights", "kv_cache")
 
@@ -26,10 +29,16 @@ EVERYTHING = ("weights", "kv_cache")
 class EngineMemory:
     """Offloads all engines (sleep), and reloads the parts that a phase needs (wake)."""
 
-    def __init__(self, engines: Sequence[ActorHandle], sleep: bool) -> None:
-        """`engines`: engines, which are awake. `sleep`: False: nothing is ever offloaded."""
-        self.engines, self.sleeps = engines, sleep
+    def __init__(self, call: "Callable[..., Answers]", sleep: bool) -> None:
+        """`call`: function that calls a method of all engines, which are awake. `sleep`: False: nothing is
+        ever offloaded."""
+        self.call, self.sleeps = call, sleep
         self.awake = set(EVERYTHING)
+
+    @property
+    def is_awake(self) -> bool:
+        """True while engines can generate."""
+        return self.awake == set(EVERYTHING)
 
     def wake(self) -> None:
         """Wakes weights and KV cache, for generation."""
@@ -42,13 +51,13 @@ class EngineMemory:
     def sleep(self) -> None:
         """Frees the GPU memory of all engines, which must be idle."""
         if self.sleeps and self.awake:
-            ray.get([e.sleep.remote() for e in self.engines])
+            self.call("sleep").result()
             self.awake = set()
 
     def _wake(self, tags: Sequence[str]) -> None:
         missing = [tag for tag in tags if tag not in self.awake]
         if self.sleeps and missing:
-            ray.get([e.wake.remote(missing) for e in self.engines])
+            self.call("wake", missing).result()
             self.awake |= set(missing)
 
 

@@ -1,19 +1,24 @@
 """All rollout engines of a run: implements `Rollout` of backends/base.py with engines in Ray actors."""
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import ray
+from ray.exceptions import RayError
 from torch import Tensor
 
-from openrlhf.backends.rollout import EngineOptions, engine_class
+from openrlhf.backends.rollout import EngineDied, EngineOptions, engine_class
+from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.backends.weight_sync.stored_weights import check_adapter
 from openrlhf.cluster import environment, folder
+from openrlhf.cluster.deaths import cause_of, dead_among
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
 from openrlhf.cluster.engine_memory import EngineMemory
+from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.weight_check import WeightCheck
@@ -32,6 +37,12 @@ MAX_CALLS = 4096
 
 RANDOM_ADAPTERS = (1, 2)
 """Seeds of the random LoRA adapters with which new engines are checked before they sample."""
+
+POLL = 1.0
+"""Seconds between looks at engines that start, while the run waits for samples."""
+
+RESTARTS = "rollout/engine_restarts"
+"""Metric: engines that were replaced since the step before; only in steps with one."""
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that engines have to shut down before they are killed."""
@@ -57,8 +68,7 @@ class EngineActor(RolloutWorker):
 
 
 class EnginePool:
-    """All engines of a run. Replacing an engine begins a new epoch; the next sync then rebuilds the
-    weight-transfer group."""
+    """All engines of a run. Those that die are replaced, see engine_supervisor.py."""
 
     def __init__(
         self,
@@ -75,24 +85,33 @@ class EnginePool:
         self.config, self.on_gpu, self.bundles = config, on_gpu, bundles
         self.options = engine_options(config, on_gpu, from_files=from_files)
         self.files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
-        self.members = [self._create(index) for index in range(config.num_engines)]
-        self.epoch = 0
-        """Number of times that engines were replaced."""
-        self.connected_epoch: int | None = None
-        """Epoch for which the weight-transfer group was built; None before the first sync."""
-        self.memory = EngineMemory(self.members, config.engines_sleep)
+        self.free_fraction: float | None = None
+        """Argument of the engines' `start`."""
+        self.engines = EngineSupervisor(
+            config.num_engines,
+            create=self._create,
+            start=lambda member: member.start.remote(self.free_fraction),
+            lose=lambda number: self.dispatcher.lose(number),
+            fail=lambda error: self.dispatcher.fail(error),
+        )
+        self.connected: list[Handle] = []
+        """The engines of the open weight-transfer group; empty before the first sync."""
+        self.sent: tuple[PolicyRanks, int] | None = None
+        """The policy and the version of its weights that engines have. None before the first sync."""
+        self.memory = EngineMemory(self.engines.call, config.engines_sleep)
         self.dispatcher = Dispatcher(
-            [RayEngineHandle(member) for member in self.members],
+            [RayEngineHandle(member) for member in self.engines.members],
             {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
             memory=self.memory,
             longest=config.longest_response,
             score=reward.score if reward else None,
             scores_at_once=not (config.engines_colocated and on_gpu),
             retry_on=config.rollout.retry_on if retries_on_other_engine(config) else (),
+            is_replaced=lambda number, engine, error: self.engines.report(number, engine.engine, error),
         )
         self.num_syncs = 0
-        """Number of weight syncs in this epoch."""
-        self.check = WeightCheck(config, self.members, on_gpu)
+        """Number of weight syncs with the open weight-transfer group."""
+        self.check = WeightCheck(config, self.engines, on_gpu)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="sync")
 
     def _create(self, index: int) -> Handle:
@@ -103,8 +122,14 @@ class EnginePool:
         )
         return actor.remote(self.config, self.options, self.files, environment.private())
 
+    @property
+    def members(self) -> list[Handle]:
+        """The engines' processes."""
+        return self.engines.members
+
     def start(self, free_fraction: float | None = None) -> Gathered[None]:
         """Builds the model in every engine. `free_fraction`: see `RolloutEngine.start`."""
+        self.free_fraction = free_fraction
         return Gathered([member.start.remote(free_fraction) for member in self.members], first)
 
     def sleep_between(self) -> None:
@@ -118,13 +143,41 @@ class EnginePool:
         self.dispatcher.submit(prompts, purpose)
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        try:
-            group = self.dispatcher.next_group(purpose, timeout)
-        except TimeoutError as error:
-            text, value = f"no prompt finished in this time. {error}", f"{timeout:g}"
-            raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.timeout", value=value) from None
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (group := self._group_until(purpose, deadline)) is None:
+            self._replace_dead()
         self._take_answers()
         return group
+
+    def _group_until(self, purpose: Purpose, deadline: float | None) -> PromptGroup | None:
+        """Returns the next group; None where none has finished after POLL seconds. Raises RunError at the
+        deadline."""
+        left = POLL if deadline is None else deadline - time.monotonic()
+        try:
+            return self.dispatcher.next_group(purpose, max(0.0, min(POLL, left)))
+        except TimeoutError as error:
+            if left > 0:
+                return None
+            text, value = f"no prompt finished in this time. {error}", f"{self.config.rollout.timeout:g}"
+            raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.timeout", value=value) from None
+
+    def _replace_dead(self) -> None:
+        """Starts successors of dead engines, and admits those that have loaded. The caller waits for samples,
+        so the policy has the weights that were sent last."""
+        if self.engines.all_serve or not self.memory.is_awake:
+            return
+        self.engines.begin_restarts()
+        for number in self.engines.started():
+            if self.sent is not None:
+                policy, version = self.sent
+                self._send(policy, version, [number], is_due=True)
+            self._admit([number])
+
+    def _admit(self, numbers: Sequence[int]) -> None:
+        """Lets new engines serve, unless they died meanwhile."""
+        for number in numbers:
+            if self.engines.serve(number):
+                self.dispatcher.replace(number, RayEngineHandle(self.members[number]))
 
     def sync(self, policy: "PolicyRanks", version: int) -> Future[Metrics]:
         return self.thread.submit(self._sync, policy, version)
@@ -133,56 +186,100 @@ class EnginePool:
         """Shuts down the engines that still answer, and their reward processes."""
         self.dispatcher.close()
         self.thread.shutdown(wait=False, cancel_futures=True)
-        refs = [member.close.remote() for member in self.members]
+        refs = [self.members[i].close.remote() for i in self.engines.serving]
         ray.wait(refs, num_returns=len(refs), timeout=CLOSE_TIMEOUT)
 
     def _sync(self, policy: "PolicyRanks", version: int) -> Metrics:
         with nullcontext() if self.config.train.partial_rollout_enable else self.dispatcher.paused():
-            return self._send_weights(policy, version)
-
-    def _send_weights(self, policy: "PolicyRanks", version: int) -> Metrics:
-        """Sends the weights, and checks the engines' log-probs if a check is due. Returns the metrics of
-        checks since the last sync."""
-        self._take_answers()
-        metrics = self.check.take_metrics()
-        is_new = self.connected_epoch != self.epoch
-        if is_new:
-            client = RayEngineClient(self.members, self.options.num_workers)
-            policy.open_weight_sync(client, self.options.transfer_backend).result()
-            self.connected_epoch, self.num_syncs = self.epoch, 0
-        self.memory.wake_for_sync()
-        sleeps, every = self.config.engines_sleep, self.config.vllm.sync_check_steps
-        is_due = sleeps or self.num_syncs % every == 0
-        self.num_syncs += 1
-        if not is_due:
-            policy.send_weights(version).result()
-            return metrics
-        plain = self._send_and_ask(policy, version)
-        if is_new or sleeps:  # engines must answer before they sleep
-            self.check.take_answers(wait=True)
-        if is_new and self.options.lora is not None:
-            self._check_adapters(policy, version, plain)
+            self._take_answers()
+            metrics = self.check.take_metrics()
+            while not self._is_sent(policy, version):
+                self.engines.begin_restarts()
+                time.sleep(POLL)
+        if count := self.engines.take_restarts():
+            metrics[RESTARTS] = float(count)
         return metrics
 
-    def _send_and_ask(self, policy: "PolicyRanks", version: int, adapter_seed: int | None = None) -> Tensor:
-        """Sends the weights and the probe. Returns the trainer's log-probs of the probe, (L - 1,).
+    def _is_sent(self, policy: "PolicyRanks", version: int) -> bool:
+        """Sends the weights to the engines that serve, and to new ones, which serve from then on. Returns
+        False where an engine died meanwhile, or there is none."""
+        new = self.engines.started()
+        numbers = sorted([*self.engines.serving, *new])
+        self.memory.wake_for_sync()
+        is_due = self.config.engines_sleep or self.num_syncs % self.config.vllm.sync_check_steps == 0
+        if not numbers or not self._send(policy, version, numbers, is_due=is_due):
+            return False
+        self.sent = policy, version
+        self._admit(new)
+        return True
+
+    def _send(self, policy: "PolicyRanks", version: int, numbers: Sequence[int], *, is_due: bool) -> bool:
+        """Sends the weights to the engines with these numbers, with the weight check if they are newly
+        connected or the check is due. Returns False where one of them died."""
+        members = [self.members[i] for i in numbers]
+        is_new = self.connected != members
+        try:
+            if is_new:
+                client = RayEngineClient(members, self.options.num_workers)
+                policy.open_weight_sync(client, self.options.transfer_backend).result()
+                self.connected, self.num_syncs = members, 0
+            self.num_syncs += 1
+            if is_new or is_due:
+                self._send_checked(policy, version, numbers, is_new=is_new)
+            else:
+                policy.send_weights(version).result()
+        except RayError as error:
+            self.connected = []
+            if not self._report_deaths(error, numbers):
+                raise
+        return not any(self.engines.is_dead(number) for number in numbers)
+
+    def _report_deaths(self, error: RayError, numbers: Sequence[int]) -> bool:
+        """Reports the engines whose death made a weight sync with the engines `numbers` fail. Returns False
+        where the sync failed for another reason."""
+        members = [self.members[i] for i in numbers]
+        failed = cause_of(error)
+        if not isinstance(failed, EnginesFailedError):
+            deaths: Mapping[int, BaseException] = dead_among(members)
+        elif failed.failures.keys() - failed.dead:  # it loaded other weights
+            return False
+        else:
+            deaths = {i: EngineDied(failed.code, failed.failures[i]) for i in failed.dead}
+        for i, death in deaths.items():
+            self.engines.report(numbers[i], members[i], death)
+        return any(self.engines.is_dead(number) for number in numbers)
+
+    def _send_checked(
+        self, policy: "PolicyRanks", version: int, numbers: Sequence[int], *, is_new: bool
+    ) -> None:
+        plain = self._send_and_ask(policy, version, numbers)
+        if is_new or self.config.engines_sleep:  # an engine must answer before it may sleep
+            self.check.take_answers(wait=True, of=numbers)
+        if is_new and self.options.lora is not None:
+            self._check_adapters(policy, version, numbers, plain)
+
+    def _send_and_ask(
+        self, policy: "PolicyRanks", version: int, numbers: Sequence[int], adapter_seed: int | None = None
+    ) -> Tensor:
+        """Sends the weights and the probe; returns the trainer's (L - 1,) log-probs of the probe.
         `adapter_seed`: seed of a random adapter that is sent instead of the policy's."""
         trainer = present(policy.send_weights(version, self.check.probe, adapter_seed).result())
         self.memory.wake()
-        self.check.ask(policy, version, trainer)
+        self.check.ask(policy, version, trainer, numbers)
         return trainer
 
-    def _check_adapters(self, policy: "PolicyRanks", version: int, plain: Tensor) -> None:
-        """Checks that engines apply adapters, and replace them: sends two random adapters, and then the
-        policy's again. The policy's adapter starts at zero and grows slowly, so the ordinary check would not
-        notice an engine that ignores it for many steps. `plain`: the trainer's log-probs with the policy's
-        adapter."""
+    def _check_adapters(
+        self, policy: "PolicyRanks", version: int, numbers: Sequence[int], plain: Tensor
+    ) -> None:
+        """Makes the engines apply a random adapter, a second one in its place, and the policy's again.
+        Adapters begin at zero and grow slowly: an engine that ignores them would look right for many steps.
+        `plain`: the trainer's log-probs with the policy's own adapter."""
         for seed in RANDOM_ADAPTERS:
-            adapted = self._send_and_ask(policy, version, seed)
+            adapted = self._send_and_ask(policy, version, numbers, seed)
             check_adapter(plain, adapted, self.check.limit)
-            self.check.take_answers(wait=True)
-        self._send_and_ask(policy, version)
-        self.check.take_answers(wait=True)
+            self.check.take_answers(wait=True, of=numbers)
+        self._send_and_ask(policy, version, numbers)
+        self.check.take_answers(wait=True, of=numbers)
 
     def _take_answers(self) -> None:
         """Compares the engines' answers to the probe. With partial rollouts it does not wait for them,

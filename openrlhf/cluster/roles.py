@@ -67,7 +67,9 @@ class Roles:
 
     def peak_memory(self) -> Gathered[Metrics]:
         """Returns the metrics of peak memory since the last call, see `memory_metrics`."""
-        return Gathered([member.peak_memory.remote() for member in self.members], memory_metrics)
+        engines = self.rollout.engines.call("peak_memory")
+        ranks = [rank.peak_memory.remote() for model in self.models.values() for rank in model.workers]
+        return Gathered(ranks, lambda peaks: memory_metrics([*engines.result().values(), *peaks]))
 
     def end(self) -> None:
         """Ends all processes, without waiting for dead or busy ones."""

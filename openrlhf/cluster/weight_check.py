@@ -7,7 +7,7 @@ trained on. With partial rollouts an answer may have to wait for requests in fli
 arrives.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ from openrlhf.backends.weight_sync.stored_weights import (
     reason_of,
 )
 from openrlhf.cluster.deaths import describe_cause
+from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Handle
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.models.loading import has_experts, policy_tokenizer
@@ -44,12 +45,12 @@ flight."""
 class WeightCheck:
     """Requests log-probs of a probe from all engines, and compares them with the trainer's."""
 
-    def __init__(self, config: PPOConfig, engines: Sequence[Handle], on_gpu: bool) -> None:
+    def __init__(self, config: PPOConfig, engines: EngineSupervisor, on_gpu: bool) -> None:
         self.config, self.engines, self.on_gpu = config, engines, on_gpu
         self.expected: dict[int, Tensor] = {}
         """Weight version -> the trainer's log-probs, (L - 1,)."""
-        self.asked: dict[ray.ObjectRef, int] = {}
-        """Pending answer -> index of its engine."""
+        self.asked: dict[ray.ObjectRef, tuple[int, Handle]] = {}
+        """Pending answer -> index of its engine, and the engine."""
         self.policy: PolicyRanks | None = None
         """The policy that sent these versions."""
         self.metrics: Metrics = {}
@@ -66,27 +67,35 @@ class WeightCheck:
         reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
         return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
 
-    def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor) -> None:
-        """Requests the log-probs of the probe from the engines. `trainer`: the policy's log-probs with the
-        weights of this version, (L - 1,). Engines whose last answer is still pending are skipped. Each answer
-        contains the weight version that computed it."""
+    def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor, engines: Collection[int]) -> None:
+        """Requests the log-probs of the probe from the engines with these indices. `trainer`: the policy's
+        log-probs with the weights of this version, (L - 1,). Engines whose last answer is still pending are
+        skipped. Each answer contains the weight version that computed it."""
         self.policy, self.expected[version] = policy, trainer
         for old in list(self.expected)[:-NUM_VERSIONS]:
             del self.expected[old]
-        busy = set(self.asked.values())
-        for i, engine in enumerate(self.engines):
-            if i not in busy:
-                self.asked[engine.answer.remote(self.probe)] = i
+        busy = [member for _, member in self.asked.values()]
+        for i in engines:
+            if (engine := self.engines.members[i]) not in busy:
+                self.asked[engine.answer.remote(self.probe)] = i, engine
 
-    def take_answers(self, *, wait: bool) -> None:
-        """Compares the answers that have arrived, or all of them with `wait`. Raises DifferentWeightsError if
-        an engine's log-probs differ from the trainer's."""
-        if not self.asked:
+    def take_answers(self, *, wait: bool, of: Collection[int] | None = None) -> None:
+        """Compares the answers that have arrived, or all of them with `wait`. `of`: indices of the engines
+        whose answers count; None: all. Raises DifferentWeightsError if an engine's log-probs differ from the
+        trainer's. The death of an engine is reported, and its answer is left out."""
+        under_way = [ref for ref, (i, _) in self.asked.items() if of is None or i in of]
+        if not under_way:
             return
-        pending = [*self.asked]
-        ready, _ = ray.wait(pending, num_returns=len(pending), timeout=None if wait else 0)
+        ready, _ = ray.wait(under_way, num_returns=len(under_way), timeout=None if wait else 0)
         for ref in ready:
-            self._compare(self.asked.pop(ref), ray.get(ref))
+            number, member = self.asked.pop(ref)
+            try:
+                answer = ray.get(ref)
+            except RayError as error:
+                if not self.engines.report(number, member, error):
+                    raise
+            else:
+                self._compare(number, answer)
 
     def take_metrics(self) -> Metrics:
         """Returns the metrics since the last call."""
@@ -107,7 +116,7 @@ class WeightCheck:
     def _reason(self, number: int) -> str:
         """Returns a message about the weights that an engine lacks or stores differently, as far as they can
         be read back."""
-        engine, policy = self.engines[number], present(self.policy)
+        engine, policy = self.engines.members[number], present(self.policy)
         try:
             unwritten = ray.get(engine.unwritten_parameters.remote())
             sent = policy.weight_sketches().result()

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import partial
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, work_of
+from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, present, work_of
 
 SAMPLES_IN_FLIGHT = 512
 """Maximum number of samples in flight per engine: enough to fill its batch, and few enough that engines of
@@ -56,11 +57,15 @@ class _Request:
     rerun: "_Rerun | None" = None
 
 
+EngineT = TypeVar("EngineT", bound=EngineHandle)
+
+
 @dataclass(slots=True, eq=False)
-class _Load:
+class _Load(Generic[EngineT]):
     """An engine and its unfinished requests."""
 
-    engine: EngineHandle
+    engine: EngineT | None
+    """None while the engine is dead or starting."""
     number: int
     requests: list[_Request] = field(default_factory=list)
 
@@ -92,17 +97,20 @@ class Balance:
         self._num_averaged = Counter[Purpose]()
         """Number of samples in each mean of `tokens_each`, by purpose."""
 
-    def least_busy(self, num_samples: int, avoided: int | None = None) -> int | None:
+    def least_busy(self, num_samples: int, avoided: Collection[int] = ()) -> int | None:
         """Returns the index of the engine with the fewest outstanding tokens that has room for a group of
-        this size; None if no engine has. `avoided`: index of an engine to exclude."""
+        this size; None if no engine has. `avoided`: indices of engines to exclude."""
         left = self.sent - self.done
         samples_left = left[:, :-1].sum(1)
         has_room = (samples_left == 0) | (samples_left + num_samples <= SAMPLES_IN_FLIGHT)
-        if avoided is not None:
-            has_room[avoided] = False
+        has_room[list(avoided)] = False
         if not has_room.any():
             return None
         return int(np.where(has_room, left @ self.tokens_each, np.inf).argmin())
+
+    def forget(self, number: int) -> None:
+        """Drops the work of an engine whose process is replaced."""
+        self.sent[number] = self.done[number] = 0
 
     def merge_report(self, number: int, done: Work) -> None:
         """Merges an engine's report of its finished work. Reports may arrive out of order."""
@@ -119,13 +127,13 @@ class Balance:
             ]
 
 
-class Dispatcher:
+class Dispatcher(Generic[EngineT]):
     """Sends each prompt to the engine with the fewest outstanding tokens. One thread handles all events. Only
     the methods `next_group`, `sleep` and `paused` block."""
 
     def __init__(
         self,
-        engines: Sequence[EngineHandle],
+        engines: Sequence[EngineT],
         num_samples: Mapping[Purpose, int],
         *,
         memory: Memory,
@@ -133,12 +141,16 @@ class Dispatcher:
         score: Callable[[list[PromptGroup]], list[PromptGroup]] | None = None,
         scores_at_once: bool = True,
         retry_on: Collection[str] = (),
+        is_replaced: Callable[[int, EngineT, BaseException], bool] = lambda *_: False,
     ) -> None:
         """`num_samples`: samples of a prompt, by purpose. `longest`: expected tokens of an answer until the
         first has finished. `retry_on`: outcomes after which a sample is rerun once on another engine; needs
         two engines. `score`: function that adds rewards to finished groups, as many at a time as have
         finished. `scores_at_once`: False if `score` may run only while all engines are idle, because it needs
-        their memory."""
+        their memory. `is_replaced`: receives the index of an engine, the engine and its error, and tells
+        whether another engine will replace it; its prompts are then sampled again. Any other error ends the
+        run."""
+        self._is_replaced = is_replaced
         self._loads = [_Load(engine, i) for i, engine in enumerate(engines)]
         self._balance = Balance(len(engines), longest)
         self._num_samples, self._memory = num_samples, memory
@@ -201,6 +213,19 @@ class Dispatcher:
         if done.done():
             done.result()
 
+    def lose(self, number: int) -> None:
+        """Puts the prompts of an engine that died in front of the others, and sends it nothing until
+        `replace`."""
+        self._events.put(lambda: self._on_lost(self._loads[number]))
+
+    def replace(self, number: int, engine: EngineT) -> None:
+        """Sends prompts to this engine in the place of one that died."""
+        self._events.put(lambda: setattr(self._loads[number], "engine", engine))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends all waiting with this error."""
+        self._events.put(partial(_throw, error))
+
     def close(self) -> None:
         self._events.put(_stop)
         self._scorer.shutdown(wait=False, cancel_futures=True)
@@ -248,26 +273,44 @@ class Dispatcher:
         while self._memory_waiters:
             self._memory_waiters.pop().set_result(None)
 
-    def _least_busy(self) -> _Load | None:
+    def _least_busy(self) -> _Load[EngineT] | None:
         """Returns the engine for the next request; None if no engine has room."""
         request = self._waiting[0]
-        avoided = request.rerun.failed_at.number if request.rerun else None
+        avoided = {load.number for load in self._loads if load.engine is None}
+        if request.rerun:
+            avoided.add(request.rerun.failed_at.number)
         number = self._balance.least_busy(self._size(request), avoided)
         return None if number is None else self._loads[number]
 
     def _size(self, request: _Request) -> int:
         return len(request.rerun.samples) if request.rerun else self._num_samples[request.purpose]
 
-    def _send(self, request: _Request, load: _Load) -> None:
+    def _send(self, request: _Request, load: _Load[EngineT]) -> None:
         self._balance.sent[load.number] += work_of(request.prompt, request.purpose, self._size(request))
         load.requests.append(request)
-        samples = request.rerun.samples if request.rerun else None
-        future = load.engine.run_group(request.prompt, request.purpose, samples)
+        samples, engine = request.rerun.samples if request.rerun else None, present(load.engine)
+        future = engine.run_group(request.prompt, request.purpose, samples)
         future.add_done_callback(
-            lambda future: self._events.put(lambda: self._on_sampled(request, load, future.result()))
+            lambda future: self._events.put(lambda: self._on_answer(request, load, engine, future))
         )
 
-    def _on_sampled(self, request: _Request, load: _Load, sampled: Sampled) -> None:
+    def _on_answer(
+        self, request: _Request, load: _Load[EngineT], engine: EngineT, future: Future[Sampled]
+    ) -> None:
+        if load.engine is not engine:  # it was given up, and its prompts are sampled again
+            return
+        error = future.exception()
+        if error is None:
+            self._on_sampled(request, load, future.result())
+        elif not self._is_replaced(load.number, engine, error):
+            raise error
+
+    def _on_lost(self, load: _Load[EngineT]) -> None:
+        self._waiting.extendleft(reversed(load.requests))
+        load.engine, load.requests = None, []
+        self._balance.forget(load.number)
+
+    def _on_sampled(self, request: _Request, load: _Load[EngineT], sampled: Sampled) -> None:
         load.requests.remove(request)
         group = sampled.group
         self._balance.merge_report(load.number, sampled.done)
@@ -332,6 +375,10 @@ class _Stop(Exception):
 
 def _stop() -> None:
     raise _Stop
+
+
+def _throw(error: BaseException) -> NoReturn:
+    raise error
 
 
 def _named(requests: Sequence[_Request]) -> str:

@@ -59,6 +59,7 @@ def written() -> set[str]:
     files = [
         *(ROOT / "openrlhf" / "training").glob("*.py"),
         *(ROOT / "openrlhf" / "algorithms").rglob("*.py"),
+        ROOT / "openrlhf" / "cluster" / "engine_pool.py",
         *(
             ROOT / "openrlhf" / "training" / "objectives" / name
             for name in ("policy.py", "critic.py", "ptx.py")

@@ -86,12 +86,12 @@ ONE_RANK = "--actor.num_gpus_per_node 1 --train.colocate_all"
     ],
 )
 def test_a_run_that_is_told_to_end(task: TaskFiles, tmp_path: Path, send: Callable, number: int) -> None:
-    """The signal ends Ray's servers too where it goes to the whole group; then there is nobody to save."""
+    """SIGTERM to the whole group ends Ray's servers too, perhaps before the run has saved."""
     flags = f"{ONE_RANK} --ckpt.save_steps 100"
     ended, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, lambda run: send(run.pid, number))
     (last,) = (line for line in err.splitlines() if line.startswith("stopped "))
-    if send is os.killpg and number == signal.SIGTERM:
-        assert ended == 128 + number and last.startswith("stopped in step ") and "nothing was saved" in last
+    if send is os.killpg and number == signal.SIGTERM and ended == 128 + number:
+        assert last.startswith("stopped in step ") and "nothing was saved" in last
         return
     assert ended == EXIT_STOPPED, err[-3000:]
     step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
@@ -114,8 +114,7 @@ def kill(title: str) -> Callable[[psutil.Process], None]:
 @pytest.mark.parametrize(
     ("title", "name", "flags"),
     [
-        ("VLLM::EngineCore", "a vLLM engine", ONE_RANK),  # the process that runs out of memory
-        pytest.param("ray::EngineActor", "a vLLM engine", ONE_RANK, marks=pytest.mark.slow),
+        ("ray::PolicyWorker", "a rank of the policy", ONE_RANK),
         pytest.param(
             "ray::PolicyWorker",
             "a rank of the policy",

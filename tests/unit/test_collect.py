@@ -342,7 +342,9 @@ def test_engines_that_finish_in_another_order_change_nothing():
         """Engine that finishes prompts in reverse: the later one is asked for, the sooner its samples are
         there."""
 
-        def run_group(self, prompt: Prompt, purpose: Purpose, samples: None = None) -> Future[Sampled]:
+        def run_group(
+            self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+        ) -> Future[Sampled]:
             future: Future[Sampled] = Future()
             group = group_of(prompt, world.scores(prompt.epoch, prompt.prompt_id))
             sampled = Sampled(group=group, done=no_work())

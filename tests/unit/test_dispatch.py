@@ -308,6 +308,72 @@ def test_an_error_while_memory_is_taken_reaches_whoever_asks():
     dispatcher.close()
 
 
+# ---- engines that are replaced
+
+
+def test_prompts_of_a_dead_engine_are_sampled_again_before_others(dispatcher_of: Build):
+    """Late answers of the dead engine are dropped; every prompt comes back once."""
+    told: list[tuple] = []
+
+    def is_replaced(number: int, engine: FakeEngine, error: BaseException) -> bool:
+        told.append((number, engine, str(error)))
+        dispatcher.lose(number)
+        return True
+
+    dead, other, new = FakeEngine(), FakeEngine(), FakeEngine()
+    new.num_samples = SAMPLES_IN_FLIGHT // 2
+    dispatcher = dispatcher_of([dead, other], num_samples=SAMPLES_IN_FLIGHT // 2, is_replaced=is_replaced)
+    dispatcher.submit(prompts(*range(8)), "train")
+    other.finish(1)
+    dead.finish(0)
+    assert sorted(received(dispatcher, 2)) == [0, 1]
+    wait_until(lambda: len(dead.open) == len(other.open) == 2)
+    lost = sorted(dead.open)
+    late = dead.open[lost[1]]
+    dead.fail(lost[0], ConnectionError("the engine died"))
+    wait_until(lambda: bool(told))
+    late.set_result(Sampled(group=group_of(Prompt(prompt_id=99, text=""), [0.0]), done=no_work()))
+    assert told == [(0, dead, "the engine died")]
+    before = sorted(other.open)
+    other.finish(before[0])
+    wait_until(lambda: lost[0] in other.open)  # the first of the dead one's prompts
+    dispatcher.replace(0, new)
+    wait_until(lambda: bool(new.open))
+    assert new.seen[0] == lost[1]
+    got = received(dispatcher, 1)
+    while len(got) < 6:
+        wait_until(lambda: bool(other.open or new.open))
+        count = len(other.open) + len(new.open)
+        for engine in (other, new):
+            engine.finish(*engine.open)
+        got += received(dispatcher, count)
+    assert sorted(got) == list(range(2, 8))
+
+
+def test_with_a_single_engine_the_run_waits_for_its_successor(dispatcher_of: Build):
+    dead, new = FakeEngine(), FakeEngine()
+    dispatcher = dispatcher_of([dead], is_replaced=lambda *_: True)
+    dispatcher.submit(prompts(0, 1, 2), "train")
+    dead.finish(1)
+    assert received(dispatcher, 1) == [1]
+    dispatcher.lose(0)
+    with pytest.raises(TimeoutError, match="not sent yet: 2 prompts"):
+        dispatcher.next_group("train", 0.2)
+    with dispatcher.paused():  # nobody samples
+        pass
+    dispatcher.replace(0, new)
+    new.finish(0, 2)
+    assert received(dispatcher, 2) == [0, 2]
+
+
+def test_a_run_whose_engine_is_not_replaced_again_ends(dispatcher_of: Build):
+    dispatcher = dispatcher_of([FakeEngine()], is_replaced=lambda *_: True)
+    dispatcher.submit(prompts(0), "train")
+    dispatcher.fail(ConnectionError("it died six times"))
+    with pytest.raises(ConnectionError, match="six times"):
+        dispatcher.next_group("train", 10)
+
+
 # ---- rewards and memory
 
 

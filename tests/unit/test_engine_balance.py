@@ -115,7 +115,7 @@ def test_a_prompt_goes_where_fewest_tokens_are_left() -> None:
     for number, (num_tokens, num_samples) in enumerate([(10, 4), (500, 1), (0, 5)]):
         balance.sent[number] += work_of(prompt(num_tokens=num_tokens), "train", num_samples)
     # 4 x (10 + 100), 500 + 100, 5 x 100
-    assert balance.least_busy(1) == 0 and balance.least_busy(1, avoided=0) == 2
+    assert balance.least_busy(1) == 0 and balance.least_busy(1, avoided=[0]) == 2
     balance.update_expected_length("train", 2, 20)  # 4 x (10 + 10), 500 + 10, 5 x 10
     assert balance.least_busy(1) == 2
     balance.merge_report(1, work_of(prompt(num_tokens=500), "train", 1))

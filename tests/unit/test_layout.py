@@ -3,6 +3,7 @@
 import re
 import textwrap
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
@@ -16,7 +17,7 @@ from refusals import refused
 from openrlhf.backends.offload import DeviceMemory, optimizer_loaded
 from openrlhf.backends.vllm.engine import memory_fraction
 from openrlhf.cli.train_ppo_ray import plan, resolve
-from openrlhf.cluster import engine_memory, roles
+from openrlhf.cluster import roles
 from openrlhf.cluster.engine_memory import EngineMemory, ExclusiveDevices, free_fraction
 from openrlhf.cluster.layout import (
     ENGINES,
@@ -282,18 +283,25 @@ def test_the_plan_of_the_page_is_what_is_printed(
 
 
 class Sleeper:
-    """Engine or optimizer that logs its calls to `log`."""
+    """Optimizer that logs its calls to `log`."""
 
     def __init__(self, log: list) -> None:
-        self.sleep = SimpleNamespace(remote=lambda: log.append("sleep"))
-        self.wake = SimpleNamespace(remote=lambda tags: log.append(("wake", *tags)))
         self.offload, self.reload = lambda: log.append("offload"), lambda: log.append("reload")
 
 
-def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_memory.ray, "get", lambda refs: refs)
+def calls_of(log: list) -> Callable[..., SimpleNamespace]:
+    """Returns a stand-in for the calls of all engines, which logs them."""
+
+    def call(method: str, *tags: list[str]) -> SimpleNamespace:
+        log.append((method, *tags[0]) if tags else method)
+        return SimpleNamespace(result=dict)
+
+    return call
+
+
+def test_a_step_wakes_what_its_phases_need() -> None:
     log: list = []
-    engines = EngineMemory([Sleeper(log)], sleep=True)
+    engines = EngineMemory(calls_of(log), sleep=True)
     engines.sleep()
     for _ in range(2):
         engines.wake_for_sync()
@@ -307,10 +315,9 @@ def test_a_step_wakes_what_its_phases_need(monkeypatch: pytest.MonkeyPatch) -> N
     assert log == ["sleep", *[*step, "reload", "update", "offload"] * 2]
 
 
-def test_a_sleeping_engine_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_memory.ray, "get", lambda refs: refs)
+def test_a_sleeping_engine_is_not_asked_again() -> None:
     log: list = []
-    engines = EngineMemory([Sleeper(log)], sleep=True)
+    engines = EngineMemory(calls_of(log), sleep=True)
     for _ in range(2):
         engines.sleep()
     assert log == ["sleep"]
@@ -318,7 +325,7 @@ def test_a_sleeping_engine_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -
 
 def test_without_sleep_everyone_stays() -> None:
     log: list = []
-    engines = EngineMemory([Sleeper(log)], sleep=False)
+    engines = EngineMemory(calls_of(log), sleep=False)
     engines.wake_for_sync()
     engines.wake()
     engines.sleep()

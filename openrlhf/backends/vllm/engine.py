@@ -17,6 +17,7 @@ import numpy as np
 from openrlhf import heap
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import USABLE_FRACTION, EngineDied, EngineOptions
+from openrlhf.backends.vllm import lifeline
 from openrlhf.backends.vllm.requests import completions, vllm_params
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
@@ -162,6 +163,7 @@ class VLLMEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         heap.freeze()
+        lifeline.lead()
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         options = self.options
         self.records_routing = options.returns_routing and not (options.on_gpu or has_second_runner())

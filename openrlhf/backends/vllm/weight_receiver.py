@@ -34,12 +34,15 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from openrlhf.backends import peak_memory
+from openrlhf.backends.vllm import lifeline
 from openrlhf.backends.vllm.routing import RoutingRecorder
 from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
 from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
 from openrlhf.backends.weight_sync.stored_weights import Sketch, random_input
+
+lifeline.follow()
 
 if TYPE_CHECKING:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts

@@ -1,7 +1,7 @@
 """The engines' control plane as the trainer uses it in a weight sync, and the error for engines that
 failed."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple, Protocol
 
 from openrlhf.errors import ErrorCode, RunError
@@ -16,6 +16,8 @@ class EngineClient(Protocol):
     workers_per_engine: int
     failures: dict[int, str]
     """Maps the index of an engine that failed to its error."""
+    dead: set[int]
+    """Indices of the engines among them whose process is gone."""
     ends_with_first: bool
     """True while the first engine's error must be raised at once, because the other engines would never
     answer."""
@@ -43,13 +45,16 @@ class EngineClient(Protocol):
 class EnginesFailedError(RunError):
     """Raised if some engines failed in a weight sync. The others have the new version."""
 
-    def __init__(self, version: int, failures: Mapping[int, str], num_engines: int) -> None:
+    def __init__(
+        self, version: int, failures: Mapping[int, str], num_engines: int, dead: Collection[int] = ()
+    ) -> None:
+        """`failures`: engine index -> error; `dead`: indices of engines whose process is gone."""
         whole = [str(i) for i in range(num_engines) if i not in failures]
         first = f"weight sync {version} failed; engines with version {version}: {', '.join(whole) or 'none'}"
         lines = [first, *(f"inference engine {i}: {text}" for i, text in failures.items())]
         super().__init__(ErrorCode.ENGINE_FAILED, "\n".join(lines))
-        self.args = version, failures, num_engines  # the arguments with which pickle calls __init__
-        self.failures = dict(failures)
+        self.args = version, failures, num_engines, dead  # the arguments with which pickle calls __init__
+        self.failures, self.dead = dict(failures), frozenset(dead)
 
 
 class Transfer(Protocol):

@@ -66,7 +66,7 @@ class WeightSender:
             loaded = self.client.checksums()
             failures = self.client.failures | _differing(loaded, self.source.checksum.value)
             if failures:
-                raise EnginesFailedError(version, failures, self.client.num_engines)
+                raise EnginesFailedError(version, failures, self.client.num_engines, self.client.dead)
 
 
 def _differing(loaded: Mapping[int, Sequence[int]], sent: int) -> dict[int, str]:

@@ -1,0 +1,36 @@
+"""The share of digits in the answer, from a function that kills the engine that asks for it on some calls.
+
+OPENRLHF_TEST_KILLS is a file with the calls so far, a byte each, or does not exist where nothing is killed.
+"""
+
+import os
+import time
+
+import psutil
+
+KILLED_ON = (4, 14, 24)
+"""Calls on which the engine dies."""
+TITLE = os.environ.get("OPENRLHF_TEST_VICTIM", "ray::EngineActor")
+
+
+def reward_func(queries, prompts, labels):
+    count = note_call(os.environ.get("OPENRLHF_TEST_KILLS", ""))
+    if count in KILLED_ON:
+        engine = next(p for p in psutil.Process().parents() if is_titled(p, "ray::EngineActor"))
+        next(p for p in [engine, *engine.children(recursive=True)] if is_titled(p, TITLE)).kill()
+        time.sleep(60)  # the engine's reward processes end with it
+    answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
+    return {"rewards": [sum(c.isdigit() for c in answer) / max(1, len(answer)) for answer in answers]}
+
+
+def is_titled(process, title):
+    return " ".join(process.cmdline()).startswith(title)
+
+
+def note_call(path):
+    if not os.path.exists(path):
+        return 0
+    with open(path, "ab") as file:
+        file.write(b".")
+        file.flush()
+        return os.fstat(file.fileno()).st_size

@@ -1,0 +1,74 @@
+"""Engines that are killed while they sample: they are replaced, and the run samples the same tokens."""
+
+from pathlib import Path
+
+import pytest
+from killing_reward import KILLED_ON
+from test_rl import COMMON, train
+
+from openrlhf.observability.journal import read_journal
+from openrlhf.tasks.prepare import TaskFiles
+
+pytestmark = pytest.mark.usefixtures("running_ray")
+REWARD = f"--reward.remote_url {Path(__file__).with_name('killing_reward.py')} --reward.num_workers 1"
+FLAGS = (
+    f"{COMMON} --algo.kl.init_coef 0 --actor.adam.lr 1e-3 --reward.batch 1 --train.max_steps 3 "
+    "--eval.steps 0 --actor.num_gpus_per_node 1 --rollout.batch_size 4 --train.batch_size 16"
+)
+Sampled = dict[tuple[int, int, int], tuple]
+
+
+def sampled(folder: Path) -> Sampled:
+    """Returns prompt and sample -> the step that trained on it, its tokens and reward. Checks that no sample
+    is there twice."""
+    found = {}
+    for path in sorted((folder / "run" / "rollouts").glob("step_*.parquet")):
+        for t in read_journal(path):
+            key = t.prompt.prompt_id, t.prompt.epoch, t.sample_index
+            assert key not in found
+            found[key] = path.name, t.token_ids.tolist(), t.reward
+    return found
+
+
+@pytest.mark.parametrize(
+    ("engines", "victim", "flags"),
+    [
+        ("--rollout.engine transformers --vllm.num_engines 1", "ray::EngineActor", ""),
+        pytest.param(
+            "--rollout.engine transformers --vllm.num_engines 2",
+            "ray::EngineActor",
+            "--train.async_enable --train.async_queue_size 1",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--vllm.num_engines 2", "VLLM::EngineCore", "", marks=pytest.mark.slow),
+        pytest.param("--vllm.num_engines 1", "ray::EngineActor", "", marks=pytest.mark.slow),
+    ],
+    ids=["one", "two-async", "cores", "vllm"],
+)
+def test_a_run_that_loses_engines(
+    task: TaskFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+    engines: str,
+    victim: str,
+    flags: str,
+) -> None:
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("OPENRLHF_TEST_KILLS", str(calls))
+    monkeypatch.setenv("OPENRLHF_TEST_VICTIM", victim)
+    whole = train(task, tmp_path / "whole", f"{FLAGS} {engines} {flags}", reward=REWARD)
+    calls.write_bytes(b"")
+    lossy = train(task, tmp_path / "lossy", f"{FLAGS} {engines} {flags}", reward=REWARD)
+    err = capfd.readouterr().err
+    assert calls.stat().st_size > KILLED_ON[-1]
+    assert err.count(" is replaced, and its prompts are sampled again (restart ") == len(KILLED_ON)
+    a, b = sampled(tmp_path / "whole"), sampled(tmp_path / "lossy")
+    assert a.keys() == b.keys() and len(a) == 3 * 16
+    if not flags:  # an asynchronous run may sample with newer weights
+        assert a == b
+        for step, metrics in whole.items():
+            same = {name for name in metrics if name.startswith(("policy/", "rollout/", "grad_norm"))}
+            assert {name: lossy[step][name] for name in same} == {name: metrics[name] for name in same}
+    assert sum(metrics.get("rollout/engine_restarts", 0) for metrics in lossy.values()) >= 1
+    assert not any("rollout/engine_restarts" in metrics for metrics in whole.values())
