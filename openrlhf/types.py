@@ -566,6 +566,8 @@ class PackedRow:
     kept_ids: Tensor | None = None  # (A, K) int64, `KeptSets.padded`; None: no truncated sampling
     log_masses: Tensor | None = None  # (A,) `KeptSets.log_masses`; None: no truncated sampling
     routing: Tensor | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
+    host: "PackedRow | None" = None
+    """The row before it was copied to a device, for what is computed from token ids on the CPU."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Self:
@@ -626,7 +628,9 @@ class PackedRow:
         return int((self.num_actions > 0).sum())
 
     def to(self, device: torch.device | str) -> Self:
-        return _to(self, device)
+        moved = _to(replace(self, host=None), device)
+        is_copy = moved.token_ids.device != self.token_ids.device
+        return replace(moved, host=self if is_copy and self.host is None else self.host)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -69,7 +69,7 @@ CHANGEABLE = {
     # Rows: how a step's samples are laid out.
     *("train.micro_batch_size", "train.dynamic_batch_enable", "train.max_tokens_per_gpu"),
     *("rollout.micro_batch_size", "rollout.max_tokens_per_gpu", "ds.packing_samples"),
-    *("ds.ring_attn_size", "ds.ring_attn_head_stride", "ds.sequence_parallel_mode"),
+    *("ds.ring_attn_size", "ds.ring_attn_head_stride", "ds.sequence_parallel_mode", "ds.share_prefixes"),
     # Memory and kernels
     *(f"{model}.gradient_checkpointing_enable" for model in ("model", "actor", "critic")),
     *(f"{model}.gradient_checkpointing_reentrant" for model in ("model", "actor")),

@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.models.prefixes import Branches
 from openrlhf.models.ring import ring_attention
 from openrlhf.models.sequence_parallel import Packing, RowShard, SequenceParallel
 from openrlhf.models.varlen import varlen_attention
@@ -106,15 +107,16 @@ def packing_kwargs(
     lengths: tuple[int, ...],
     device: torch.device,
     sharing: SequenceParallel | None = None,
+    branches: Branches | None = None,
 ) -> dict:
     """Returns the keyword arguments, besides restarting positions, that keep the model's attention inside
-    sequences. Only `PACKED` supports `sharing`."""
+    sequences. Only `PACKED` supports `sharing`, and `branches`, the keys of a tree of prefixes."""
     if implementation in FROM_POSITIONS:
         return {}
     packing, longest = Packing.of(lengths, device), max(lengths)
     if implementation == PACKED:
         shard = None if sharing is None else RowShard.of(sharing, lengths, device)
-        return {"packing": packing._replace(shard=shard)}
+        return {"packing": packing._replace(shard=shard, branches=branches)}
     return {
         "cu_seq_lens_q": packing.cumulative,
         "cu_seq_lens_k": packing.cumulative,
@@ -152,9 +154,11 @@ def packed_attention(
     window = sliding_window if attention_mask is None else int(attention_mask)
     attend = partial(_attend, scaling=scaling, dropout=dropout, window=window, softcap=softcap)
     if packing.shard is None:
-        return attend(query, key, value, s_aux, packing, packing), None
+        return _over_whole_row(attend, query, key, value, s_aux, packing), None
     if packing.shard.sharing.splits_heads(query.shape[1], key.shape[1]):
         return _with_own_heads(attend, query, key, value, s_aux, packing), None
+    if packing.branches is not None:
+        raise CannotPack("sequence parallelism without `ulysses` reads no tree of prefixes")
     sharing = packing.shard.sharing
     if sharing.mode != "allgather":
         reason = why_no_ring(query, value, window=window, softcap=softcap, sinks=s_aux, dropout=dropout)
@@ -199,6 +203,21 @@ def _say_gathered(reason: str) -> None:
     logger.warning("--ds.sequence_parallel_mode ring: layers with %s use mode allgather", reason)
 
 
+def _over_whole_row(
+    attend: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    packing: Packing,
+) -> Tensor:
+    """Computes `packed_attention` for all tokens of a row, or of the tree of its prefixes."""
+    if packing.branches is None:
+        return attend(query, key, value, sinks, packing, packing)
+    key, value = map(packing.branches.repeated, (key, value))
+    return attend(query, key, value, sinks, packing, packing.branches.keys)
+
+
 def _with_own_heads(
     attend: Callable[..., Tensor],
     query: Tensor,
@@ -213,7 +232,7 @@ def _with_own_heads(
     q, k, v = (sharing.whole_row(x[0])[None] for x in (query, *keys))
     if sinks is not None:
         sinks = sinks[sharing.own_heads(len(sinks))]
-    return sharing.all_heads(attend(q, k, v, sinks, packing, packing)[0])[None]
+    return sharing.all_heads(_over_whole_row(attend, q, k, v, sinks, packing)[0])[None]
 
 
 def _over_gathered_keys(

@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from openrlhf.config.choices import SharePrefixes
 from openrlhf.models.attention import packing_kwargs
+from openrlhf.models.dropout import is_noisy
+from openrlhf.models.prefixes import Branches, PrefixTree, tree_of
 from openrlhf.models.router_replay import Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
@@ -40,6 +43,12 @@ class Reading:
     passes."""
     replay: Replay | None = None
     """Router replay: forces the experts that a row lists for its tokens. None: the routers choose."""
+    share_prefixes: SharePrefixes = "auto"
+    """Value of `--ds.share_prefixes`."""
+    shares_prefixes: bool = False
+    """True: common prefixes of a row's sequences are read once (models/prefixes.py)."""
+    has_noise: bool = False
+    """True where the model's configuration has dropout or other noise in training mode."""
 
 
 class RowModel(nn.Module):
@@ -91,39 +100,70 @@ class ActionStates(NamedTuple):
 def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> ActionStates:
     """Returns the hidden states at `places` (A,), in order: the token of the row at which each action is
     read."""
-    hidden, sharing, num_actions = hidden_states(model, row), reading_of(model).sharing, len(places)
+    tree, sharing, num_actions = _common_prefixes(model, row), reading_of(model).sharing, len(places)
+    hidden, num_tokens = hidden_states(model, row, tree), len(row.token_ids)
+    if tree is not None:
+        index = torch.from_numpy(tree.index).to(places.device, non_blocking=True)
+        places, num_tokens = index[places], len(tree.places)
     if sharing is None:
         return ActionStates(hidden[places], slice(None), num_actions, None)
-    own, in_slice = sharing.located(places, len(row.token_ids))
+    own, in_slice = sharing.located(places, num_tokens)
     return ActionStates(hidden[in_slice], own, num_actions, sharing)
 
 
-def hidden_states(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Returns (N, H), the input of the head of `model` at each token of the row; under sequence parallelism
-    (n, H), for this rank's slice."""
+def hidden_states(model: PreTrainedModel, row: PackedRow, tree: PrefixTree | None = None) -> Tensor:
+    """Returns (N, H), the input of the head of `model` at each token of the row, or (M, H), at those of
+    `tree`; under sequence parallelism (n, H), for this rank's slice of them."""
     reading = reading_of(model)
     if reading.packed:
-        return in_one_pass(model, row, reading.sharing)
+        return in_one_pass(model, row, reading.sharing, tree)
     return _one_by_one(model, row)
 
 
-def in_one_pass(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None = None) -> Tensor:
+def _common_prefixes(model: PreTrainedModel, row: PackedRow) -> PrefixTree | None:
+    """Returns the tree of the row's common prefixes if this pass reads it, else None."""
+    reading = reading_of(model)
+    if not reading.shares_prefixes:
+        return None
+    tree = tree_of(row, with_routing=reading.replay is not None and row.routing is not None)
+    return None if tree is None or is_noisy(model, has_noise=reading.has_noise) else tree
+
+
+def in_one_pass(
+    model: PreTrainedModel,
+    row: PackedRow,
+    sharing: SequenceParallel | None = None,
+    tree: PrefixTree | None = None,
+) -> Tensor:
+    """Computes `hidden_states` by one forward pass."""
     attention = model.config._attn_implementation
     assert attention is not None  # set by models/loading.py
-    reader, tokens = reading_of(model).images, slice(len(row.token_ids))
+    of_row, device = row.lengths, row.token_ids.device
+    if tree is not None:
+        row = tree.of_row(row)
+    reader, num_tokens = reading_of(model).images, len(row.token_ids)
+    tokens = slice(num_tokens)
     if reader is not None:
         row = with_blank(row, reader)
     if sharing is not None:
         row, tokens = sharing.filled_up(row), slice(None)
+    num_more = len(row.token_ids) - num_tokens
+    branches = None if tree is None else Branches.of(tree, of_row, num_more, device)
     output = _read(
         model,
         row.routing,
         sharing,
         **_inputs(model, row, sharing),
         **({} if sharing else _state_borders(model, row.lengths, row.token_ids.device)),
-        **packing_kwargs(attention, row.lengths, row.token_ids.device, sharing),
+        **packing_kwargs(attention, row.lengths, device, sharing, branches),
     )
     return output[tokens]
+
+
+def has_states(model: PreTrainedModel) -> bool:
+    """Returns whether the model's configuration names layers that carry a state along the row."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return bool(STATEFUL.intersection(kinds))
 
 
 def _state_borders(
@@ -132,8 +172,7 @@ def _state_borders(
     """Returns the arguments that tell layers with a state along the row (linear attention, convolutions)
     where to reset it. Only the kernels of flash-linear-attention and causal-conv1d read them; transformers'
     own code leaks across sequences."""
-    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    if not STATEFUL.intersection(kinds):
+    if not has_states(model):
         return {}
     counts = torch.tensor(lengths)
     cumulative = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))

@@ -10,7 +10,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.lora import adapter_dropout
 
 
 def has_noise(config: PreTrainedConfig) -> bool:
@@ -34,8 +33,18 @@ def set_training(module: nn.Module, *, dropout: bool) -> None:
         return
     for layer in _checkpointed(module):
         layer.training = True  # the only sign by which the layer expects a backward pass
-    for noise in adapter_dropout(module):
+    for noise in _adapter_dropout(module):
         noise.train()
+
+
+def is_noisy(module: nn.Module, *, has_noise: bool) -> bool:
+    """Returns whether the next pass of `module` answers differently each time. `has_noise`: of its
+    configuration."""
+    return (module.training and has_noise) or any(
+        isinstance(child, nn.Dropout) and child.training and child.p > 0
+        for noise in _adapter_dropout(module)
+        for child in noise.modules()
+    )
 
 
 def enable_checkpointing(
@@ -51,6 +60,11 @@ def enable_checkpointing(
         if not dropout:
             checkpoint = partial(_as_in_evaluation, layer, checkpoint)
         layer._gradient_checkpointing_func = checkpoint
+
+
+def _adapter_dropout(module: nn.Module) -> list[nn.Module]:
+    """Returns the dropout modules in front of the adapters, if any."""
+    return [child for name, child in module.named_modules() if name.endswith(".lora_dropout")]
 
 
 def _checkpointed(module: nn.Module) -> list[Any]:

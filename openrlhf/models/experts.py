@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.loading import load_config
+from openrlhf.models.prefixes import Branches
 
 
 @contextmanager
@@ -26,6 +27,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     without a gradient.
     """
     losses: list[Tensor] = []
+    trees: list[Branches | None] = []  # of each pass
     passes: list[Sequence[Tensor]] = []  # (L, E) router logits of each layer, of each pass for the row
     model = module.model
     balance_loss = _balance_function(type(model))
@@ -34,6 +36,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     with_grad = torch.is_grad_enabled()
 
     def ask(backbone: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        trees.append(getattr(kwargs.get("packing"), "branches", None))
         return args, kwargs | {"output_router_logits": True}
 
     def collect(backbone: nn.Module, args: tuple, output: Any) -> None:
@@ -42,11 +45,14 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         if torch.is_grad_enabled() == with_grad:
             num_tokens = len(args[0].token_ids)  # later passes only keep ranks in step
+            # A token of a common prefix counts as often as it is in the row.
+            of_row = slice(num_tokens) if trees[0] is None else trees[0].of_row
             layers = (torch.cat(layer) for layer in zip(*passes, strict=True))
             sharing = reading_of(model).sharing
-            logits = tuple((sharing.gathered(x) if sharing else x)[:num_tokens] for x in layers)
+            logits = tuple((sharing.gathered(x) if sharing else x)[of_row] for x in layers)
             losses.append(balance_loss(logits, logits[0].shape[-1], top_k))
         passes.clear()
+        trees.clear()
 
     hooks = (
         backbone_of(model).register_forward_pre_hook(ask, with_kwargs=True),

@@ -158,11 +158,6 @@ def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
     return tuple(sorted({name.rpartition(".")[2] for name in _targets(model, lora.target_modules)}))
 
 
-def adapter_dropout(module: nn.Module) -> list[nn.Module]:
-    """Returns the dropout modules in front of the adapters, if any."""
-    return [child for name, child in module.named_modules() if name.endswith(".lora_dropout")]
-
-
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: str | Path) -> None:
     """Writes `weights`, the trained parameters by their names in `model`, as an adapter that peft and
     transformers load. The head of a sequence classifier is stored as `score`, transformers' name."""

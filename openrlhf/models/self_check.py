@@ -14,6 +14,9 @@ itself, on rows of two short sequences A and B:
     head        Log-probs made of hidden states equal those of the model's own logits.
     Liger       Hidden states with Liger's kernels equal those with transformers' own.
     routers     With router replay, every layer's choice of experts can be replayed.
+    prefixes    Hidden states of sequences with common prefixes, which are read once, equal those of a row
+                without sharing, and so does the gradient of the embeddings. Ranks that gather their
+                parameters compare hidden states alone.
 
 A leak is measured relative to the effect of one replaced token on the rest of B. Rows of the same shape round
 alike, so the test needs little precision and does not depend on the size of the weights. The model itself is
@@ -39,14 +42,24 @@ from openrlhf.device import DEVICE_TYPE, compute_capability
 from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack, broke_attention, of_text
-from openrlhf.models.backbone import Reading, RowModel, alone, in_one_pass, inputs_alone, reading_of
+from openrlhf.models.backbone import (
+    Reading,
+    RowModel,
+    alone,
+    has_states,
+    in_one_pass,
+    inputs_alone,
+    reading_of,
+)
+from openrlhf.models.dropout import has_noise
 from openrlhf.models.liger import transformers_kernels
 from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.prefixes import PrefixTree, tree_of
 from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import check_planned, refusal, shard_matrices
 from openrlhf.models.vision import SHAPES
-from openrlhf.types import PackedRow, Sample, own_choice
+from openrlhf.types import PackedRow, Sample, own_choice, present
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +68,8 @@ MAX_LEAK = {torch.float32: 0.05, torch.float16: 0.2, torch.bfloat16: 0.2}
 have at least half of that effect. In half precision a token may be routed to another expert because others
 came to its own."""
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest relative error of a hidden state, as the median over tokens: about the rounding of other kernels in
-a deep model. A lost window, cap or position changes hidden states by more."""
+"""Largest relative error of a hidden state or a gradient, as the median over tokens: about the rounding of
+other kernels in a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
 """Largest error of log-probs in nats. One of the two computations rounds its logits, of magnitude some tens,
 to the model's precision."""
@@ -107,7 +120,13 @@ def resolve_reading(
                 type(model).__name__,
                 found["reason"],
             )
-    return reading_of(model)
+    reading = reading_of(model)
+    reading.has_noise = has_noise(model.config)
+    reading.shares_prefixes = reading.share_prefixes != "false" and not found["unshared"]
+    if found["unshared"] and not found["reason"] and _is_first_rank():
+        name = type(model).__name__
+        logger.info("%s reads common prefixes once for each sequence, because %s", name, found["unshared"])
+    return reading
 
 
 def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
@@ -175,32 +194,38 @@ def _passing_through(model: PreTrainedModel) -> Iterator[None]:
 
 def read_one_by_one(model: PreTrainedModel) -> None:
     """Makes the model read one sequence at a time, with the attention that transformers chooses for it."""
-    reading_of(model).packed = False
+    reading_of(model).packed = reading_of(model).shares_prefixes = False
     if model.config._attn_implementation == PACKED:
         _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
 
 
 def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
-    """Returns `reason`, why rows may not hold several sequences, `error`, why the model cannot be trained
-    (each "" where there is none), and the `flag` and `value` behind the error."""
+    """Returns `reason`, why rows may not hold several sequences, `unshared`, why common prefixes are not read
+    once, `error`, why the model cannot be trained (each "" where there is none), and the `flag` and `value`
+    behind the error."""
     name, reading = type(model).__name__, reading_of(model)
     reason = (
         why_not_packed(run, model) if reading.packed else "its attention does not know where sequences end"
     )
-    flag = value = error = ""
+    flag = value = error = unshared = ""
+    if reading.share_prefixes != "false":
+        unshared = reason or why_not_shared(run, model)
     if reason and reading.flag not in ("auto", PACKED):
         flag, value = "--ds.attn_implementation", reading.flag
         error = f"{name} cannot read packed rows with it: {reason}.\nUse auto."
-    elif reading.sharing and (unshared := reason or why_slices_differ(run, model, reading.sharing)):
+    elif reading.sharing and (problem := reason or why_slices_differ(run, model, reading.sharing)):
         flag, value = "--ds.ring_attn_size", str(reading.sharing.size)
-        error = f"ranks cannot share a row of {name}: {unshared}.\nRemove the flag."
+        error = f"ranks cannot share a row of {name}: {problem}.\nRemove the flag."
     elif problem := why_not_at_all(run, model):
         error = f"{name} cannot be trained: {problem}."
     elif reading.liger and (problem := why_not_liger(run, model)):
         flag, error = "--ds.use_liger_kernel", f"{problem}.\nRemove the flag."
     elif reading.replay and (problem := why_not_replayed(run, model, reading.replay)):
         flag, error = "--algo.router_replay", f"{problem}.\nRemove the flag."
-    return {"reason": reason, "error": error, "flag": flag, "value": value}
+    elif reading.share_prefixes == "true" and unshared:
+        flag, value = "--ds.share_prefixes", "true"
+        error = f"{name} cannot read common prefixes once: {unshared}.\nUse auto."
+    return {"reason": reason, "unshared": unshared, "error": error, "flag": flag, "value": value}
 
 
 def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
@@ -250,6 +275,91 @@ def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequencePa
     if not error <= MAX_ERROR[model.dtype]:
         return f"its hidden states differ from those of the whole row (relative error {error:.2g})"
     return ""
+
+
+def why_not_shared(run: Callable, model: PreTrainedModel) -> str:
+    """Returns why common prefixes of a row's sequences cannot be read once, "" where they can."""
+    reading = reading_of(model)
+    if model.config._attn_implementation != PACKED:
+        return "only --ds.attn_implementation auto reads a tree of prefixes"
+    if reading.images is not None:
+        return "its rows have images"
+    if has_states(model):
+        return "some layers carry a state along the row"
+    try:
+        error = _error_of_sharing(run, model)
+    except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
+        raise  # an error of the machine, not of the model
+    except (CannotPack, TypeError, AttributeError, RuntimeError) as error:
+        return f"it fails with {type(error).__name__}: {first_line(error)}"
+    if not error <= MAX_ERROR[model.dtype]:
+        return f"its hidden states or gradients differ from those of whole rows (relative error {error:.2g})"
+    return ""
+
+
+def _error_of_sharing(run: Callable, model: PreTrainedModel) -> float:
+    """Returns the relative error of hidden states, and of the gradient of the embeddings, of a row whose
+    common prefixes are read once."""
+    reading, probe = reading_of(model), _probe(model)
+    row, tree = _related(model, probe.a, probe.b)
+    sharing = reading.sharing
+    expected = run(lambda: in_one_pass(model, row))[tree.places]
+    found = run(
+        lambda: (
+            in_one_pass(model, row, None, tree)
+            if sharing is None
+            else sharing.gathered(in_one_pass(model, row, sharing, tree))
+        )
+    )
+    branches = tree.places >= probe.a.length
+    error = _error(found[: len(expected)][branches], expected[branches])
+    if reading.gathers or sharing is not None:
+        return error
+    row, tree = _related(model, *(_first(sample, max(LENGTHS)) for sample in (probe.a, probe.b)))
+    index = torch.from_numpy(tree.index).to(row.token_ids.device)
+    of_row, found = (run(lambda x=x: _gradient(model, row, x, index)) for x in (None, tree))
+    expected = torch.zeros_like(found).index_add(0, index, of_row)
+    common = index.bincount() > 1
+    return max(error, _error(found[common], expected[common]))
+
+
+def _related(model: PreTrainedModel, a: Sample, b: Sample) -> tuple[PackedRow, PrefixTree]:
+    """Returns a row of sequences that begin like others, and its tree: a branch of a branch, a beginning of
+    another sequence, and equal ones."""
+    x, y = a.token_ids, b.token_ids
+    half, most = len(x) // 2, len(x) * 3 // 4
+    branch = torch.cat([x[:half], y])[: len(x)]
+    twig = torch.cat([branch[:most], x])[: len(x)]
+    sequences = (x, branch, twig, x[:most], branch)
+    row = _row(model, *(Sample(token_ids=ids, action_mask=torch.zeros_like(ids).bool()) for ids in sequences))
+    return row, present(tree_of(row, with_routing=False))
+
+
+def _first(sample: Sample, num_tokens: int) -> Sample:
+    ids, mask = sample.token_ids[:num_tokens], sample.action_mask[:num_tokens]
+    return Sample(token_ids=ids, action_mask=mask)
+
+
+def _gradient(model: PreTrainedModel, row: PackedRow, tree: PrefixTree | None, index: Tensor) -> Tensor:
+    """Returns the gradient of a random sum of the row's hidden states with respect to the embeddings of the
+    tokens that are read, in float32."""
+    embedded: list[Tensor] = []
+
+    def detach(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[-1].clone()  # CTRL scales it in place
+
+    hook = model.get_input_embeddings().register_forward_hook(detach)
+    try:
+        with torch.enable_grad():
+            hidden = in_one_pass(model, row, tree=tree)
+            hidden = hidden if tree is None else hidden[index]
+            random = torch.Generator().manual_seed(1)
+            weights = torch.randn(hidden.shape, generator=random).to(hidden.device)
+            (gradient,) = torch.autograd.grad((hidden.float() * weights).sum(), embedded[0])
+    finally:
+        hook.remove()
+    return gradient[0].float()
 
 
 def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
@@ -460,6 +570,7 @@ def _cache_entry(model: PreTrainedModel, zero_stage: int | None, tensor: int) ->
         "images": reading_of(model).images is not None,
         "replay": reading_of(model).replay is not None,
         "sharing": [sharing.size, sharing.mode] if (sharing := reading_of(model).sharing) else None,
+        "prefixes": reading_of(model).share_prefixes,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
 

@@ -14,7 +14,7 @@ gradient of the loss.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.collectives import differentiable, exchanged, gathered_rows, scattered_sum, summed
 from openrlhf.types import PackedRow, present
+
+if TYPE_CHECKING:
+    from openrlhf.models.prefixes import Branches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +184,8 @@ class Packing(NamedTuple):
     cumulative: Tensor  # (B + 1,) int32, on the row's device
     shard: "RowShard | None" = None
     """This rank's slice; None where it has the whole row."""
+    branches: "Branches | None" = None
+    """The keys of the queries where the row is a tree of prefixes; None where the keys are the queries."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:

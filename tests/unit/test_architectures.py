@@ -41,6 +41,8 @@ TEN = (
 EXPERTS = ("deepseek_v3", "glm4_moe", "minimax_m2", "mixtral", "qwen3_moe")
 IMPLEMENTATIONS = ("auto", "sdpa", "eager")
 LENGTHS = (5, 23, 2, 11, 17)
+BRANCHES = ((1, 14, 3), (5, 20, 2), (4, 17, 0), (4, 9, 2))
+"""(sequence, number of its tokens, sequence that follows these) of more sequences, with common prefixes."""
 ROUNDINGS = 20
 """Allowed error in units of one rounding of every weight: a kernel of another shape rounds each of its sums
 anew, and the sums of a few layers are worth this many such roundings."""
@@ -49,6 +51,8 @@ anew, and the sums of a few layers are worth this many such roundings."""
 class Verdict(NamedTuple):
     how: str
     """"packed", "one by one" or "refused"."""
+    shares: bool
+    """True: common prefixes are read once."""
     error: float
     """Largest error of a log-prob, nats."""
     rounding: float
@@ -65,10 +69,19 @@ def samples() -> list[Sample]:
     return made
 
 
+def with_branches() -> list[Sample]:
+    made = samples()
+    for first, kept, second in BRANCHES:
+        ids = torch.cat([made[first].token_ids[:kept], made[second].token_ids])
+        made.append(Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0))
+    return made
+
+
 @torch.no_grad()
-def one_by_one(model: PreTrainedModel) -> Tensor:
-    logits = [model(s.token_ids[None], use_cache=False).logits[0, :-1].float() for s in samples()]
-    targets = [s.token_ids[1:, None] for s in samples()]
+def one_by_one(model: PreTrainedModel, sequences: list[Sample] | None = None) -> Tensor:
+    sequences = sequences or samples()
+    logits = [model(s.token_ids[None], use_cache=False).logits[0, :-1].float() for s in sequences]
+    targets = [s.token_ids[1:, None] for s in sequences]
     pairs = zip(logits, targets, strict=True)
     return torch.cat([x.log_softmax(-1).gather(1, target)[:, 0] for x, target in pairs])
 
@@ -108,11 +121,16 @@ def judged(folder_of):
             ).eval()
             reading = resolve_reading(policy, policy)
         except ValueError as error:
-            return Verdict("refused", 0.0, rounding, str(error).splitlines()[0])
+            return Verdict("refused", False, 0.0, rounding, str(error).splitlines()[0])
         with torch.no_grad():
             found = policy(PackedRow.of(samples())).log_probs
+            if reading.shares_prefixes:
+                with transformers_attention(policy.model):
+                    expected = torch.cat([expected, one_by_one(policy.model, with_branches())])
+                found = torch.cat([found, policy(PackedRow.of(with_branches())).log_probs])
         how = "packed" if reading.packed else "one by one"
-        return Verdict(how, float((found - expected).abs().max()), rounding, "")
+        error = float((found - expected).abs().max())
+        return Verdict(how, reading.shares_prefixes, error, rounding, "")
 
     return verdict
 
@@ -127,7 +145,8 @@ def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
         if verdict.how == "refused":
             assert "cannot be trained" in verdict.reason or attention != "auto", verdict
     row = next(line for line in PAGE.read_text().splitlines() if line.startswith(f"| {model_type} |"))
-    assert row.split(" | ")[1:4] == [judged(model_type, attention).how for attention in IMPLEMENTATIONS]
+    verdicts = [judged(model_type, attention) for attention in IMPLEMENTATIONS]
+    assert row.split(" | ")[1:5] == [*(verdict.how for verdict in verdicts), _prefixes(verdicts)]
 
 
 @pytest.mark.parametrize("model_type", [*TEN, *EXPERTS])
@@ -296,15 +315,23 @@ def test_the_check_leaves_no_trace(tmp_path) -> None:
 def test_write_the_table(judged) -> None:
     head, begin, _ = PAGE.read_text().partition("<!-- table -->\n")
     lines = [
-        "| architecture | auto | sdpa | eager | error, nats | why not packed |",
-        "|---|---|---|---|---|---|",
+        "| architecture | auto | sdpa | eager | common prefixes | error, nats | why not packed |",
+        "|---|---|---|---|---|---|---|",
     ]
     for name in sorted(ALL):
         verdicts = [judged(name, attention) for attention in IMPLEMENTATIONS]
         error = max((v.error for v in verdicts if v.how != "refused"), default=0.0)
         shown = "" if all(v.how == "refused" for v in verdicts) else f"{error:.0e}"
-        lines.append(f"| {name} | {' | '.join(v.how for v in verdicts)} | {shown} | {_why(verdicts)} |")
+        how = " | ".join(v.how for v in verdicts)
+        lines.append(f"| {name} | {how} | {_prefixes(verdicts)} | {shown} | {_why(verdicts)} |")
     PAGE.write_text(head + begin + "\n".join(lines) + "\n")
+
+
+def _prefixes(verdicts: list[Verdict]) -> str:
+    """Returns how `auto`, the first, reads common prefixes."""
+    if verdicts[0].how == "refused":
+        return "-"
+    return "once" if verdicts[0].shares else "each"
 
 
 def _why(verdicts: list[Verdict]) -> str:

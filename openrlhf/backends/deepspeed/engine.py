@@ -114,6 +114,7 @@ class DeepSpeedEngine(TrainedRank):
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
         shard_rows(self.module, self.mesh, ds)
         reading_of(self.module.model).gathers = self.stage == 3
+        reading_of(self.module.model).share_prefixes = ds.share_prefixes
         resolve_reading(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
         self.average = None
         if ema_beta is not None:
@@ -288,6 +289,7 @@ class DeepSpeedFrozen(ModelRank):
             self.model = module.to(self.device)
         shard_rows(module, self.mesh, ds)
         reading_of(module.model).gathers = self.sharded
+        reading_of(module.model).share_prefixes = ds.share_prefixes
         resolve_reading(self.model, module, zero_stage=3 if self.sharded else None, tensor=self.mesh.tensor)
 
     @torch.no_grad()
