@@ -1,5 +1,6 @@
 """The gradient does not change with the layout: micro-batch size, packing, order, accumulation, ranks, how
-ranks share rows, ZeRO stage."""
+ranks share rows, ZeRO stage. Samples, and the answers of pairs, have common prefixes, which are read once
+where a row holds several of them, and for each where it holds one."""
 
 from collections.abc import Callable
 from itertools import cycle, product
