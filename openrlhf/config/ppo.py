@@ -199,13 +199,13 @@ class RewardConfig(FrozenRoleConfig):
     num_workers: Count = 1
     """Processes of each engine that run the reward function."""
     memory_gb: Positive | None = None
-    """Memory of each of these processes, GB. A call that needs more fails with a MemoryError. None: the
-    memory of the machine."""
+    """Memory limit of each process of the reward function, GB. A call that needs more fails with a
+    MemoryError. None: the memory of the machine."""
     remote_timeout: Positive = 600.0
     """Seconds that the reward of a sample may take over HTTP, all retries included, before it counts as
     failed."""
     remote_try_timeout: Positive | None = None
-    """Seconds after which a reward server that has not answered is given up and the next one is asked. None:
+    """Seconds that one attempt at a reward server may take; after that the next server is tried. None:
     reward.remote_timeout divided by the number of servers."""
     remote_batch_size: Count = 16
     """Maximum number of samples in one request to a reward server. 1: one request for each sample."""

@@ -242,12 +242,12 @@ class BatchesConfig(SeedConfig):
     """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
     (docs/models.md)."""
     grace_seconds: PositiveOrZero = 300.0
-    """Seconds that a run with ckpt.save_steps may take after Ctrl-C or SIGTERM to end its step and save a
-    checkpoint; its exit code is then 75. 0: it ends at once."""
+    """Maximum time, seconds, after Ctrl-C or SIGTERM to complete the current step and save a checkpoint, for
+    runs with ckpt.save_steps. The exit code is then 75. 0: the run ends immediately."""
     on_nonfinite: OnNonfinite = "stop"
-    """Handling of an optimizer step whose loss or gradient is NaN or infinite. Such a step changes
-    no weights. stop: end the run. skip_step: go on with the next step; more than 10 such steps in a row end
-    the run. Weights that are not finite always end it (docs/errors.md)."""
+    """Handling of an optimizer step whose loss or gradient is NaN or infinite; such a step never changes
+    weights. stop: end the run. skip_step: continue with the next step; more than 10 such steps in a row end
+    the run. Weights that are not finite always end the run (docs/errors.md)."""
 
 
 # ---- training models: precision, sharding, kernels
