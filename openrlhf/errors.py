@@ -104,7 +104,7 @@ class CodedError(Exception):
         self.row = row
 
     def __str__(self) -> str:
-        place = " ".join(part for part in (self.flag, self.value) if part)
+        place = " ".join(part for part in (self.flag, shortened(self.value, LONGEST_VALUE)) if part)
         place += "" if self.row is None else f":{self.row}"
         return f"{place}: {self.text}" if place else self.text
 
@@ -122,6 +122,24 @@ def as_one(problems: Sequence[UsageError]) -> UsageError:
     first, *others = problems
     first.text = "\n".join([first.text, *map(str, others)])
     return first
+
+
+LONGEST_VALUE, LONGEST_LINE = 300, 3000
+"""Characters of a value, and of a line of an error, that are printed."""
+
+
+def shortened(text: str, longest: int) -> str:
+    """Returns at most about `longest` characters of `text`: its beginning, its end, and its length."""
+    if len(text) <= longest:
+        return text
+    return f"{text[: longest - 60]}…{text[-20:]} ({len(text):,} characters)"
+
+
+def readable(text: str) -> str:
+    """Returns `text` for a terminal: long lines shortened, control characters escaped."""
+    lines = (shortened(line, LONGEST_LINE) for line in text.split("\n"))
+    escaped = ("".join(c if c.isprintable() or c == "\t" else ascii(c)[1:-1] for c in line) for line in lines)
+    return "\n".join(escaped)
 
 
 def describe(error: BaseException) -> str:
@@ -224,7 +242,7 @@ def _exit_with(error: Exception) -> None:
         raise error
     if _rank() > 0:
         time.sleep(PATIENCE)
-    print("\n".join([f"error: {describe(cause)}", *_notes(error)]), file=sys.stderr, flush=True)
+    print(readable("\n".join([f"error: {describe(cause)}", *_notes(error)])), file=sys.stderr, flush=True)
     sys.exit(EXIT_USAGE if isinstance(cause, ValueError) else EXIT_FAILURE)
 
 

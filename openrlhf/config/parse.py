@@ -19,7 +19,7 @@ from openrlhf.config.fields import Field, convert, fields_of, to_words, values_o
 from openrlhf.config.old_flags import OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
-from openrlhf.errors import ErrorCode, UsageError, describe, notify
+from openrlhf.errors import ErrorCode, UsageError, describe, notify, readable
 
 ConfigT = TypeVar("ConfigT")
 
@@ -521,7 +521,7 @@ def _refuse(problems: Sequence[ValueError], command: Command, notes: Sequence[st
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [*(f"note: {note}" for note in notes), *(f"error: {describe(problem)}" for problem in problems)]
     end = f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."
-    notify("\n".join([*lines, end]))
+    notify(readable("\n".join([*lines, end])))
     sys.exit(2)
 
 

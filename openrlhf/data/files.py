@@ -238,7 +238,7 @@ def _json_lines(file: File, bad_rows: BadRows) -> Iterator[Found]:
     start = 0
     with file.path.open("rb") as opened:
         for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
-            row = _row_or_reason(partial(_parse_line, raw), file, line, bad_rows)
+            row = _row_or_reason(partial(_parse_line, raw, _unique), file, line, bad_rows)
             if row is not None:
                 yield start, line, row
             start += len(raw)
@@ -255,10 +255,10 @@ def _row_or_reason(read: Callable[[], ReadT], file: File, number: int, bad_rows:
         raise file.error(reason.code, f"{reason.text}\n{REMEDY}", number) from reason
 
 
-def _parse_line(raw: bytes) -> Row | None:
-    """Returns the row of a line, or None for a blank line."""
+def _parse_line(raw: bytes, pairs: "Pairs | None" = None) -> Row | None:
+    """Returns the row of a line, or None for a blank line. `pairs`: see `_parse_json`."""
     text = _decode(raw).strip()
-    return _row(_parse_json(text)) if text else None
+    return _row(_parse_json(text, pairs)) if text else None
 
 
 def _parse_first_line(raw: bytes) -> Row:
@@ -273,17 +273,53 @@ def _decode(raw: bytes) -> str:
         raise BadRow(f"not UTF-8: {error.reason} (byte {error.start + 1}).") from error
 
 
-def _parse_json(text: str) -> Any:
+Pairs = Callable[[list[tuple[str, Any]]], Row]
+"""Makes an object of its keys and values."""
+
+
+MAX_DEPTH = 100
+"""Levels of lists and objects of a row. Python reads about 1,000, and fewer the more calls are under way."""
+_TOO_DEEP = f"lists and objects are nested in more than {MAX_DEPTH} levels."
+
+
+def _depth(value: Any) -> int:
+    """Returns the levels of lists and objects, without recursion."""
+    depth, level = 0, [value]
+    while level := [v for v in level if isinstance(v, list | dict)]:
+        depth += 1
+        level = [v for part in level for v in (part.values() if isinstance(part, dict) else part)]
+    return depth
+
+
+def _parse_json(text: str, pairs: Pairs | None = None) -> Any:
+    """Parses JSON. `pairs`: `_unique` refuses objects with the same key twice, which takes a third more
+    time; rows are read so once, when their file is checked."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=pairs)
+    except RecursionError as error:
+        raise BadRow(_TOO_DEEP) from error
     except json.JSONDecodeError as error:
         if text.startswith("<"):
             raise BadRow("this looks like HTML. Was an error page downloaded?") from error
         found = text.splitlines()[error.lineno - 1][:60]
         raise BadRow(f"not JSON: {error.msg}: {found}", line=error.lineno) from error
+    except BadRow:
+        raise
+    except ValueError as error:  # Python reads numbers of up to 4,300 digits
+        raise BadRow(f"a number that is too long: {first_line(error)}.") from error
+    if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
+        raise BadRow(_TOO_DEEP)
     if "\\ud" in text.lower():
         _refuse_half_characters(value)
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> Row:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise BadRow(f"the key {next(key for key in made if keys.count(key) > 1)!r} is there twice.")
+    return made
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -309,7 +345,7 @@ def _read_json(file: File, bad_rows: BadRows) -> Part:
     if _has_a_row_in_each_line(file.path):
         return _read_json_lines(file, bad_rows)
     try:
-        value = _parse_json(_decode(file.path.read_bytes()).strip())
+        value = _parse_json(_decode(file.path.read_bytes()).strip(), _unique)
     except BadRow as reason:
         raise file.error(ErrorCode.UNREADABLE, reason.text, reason.row) from reason
     if not isinstance(value, list):
@@ -336,7 +372,7 @@ def _has_a_row_in_each_line(path: Path) -> bool:
 def _is_json(text: bytes) -> bool:
     try:
         json.loads(text)
-    except ValueError:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
         return False
     return True
 

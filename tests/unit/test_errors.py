@@ -5,13 +5,21 @@ import pickle
 import pytest
 from refusals import printed, refused
 
-from openrlhf.errors import ErrorCode, RunError, UsageError, describe, short_errors
+from openrlhf.errors import ErrorCode, RunError, UsageError, describe, readable, short_errors
 
 
 def test_a_message_names_what_is_set() -> None:
     error = UsageError(ErrorCode.INVALID_ROW, "it is null.", flag="--data.dataset", value="a.jsonl", row=3)
     assert str(error) == "--data.dataset a.jsonl:3: it is null."
     assert str(UsageError(ErrorCode.CLUSTER, "no Ray cluster answers.")) == "no Ray cluster answers."
+
+
+def test_a_message_of_any_length_is_readable() -> None:
+    error = UsageError(ErrorCode.INVALID_VALUE, "wrong", flag="--a", value="x" * 100_000)
+    assert error.value == "x" * 100_000 and len(str(error)) < 400
+    assert str(error).endswith("xxx (100,000 characters): wrong")
+    assert readable("a\x1b[31m\u202eb\t\nc") == "a\\x1b[31m\\u202eb\t\nc"
+    assert len(readable("y" * 100_000)) < 3100
 
 
 def test_the_code_stands_behind_the_first_line() -> None:
