@@ -318,10 +318,11 @@ class TrainedRank(ModelRank):
         if self.mesh.is_first and is_adapter:
             save_adapter(model, state, folder)
         elif self.mesh.is_first:
+            buffers = dict(model.named_buffers())
             state |= {
                 name: b.cpu()
                 for name, b in model.state_dict().items()
-                if name not in state and _is_buffer(model, name)
+                if name not in state and name in buffers
             }
             model.save_pretrained(folder, state_dict=state)
         dist.barrier()
@@ -437,7 +438,3 @@ def _not_finite(bad: Metrics, step: int, skipped: int) -> NotFiniteError:
         "Lower the learning rate, or look at the step's rollouts and data in the run folder."
     )
     return NotFiniteError(ErrorCode.NOT_FINITE, text)
-
-
-def _is_buffer(model: nn.Module, name: str) -> bool:
-    return any(name == buffer for buffer, _ in model.named_buffers())

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 class DPOTask(PairTask[DPOConfig], ComparedTask[DPOConfig]):
     command = DPO
-    module = "openrlhf.cli.train_dpo"
     score_last_token = False
 
     def objective(self, run: task.Run[DPOConfig]) -> "DPOObjective":

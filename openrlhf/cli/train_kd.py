@@ -19,7 +19,6 @@ TEACHER_FLAG = "--teacher.model_name_or_path"
 
 class DistillationTask(ResponsesTask[KDConfig]):
     command = KD
-    module = "openrlhf.cli.train_kd"
 
     def models(self) -> Mapping[str, str]:
         return {**super().models(), TEACHER_FLAG: self.config.teacher.model_name_or_path}

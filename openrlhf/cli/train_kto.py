@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 class KTOTask(ComparedTask[KTOConfig]):
     command = KTO
-    module = "openrlhf.cli.train_kto"
     column_keys = ("input_key", "output_key", "label_key")
 
     def builder(self) -> partial:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 class ProcessRewardTask(task.Task[PRMConfig]):
     command = PRM
-    module = "openrlhf.cli.train_prm"
     column_keys = ("input_key", "label_key")
 
     def check_models(self) -> None:

@@ -49,7 +49,6 @@ class PairTask(task.Task[ConfigT]):
 
 class RewardModelTask(PairTask[RMConfig]):
     command = RM
-    module = "openrlhf.cli.train_rm"
     score_last_token = True
 
     @property

@@ -37,7 +37,6 @@ class ResponsesTask(task.Task[ConfigT]):
 
 class SFTTask(ResponsesTask[SFTConfig]):
     command = SFT
-    module = "openrlhf.cli.train_sft"
 
     def objective(self, run: task.Run[SFTConfig]) -> "SFTObjective":
         from openrlhf.training.objectives.sft import SFTObjective

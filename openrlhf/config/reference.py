@@ -3,6 +3,7 @@ openrlhf.config.reference`."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
 from typing import Any, get_type_hints
 
 from openrlhf.config.command import SECRETS, Command
@@ -97,18 +98,11 @@ def _sections(
     shared = fields_of(OptimConfig)
     for name, fields in groups.items():
         if fields:
-            fields.sort(
-                key=lambda field: field.key.partition(".")[2] in shared
-            )  # flags of this section alone come first
-            yield (
-                name,
-                " ".join((hints[name].__doc__ or "").split()) if _is_section(name, hints) else "",
-                fields,
-            )
-
-
-def _is_section(name: str, hints: dict[str, Any]) -> bool:
-    return name in hints and hasattr(hints[name], "__dataclass_fields__")
+            # Flags of this section alone come first.
+            fields.sort(key=lambda field: field.key.partition(".")[2] in shared)
+            section = hints.get(name)
+            doc = section.__doc__ if is_dataclass(section) else None
+            yield name, " ".join((doc or "").split()), fields
 
 
 def _group(field: Field) -> str:

@@ -196,15 +196,13 @@ def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
 
 def _load(dataset_type: type[DatasetT], entry: Path) -> DatasetT:
     about = json.loads((entry / "meta.json").read_text())
-    arrays = {name: _map(entry, name) for name in about["arrays"]}
+    arrays = {
+        name: np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in about["arrays"]
+    }
     for name, array in arrays.items():
         if _layout(array) != about["arrays"][name]:
             raise ValueError(f"{name}.npy holds {_layout(array)}, not {about['arrays'][name]}")
     return dataset_type.from_arrays(arrays, about["meta"])
-
-
-def _map(entry: Path, name: str) -> np.ndarray:
-    return np.load(entry / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
 
 def _layout(array: np.ndarray) -> dict[str, Any]:

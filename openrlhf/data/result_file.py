@@ -23,7 +23,8 @@ class ResultFile:
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
         """Drops a half-written last line, which a killed run leaves."""
-        self._path = _of_rank(Path(path), rank)
+        path = Path(path)
+        self._path = path if rank == 0 else path.with_name(f"{path.name}.rank{rank}.jsonl")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("ab")
         self._file.truncate(_whole_lines(self._path))
@@ -107,10 +108,6 @@ def check_origin(path: str | Path, meta_path: str | Path, origin: Mapping[str, A
 def write_origin(meta_path: str | Path, origin: Mapping[str, Any]) -> None:
     Path(meta_path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(Path(meta_path), [json.dumps(origin, indent=1), "\n"])
-
-
-def _of_rank(path: Path, rank: int) -> Path:
-    return path if rank == 0 else path.with_name(f"{path.name}.rank{rank}.jsonl")
 
 
 def _files(path: Path) -> list[Path]:

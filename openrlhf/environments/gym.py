@@ -60,7 +60,7 @@ class GymExecutor(AgentExecutorBase, ABC):
         or the environment truncates it."""
         talk = Conversation(llm_engine, hf_tokenizer, sampling_params, max_length, max_turns)
         seed = self.seed(label)
-        own = GlobalRandom(seed).within if self.draws_globally else _unchanged
+        own = GlobalRandom(seed).within if self.draws_globally else lambda method: method
 
         def call(method: Callable, *arguments: Any, **options: Any) -> Any:
             return call_in_time(own(method), *arguments, seconds=step_timeout, **options)
@@ -81,10 +81,6 @@ class GymExecutor(AgentExecutorBase, ABC):
             "truncated": truncated or not terminated or talk.is_cut,
             "extra_logs": {"turns": len(rewards)},
         }
-
-
-def _unchanged(method: Callable) -> Callable:
-    return method
 
 
 def seed_of(label: Any) -> int:

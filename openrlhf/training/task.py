@@ -57,8 +57,6 @@ class Task(ABC, Generic[ConfigT]):
     so that `--help` is fast."""
 
     command: ClassVar[Command]
-    module: ClassVar[str]
-    """Name of the module that runs the command with `python -m`."""
     column_keys: ClassVar[Sequence[str]]
     """Options in the section `data` that name a column of the dataset. The image column is added if rows have
     images."""
@@ -339,7 +337,7 @@ class Run(Generic[ConfigT]):
         folder = RunFolder.create(
             self.config.run_dir,
             config_yaml=to_yaml(self.config),
-            argv=["python", "-m", self.task.module, *self.argv],
+            argv=["python", "-m", f"openrlhf.cli.train_{self.task.command.name}", *self.argv],
             resume=resume_step is not None,
         )
         return Observer(folder, self.config.logger, resume_step=resume_step)
