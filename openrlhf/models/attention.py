@@ -1,17 +1,17 @@
 """Attention over packed rows (padding-free), with sequences isolated from each other on every device.
 
-transformers looks attention up by name; ours is registered as `PACKED`. It reads the boundaries of the
-sequences from the `packing` keyword argument of the model's call, so no mask over the row is ever built.
-Where torch has a varlen kernel (`has_varlen_kernel`), the whole row is one call; elsewhere each sequence is
-one call of scaled_dot_product_attention. models/self_check.py tests whether a model passes these arguments on
-to its attention.
+transformers looks attention functions up by name; the one in this module is registered as `PACKED`. It reads
+the boundaries of the sequences from the model's keyword argument `packing`, so no mask over the row is ever
+built. If torch has a varlen kernel for the inputs (`has_varlen_kernel`), the whole row is one call; otherwise
+each sequence is one call of scaled_dot_product_attention. models/self_check.py tests whether a model passes
+these arguments to its attention.
 
-Under sequence parallelism each rank holds a slice of the row's tokens. There are three modes: an all-to-all
-exchanges slices of all heads for the whole row of some heads (DeepSpeed-Ulysses,
-https://arxiv.org/abs/2309.14509); keys and values travel round the ranks (models/ring.py); or each rank
+Under sequence parallelism each rank has a slice of the row's tokens. There are three modes: an all-to-all
+exchanges slices of all heads for whole rows of some heads (DeepSpeed-Ulysses,
+https://arxiv.org/abs/2309.14509); keys and values are passed from rank to rank (models/ring.py); or each rank
 gathers the keys and values of the whole row for the queries of its slice, some heads at a time (context
-parallelism in section 3.3.2 of https://arxiv.org/abs/2407.21783). In the last mode the edge of a chunk may
-cut a sequence: the chunk's queries are then the last tokens of its keys.
+parallelism in section 3.3.2 of https://arxiv.org/abs/2407.21783). In the last mode a chunk may begin inside a
+sequence; its queries are then the last tokens of its keys.
 """
 
 import importlib.util
@@ -45,26 +45,25 @@ FROM_POSITIONS = ("sdpa", "eager")
 correct, but quadratic in the length of the whole row."""
 
 AMPERE = (8, 0)
-"""Lowest CUDA compute capability that FlashAttention supports."""
+"""Minimum CUDA compute capability of FlashAttention."""
 
 SCORES_BYTES = 256 * 2**20
-"""Largest size in bytes of the float32 scores of one block of queries, where scores are computed
-explicitly."""
+"""Maximum size in bytes of the float32 scores of one block of queries, if scores are computed explicitly."""
 
 MAX_HEAD_SIZE = 256
-"""Largest head size of FlashAttention, which also needs a multiple of 8 and one size for queries, keys and
-values."""
+"""Maximum head size of FlashAttention, which also requires a multiple of 8 and equal sizes of queries, keys
+and values."""
 
 logger = logging.getLogger(__name__)
 
 
 class CannotPack(ValueError):
-    """Raised when an architecture needs something that attention over packed rows does not support."""
+    """Raised if an architecture needs a feature that attention over packed rows does not support."""
 
 
 def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
-    """Returns the transformers name for `--ds.attn_implementation`. Raises UsageError for implementations
-    that cannot read packed rows."""
+    """Returns transformers' name of the attention that `--ds.attn_implementation` selects. Raises UsageError
+    for implementations that do not support packed rows."""
     if name in ("auto", PACKED) or lacks_its_kernel(name):
         return PACKED
     cap = getattr(model_config.get_text_config(), "attn_logit_softcapping", None)
@@ -77,13 +76,14 @@ def resolve_attention(name: str, model_config: PreTrainedConfig) -> str:
 
 
 def of_text(name: str, model_config: PreTrainedConfig) -> str | dict[str, str]:
-    """Returns `name` in the form transformers expects, applied to all of a model except its vision tower."""
+    """Returns transformers' setting that applies the attention `name` to the whole model except its vision
+    tower."""
     return {"": name, "text_config": name} if "vision_config" in model_config.sub_configs else name
 
 
 def lacks_its_kernel(name: str) -> bool:
-    """Returns whether `name` is a flash attention that this machine cannot run, so that `auto` replaces it.
-    The check of the flags has already reported a missing package."""
+    """Returns True if `name` is a FlashAttention implementation that this machine cannot run; `auto` then
+    replaces it. The checks of flags have already reported a missing package."""
     package = FLASH_PACKAGES.get(name)
     if package is None:
         return False
@@ -163,15 +163,14 @@ def packed_attention(
     if sharing.mode != "allgather":
         reason = why_no_ring(query, value, window=window, softcap=softcap, sinks=s_aux, dropout=dropout)
         if not reason:
-            return _round_the_ring(query, key, value, scaling, packing.shard), None
+            return _by_ring(query, key, value, scaling, packing.shard), None
         if sharing.mode == "ring" and sharing.rank == 0:
-            _say_gathered(reason)
+            _warn_of_allgather(reason)
     return _over_gathered_keys(attend, query, key, value, s_aux, packing.shard), None
 
 
 def broke_attention(error: Exception) -> bool:
-    """Returns whether `error` was raised inside `packed_attention` by a kernel or its call, not by a
-    deliberate refusal (`CannotPack`)."""
+    """Returns True if `error` was raised inside `packed_attention` by a kernel, and is not a CannotPack."""
     frames = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     return packed_attention.__code__ in frames and not isinstance(error, CannotPack)
 
@@ -185,8 +184,8 @@ def why_no_ring(
     sinks: Tensor | None,
     dropout: float,
 ) -> str:
-    """Returns the reason why a layer cannot use ring attention, "" where it can. The result is the same on
-    all ranks."""
+    """Returns the reason why a layer cannot use ring attention; "" if it can. The result is the same on all
+    ranks."""
     reasons = {
         "a sliding window": window is not None,
         "capped scores": softcap is not None,
@@ -198,8 +197,8 @@ def why_no_ring(
 
 
 @cache
-def _say_gathered(reason: str) -> None:
-    """Logs the fallback of a layer to gathered keys, once per reason."""
+def _warn_of_allgather(reason: str) -> None:
+    """Warns, once per reason, that layers use the mode allgather instead of ring."""
     logger.warning("--ds.sequence_parallel_mode ring: layers with %s use mode allgather", reason)
 
 
@@ -260,9 +259,7 @@ def _over_gathered_keys(
     return torch.cat(outputs, dim=2)
 
 
-def _round_the_ring(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, shard: RowShard
-) -> Tensor:
+def _by_ring(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, shard: RowShard) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row by ring attention."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     q, k, v = _of_kernel_size(query, key, value)
@@ -283,12 +280,12 @@ def _attend(
     window: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Computes (1, heads, n, d) -> (1, n, heads, d). The queries of a sequence are the last tokens of its
-    keys."""
+    """Computes attention of queries (1, heads, n, d). Returns (1, n, heads, d). The queries of a sequence are
+    the last tokens of its keys."""
     plain = softcap is None and sinks is None
     if plain and has_varlen_kernel(query, value, dropout):
         return _varlen(query, key, value, queries, keys, scaling, window)
-    # split, not slices: the backward of a slice touches the whole row once for every sequence
+    # split instead of slices, because the backward pass of each slice would touch the whole row
     rows = zip(
         query.split(queries.lengths, 2), *(x.split(keys.lengths, 2) for x in (key, value)), strict=True
     )
@@ -360,7 +357,7 @@ def _scored(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attends with the queries of consecutive tokens, the first of which is at index `place` among the
+    """Computes attention of the queries of consecutive tokens. The first query is at index `place` among the
     keys."""
     scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -378,7 +375,7 @@ def _as_many_heads(q: Tensor, *kv: Tensor) -> list[Tensor]:
 
 
 def _causal(q: Tensor, k: Tensor, place: int, window: int | None) -> Tensor:
-    """Returns an (L, S) mask, True where a query sees a key. The first query is at index `place` among the
+    """Returns a mask (L, S), True if a query attends to a key. The first query is at index `place` among the
     keys."""
     i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     distance = place + i[:, None] - j
@@ -386,8 +383,7 @@ def _causal(q: Tensor, k: Tensor, place: int, window: int | None) -> Tensor:
 
 
 def has_varlen_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Returns whether torch's varlen attention supports these inputs. It is FlashAttention 2 on CUDA and has
-    no dropout."""
+    """Returns True if torch's varlen attention, which is FlashAttention 2 on CUDA, supports these inputs."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -421,8 +417,9 @@ def _varlen(
 
 
 def _of_kernel_size(*qkv: Tensor) -> list[Tensor]:
-    """Pads head dimensions with zeros to what kernels need: one size for all heads, a multiple of 8. The
-    zeros of queries and keys do not change the scores; the caller cuts the padding off the outputs."""
+    """Pads head dimensions with zeros to the size that kernels need: the same for queries, keys and values,
+    and a multiple of 8. Zeros in queries and keys do not change the scores. The caller removes the padding
+    from the outputs."""
     size = -(-max(x.shape[-1] for x in qkv) // 8) * 8
     return [x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1])) for x in qkv]
 
@@ -434,9 +431,9 @@ def _window_of_layer(
     config: PreTrainedConfig | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Returns how many tokens a layer sees, the only property of its mask that packed attention needs, as a
-    tensor of one element, because models pass tensors on. None: the layer sees every earlier token of its
-    sequence."""
+    """Returns the layer's sliding window in tokens, the only property of its mask that packed attention
+    needs; None: no window. The result is a tensor with one element, because models pass the mask on as a
+    tensor."""
     kinds = getattr(config, "layer_types", None) or ()
     if use_vmap or (local_size is not None and "chunked_attention" in kinds):
         raise CannotPack("attention masks that are neither causal nor a sliding window cannot be packed")
@@ -456,7 +453,7 @@ def _arguments_of_packed_mask(
     **named: Any,
 ) -> tuple:
     """Removes the positions from the arguments of a mask. Otherwise transformers would wait for the GPU to
-    find out from them whether a row has several sequences, which `packing` already states."""
+    determine from them whether a row has several sequences, which `packing` already contains."""
     if config._attn_implementation == PACKED:
         position_ids = None
     return _arguments_of_mask(

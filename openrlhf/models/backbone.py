@@ -1,4 +1,4 @@
-"""Runs Hugging Face models on packed rows."""
+"""Forward passes of Hugging Face models over packed rows."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
 from openrlhf.types import Image, PackedRow, present
 
 STATEFUL = {"linear_attention", "conv"}
-"""Layer types, as named in transformers' configurations, that carry a state along the row."""
+"""Layer types, by their names in transformers' configurations, that carry a state along the row."""
 
 
 @dataclass(slots=True)
@@ -37,12 +37,12 @@ class Reading:
     images: ImageReader | None = None
     """Converts images for a vision-language model; None for text only."""
     sharing: SequenceParallel | None = None
-    """The sequence-parallel group that shares rows; None where every rank reads whole rows."""
+    """The sequence-parallel group that splits rows; None if every rank reads whole rows."""
     gathers: bool = False
-    """True where ranks shard parameters and gather them in every pass, so that all must make the same
+    """True if ranks gather sharded parameters in every pass, so that all ranks must run the same number of
     passes."""
     replay: Replay | None = None
-    """Router replay: forces the experts that a row lists for its tokens. None: the routers choose."""
+    """Router replay with the experts in `PackedRow.routing`; None: routers select experts."""
     share_prefixes: SharePrefixes = "auto"
     """Value of `--ds.share_prefixes`."""
     shares_prefixes: bool = False
@@ -69,7 +69,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     """Returns the model without its head."""
     if model.base_model is not model:
         return model.base_model
-    # The architecture's `base_model_prefix` is wrong, as in Llama 4's text model.
+    # Some architectures have a wrong `base_model_prefix`, such as Llama 4's text model.
     return next(child for child in model.children() if isinstance(child, PreTrainedModel))
 
 
@@ -79,13 +79,13 @@ class ActionStates(NamedTuple):
 
     hidden: Tensor  # (a, H)
     own: slice | Tensor
-    """Index of these actions among the row's: all, or (a,) indices."""
+    """Indices of these actions among the row's actions: all, or (a,) indices."""
     num_actions: int
     """Number of actions of the whole row."""
     sharing: SequenceParallel | None
 
     def whole(self, answers: Tensor) -> Tensor:
-        """Collects the head's outputs (a, ...) for this rank's actions into those for the whole row (A,
+        """Gathers the head's outputs for the whole row, (A, ...), from those for each rank's actions, (a,
         ...)."""
         if self.sharing is None:
             return answers
@@ -93,13 +93,12 @@ class ActionStates(NamedTuple):
         return self.sharing.summed(of_others.index_copy(0, cast(Tensor, self.own), answers))
 
     def total(self, of_slice: Tensor) -> Tensor:
-        """Sums a total over the slice's actions into the total over the whole row."""
+        """Returns the total over the whole row, from each rank's total over its slice."""
         return of_slice if self.sharing is None else self.sharing.summed(of_slice)
 
 
 def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> ActionStates:
-    """Returns the hidden states at `places` (A,), in order: the token of the row at which each action is
-    read."""
+    """Returns the hidden states at `places` (A,), indices of the row's tokens, one for each action."""
     tree, sharing, num_actions = _common_prefixes(model, row), reading_of(model).sharing, len(places)
     hidden, num_tokens = hidden_states(model, row, tree), len(row.token_ids)
     if tree is not None:
@@ -107,7 +106,7 @@ def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> Act
         places, num_tokens = index[places], len(tree.places)
     if sharing is None:
         return ActionStates(hidden[places], slice(None), num_actions, None)
-    own, in_slice = sharing.located(places, num_tokens)
+    own, in_slice = sharing.locate(places, num_tokens)
     return ActionStates(hidden[in_slice], own, num_actions, sharing)
 
 
@@ -146,7 +145,7 @@ def in_one_pass(
     if reader is not None:
         row = with_blank(row, reader)
     if sharing is not None:
-        row, tokens = sharing.filled_up(row), slice(None)
+        row, tokens = sharing.padded(row), slice(None)
     num_more = len(row.token_ids) - num_tokens
     branches = None if tree is None else Branches.of(tree, of_row, num_more, device)
     output = _read(
@@ -169,9 +168,9 @@ def has_states(model: PreTrainedModel) -> bool:
 def _state_borders(
     model: PreTrainedModel, lengths: tuple[int, ...], device: torch.device
 ) -> dict[str, Tensor]:
-    """Returns the arguments that tell layers with a state along the row (linear attention, convolutions)
-    where to reset it. Only the kernels of flash-linear-attention and causal-conv1d read them; transformers'
-    own code leaks across sequences."""
+    """Returns the keyword arguments with which layers that carry a state along the row (linear attention,
+    convolutions) reset it between sequences. Only the kernels of flash-linear-attention and causal-conv1d use
+    them; transformers' own code leaks across sequences."""
     if not has_states(model):
         return {}
     counts = torch.tensor(lengths)
@@ -199,17 +198,19 @@ def _read(
     replay = reading_of(model).replay if routing is not None else None
     if replay is not None:
         inputs["routing"] = replay.routing(present(routing), inputs["input_ids"].shape[1], sharing)
-    # With a cache transformers takes the row for one sequence, and attention leaks across sequences silently.
+    # With a cache transformers would treat the row as one sequence, and attention would leak across
+    # sequences.
     output = backbone_of(model)(**inputs, use_cache=False)
     if replay is not None:
         replay.check()
-    return output.last_hidden_state[0].to(model.dtype)  # Mamba keeps its residual in float32
+    return output.last_hidden_state[0].to(model.dtype)  # Mamba's residual stream is float32
 
 
 def alone(
     model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image] = (), routing: Tensor | None = None
 ) -> Tensor:
-    """Runs one sequence, token_ids (L,) -> hidden states (L, H), the way transformers itself reads it."""
+    """Returns the hidden states (L, H) of one sequence `token_ids` (L,), with transformers' ordinary
+    inputs."""
     inputs = inputs_alone(model, token_ids, images)
     return _read(model, routing, None, **inputs)[: len(token_ids)]
 
@@ -219,7 +220,7 @@ def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Ima
     reader = reading_of(model).images
     if reader is None:
         return {"input_ids": token_ids[None]}
-    if not images:  # as in `with_blank`; tokens after a sequence do not change its states
+    if not images:  # as in `with_blank`; later tokens do not change earlier states
         images, blank = reader.blank.images, reader.blank.token_ids.to(token_ids.device)
         token_ids = torch.cat([token_ids, blank])
     return {"input_ids": token_ids[None]} | reader.inputs(token_ids, images)
@@ -237,7 +238,7 @@ def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
 
 
 def _most_sequences(model: PreTrainedModel, row: PackedRow) -> int:
-    """Returns the largest number of sequences in a row over the ranks that must make the same number of
+    """Returns the maximum number of sequences in a row over the ranks that must run the same number of
     passes."""
     if not reading_of(model).gathers:
         return len(row.lengths)

@@ -1,8 +1,8 @@
-"""Converts a model's weights to the layout of its checkpoint.
+"""Conversion of a model's weights to the names and shapes of its Hugging Face checkpoint.
 
-transformers renames, fuses and splits weights when it loads them, and `save_pretrained` reverts all of it.
-This module does the same for a few tensors at a time, or for shapes alone, so that an inference engine can be
-sent the tensors that it would read from disk.
+transformers renames, fuses and splits weights when it loads them, and `save_pretrained` reverts this. This
+module reverts it for a few tensors at a time, or for shapes only, so that a weight sync can send an engine
+the same tensors that the engine would read from disk.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,12 @@ from transformers.core_model_loading import (
 
 @dataclass(kw_only=True, slots=True)
 class Conversion:
-    """Tensors of a model that together become tensors of its checkpoint."""
+    """Tensors of a model that are converted together to tensors of its checkpoint."""
 
     name: str
-    """Name in the checkpoint; where there are several, of the first."""
+    """Name in the checkpoint; if there are several, the first."""
     converter: WeightConverter | None
-    """transformers' converter; None where at most the name changes."""
+    """transformers' converter; None if at most the name changes."""
     sources: list[tuple[str, str]] = field(default_factory=list)
     """Pairs of (name in the model, pattern of the converter that it matches)."""
 
@@ -42,18 +42,20 @@ class Conversion:
 
 
 class CheckpointLayout:
+    """The layout of a model's checkpoint."""
+
     def __init__(self, model: PreTrainedModel, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Builds the layout. `shapes` maps every tensor of the model that a checkpoint holds
         (`checkpoint_tensors`) to its full (unsharded) shape."""
         self.config = model.config
-        # The only part of a model that transformers' operations use.
+        # The only method of a model that transformers' converters call.
         parameters = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         self.model = SimpleNamespace(get_parameter=parameters.__getitem__)
         self.conversions = _conversions(model, sorted(shapes, key=dot_natural_key))
 
     def convert(self, conversion: Conversion, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the checkpoint's tensors by name, made from `conversion.names` of the model's `tensors`.
-        Copies only where the layout changes."""
+        Copies tensors only if the layout changes."""
         if conversion.converter is None:
             return {conversion.name: tensors[conversion.names[0]]}
         converter: Any = deepcopy(conversion.converter)  # its types cover loading only
@@ -64,8 +66,8 @@ class CheckpointLayout:
 
 
 def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the parameters and persistent buffers by name, with tied weights only under the name of their
-    origin."""
+    """Returns the parameters and persistent buffers that a checkpoint contains, by name. Tied weights appear
+    once."""
     parameters, buffers = dict(model.named_parameters(remove_duplicate=False)), dict(model.named_buffers())
     origin = model.all_tied_weights_keys
     saved = {n: p for n, p in parameters.items() if n not in origin or parameters.get(origin[n]) is not p}
@@ -75,8 +77,9 @@ def checkpoint_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def forget_unused_conversions(model: PreTrainedModel) -> None:
-    """Drops the conversions that transformers did not apply when it loaded this model. Under ZeRO-3 it keeps
-    all possible ones, and would give weights names that no checkpoint had."""
+    """Removes the conversions that transformers did not apply when it loaded this model. Under ZeRO-3
+    transformers records all possible ones, with which weights would get names that the checkpoint does not
+    have."""
     conversions = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         used = [c for c in conversions if c.was_used()]
@@ -98,7 +101,7 @@ def _conversions(model: PreTrainedModel, names: list[str]) -> list[Conversion]:
 
 
 def _done_on_load(model: PreTrainedModel) -> list[WeightTransform]:
-    """Returns the conversions applied on load, in the way that `save_pretrained` finds them."""
+    """Returns the conversions that were applied on load, as `save_pretrained` determines them."""
     done = getattr(model, "_weight_conversions", None)
     if done is not None:
         return done

@@ -1,7 +1,7 @@
 """Collectives of tensor and sequence parallelism as differentiable functions.
 
-A gradient is that of the sum of all ranks' losses, so the function for the gradient depends on what the
-forward result is used for: `tensor_parallel.py` and `sequence_parallel.py` name it beside each use.
+The gradient is that of the sum of all ranks' losses. The collective for the backward pass therefore depends
+on the use of the forward result: `tensor_parallel.py` and `sequence_parallel.py` pass both.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Collective = Callable[[Tensor, dist.ProcessGroup], Tensor]
 
 
 def differentiable(x: Tensor, group: dist.ProcessGroup, forward: Collective, backward: Collective) -> Tensor:
-    """Returns `forward(x, group)`; the gradient of `x` is `backward` of the result's gradient."""
+    """Returns `forward(x, group)`. The gradient of `x` is `backward(gradient of the result, group)`."""
     return _Differentiable.apply(x, group, forward, backward)
 
 
@@ -35,7 +35,7 @@ class _Differentiable(torch.autograd.Function):
 
 
 def replicated(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns a tensor that is the same on every rank, and that the ranks use differently from here on."""
+    """Returns `x`, which is equal on all ranks, for different uses on each rank."""
     return x.view_as(x)
 
 
@@ -47,7 +47,7 @@ def summed(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def exchanged(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Exchanges block i of rank j with block j of rank i, where x has one block per rank."""
+    """Exchanges block i of rank j with block j of rank i. `x` consists of one block per rank."""
     x = x.contiguous()
     received = torch.empty_like(x)
     dist.all_to_all_single(received, x, group=group)

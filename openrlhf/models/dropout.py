@@ -1,4 +1,4 @@
-"""Controls a model's training-only randomness: dropout, skipped layers, noise in front of routers."""
+"""Control of a model's randomness in training: dropout, skipped layers, noise in routers."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,12 +13,12 @@ from openrlhf.device import DEVICE_TYPE
 
 
 def has_noise(config: PreTrainedConfig) -> bool:
-    """Returns whether a model of this configuration answers differently each time in training mode."""
+    """Returns True if the outputs of a model with this configuration are random in training mode."""
     values = [config.to_dict()]
     for nested in values:
         values += [value for value in nested.values() if isinstance(value, dict)]
     return any(
-        ("drop" in name and value > 0) or "jitter" in name  # PhiMoE's routers sample even with jitter 0
+        ("drop" in name and value > 0) or "jitter" in name  # PhiMoE's routers are random even with jitter 0
         for nested in values
         for name, value in nested.items()
         if isinstance(name, str) and isinstance(value, int | float)
@@ -26,13 +26,13 @@ def has_noise(config: PreTrainedConfig) -> bool:
 
 
 def set_training(module: nn.Module, *, dropout: bool) -> None:
-    """Switches `module` to training mode. Without `dropout` it computes the same as in evaluation, whatever
-    noise its architecture has; only the dropout of adapters, which has a flag of its own, stays on."""
+    """Switches `module` to training mode. Without `dropout` it computes the same as in evaluation mode,
+    except for the dropout of adapters, which has its own flag."""
     module.train(dropout)
     if dropout:
         return
     for layer in _checkpointed(module):
-        layer.training = True  # the only sign by which the layer expects a backward pass
+        layer.training = True  # the layer checkpoints only if this is set
     for noise in _adapter_dropout(module):
         noise.train()
 
@@ -50,8 +50,8 @@ def is_noisy(module: nn.Module, *, has_noise: bool) -> bool:
 def enable_checkpointing(
     model: PreTrainedModel, *, reentrant: bool, dropout: bool, on_host: bool = False
 ) -> None:
-    """Enables gradient checkpointing that recomputes under the settings of `set_training`. `on_host`: the
-    saved inputs are kept in host memory."""
+    """Enables gradient checkpointing whose recomputation respects `set_training`. `on_host`: keep the saved
+    inputs in host memory."""
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     for layer in _checkpointed(model):
         checkpoint = layer._gradient_checkpointing_func
@@ -73,15 +73,15 @@ def _checkpointed(module: nn.Module) -> list[Any]:
 
 
 def _from_host(checkpoint: Callable, forward: Callable, *args: Any) -> Any:
-    """Calls `checkpoint(forward, *args)`, which saves its tensor arguments and nothing else, and keeps them
-    in host memory (pinned on CUDA)."""
+    """Calls `checkpoint(forward, *args)` and keeps the tensors that it saves, its arguments, in host memory
+    (pinned on CUDA)."""
     with save_on_cpu(pin_memory=DEVICE_TYPE == "cuda"):
         return checkpoint(forward, *args)
 
 
 def _as_in_evaluation(layer: nn.Module, checkpoint: Callable, forward: Callable, *args: Any) -> Any:
-    """Calls `checkpoint(forward, *args)` with the layer's own dropout off in both the first and the
-    recomputed pass."""
+    """Calls `checkpoint(forward, *args)` with the layer's own dropout disabled, in the first pass and in the
+    recomputation."""
 
     def run(*args: Any) -> Any:
         layer.training = False

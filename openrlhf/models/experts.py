@@ -1,4 +1,4 @@
-"""Measures how evenly a model's routers use their experts (mixtures of experts)."""
+"""Load-balancing loss of mixtures of experts: how evenly a model's routers use their experts."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,14 +17,13 @@ from openrlhf.models.prefixes import Branches
 
 @contextmanager
 def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
-    """Records the balance loss of every row that `module` reads inside the context: (), over all tokens of
-    the row.
+    """Records the load-balancing loss, (), of every row that `module` reads within the context.
 
-    The loss is E sum_e f_e p_e over E experts, where f_e is how often an expert is chosen for a token, and
-    p_e its mean probability, both over all tokens and layers. It is top_k where experts are used evenly, and
-    larger where they are not. It is the loss of the Switch Transformer, https://arxiv.org/abs/2101.03961, as
-    transformers computes it for the architecture. A context entered with gradients enabled skips rows read
-    without a gradient.
+    The loss is E sum_e f_e p_e over E experts. f_e is the mean number of times that a token is routed to
+    expert e, and p_e the expert's mean probability, both over all tokens of the row and all layers. The loss
+    is top_k if all experts are used evenly, and larger otherwise. It is that of the Switch Transformer,
+    https://arxiv.org/abs/2101.03961, as transformers computes it for the architecture. If gradients are
+    enabled when the context is entered, rows that are read without gradients are skipped.
     """
     losses: list[Tensor] = []
     trees: list[Branches | None] = []  # of each pass
@@ -44,7 +43,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
 
     def record(module: nn.Module, args: tuple, output: Any) -> None:
         if torch.is_grad_enabled() == with_grad:
-            num_tokens = len(args[0].token_ids)  # later passes only keep ranks in step
+            num_tokens = len(args[0].token_ids)  # later tokens are those of dummy passes
             # A token of a common prefix counts as often as it is in the row.
             of_row = slice(num_tokens) if trees[0] is None else trees[0].of_row
             layers = (torch.cat(layer) for layer in zip(*passes, strict=True))
@@ -67,8 +66,8 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
 
 
 def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef") -> None:
-    """Raises UsageError, without loading weights, unless `path` is a model with a balance loss, which
-    `coef_flag` requires."""
+    """Raises UsageError if the model at `path` has no load-balancing loss, which `coef_flag` requires. Loads
+    no weights."""
     config = load_config(path, flag)
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model_type is None or _balance_function(model_type) is None:
@@ -77,6 +76,5 @@ def check_experts(path: str, flag: str, coef_flag: str = "--model.aux_loss_coef"
 
 
 def _balance_function(model_type: type) -> Callable[..., Tensor] | None:
-    """Returns the function that transformers defines beside an architecture with a balance loss, else
-    None."""
+    """Returns transformers' load-balancing loss for an architecture; None if it has none."""
     return getattr(sys.modules[model_type.__module__], "load_balancing_loss_func", None)

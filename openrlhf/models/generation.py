@@ -1,4 +1,5 @@
-"""Generates answers with a transformers model; each depends on its own seed, not on the rest of its batch."""
+"""Generation of answers with a transformers model. Each answer depends on its own seed, not on the other
+answers of its batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from openrlhf.completions import LogProb, SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decoding:
-    """Sampling settings of an answer, independent of the engine."""
+    """Sampling parameters of an answer, independent of the engine."""
 
     max_new_tokens: int
     stop_token_ids: tuple[int, ...]
@@ -31,13 +32,13 @@ class Decoding:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """Top-k; 0 means all tokens."""
+    """0: all tokens."""
     min_p: float = 0.0
     repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, params: SamplingParams, room: int, eos: Sequence[int]) -> Self:
-        """Builds the settings from a request. `room`: the largest number of tokens that an answer may have.
+        """Builds the parameters from those of a request. `room`: maximum number of tokens of the answer.
         `eos`: the model's own stop tokens."""
         return cls(
             max_new_tokens=min(room, params.max_tokens or room),
@@ -51,7 +52,7 @@ class Decoding:
         )
 
     def sampling_params(self, seed: int) -> SamplingParams:
-        """Returns the same settings as a request to an engine for one answer as token ids."""
+        """Returns the same parameters for a request to an engine for one answer as token ids."""
         return SamplingParams(
             temperature=0.0 if self.greedy else self.temperature,
             top_p=1.0 if self.greedy else self.top_p,
@@ -68,8 +69,8 @@ class Decoding:
 
 @dataclass(frozen=True, slots=True)
 class Likely(Sequence):
-    """The sampled token of each position followed by the K most likely ones: a sequence of mappings from
-    token to LogProb, built on access."""
+    """The log-probs of the sampled token and of the K most likely tokens at each position. As a sequence, it
+    has a mapping from token id to LogProb for each position, which is built on access."""
 
     ids: Tensor
     """(A, 1 + K) token ids."""
@@ -89,8 +90,10 @@ class Likely(Sequence):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generated:
+    """A generated answer."""
+
     token_ids: list[int]
-    """Token ids of the answer without the prompt, including the stop token that ended it."""
+    """Token ids of the answer without the prompt, including the stop token."""
     finish_reason: str
     """One of stop, length or abort."""
     likely: Likely | None = None
@@ -112,9 +115,9 @@ def generate(
     """Generates one answer for each prompt of token ids, each with its own seed. Prompts are padded on the
     left.
 
-    on_token: called with each new token of the answer; for a single prompt.
-    stop: called after each token; True ends all answers where they are.
-    likely: number of most likely tokens per position whose log-probs are returned besides that of the sampled
+    on_token: called with each new token of the answer; for a single prompt. stop: called after each token;
+    True ends all answers. likely: number of most likely tokens per position whose log-probs are returned
+    besides that of the sampled
         token. None: no log-probs.
     """
     longest = max(map(len, prompts))
@@ -125,14 +128,14 @@ def generate(
         mask[i, longest - len(prompt) :] = True
     device = model.device
     sampling = Sampling(decoding, mask.to(device), seeds, likely)
-    # Recommendations in the model's folder (penalties, top-k) must not override the flags.
+    # Defaults in the model's folder (penalties, top-k) must not override the flags.
     model.generation_config = GenerationConfig()
     output = cast(Any, model).generate(
         input_ids.to(device),
         attention_mask=mask.long().to(device),
         generation_config=GenerationConfig(
             max_new_tokens=decoding.max_new_tokens,
-            do_sample=False,  # the processor adds the randomness: its argmax is a sample
+            do_sample=False,  # Sampling adds the noise whose argmax is a sample
             eos_token_id=list(decoding.stop_token_ids),
             pad_token_id=pad_token_id,
             use_cache=True,
@@ -145,7 +148,7 @@ def generate(
 
 
 class Sampling(LogitsProcessor):
-    """Turns logits into scores whose argmax is the next token.
+    """Converts logits to scores whose argmax is the sampled token.
 
     Repetition penalty, temperature and truncation (min-p, top-k, top-p) apply in vLLM's order. Then -log(E)
     is added, with E from an exponential distribution: the argmax of log p_i - log E_i is distributed as p
@@ -155,8 +158,8 @@ class Sampling(LogitsProcessor):
     def __init__(
         self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int], likely: int | None = None
     ) -> None:
-        """Prepares one generator per seed. prompt_mask: (B, prompt) bool, False for padding. likely: see
-        `generate`."""
+        """Creates one random generator per seed. prompt_mask: (B, prompt) bool, False for padding. likely:
+        see `generate`."""
         self.decoding = decoding
         self.prompt_mask = prompt_mask
         self.generators = [torch.Generator(prompt_mask.device).manual_seed(seed) for seed in seeds]
@@ -168,7 +171,7 @@ class Sampling(LogitsProcessor):
         self.num_likely, self.found = likely, []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Maps tokens so far (B, L) and logits (B, V) to scores (B, V)."""
+        """Returns scores (B, V) from the tokens so far (B, L) and logits (B, V)."""
         decoding = self.decoding
         scores = scores.float()
         if decoding.repetition_penalty != 1:
@@ -198,7 +201,8 @@ class Sampling(LogitsProcessor):
         return drawn
 
     def _seen(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns (B, V), True for tokens of the prompt and of the answer; padding does not count."""
+        """Returns (B, V) bool, True for tokens that are in the prompt or the answer. Padding does not
+        count."""
         new = input_ids.shape[1] - self.prompt_mask.shape[1]
         real = torch.nn.functional.pad(self.prompt_mask, (0, new), value=True)
         rows, columns = real.nonzero(as_tuple=True)
@@ -230,7 +234,8 @@ class _AfterEachToken(StoppingCriteria):
 
 
 def _generated(token_ids: list[int], decoding: Decoding, stopped: bool) -> Generated:
-    """Cuts what follows the first stop token: padding, added while other answers of the batch went on."""
+    """Removes the padding behind the first stop token, which was added while other answers of the batch
+    continued."""
     for i, token in enumerate(token_ids):
         if token in decoding.stop_token_ids:
             return Generated(token_ids=token_ids[: i + 1], finish_reason="stop")

@@ -1,8 +1,8 @@
-"""Replaces parts of a model by Liger's fused kernels: norms, rotary positions and gated MLPs.
+"""Liger's fused kernels for norms, rotary positions and gated MLPs of a model.
 
-https://github.com/linkedin/Liger-Kernel. The head and the losses stay ours: Liger's fused cross-entropy has
-no log-probs of single tokens. Liger replaces methods of modules and functions of the architecture's file, so
-models/self_check.py can restore transformers' own while it compares the two.
+https://github.com/linkedin/Liger-Kernel. Liger's head and losses are not used, because its fused
+cross-entropy returns no log-probs of single tokens. Liger replaces methods of modules and functions of the
+architecture's file, so models/self_check.py can temporarily restore transformers' own to compare the two.
 """
 
 import sys
@@ -22,16 +22,15 @@ ACTIVATIONS = {
     "SwiGLU": F.silu,
     "GEGLU": lambda x: F.gelu(x, approximate="tanh"),
 }
-"""Activations of Liger's MLPs, by a part of the name of their module's class."""
+"""Activations of Liger's MLPs. The key is a part of the name of the MLP's class."""
 
 _own_functions: dict[str, dict[str, Any]] = {}
-"""transformers' own functions that Liger replaced, for all models of the process: file -> name -> own
-function."""
+"""transformers' functions that Liger has replaced in this process: file -> name -> transformers' function."""
 
 
 def apply_liger(model: PreTrainedModel) -> None:
-    """Replaces the kernels of `model` by Liger's. Raises UsageError where Liger has none for its
-    architecture, or would compute a different activation."""
+    """Replaces the kernels of `model` by Liger's. Raises UsageError if Liger does not support the
+    architecture, or computes a different activation."""
     if not torch.cuda.is_available():
         raise _refusal(ErrorCode.RESOURCES, "Liger's kernels run on GPUs, and this process has none")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
@@ -53,9 +52,9 @@ def _refusal(code: ErrorCode, reason: str) -> UsageError:
 
 
 def _keep_own_functions(file: ModuleType, own: dict[str, Any]) -> None:
-    """Restores the classes in `file` and remembers its own functions (`own`: all names before the exchange).
-    Liger's classes would otherwise become part of every later model of the process. Liger's functions stay in
-    place, because modules look them up when they are called."""
+    """Restores the classes in `file`, which later models of the process would otherwise use, and records its
+    own functions. `own`: all names in the file before Liger's changes. Liger's functions stay in place,
+    because modules look them up in the file when they are called."""
     for name, value in own.items():
         if getattr(file, name) is value:
             continue
@@ -77,7 +76,7 @@ def _wrong_activation(model: PreTrainedModel) -> str | None:
 
 @contextmanager
 def transformers_kernels(model: PreTrainedModel) -> Iterator[None]:
-    """Restores transformers' own kernels of the model inside the context."""
+    """Restores transformers' own kernels of the model within the context."""
     file = _file_of(model)
     liger = {m: m.__dict__.pop("forward") for m in model.modules() if _is_liger(m.__dict__.get("forward"))}
     functions = {name: getattr(file, name) for name in _own_functions.get(file.__name__, {})}

@@ -1,4 +1,4 @@
-"""Loads a model and its tokenizer from a name or path."""
+"""Loading of models, tokenizers and configurations from a name or path."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -58,10 +58,9 @@ def load_causal_lm(
 ) -> PreTrainedModel:
     """Loads a causal language model in `dtype` (bf16, fp16 or fp32) for packed rows.
 
-    max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
-    in_4bit: linear layers except the head are NF4, for models that train only adapters.
-    liger: see `apply_liger`.
-    images: load a vision-language model, whose rows may have images.
+    max_len: tokens of the longest sequence of the run, see `fix_frequencies`. in_4bit: quantize linear layers
+    except the head to NF4, for models of which only adapters are trained. liger: see `apply_liger`. images:
+    load a vision-language model, whose rows may have images.
     """
     config = load_config(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
@@ -71,8 +70,8 @@ def load_causal_lm(
 
 
 def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> int:
-    """Returns the bytes of the model's weights in `dtype`, from its configuration alone. Raises UsageError
-    where there is no configuration."""
+    """Returns the bytes of the model's weights in `dtype`, computed from its configuration. Raises UsageError
+    if there is no configuration."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
         model = auto_class.from_config(load_config(path, flag))
@@ -93,8 +92,8 @@ def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False)
 def load_generator(
     path: str, *, flag: str, dtype: str, attention: str, max_len: int, in_4bit: bool = False
 ) -> PreTrainedModel:
-    """Loads a model for transformers' `generate` with transformers' own attention; `auto` leaves the choice
-    to transformers."""
+    """Loads a model for transformers' `generate`, with one of transformers' attention implementations.
+    `attention` auto: transformers' default."""
     config = load_config(path, flag)
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(path, weights=True),
@@ -117,8 +116,9 @@ def load_for_rows(
     images: bool = False,
     **options: Any,
 ) -> tuple[Any, dict]:
-    """Loads a model for packed rows; returns it and transformers' loading info. It gets the attention for
-    packed rows if its architecture supports one; models/self_check.py finds out whether rows may be packed.
+    """Loads a model for packed rows. Returns it and transformers' loading info. The model gets the attention
+    for packed rows if its architecture supports it; models/self_check.py determines whether rows may be
+    packed.
     """
     config = options["config"]
     name = resolve_attention(attention, config)
@@ -150,15 +150,15 @@ def _emulates_bf16() -> bool:
 
 
 def _takes_attention(auto_class: Any, config: Any) -> bool:
-    """Returns whether the architecture looks its attention up in transformers' registry, where ours is
-    registered. Code from the hub is assumed to do so."""
+    """Returns True if the architecture looks its attention up in transformers' registry. Code from the hub is
+    assumed to do so."""
     model_type = auto_class._model_mapping.get(type(config), None)
     return model_type is None or model_type._can_set_attn_implementation()
 
 
 def nf4(dtype: str | None, config: PreTrainedConfig) -> dict[str, BitsAndBytesConfig]:
     """Returns transformers' option for QLoRA's 4-bit weights (https://arxiv.org/abs/2305.14314), with matrix
-    products in `dtype` (None: in the dtype of the model's files)."""
+    products in `dtype`; None: in the dtype of the model's files."""
     in_type = (config.dtype or torch.float32) if dtype is None else DTYPES[dtype]
     return {
         "quantization_config": BitsAndBytesConfig(
@@ -181,8 +181,8 @@ def keep_nf4(model: PreTrainedModel) -> None:
 def load_tokenizer(
     path: str, *, flag: str, use_fast: bool = True, chat_template: str | None = None
 ) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer and makes sure that it has a pad token: the end-of-sequence token if it has none of
-    its own. Raises UsageError where there is no tokenizer."""
+    """Loads a tokenizer. If it has no pad token, the end-of-sequence token becomes the pad token. Raises
+    UsageError if there is no tokenizer."""
     folder = Path(path)
     if folder.is_dir() and not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
         # transformers would create an empty tokenizer
@@ -200,7 +200,7 @@ def load_tokenizer(
 
 
 def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of the policy, which prompts and responses of a run are encoded with."""
+    """Loads the policy's tokenizer, with which a run encodes prompts and decodes responses."""
     return load_tokenizer(
         config.actor.model_name_or_path,
         flag=ACTOR_FLAG,
@@ -210,8 +210,8 @@ def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
 
 
 def policy_processor(config: PPOConfig) -> Any:
-    """Returns the tokenizer to use and save with a policy; for a policy that reads images, its processor with
-    that tokenizer."""
+    """Returns the policy's tokenizer or, if the policy reads images, its processor with that tokenizer. It is
+    saved with the policy."""
     tokenizer = policy_tokenizer(config)
     if not config.reads_images:
         return tokenizer
@@ -226,7 +226,8 @@ def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
 
 
 def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns every token that ends a response: the tokenizer's, and all those of the generation config."""
+    """Returns all tokens that end a response: the tokenizer's end-of-sequence token, and those in the
+    generation config."""
     ids, path = {tokenizer.eos_token_id}, model_folder(path)
     if (Path(path) / "generation_config.json").exists() or not Path(path).exists():
         try:
@@ -238,14 +239,13 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def model_digest(path: str, flag: str) -> str:
-    """Returns a digest that changes with weights and configuration: of a folder's contents, or a hub model's
-    commit."""
+    """Returns a digest of weights and configuration: of the files in a folder, or a hub model's commit."""
     return _digest_of(path, flag, file_digest)
 
 
 def model_fingerprint(path: str, flag: str) -> str:
-    """Returns a cheap variant of `model_digest` from samples of large files. It changes where a model was
-    trained or replaced."""
+    """Returns a cheap variant of `model_digest`, which reads only samples of large files. It changes if a
+    model is trained or replaced."""
     return _digest_of(path, flag, sampled_digest)
 
 
@@ -258,7 +258,7 @@ def _digest_of(path: str, flag: str, of_file: Callable[[Path], str]) -> str:
 
 
 def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
-    """Returns whether every token of `other` means the same in `own`, which may have more tokens."""
+    """Returns True if all tokens of `other` have the same ids in `own`, which may have more tokens."""
     return other.get_vocab().items() <= own.get_vocab().items()
 
 
@@ -275,14 +275,14 @@ def check_same_vocabulary(
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raises UsageError, without loading weights, where `path` has no model configuration."""
+    """Raises UsageError if `path` has no model configuration. Loads no weights."""
     load_config(path, flag)
 
 
 def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:
-    """Raises UsageError where the sum of the lengths that these flags set exceeds the longest sequence that
-    the model reads."""
-    room, lengths = room_of(model_config), [values_of(config)[key] for key in keys]
+    """Raises UsageError if the sum of the lengths that the flags `keys` set exceeds the model's maximum
+    length."""
+    room, lengths = max_length_of(model_config), [values_of(config)[key] for key in keys]
     if not room or sum(lengths) <= room:
         return
     total = f" = {sum(lengths)}" if len(keys) > 1 else ""
@@ -293,11 +293,10 @@ def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: st
     raise UsageError(ErrorCode.TOO_LONG, text, flag=flag, value=value)
 
 
-def room_of(model_config: PreTrainedConfig) -> int | None:
-    """Returns the tokens of the longest sequence that the model has learned to read; None where its
-    configuration has no limit. Scaled RoPE extends the limit: for `linear` and `dynamic` to the factor times
-    the positions, for `yarn` to the factor times the original positions. Gemma 3's positions already include
-    the factor."""
+def max_length_of(model_config: PreTrainedConfig) -> int | None:
+    """Returns the model's maximum sequence length in tokens; None if its configuration has no limit. Scaled
+    RoPE extends max_position_embeddings: `linear` and `dynamic` by the factor, `yarn` to the factor times the
+    original positions. Gemma 3's max_position_embeddings already includes the factor."""
     config = model_config.get_text_config()
     limit = room = getattr(config, "max_position_embeddings", None) or 0
     ropes = getattr(config, "rope_parameters", None) or {}
@@ -309,11 +308,11 @@ def room_of(model_config: PreTrainedConfig) -> int | None:
 
 
 STRETCHED = ("linear", "dynamic", "yarn")
-"""RoPE types whose factor extends the limit; the others include it in `max_position_embeddings`."""
+"""RoPE types whose factor extends max_position_embeddings. For other types it already includes the factor."""
 
 
 def load_config(path: str, flag: str):
-    """Returns the model's configuration without loading weights. Raises UsageError where there is none."""
+    """Returns the model's configuration. Raises UsageError if there is none. Loads no weights."""
     if (Path(path) / "adapter_config.json").exists():
         text = (
             "the folder holds a LoRA adapter, not a whole model. Merge the adapter into its base first:\n"
@@ -327,16 +326,17 @@ def load_config(path: str, flag: str):
 
 
 def _not_loaded(what: str, path: str, flag: str, error: Exception) -> UsageError:
-    """Returns the error for a `path` from which transformers loads no `what`."""
+    """Returns the error if transformers cannot load `what` from `path`."""
     code = ErrorCode.INVALID_MODEL if Path(path).exists() else ErrorCode.NOT_FOUND
     text = (
-        f"no {what} could be loaded from there: {first_line(error)}\n"
+        f"no {what} could be loaded from it: {first_line(error)}\n"
         "Name a folder with config.json, weights and tokenizer, or a model on the hub."
     )
     return UsageError(code, text, flag=flag, value=path)
 
 
 def has_experts(path: str, flag: str) -> bool:
-    """Returns whether the model is a mixture of experts, by any configuration entry for their number."""
+    """Returns True if the model is a mixture of experts: if its configuration has an entry with a number of
+    experts."""
     settings = load_config(path, flag).get_text_config().to_dict()
     return any("expert" in name and isinstance(value, int) and value > 1 for name, value in settings.items())

@@ -1,9 +1,9 @@
 """Low-rank adapters (LoRA, https://arxiv.org/abs/2106.09685) by peft, inside the Hugging Face model itself.
 
 A linear layer W becomes W + (alpha / rank) B A, of which only A (rank, in) and B (out, rank) are trained. The
-model keeps its class, and every parameter outside of adapted layers its name. Adapters have the model's own
-dtype, because DeepSpeed casts a whole model to one; in half precision its optimizer keeps float32 masters of
-what is trained, so small updates are not lost.
+model keeps its class, and parameters outside of adapted layers keep their names. Adapters have the model's
+dtype, because DeepSpeed casts a whole model to one dtype. In half precision its optimizer keeps float32
+master weights of the trained parameters, so small updates are not lost.
 """
 
 import difflib
@@ -55,14 +55,14 @@ def has_adapters(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
-    """Turns a language model's adapters off inside the context, which restores the model before training.
-    Only for forward passes without a gradient."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # peft takes seconds, and most runs have no adapters
+    """Disables a language model's adapters within the context, so that it computes like the base model.
+    Gradients must be disabled."""
+    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, and most runs have no adapters
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
     assert layers and not torch.is_grad_enabled()
-    # Not `enable_adapters`, which sets requires_grad of the tensors that stand in for parameters just now:
-    # with fully_shard there are two for each.
+    # Not `enable_adapters`, which sets requires_grad: fully_shard has two tensors for each parameter, of
+    # which it would change only one.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -74,11 +74,11 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
-    """A tensor as a model without adapters has it, and the tensors that it is made of in this model."""
+    """A weight of the model without adapters, and the tensors of this model from which it is computed."""
 
     stored: Tensor
     layer: Any = None
-    """The adapted layer that owns this weight; None where no adapter applies."""
+    """The adapted layer of this weight; None if no adapter applies."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,20 +93,19 @@ class Weight:
 
     @property
     def parts(self) -> list[Tensor]:
-        """Tensors that must be available in full to make this one: the stored one, and the adapter's A and
-        B."""
+        """The tensors from which the weight is computed: the stored one, and the adapter's A and B."""
         if self.layer is None:
             return [self.stored]
         return [self.stored, self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight]
 
     def merged(self) -> Tensor:
-        """Returns the full weight with the adapter's update added. The parts must be available in full.
-        Collective under tensor parallelism."""
+        """Returns the full weight, with the adapter merged. `parts` must be gathered. Collective under tensor
+        parallelism."""
         weight = self._dequantized()
         return weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
 
     def _dequantized(self) -> Tensor:
-        """Returns the stored weight in full; 4-bit weights in the dtype that they were quantized from."""
+        """Returns the full stored weight; a 4-bit weight in the dtype from which it was quantized."""
         if (state := getattr(self.stored, "quant_state", None)) is None:
             return whole(self.stored)
         from bitsandbytes.functional import dequantize_4bit
@@ -140,8 +139,8 @@ def adapter_weights(model: PreTrainedModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def fill_randomly(adapters: Mapping[str, Tensor], lora: LoraConfig, seed: int) -> None:
-    """Overwrites `adapter_weights` with normal numbers, which depend only on name and seed, so that ranks
-    agree. The output that an adapter adds has half the size of its layer's input."""
+    """Overwrites `adapter_weights` with normal random numbers, which depend only on name and seed, so that
+    all ranks have the same. The output of an adapter has about half the size of its layer's input."""
     for name, param in adapters.items():
         generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
         size = 1.0 if ".lora_A." in name else 0.5 * lora.rank / lora.alpha
@@ -188,7 +187,8 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         target_modules=_targets(model, lora.target_modules),
         task_type=peft.TaskType.SEQ_CLS if _is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
-    # A forked RNG: adapters start the same however much randomness loading used at this ZeRO stage.
+    # Forks the random state, so that adapters start equal at every ZeRO stage, whose loading draws different
+    # numbers.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(torch.initial_seed())
         model.add_adapter(config, ADAPTER)
@@ -196,13 +196,13 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         if param.requires_grad:
             param.data = param.data.to(model.dtype)
     if _is_classifier(model):
-        # Only after `add_adapter`: peft would wrap the head and train a copy of it.
+        # Set after `add_adapter`, because peft would wrap the head and train a copy of it.
         config.modules_to_save = [CLASSIFIER_HEAD]
         _head(model).requires_grad_(True)
 
 
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
-    """Returns names, or ends of names, of the layers that get an adapter."""
+    """Returns names, or last parts of names, of the layers that get an adapter."""
     head = _head(model)
     linear = [
         n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head

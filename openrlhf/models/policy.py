@@ -12,27 +12,30 @@ from openrlhf.types import PackedRow
 
 
 class TokenScores(NamedTuple):
+    """The output of the policy for the actions of a row."""
+
     log_probs: Tensor  # (A,) float32; () if their sum was requested
     entropy: Tensor | None  # (A,) float32, None if not requested
 
 
 class PolicyModel(RowModel):
-    """Returns the log-probs of the actions. The forward pass never holds all logits: the head runs in chunks,
-    only on the hidden states that predict an action."""
+    """A causal language model that returns the log-probs of actions. All logits never exist at once: the head
+    runs in chunks, and only on the hidden states that predict an action."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
-        # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module stay as they are.
+        # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module remain.
         head_of(model).__class__ = LogProbHead
 
     def forward(
         self, row: PackedRow, temperature: float = 1.0, with_entropy: bool = False, summed: bool = False
     ) -> TokenScores:
         """Returns the scores of the row's actions. `temperature` divides the logits, as in sampling. For
-        actions with a recorded top-p/top-k support the distribution is the softmax over the support alone,
-        and the log of its probability mass, a constant, is added to the log-probs. With `summed`, which
-        excludes the entropy, the head's gradients are computed in the forward pass, see `sum_of_log_probs`.
+        actions with a recorded top-p/top-k support the distribution is the softmax over the recorded tokens,
+        and the log of their total probability in the sampler (`KeptSets.log_masses`, a constant) is added to
+        the log-probs. With `summed`, which excludes the entropy, returns the sum of the log-probs and
+        computes the head's gradients in the forward pass, see `sum_of_log_probs`.
         """
         states = action_states(self.model, row, row.actions - 1)
         scale, softcap = self.head_options
@@ -55,7 +58,7 @@ class PolicyModel(RowModel):
 
 class LogProbHead(nn.Linear):
     """A language model head that can return log-probs instead of logits. It is called as a module so that
-    ZeRO-3 gathers its weight around the computation."""
+    ZeRO-3 gathers its weight."""
 
     vocabulary: Vocabulary = WHOLE
     """The vocabulary or, under tensor parallelism, this rank's shard of it (models/tensor_parallel.py)."""
@@ -99,14 +102,15 @@ class LogProbHead(nn.Linear):
 
 
 def head_of(model: PreTrainedModel) -> nn.Module:
+    """Returns the head of a causal language model."""
     head = model.get_output_embeddings()
     assert head is not None  # a causal language model has one
     return head
 
 
 def head_options(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """Returns the architecture's transformation of its logits after the head as (factor, cap): Cohere
-    multiplies, Granite divides, Gemma caps by tanh."""
+    """Returns the architecture's transformation of logits as (factor, softcap): Cohere multiplies logits,
+    Granite divides them, Gemma caps them by tanh."""
     text_config = config.get_text_config()
     known = lambda *names: next(
         (value for name in names if (value := getattr(text_config, name, None))), None

@@ -11,15 +11,15 @@ from openrlhf.types import PackedRow
 
 
 class ProcessRewardModel(RowModel):
-    """Judges a step by the model's prediction at the placeholder that ends the step."""
+    """A process reward model. The model's prediction at the placeholder that ends a step scores the step."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
-        head_of(model).__class__ = LogitsHead  # ZeRO-3's hooks on the module stay
+        head_of(model).__class__ = LogitsHead  # changes only the class: ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow) -> Tensor:
-        """Returns the (A, V) float32 logits at each action."""
+        """Returns the logits at each action, (A, V) float32."""
         scale, softcap = self.head_options
         states = action_states(self.model, row, row.actions)
         logits = states.whole(head_of(self.model)(states.hidden)) * scale
@@ -27,7 +27,7 @@ class ProcessRewardModel(RowModel):
 
 
 class LogitsHead(nn.Linear):
-    """A language model head whose logits are float32, whatever the dtype of its weight."""
+    """A language model head that computes logits in float32, whatever the dtype of its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         return linear_logits(input, self.weight, self.bias)

@@ -1,13 +1,15 @@
-"""Implements ring attention: keys and values travel from rank to rank, and no rank ever holds a whole row's.
+"""Ring attention: keys and values are passed from rank to rank, so that no rank ever has those of a whole
+row.
 
-Let a query with scores s have output o_1 and l_1 = log sum e^s over the keys of one rank, o_2 and l_2 over
-the keys of others. Over all of them, l = log(e^l_1 + e^l_2) and o = e^(l_1 - l) o_1 + e^(l_2 - l) o_2. The
-backward pass of a part of the keys needs l and o over all keys: with p = e^(s - l)
+Let a query with scores s have the output o_1 and l_1 = log sum e^s over the keys of one rank, and o_2 and l_2
+over the keys of others. Over all keys, l = log(e^l_1 + e^l_2) and o = e^(l_1 - l) o_1 + e^(l_2 - l) o_2. The
+backward pass over a part of the keys needs l and o over all keys: with p = e^(s - l)
 
     dv = p^T do    ds = p (do v^T - rowsum(do o))    dq = ds k    dk = ds^T q
 
-so FlashAttention's backward pass, given these, computes the gradients. The gradients of keys and values
-follow them round the ring and return to their own rank with the contributions of all ranks.
+These are the formulas of FlashAttention's backward pass, which therefore computes the gradients from l and o.
+The gradients of keys and values are passed around the ring behind them, and return to their own rank with the
+contributions of all ranks.
 
 Ring attention: https://arxiv.org/abs/2310.01889; the formulas: https://arxiv.org/abs/2307.08691, section 3.1.
 
@@ -29,18 +31,20 @@ from openrlhf.types import present
 def ring_attention(
     query: Tensor, key: Tensor, value: Tensor, shard: RowShard, scale: float, *, flash: bool
 ) -> Tensor:
-    """Computes causal attention within sequences for the queries of this rank's slice; collective. All heads
-    have one size. `flash`: use FlashAttention on CUDA, else torch's kernel on the CPU."""
+    """Computes causal attention within sequences for the queries of this rank's slice. Collective. Queries,
+    keys and values have the same head size. `flash`: use FlashAttention on CUDA, else torch's kernel on the
+    CPU."""
     return _Ring.apply(query, key, value, shard, scale, FLASH if flash else ON_CPU)
 
 
 class Kernel(NamedTuple):
-    """Attention of the queries of a block to its keys."""
+    """An implementation of attention from the queries of a block to its keys."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """Maps (q, k, v, block, scale) to (o, l) over these keys."""
+    """Function (q, k, v, block, scale) -> (o, l) over these keys."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """Maps (do, q, o, l, k, v, block, scale) to (dq, dk, dv) of these keys, with o and l over all keys."""
+    """Function (do, q, o, l, k, v, block, scale) -> (dq, dk, dv) for these keys. o and l are those over all
+    keys."""
 
 
 class _Ring(torch.autograd.Function):
@@ -48,7 +52,7 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, query, key, value, shard: RowShard, scale: float, kernel: Kernel) -> Tensor:
         total = torch.zeros_like(query, dtype=_wide(query))
         lse = torch.full(query.shape[:3], float("-inf"), dtype=total.dtype, device=query.device)
-        for rank, (k, v) in _travelling(torch.stack([key, value]), shard.sharing):
+        for rank, (k, v) in _around_ring(torch.stack([key, value]), shard.sharing):
             for block in shard.blocks(rank):
                 own, of = block.own, block.of
                 part = kernel.forward(query[:, :, own], k[:, :, of], v[:, :, of], block, scale)
@@ -68,8 +72,8 @@ class _Ring(torch.autograd.Function):
         dq = torch.zeros_like(query, dtype=_wide(query))
 
         def differentiated(rank: int, kv: Tensor) -> Tensor:
-            """Returns the gradient of these keys and values from this rank's queries; adds the queries' to
-            `dq`."""
+            """Returns the gradient of these keys and values from this rank's queries. Adds the gradient of
+            the queries to `dq`."""
             dkv = torch.zeros_like(kv, dtype=dq.dtype)
             for block in shard.blocks(rank):
                 own = (x[:, :, block.own] for x in of_queries)
@@ -79,27 +83,27 @@ class _Ring(torch.autograd.Function):
                 dkv[1, :, :, block.of] += found[2]
             return dkv
 
-        visits, arriving = _travelling(torch.stack([key, value]), sharing), None
+        visits, arriving = _around_ring(torch.stack([key, value]), sharing), None
         home = differentiated(*next(visits))
         for rank, kv in visits:
             dkv = differentiated(rank, kv)
-            arriving = sharing.passed_on(dkv if arriving is None else dkv + arriving())
+            arriving = sharing.send_to_next(dkv if arriving is None else dkv + arriving())
         dk, dv = home + present(arriving)()
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
 
 
-def _travelling(kv: Tensor, sharing: SequenceParallel) -> Iterator[tuple[int, Tensor]]:
+def _around_ring(kv: Tensor, sharing: SequenceParallel) -> Iterator[tuple[int, Tensor]]:
     """Yields every rank, this one first, and the `kv` that it started with. The next `kv` is in transit while
     the caller computes."""
     for step in range(sharing.size):
-        arriving = sharing.passed_on(kv) if step + 1 < sharing.size else None
+        arriving = sharing.send_to_next(kv) if step + 1 < sharing.size else None
         yield (sharing.rank - step) % sharing.size, kv
         if arriving is not None:
             kv = arriving()
 
 
 def _add(total: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges the attention to more keys (`part`, `part_lse`) into `total` and `lse`, in place."""
+    """Merges the attention to further keys (`part`, `part_lse`) into `total` and `lse`, in place."""
     both = torch.logaddexp(lse, part_lse)
     total *= (lse - both).exp()[..., None]
     total += part * (part_lse - both).exp()[..., None]
@@ -173,7 +177,7 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _flash_window(block: Block) -> tuple[int, int]:
-    """Returns how many keys before and after its own position a query sees; -1: all."""
+    """Returns how many keys before and after its own position a query attends to; -1: all."""
     return (-1, 0) if block.causal else (-1, -1)
 
 

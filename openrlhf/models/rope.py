@@ -1,4 +1,4 @@
-"""Fixes rotary frequencies so that they do not depend on the other tokens of a row."""
+"""Rotary frequencies that do not depend on the other tokens of a row."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ BY_LENGTH = ("dynamic", "longrope")
 
 
 def fix_frequencies(model: PreTrainedModel, max_len: int | None) -> None:
-    """Fixes the frequencies of every rotary embedding of `model` to those of a sequence of `max_len` tokens,
-    as vLLM does with its `max_model_len`. None: to those that the model starts with."""
+    """Fixes the frequencies of all rotary embeddings of `model` to those of a sequence of `max_len` tokens,
+    as vLLM does with `max_model_len`. None: to their initial values."""
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         if isinstance(kinds, dict):
@@ -25,7 +25,7 @@ def fix_frequencies(model: PreTrainedModel, max_len: int | None) -> None:
 
 
 _FIXED = "fixed"
-"""A RoPE type that transformers does not know, and so does not update."""
+"""A RoPE type that transformers does not know and therefore does not update."""
 
 
 def _fix(module: nn.Module, prefix: str, kind: str, max_len: int | None, **layer: Any) -> None:

@@ -1,15 +1,15 @@
 """Rollout routing replay for mixtures of experts: training sends every token to the experts that the rollout
 engine chose (https://arxiv.org/abs/2510.11370).
 
-A router scores all experts and takes the best of them. Where two scores are nearly equal, rounding decides,
-and the rollout engine and the trainer round differently: a token routed to another expert gets a log-prob
-that differs by far more than rounding. So only the choice is replayed: scores, and the weights made of them,
-stay the router's own, with their gradients.
+A router scores all experts and selects the best of them. If two scores are nearly equal, rounding decides,
+and the rollout engine and the trainer round differently. A token that is routed to another expert has a
+log-prob that differs by far more than rounding. Only the selection of experts is replayed: the scores, and
+the weights computed from them, remain the router's own, with gradients.
 
-Every architecture of transformers has its own router, whose code ends in one `torch.topk` over all experts.
-During a replay this call returns the given experts and their values. Each layer gets its tokens' experts by
-the keyword `routing`, which travels through the model as `packing` does; gradient checkpointing therefore
-recomputes the same choice.
+Each architecture of transformers has its own router, whose code ends with one `torch.topk` over all experts.
+During a replay this call returns the given experts and their scores. Layers get their tokens' experts from
+the keyword argument `routing`, which the model passes on like `packing`, so gradient checkpointing recomputes
+the same selection.
 """
 
 import inspect
@@ -29,43 +29,43 @@ from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.types import own_choice
 
 ROUTER = re.compile(r"TopK_?Router$", re.IGNORECASE)
-"""Matches transformers' class names of routers that end in one choice of `top_k` experts."""
+"""Matches class names in transformers of routers that select `top_k` experts once."""
 LAYER = re.compile(r"(?P<layer>.*\blayers\.(?P<index>\d+))\.")
 
 
 class NotReplayed(RuntimeError):
-    """Raised when a router has chosen its experts by itself."""
+    """Raised if a router did not use the given experts."""
 
 
 class Choice(TorchFunctionMode):
-    """Makes the `torch.topk` that chooses the best `top_k` of `num_experts` return the `given` experts (n,
-    K), one row for each token, inside the context. Tokens marked with `own_choice` keep the router's choice.
+    """A context in which the `torch.topk` that selects `top_k` of `num_experts` experts returns the experts
+    `given`, (n, K) for n tokens. Tokens marked with `types.own_choice` keep the router's selection.
     """
 
     def __init__(self, router: Any) -> None:
         super().__init__()
         self.sizes = [router.num_experts, router.top_k]
         self.given: Tensor | None = None
-        """Experts to choose; None: the router chooses."""
+        """Experts to select; None: the router selects."""
         self.was_made = False
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         answer = func(*args, **kwargs or {})
         if func not in (torch.topk, Tensor.topk) or not self._is_over_experts(args[0], answer):
             return answer
-        assert self.given is not None  # the context is entered only with `given`
+        assert self.given is not None  # the context is entered only if `given` is set
         own = self.given == own_choice(self.given)
         indices = torch.where(own, answer.indices, self.given.long())
         self.was_made = True
         return torch.return_types.topk((args[0].gather(-1, indices), indices))
 
     def _is_over_experts(self, scores: Tensor, answer: Any) -> bool:
-        """Returns whether this choice is over the experts, not over groups of experts."""
+        """Returns True if this `topk` selects experts, not groups of experts."""
         return scores.dim() == 2 and [scores.shape[1], answer.indices.shape[1]] == self.sizes
 
 
 class Replay:
-    """Replays the experts of a model whose routers support it."""
+    """Router replay for a model whose routers support it."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         routers = [
@@ -80,9 +80,9 @@ class Replay:
         ]
 
     def routing(self, of_row: Tensor, num_tokens: int, sharing: SequenceParallel | None) -> Tensor:
-        """Returns the `routing` argument of the model's call from a row's experts `of_row` (N, M, K), padded
-        to the `num_tokens` that a pass reads (on this rank, if it has a slice of the row). Padding tokens
-        keep the router's choice."""
+        """Returns the keyword argument `routing` of the model, from a row's experts `of_row` (N, M, K). It is
+        padded to the `num_tokens` tokens of a pass (of this rank's slice under sequence parallelism). Padding
+        tokens keep the router's selection."""
         missing = num_tokens * (1 if sharing is None else sharing.size) - len(of_row)
         padded = F.pad(of_row, (0, 0, 0, 0, 0, missing), value=own_choice(of_row))
         return padded if sharing is None else sharing.own(padded)
@@ -93,7 +93,7 @@ class Replay:
         return 1 + max(self.layers), self.choices[0].sizes[1]
 
     def check(self) -> None:
-        """Raises NotReplayed if a layer did not replay its choice in the last pass."""
+        """Raises NotReplayed if a layer did not use the given experts in the last pass."""
         left_out = [i for i, choice in zip(self.layers, self.choices, strict=True) if not choice.was_made]
         if left_out:
             raise NotReplayed(f"the routers of layers {left_out} ignore the experts that they are given")
@@ -102,7 +102,7 @@ class Replay:
 
 
 def _replaying(layer: nn.Module, index: int, router: nn.Module) -> Choice:
-    """Makes `layer` pass its experts from the keyword `routing` on to its router."""
+    """Makes `layer` pass the experts in its keyword argument `routing` to its router."""
     choice, forward = Choice(router), router.forward
 
     def take(layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -122,7 +122,8 @@ def _replaying(layer: nn.Module, index: int, router: nn.Module) -> Choice:
 
 
 def check_replay(config: Any, flag: str, path: str) -> None:
-    """Raises UsageError, without loading weights, if the routers of `path` do not support replay."""
+    """Raises UsageError if the routers of the model `path` with configuration `config` do not support replay.
+    Loads no weights."""
     model_type: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     names = vars(sys.modules[model_type.__module__]) if model_type else {}
     masks_weights = getattr(config, "topk_method", "") == "group_limited_greedy"

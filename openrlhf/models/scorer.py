@@ -1,4 +1,4 @@
-"""Reward models and critics: a Hugging Face sequence classifier with one label that reads packed rows."""
+"""Reward models and critics: Hugging Face sequence classifiers with one label that read packed rows."""
 
 from pathlib import Path
 
@@ -28,37 +28,38 @@ CLASSIFIER_HEAD = "score"
 
 
 class ScoreModel(RowModel):
-    """Scores every action by a scalar head."""
+    """A reward model with a scalar head, which scores each action."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_name = head_name(model.config)
-        # Only the class changes, so parameter names and ZeRO-3's hooks on the module stay as they are.
+        # Only the class changes, so parameter names and ZeRO-3's hooks on the module remain.
         getattr(model, self.head_name).__class__ = ScoreHead
 
     def forward(self, row: PackedRow) -> Tensor:
-        """Returns (A,) float32 scores, each read at its action's own token."""
+        """Returns the scores (A,) float32. Each is read at the action's own token."""
         return self.read(row, row.actions)
 
     def read(self, row: PackedRow, places: Tensor) -> Tensor:
-        """Returns the head's (A,) float32 outputs at `places`, one token for each action."""
+        """Returns the head's outputs (A,) float32 at `places` (A,), the index of one token for each
+        action."""
         states = action_states(self.model, row, places)
         return states.whole(getattr(self.model, self.head_name)(states.hidden)[:, 0])
 
 
 class ValueModel(ScoreModel):
-    """A critic. The value of an action is that of the state in which it was chosen, so it is read at the
+    """A critic. The value of an action is that of the state in which it was sampled, so it is read at the
     token before the action."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        """Returns (A,) float32 values."""
+        """Returns the values (A,) float32."""
         return self.read(row, row.actions - 1)
 
 
 class ScoreHead(nn.Linear):
-    """A scalar head that computes in float32, whatever the dtype of its weight: bf16 would round scores of
-    about 3 to multiples of 1/64, and so give different answers to one prompt the same score. It is called as
-    a module so that ZeRO-3 gathers its weight around the computation."""
+    """A scalar head that computes in float32, whatever the dtype of its weight. bf16 would round scores of
+    about 3 to multiples of 1/64, so different answers to one prompt would often have the same score. The head
+    is called as a module so that ZeRO-3 gathers its weight."""
 
     def forward(self, input: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
@@ -80,14 +81,13 @@ def load_scorer(
     images: bool = False,
     trained: bool = False,
 ) -> ScoreModel:
-    """Loads a reward model, or a language model with a new scalar head, which `trained` forbids (UsageError).
+    """Loads a reward model, or a language model with a new scalar head. With `trained`, raises UsageError if
+    the model has no trained head.
 
-    head_prefix: the head's name in the files that this model will be saved to; a `value_head_prefix` in the
-        model's config.json takes precedence.
-    tokenizer: given for a model that will be saved; tokenizer and model get the same padding token, which is
-        not the end of a sequence.
-    max_len: tokens of the longest sequence of the run, see `fix_frequencies`.
-    dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
+    head_prefix: name of the head in saved files; a `value_head_prefix` in the model's config.json takes
+    precedence. tokenizer: required if the model will be saved. Tokenizer and model get the same padding
+    token, which is not the end-of-sequence token. max_len: tokens of the longest sequence of the run, see
+    `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
     """
     config = load_config(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
@@ -120,9 +120,9 @@ def load_scorer(
 
 
 def register_classifier(config: PreTrainedConfig) -> None:
-    """Registers a sequence classifier for a vision-language model that has none in transformers, as most do.
-    It combines transformers' generic classifier with the architecture's base class, and reads the generator's
-    files with the same renaming of weights."""
+    """Registers a sequence classifier for a vision-language architecture without one in transformers. The
+    class combines transformers' generic classifier with the architecture's base class, and loads the
+    generator's files with the same renaming of weights."""
     if type(config) in AutoModelForSequenceClassification._model_mapping:
         return
     generator = AutoModelForImageTextToText._model_mapping[type(config)]
@@ -136,8 +136,8 @@ def register_classifier(config: PreTrainedConfig) -> None:
 
 
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
-    """Raises UsageError, without loading weights, if `path` is no reward model. For a model on the hub only
-    the configuration is checked."""
+    """Raises UsageError if `path` is not a reward model. Loads no weights. For a model on the hub only the
+    configuration is checked."""
     name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
     files = sorted(Path(path).glob("*.safetensors"))
     heads = [head for file in files for head in _heads(file, (f"{name}.weight", f"{CLASSIFIER_HEAD}.weight"))]
@@ -163,8 +163,8 @@ def _no_head(path: str, flag: str, name: str) -> UsageError:
 
 
 def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]:
-    """Returns mean and standard deviation of the scores, as `train_rm` wrote them into the model's
-    config.json. Raises UsageError if they are missing or the deviation is not positive."""
+    """Returns the mean and the standard deviation of the scores, which `openrlhf rm` writes to the model's
+    config.json. Raises UsageError if they are missing or the standard deviation is not positive."""
     mean, std = getattr(config, "mean", None), getattr(config, "std", None)
     if mean is not None and std is not None and std > 0:
         return float(mean), float(std)
@@ -177,13 +177,14 @@ def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]
 
 
 def head_name(config: PreTrainedConfig) -> str:
+    """Returns the name of a scorer's head."""
     return getattr(config, "value_head_prefix", None) or CLASSIFIER_HEAD
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns a padding token that is not the end of a sequence. transformers reads a score at the last token
-    that is not padding, and would read the wrong one if the end-of-sequence token were the padding. Raises
-    UsageError where there is no such token."""
+    """Returns a padding token that is not the end-of-sequence token. transformers reads a score at the last
+    token that is not padding, which would be the wrong one if the end-of-sequence token were the padding.
+    Raises UsageError if there is no such token."""
     candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id]
     candidates += [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
     usable = [token for token in candidates if token is not None and token != tokenizer.eos_token_id]

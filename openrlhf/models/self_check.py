@@ -1,10 +1,10 @@
-"""Checks that a model reads packed rows as it reads their sequences one by one, and that its tensor-parallel
-shards compute what the whole model does. Every model is checked once it is loaded: on its device, in its
-precision and under its engine, before training.
+"""Checks that a model computes packed rows as it computes their sequences one by one, and that its
+tensor-parallel shards compute the same as the whole model. Every model is checked after it is loaded: on its
+device, in its precision and under its engine, before training.
 
-A list of architectures cannot be right: whether a row may hold several sequences depends on the code of the
-architecture, on the attention implementation, and on the versions of both. So the checks run the model
-itself, on rows of two short sequences A and B:
+A list of architectures would not be enough, because whether a row may contain several sequences depends on
+the code of the architecture, on the attention implementation, and on the versions of both. The checks
+therefore run the model itself, on rows of two short sequences A and B:
 
     leaks       Replacing A must change nothing in B; replacing a token of B nothing before that token.
     equality    Hidden states of A and B in the row equal those of transformers' own forward of each alone.
@@ -18,9 +18,10 @@ itself, on rows of two short sequences A and B:
                 without sharing, and so does the gradient of the embeddings. Ranks that gather their
                 parameters compare hidden states alone.
 
-A leak is measured relative to the effect of one replaced token on the rest of B. Rows of the same shape round
-alike, so the test needs little precision and does not depend on the size of the weights. The model itself is
-tested: a small copy of its configuration would run other kernels, in another precision, without the engine.
+A leak is measured relative to the effect of one replaced token on the rest of B. Rows of the same shape have
+the same rounding, so the test needs little precision and does not depend on the scale of the weights. A small
+copy of the model would not be enough, because it would run other kernels, in another precision, without the
+engine.
 """
 
 import json
@@ -64,39 +65,38 @@ from openrlhf.types import PackedRow, Sample, own_choice, present
 logger = logging.getLogger(__name__)
 
 MAX_LEAK = {torch.float32: 0.05, torch.float16: 0.2, torch.bfloat16: 0.2}
-"""Largest leak, relative to the effect of one replaced token on later tokens of its own sequence; real leaks
-have at least half of that effect. In half precision a token may be routed to another expert because others
-came to its own."""
+"""Maximum leak, relative to the effect of one replaced token on later tokens of its own sequence. Real leaks
+have at least half of that effect. In half precision other tokens in a row may change the expert of a
+token."""
 MAX_ERROR = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest relative error of a hidden state or a gradient, as the median over tokens: about the rounding of
 other kernels in a deep model. A lost window, cap or position changes hidden states by more."""
 MAX_HEAD_ERROR = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}
-"""Largest error of log-probs in nats. One of the two computations rounds its logits, of magnitude some tens,
-to the model's precision."""
+"""Maximum error of log-probs in nats. One of the two computations rounds its logits, which have magnitudes of
+tens, to the model's precision."""
 MAX_PARTS_ERROR = 0.01
-"""Largest relative error of hidden states or logits between a model and its tensor-parallel shards, as the
-median over tokens. Both compute in float32, which rounds by less, but some architectures round to half
-precision inside."""
+"""Maximum relative error of hidden states or logits between a model and its tensor-parallel shards, as the
+median over tokens. Both compute in float32, which is more precise, but some architectures round to half
+precision internally."""
 STATE_KERNELS = ("causal_conv1d", "fla")
-"""Packages with kernels for stateful layers, which transformers uses where they are installed."""
+"""Packages with kernels for stateful layers, which transformers uses if they are installed."""
 BROKEN_ATTENTION = (
     f"The kernel of packed attention failed (torch {torch.__version__} on {DEVICE_TYPE}), not the model.\n"
     "--ds.attn_implementation sdpa uses transformers' attention, whose memory grows with the square of "
     "a row's length."
 )
 LENGTHS = (23, 17)
-"""Tokens of A and B."""
+"""Number of tokens of A and B."""
 LONGEST = 1280
-"""Largest number of tokens of A, which must be longer than a sliding window."""
+"""Maximum number of tokens of A, which must be longer than a sliding window."""
 
 
 def resolve_reading(
     ask: Callable[[], Any], module: RowModel, *, zero_stage: int | None = None, tensor: int = 1
 ) -> Reading:
-    """Determines how `module.model` reads rows, and configures it accordingly.
+    """Determines how `module.model` must read rows, and configures it accordingly. Collective.
 
-    ask: calls `module`, through its engine if it has one. All ranks call this function together.
-    zero_stage: ZeRO stage of that engine, if any.
+    ask: calls `module`, through its engine if it has one. zero_stage: ZeRO stage of that engine, if any.
     tensor: tensor-parallel size.
 
     Raises UsageError if the model leaks with the requested `--ds.attn_implementation`, attends to later
@@ -107,7 +107,7 @@ def resolve_reading(
     found = _agreed(json.loads(entry.read_text()) if entry.exists() else None)
     if found is None:
         with _evaluating(module), torch.no_grad():
-            found = _agreed(_find_out(_through(ask, module), model))
+            found = _agreed(_run_checks(_through(ask, module), model))
         if _is_first_rank():
             _keep(entry, found)
     if found["error"]:
@@ -130,9 +130,9 @@ def resolve_reading(
 
 
 def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
-    """Shards a model, of which every rank of `group` has a full copy, and checks the shards. Runs before an
-    engine moves the model to a device. Raises UsageError if it cannot be sharded, or if the shards compute
-    something else."""
+    """Shards a model, of which every rank of `group` has a full copy, and checks the shards. Call it before
+    an engine moves the model to a device. Raises UsageError if the model cannot be sharded, or if the shards
+    compute different results."""
     check_planned(model, group.size())
     expected = _states_and_logits(model)
     shard_matrices(model, group)
@@ -141,7 +141,7 @@ def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> 
 
 
 def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.ProcessGroup) -> str:
-    """Returns how the shards' results differ from `expected`, "" where they agree."""
+    """Returns how the shards' results differ from `expected`; "" if they do not."""
     try:
         found = _states_and_logits(model)
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
@@ -161,15 +161,15 @@ def _difference(model: PreTrainedModel, expected: Sequence[Tensor], group: dist.
 def _states_and_logits(model: PreTrainedModel) -> list[Tensor]:
     """Returns the hidden states (L, H) of one sequence, and a language model's logits (L, V)."""
     head = model.get_output_embeddings()
-    with transformers_attention(model), _passing_through(model):
+    with transformers_attention(model), _computing_in_float32(model):
         hidden = alone(model, _probe(model).b.token_ids.to(DEVICE_TYPE)).float()
         return [hidden] if head is None else [hidden, head(hidden)]
 
 
 @contextmanager
-def _passing_through(model: PreTrainedModel) -> Iterator[None]:
-    """Makes each module compute in float32 on this process's device inside the context. A module's weights
-    are there only while it computes: the model may be larger than the device."""
+def _computing_in_float32(model: PreTrainedModel) -> Iterator[None]:
+    """Makes each module compute in float32 on this process's device within the context. A module's weights
+    are on the device only while it computes, because the model may be larger than the device's memory."""
     left: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def bring(module: nn.Module, _: Any) -> None:
@@ -199,7 +199,7 @@ def read_one_by_one(model: PreTrainedModel) -> None:
         _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
 
 
-def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
+def _run_checks(run: Callable, model: PreTrainedModel) -> dict[str, str]:
     """Returns `reason`, why rows may not hold several sequences, `unshared`, why common prefixes are not read
     once, `error`, why the model cannot be trained (each "" where there is none), and the `flag` and `value`
     behind the error."""
@@ -229,7 +229,7 @@ def _find_out(run: Callable, model: PreTrainedModel) -> dict[str, str]:
 
 
 def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
-    """Returns why a row of two sequences is not read correctly, "" where it is."""
+    """Returns the reason why a row of two sequences is not computed correctly; "" if it is."""
     probe = _probe(model)
     start = probe.a.length
     changed = start + probe.place
@@ -245,8 +245,8 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
             raise
         if isinstance(error, torch.AcceleratorError):
             raise
-        # The architecture's own code does not support packed rows: it computes with the mask, say. If a
-        # kernel of other layers is broken, it also fails in `why_not_at_all`.
+        # The architecture's own code does not support packed rows, for example because it computes with the
+        # mask. A broken kernel of other layers also fails in `why_not_at_all`.
         return f"it fails with {type(error).__name__}: {first_line(error)}"
     effect = _change(row[changed + 1 :], with_other_b[changed + 1 :]) + torch.finfo(model.dtype).eps
     into_next = _change(row[start:], with_other_a[start:]) / effect
@@ -266,7 +266,8 @@ def why_not_packed(run: Callable, model: PreTrainedModel) -> str:
 
 
 def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequenceParallel) -> str:
-    """Returns why sequence-parallel slices of a sequence are not computed correctly, "" where they are."""
+    """Returns the reason why sequence-parallel slices of a sequence are not computed correctly; "" if they
+    are."""
     row = _row(model, _probe(model).a)
     expected = run(lambda: in_one_pass(model, row))
     found = run(lambda: sharing.gathered(in_one_pass(model, row, sharing)))[: len(expected)]
@@ -363,7 +364,7 @@ def _gradient(model: PreTrainedModel, row: PackedRow, tree: PrefixTree | None, i
 
 
 def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
-    """Returns why the model fails even with one sequence at a time, "" where it does not."""
+    """Returns the reason why the model is not computed correctly even one sequence at a time; "" if it is."""
     probe = _probe(model)
     with transformers_attention(model):
         hidden, with_other_b = (run(lambda s=s: _alone(model, s)) for s in (probe.b, probe.other_b))
@@ -382,7 +383,7 @@ def why_not_at_all(run: Callable, model: PreTrainedModel) -> str:
 
 
 def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
-    """Returns how Liger's kernels change the results beyond rounding, "" where they do not."""
+    """Returns how Liger's kernels change the results beyond rounding; "" if they do not."""
     b = _probe(model).b
     with transformers_attention(model):
         found = run(lambda: _alone(model, b))
@@ -397,7 +398,7 @@ def why_not_liger(run: Callable, model: PreTrainedModel) -> str:
 
 
 def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> str:
-    """Returns why the routers' choices cannot be replayed, "" where they can."""
+    """Returns the reason why the routers' choices cannot be replayed; "" if they can."""
     if not replay.choices:
         return f"no layer of {type(model).__name__} has a router"
     b = _probe(model).b
@@ -414,7 +415,7 @@ def why_not_replayed(run: Callable, model: PreTrainedModel, replay: Replay) -> s
 
 @contextmanager
 def transformers_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Switches the model to transformers' eager attention, with full masks, inside the context."""
+    """Switches the model to transformers' eager attention, with full masks, within the context."""
     own = model.config._attn_implementation
     if own is None or not model._can_set_attn_implementation():
         yield
@@ -431,14 +432,14 @@ def _set_attention(model: PreTrainedModel, name: str) -> None:
 
 
 class _Probe(NamedTuple):
-    """The sequences of the checks. For a model that reads images each begins with an image, of different
-    sizes in a and b."""
+    """The sequences of the checks. If the model reads images, each begins with an image, whose size differs
+    between a and b."""
 
     a: Sample
     b: Sample
     other_a: Sample
     other_b: Sample
-    """b with another token at `place`."""
+    """`b` with another token at `place`."""
     place: int
 
 
@@ -469,15 +470,15 @@ def _probe(model: PreTrainedModel) -> _Probe:
     nothing = Sample(token_ids=a[:0], action_mask=a[:0].bool())
     before_a, before_b = map(reader.noise, SHAPES) if reader else (nothing, nothing)
     return _Probe(
-        a=_behind(before_a, a),
-        b=_behind(before_b, b),
-        other_a=_behind(before_a, other_a),
-        other_b=_behind(before_b, other_b),
+        a=_after_image(before_a, a),
+        b=_after_image(before_b, b),
+        other_a=_after_image(before_a, other_a),
+        other_b=_after_image(before_b, other_b),
         place=before_b.length + place,
     )
 
 
-def _behind(image: Sample, token_ids: Tensor) -> Sample:
+def _after_image(image: Sample, token_ids: Tensor) -> Sample:
     whole = torch.cat([image.token_ids, token_ids])
     return Sample(token_ids=whole, action_mask=torch.zeros_like(whole).bool(), images=image.images)
 
@@ -496,8 +497,8 @@ def _change(before: Tensor, after: Tensor) -> float:
 
 
 def _error(found: Tensor, expected: Tensor) -> float:
-    """Returns the relative difference as the median over tokens: in half precision a few tokens may be routed
-    to other experts."""
+    """Returns the relative difference of hidden states (L, H), as the median over tokens, because in half
+    precision a few tokens may be routed to other experts."""
     return float(_differences(found, expected).median())
 
 
@@ -507,7 +508,7 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tensor:
-    """Returns the mean difference, () in nats, between log-probs as models/policy.py computes them and those
+    """Returns the mean difference in nats, (), between log-probs as models/policy.py computes them and those
     of the model's own logits."""
     scale, softcap = head_options(model.config)
     ours = head_of(model)(hidden).float() * scale
@@ -521,8 +522,8 @@ def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tenso
 
 
 def _through(ask: Callable[[], Any], module: RowModel) -> Callable:
-    """Returns a function that runs a question, which returns a tensor, through the engine's call of the
-    model, inside ZeRO-3's hooks."""
+    """Returns a function that runs a computation, which returns a tensor, as the forward pass of `module`
+    through its engine, so that ZeRO-3's hooks apply."""
 
     def run(question: Callable[[], Tensor]) -> Tensor:
         module.forward = question
@@ -556,7 +557,8 @@ def _is_first_rank() -> bool:
 
 
 def _cache_entry(model: PreTrainedModel, zero_stage: int | None, tensor: int) -> Path:
-    """Returns the cache file of a verdict, named by everything that the verdict depends on."""
+    """Returns the cache file of the checks' result. Its name depends on everything on which the result
+    depends."""
     code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
     parts = {
         "class": f"{type(model).__module__}.{type(model).__name__}",

@@ -1,14 +1,15 @@
 """Implements sequence (context) parallelism: each rank runs the model on a slice of a row's tokens.
 
-A row is padded at its end and cut into two equal chunks per rank; a chunk's edge may cut a sequence. The
-slice of rank r of W is chunk r and chunk 2W - 1 - r (zigzag): the first chunk attends to few earlier tokens
-and the second to many, so the ranks' work is about equal. All layers except attention compute every token by
-itself. Attention sees whole sequences (models/attention.py), and the head's outputs for the actions of each
-slice are collected (models/backbone.py), so that every rank computes the loss of the whole row.
+A row is padded at its end and split into two equal chunks per rank; the border of a chunk may lie inside a
+sequence. The slice of rank r of W is chunk r and chunk 2W - 1 - r (zigzag): the first chunk attends to few
+earlier tokens and the second to many, so the ranks' work is about equal. All layers except attention process
+each token separately. Attention sees whole sequences (models/attention.py), and the head's outputs for the
+actions of each slice are collected (models/backbone.py), so that every rank computes the loss of the whole
+row.
 
 Every rank has a copy of the loss, and each collective is differentiated as a function of all ranks' tensors:
-the backward of a gather sums the gradients of all copies. DeepSpeed's mean over the ranks is then the
-gradient of the loss.
+the backward pass of a gather sums the gradients of all copies. The mean over ranks that DeepSpeed computes is
+then the gradient of the loss.
 """
 
 import math
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SequenceParallel:
-    """A sequence-parallel group, from the view of one of its ranks."""
+    """A sequence-parallel group, and this process's rank in it."""
 
     group: dist.ProcessGroup
     mode: SequenceParallelMode = "auto"
@@ -46,7 +47,7 @@ class SequenceParallel:
     def rank(self) -> int:
         return self.group.rank()
 
-    def filled_up(self, row: PackedRow) -> PackedRow:
+    def padded(self, row: PackedRow) -> PackedRow:
         """Pads the row with one more sequence, without actions, if its tokens do not divide evenly into
         chunks."""
         missing = -len(row.token_ids) % (2 * self.size)
@@ -69,9 +70,9 @@ class SequenceParallel:
         chunks = x.chunk(2 * self.size)
         return torch.cat([chunks[i] for i in self.chunks(self.rank)])
 
-    def located(self, places: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Locates places (A,) of a row of `num_tokens` in this rank's slice. Returns (a,) the indices of the
-        places that are in the slice, and (a,) their positions there."""
+    def locate(self, places: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Returns which of `places` (A,), indices of tokens in a row of `num_tokens` tokens, are in this
+        rank's slice: their indices in `places`, (a,), and the indices of these tokens in the slice, (a,)."""
         size = -(-num_tokens // (2 * self.size))
         first, second = self.chunks(self.rank)
         chunk = places // size
@@ -83,9 +84,9 @@ class SequenceParallel:
         whole = differentiable(x, self.group, gathered_rows, scattered_sum)
         return self._as_row(whole.chunk(self.size), dim=0)
 
-    def passed_on(self, x: Tensor) -> Callable[[], Tensor]:
+    def send_to_next(self, x: Tensor) -> Callable[[], Tensor]:
         """Starts sending `x` to the next rank of the ring. Returns a function that waits for the tensor of
-        the previous rank."""
+        the previous rank and returns it."""
         x = x.contiguous()
         received = torch.empty_like(x)
         to, of = [0] * self.size, [0] * self.size
@@ -105,14 +106,14 @@ class SequenceParallel:
         return torch.cat([*first, *reversed(second)], dim)
 
     def _as_slices(self, x: Tensor) -> Tensor:
-        """Reorders (N, ...) from the order of the row's tokens into the slices of all ranks, end to end."""
+        """Reorders (N, ...) from the order of the row's tokens into the concatenated slices of all ranks."""
         chunks = x.chunk(2 * self.size)
         return torch.cat([chunks[i] for rank in range(self.size) for i in self.chunks(rank)])
 
     def splits_heads(self, num_heads: int, num_kv: int) -> bool:
-        """Returns whether each rank attends with some of the heads over whole rows (Ulysses); otherwise it
-        attends with all heads from its slice. `num_kv`: the number of key heads, each shared by equally many
-        query heads. Raises UsageError if mode `ulysses` cannot divide the heads."""
+        """Returns True if each rank computes attention of some heads over whole rows (Ulysses), and False if
+        it computes all heads for the queries of its slice. `num_kv`: number of key heads, each of which
+        serves equally many query heads. Raises UsageError if mode `ulysses` cannot divide the heads."""
         divides = num_heads % math.lcm(num_kv, self.size) == 0
         if self.mode == "ulysses" and not divides:
             text = (
@@ -123,12 +124,12 @@ class SequenceParallel:
         return divides and self.mode in ("auto", "ulysses")
 
     def copies(self, num_kv: int) -> int:
-        """Returns how often each key head is repeated so that every rank has the key heads of its query
+        """Returns how often each key head must be repeated so that every rank has the key heads of its query
         heads."""
         return math.lcm(num_kv, self.size) // num_kv
 
     def own_heads(self, num_heads: int) -> slice:
-        """Returns the heads with which this rank attends."""
+        """Returns the heads whose attention this rank computes."""
         size = num_heads // self.size
         return slice(self.rank * size, (self.rank + 1) * size)
 
@@ -157,14 +158,14 @@ class Cut(NamedTuple):
     inside: tuple[int, ...]
     """Number of tokens of each sequence inside the slice."""
     until: tuple[int, ...]
-    """Number of tokens of each sequence up to its last one in the slice: all that its tokens there may attend
-    to."""
+    """Number of tokens of each sequence up to its last token in the slice: all tokens to which its tokens in
+    the slice may attend."""
     seen: slice
-    """Range of the tokens counted by `until` in the row."""
+    """Range in the row of the tokens that `until` counts."""
 
 
 def cut(lengths: Sequence[int], start: int, end: int) -> Cut:
-    """Cuts the slice from `start` to `end`, with at least one token, out of a row with sequences of these
+    """Returns the sequences in the non-empty slice from `start` to `end` of a row with sequences of these
     lengths."""
     inside, until, first, border = [], [], end, 0
     for length in lengths:
@@ -178,24 +179,25 @@ def cut(lengths: Sequence[int], start: int, end: int) -> Cut:
 
 
 class Packing(NamedTuple):
-    """Boundaries of a row's sequences. It travels through the model to the attention as `packing`."""
+    """Boundaries of a row's sequences. The model passes it to its attention as the keyword argument
+    `packing`."""
 
     lengths: tuple[int, ...]
     cumulative: Tensor  # (B + 1,) int32, on the row's device
     shard: "RowShard | None" = None
-    """This rank's slice; None where it has the whole row."""
+    """This rank's slice; None if it has the whole row."""
     branches: "Branches | None" = None
     """The keys of the queries where the row is a tree of prefixes; None where the keys are the queries."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> Self:
-        # Summed on the CPU: copying a list to a GPU would synchronize.
+        # Summed on the CPU, because copying a list to a GPU would wait for the GPU.
         cumulative = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
         return cls(tuple(lengths), cumulative.to(device, non_blocking=True))
 
 
 class Chunk(NamedTuple):
-    """One of the two chunks in this rank's slice, and the part of the row that it sees."""
+    """One of the two chunks of this rank's slice, and the part of the row to which its tokens attend."""
 
     number: int
     queries: Packing
@@ -224,14 +226,14 @@ class Block(NamedTuple):
 
 
 class RowShard(NamedTuple):
-    """Slice of a row that this rank holds, and the parts of the row that it sees."""
+    """The slice of a row on this rank, and the parts of the row to which its tokens attend."""
 
     sharing: SequenceParallel
     chunks: tuple[Chunk, ...]
 
     @classmethod
     def of(cls, sharing: SequenceParallel, lengths: Sequence[int], device: torch.device) -> Self:
-        """Cuts this rank's slice. `lengths`: of the sequences of a padded row."""
+        """Returns this rank's slice of a padded row with sequences of these lengths."""
         size = sum(lengths) // (2 * sharing.size)
         chunks = []
         for number in sharing.chunks(sharing.rank):
@@ -248,7 +250,7 @@ class RowShard(NamedTuple):
                     place = slice(i * size, (i + 1) * size)
                     yield Block(place, place, queries, queries, causal=True)
                     continue
-                # The end of an earlier chunk, where its last sequence may continue in this chunk.
+                # An earlier chunk: its last sequence may continue in this chunk.
                 start = max(0, chunk.seen.start - other * size)
                 if other < chunk.number and start < size:
                     own = slice(i * size, i * size + queries.lengths[0])

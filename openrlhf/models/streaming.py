@@ -1,4 +1,4 @@
-"""Streams an answer of a transformers model token by token, and decodes tokens to text piece by piece."""
+"""Streaming of an answer of a transformers model, and incremental decoding of tokens to text."""
 
 import queue
 import threading
@@ -12,7 +12,8 @@ from openrlhf.text import decode
 
 
 class TransformersStream:
-    """Generates one answer at a time, in a thread so that the consumer can stop it."""
+    """A transformers model that streams one answer at a time. It generates in a thread, so that the caller
+    can stop it."""
 
     def __init__(self, model: Any, pad_token_id: int) -> None:
         self.model, self.pad_token_id = model, pad_token_id
@@ -34,7 +35,7 @@ class TransformersStream:
                     stop=stopped.is_set,
                 )
                 tokens.put(None)
-            except BaseException as error:  # re-raised where the tokens are read
+            except BaseException as error:  # the reader of the tokens raises it
                 tokens.put(error)
 
         thread = threading.Thread(target=compute, name="answer", daemon=True)
@@ -53,10 +54,10 @@ class TransformersStream:
 
 
 class PiecewiseText:
-    """Decodes tokens to text incrementally, never splitting a character."""
+    """Incremental decoding of tokens to text, which never splits a character."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int] = ()) -> None:
-        """Starts an empty text. `prompt`: the tokens before it."""
+        """Starts an empty text. `prompt`: the tokens that precede it."""
         self.tokenizer, self.prompt = tokenizer, prompt
         self.token_ids: list[int] = []
         self.text = ""
@@ -66,16 +67,16 @@ class PiecewiseText:
         """Returns the text that this token completes; "" while a character is incomplete."""
         self.token_ids.append(token_id)
         text = self._decoded()
-        return "" if text.endswith(_REPLACEMENT) else self._give(text)
+        return "" if text.endswith(_REPLACEMENT) else self._new_text(text)
 
     def finish(self) -> str:
         """Returns the remaining text, even if its last character is incomplete."""
-        return self._give(self._decoded())
+        return self._new_text(self._decoded())
 
     def _decoded(self) -> str:
         return decode(self.tokenizer, self.token_ids, after=self.prompt, skip_special_tokens=True)
 
-    def _give(self, text: str) -> str:
+    def _new_text(self, text: str) -> str:
         new, self.text = text[len(self.text) :], text
         return new
 

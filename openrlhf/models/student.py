@@ -1,4 +1,4 @@
-"""Distillation: compares a student with its teacher over the whole vocabulary without holding all logits of
+"""Distillation: student and teacher models that are compared over the whole vocabulary, without all logits of
 either."""
 
 from typing import NamedTuple, cast
@@ -14,37 +14,42 @@ from openrlhf.types import PackedRow
 
 
 class Lesson(NamedTuple):
-    """The teacher's distributions at the actions of a row; under sequence parallelism, at those of this
-    rank's slice, which is also the student's."""
+    """The teacher's distributions at the actions of a row; under sequence parallelism, at the actions of this
+    rank's slice."""
 
-    hidden: Tensor  # (a, H) inputs of its head, one for each action
+    hidden: Tensor  # (a, H) inputs of the teacher's head, one for each action
     head: LinearHead
 
 
 class TeacherModel(RowModel):
-    """The teacher. Returns hidden states, from which `StudentModel` computes the teacher's logits."""
+    """The teacher of a distillation. It returns hidden states, from which `StudentModel` computes the
+    teacher's logits."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        """Returns (a, H), see `Lesson`."""
+        """Returns the hidden states (a, H) that predict the actions, see `Lesson`."""
         return action_states(self.model, row, row.actions - 1).hidden
 
 
 def linear_head(model: PreTrainedModel) -> LinearHead:
-    """Returns the head of a causal language model with the architecture's scale and cap of its logits."""
+    """Returns the head of a causal language model, with the architecture's scale and softcap of logits."""
     head, (scale, softcap) = cast(nn.Linear, head_of(model)), head_options(model.config)
     return LinearHead(head.weight, head.bias, scale, softcap)
 
 
 class StudentScores(NamedTuple):
+    """The output of the student for the actions of a row."""
+
     log_probs: Tensor  # (A,) float32
     divergence: Tensor  # (A,) float32, between teacher and student
 
 
 class StudentModel(RowModel):
+    """The student of a distillation."""
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
-        head_of(model).__class__ = StudentHead  # ZeRO-3's hooks on the module stay
+        head_of(model).__class__ = StudentHead  # changes only the class: ZeRO-3's hooks on the module stay
 
     def forward(self, row: PackedRow, lesson: Lesson, temperature: float, kind: Divergence) -> StudentScores:
         """Returns log-probs of the actions and divergences from the teacher. `temperature` divides both
@@ -65,7 +70,7 @@ class StudentModel(RowModel):
 
 class StudentHead(nn.Linear):
     """A language model head that can also return log-probs and divergences. It is called as a module so that
-    ZeRO-3 gathers its weight around the computation."""
+    ZeRO-3 gathers its weight."""
 
     # pyrefly: ignore[bad-override]  without a lesson it is a linear layer
     def forward(

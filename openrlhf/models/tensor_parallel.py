@@ -1,17 +1,17 @@
-"""Implements tensor parallelism, the sharding of a model's matrices over ranks:
-https://arxiv.org/abs/1909.08053
+"""Tensor parallelism, the sharding of a model's matrices over ranks: https://arxiv.org/abs/1909.08053
 
-An attention or MLP has two products. Each rank holds some outputs of the first (its columns, in the paper's
-order of factors) and the matching inputs of the second, whose results are summed. transformers' own plan of
-the architecture names these layers. Everything else is replicated on every rank, and so are its gradients,
-except those of weights applied to some of the heads alone, which are summed too.
+An attention or MLP module has two matrix products. Each rank has some outputs of the first (its columns, in
+the paper's order of factors) and the matching inputs of the second, whose results are summed over the ranks.
+transformers' plan for the architecture lists these layers. Everything else is replicated on all ranks, with
+equal gradients. The exception are weights that each rank applies only to its own heads: their gradients are
+summed.
 
-The vocabulary is sharded where the head is a `LogProbHead`, or there is none: each rank has the rows of some
-tokens of the embedding and of the head, and ranks exchange a few numbers per action (algorithms/logprobs.py).
+The vocabulary is sharded if the head is a `LogProbHead`, or if there is no head. Each rank has the rows of
+some tokens in embedding and head, and ranks exchange a few numbers per action (algorithms/logprobs.py).
 
-DeepSpeed recognizes sharded parameters by `tensor_model_parallel`, Megatron's mark. Its own AutoTP is not
-used: it does not sum the gradient of its column-parallel layer where it is not contiguous, and its layers for
-training work only inside an engine.
+DeepSpeed recognizes sharded parameters by Megatron's attribute `tensor_model_parallel`. DeepSpeed's own
+AutoTP is not used, because it does not sum the gradient of a column-parallel layer if the gradient is not
+contiguous, and because its layers for training work only inside an engine.
 """
 
 import re
@@ -39,12 +39,13 @@ WRONG_PLANS = {
     "apertus": "its activation has weights of its own, whose gradients transformers' plan forgets",
     "doge": "transformers' plan shares its attention, but not the mask that it makes of the values",
 }
-"""Architectures for which transformers' plan computes something else: `model_type` -> reason."""
+"""Architectures for which transformers' plan is wrong: `model_type` -> reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Marks a parameter as one of the group's equal parts, in rank order, of a tensor cut along `dim`."""
+    """Attribute of a parameter that is this rank's equal part of a tensor, which is split along `dim` over
+    `group` in rank order."""
 
     group: dist.ProcessGroup
     dim: int
@@ -58,7 +59,7 @@ def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
     for name, module, style in _planned(model):
         STYLES[style](module, group)
         if isinstance(module, ColumnLinear):
-            module.entrance = inputs[name.rpartition(".")[0]].of_one_more()
+            module.entrance = inputs[name.rpartition(".")[0]].add_layer()
     _shard_vocabulary(model, group)
     for parameter in model.parameters():
         if not hasattr(parameter, "shard"):
@@ -66,15 +67,15 @@ def shard_matrices(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 def check_planned(model: PreTrainedModel, size: int) -> None:
-    """Raises UsageError if the matrices of a model, possibly without weights, cannot be sharded over `size`
-    ranks."""
+    """Raises UsageError if the matrices of a model cannot be sharded over `size` ranks. The model may be on
+    the meta device."""
     if reason := why_not(model, size):
         raise refusal(model, size, reason)
 
 
 def check_tensor_parallel(path: str, flag: str, size: int) -> None:
-    """Raises UsageError, without loading weights, if the matrices of `path` cannot be sharded over `size`
-    ranks."""
+    """Raises UsageError if the matrices of the model at `path` cannot be sharded over `size` ranks. Loads no
+    weights."""
     config = load_config(path, flag)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return  # loading the model reports the error
@@ -83,8 +84,8 @@ def check_tensor_parallel(path: str, flag: str, size: int) -> None:
 
 
 def why_not(model: PreTrainedModel, size: int) -> str:
-    """Returns why the matrices of a model, possibly without weights, cannot be sharded over `size` ranks, ""
-    where they can."""
+    """Returns the reason why the matrices of a model cannot be sharded over `size` ranks; "" if they can. The
+    model may be on the meta device."""
     planned, config = list(_planned(model)), model.config.get_text_config()
     if not planned:
         return "transformers has no plan for its architecture"
@@ -114,8 +115,8 @@ def refusal(model: PreTrainedModel, size: int, reason: str) -> UsageError:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a model's tensor in full (unsharded), without a gradient. Collective for the ranks that shard
-    it."""
+    """Returns the full (unsharded) tensor of a model's tensor, without a gradient. Collective for the ranks
+    that shard it."""
     if isinstance(tensor, DTensor):  # sharded by fully_shard
         return tensor.full_tensor().detach()
     shard: Shard | None = getattr(tensor, "shard", None)
@@ -125,7 +126,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def laid_out_as(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Shards a full tensor over ranks as `fully_shard` has sharded `parameter`. Collective."""
+    """Shards a full tensor over ranks in the way that `fully_shard` has sharded `parameter`. Collective."""
     if not isinstance(parameter, DTensor):
         return tensor
     return distribute_tensor(tensor.to(parameter.device), parameter.device_mesh, parameter.placements)
@@ -138,7 +139,7 @@ def put_together(parts: Sequence[Tensor], tensor: Tensor) -> Tensor:
 
 
 def whole_shape(tensor: Tensor) -> tuple[int, ...]:
-    """Returns the full (unsharded) shape of a tensor that ZeRO-3 or tensor parallelism shards."""
+    """Returns the full (unsharded) shape of a tensor, which ZeRO-3 or tensor parallelism may have sharded."""
     shape, shard = list(getattr(tensor, "ds_shape", tensor.shape)), getattr(tensor, "shard", None)
     if shard is not None:
         shape[shard.dim] *= shard.group.size()
@@ -147,7 +148,7 @@ def whole_shape(tensor: Tensor) -> tuple[int, ...]:
 
 class SharedInput:
     """The input of a module's column-parallel layers. Layers with the same input, such as the query, key and
-    value projections, share one sum of its gradients."""
+    value projections, need only one all-reduce of its gradient."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -155,8 +156,8 @@ class SharedInput:
         self._given: Tensor | None = None
         self._answer: Tensor | None = None
 
-    def of_one_more(self) -> Self:
-        """Registers one more layer of the module."""
+    def add_layer(self) -> Self:
+        """Registers a further layer of the module, and returns this object."""
         self.layers += 1
         return self
 
@@ -165,12 +166,14 @@ class SharedInput:
         if answer is None or self._given is not x:
             answer, self._left = differentiable(x, self.group, replicated, summed), self.layers
         self._left -= 1
-        self._given, self._answer = (x, answer) if self._left else (None, None)  # ends with the pass
+        self._given, self._answer = (
+            (x, answer) if self._left else (None, None)
+        )  # dropped after the last layer
         return answer
 
 
 class ColumnLinear(nn.Linear):
-    """A column-parallel linear layer: it has some of the outputs."""
+    """A column-parallel linear layer: this rank computes some of the outputs."""
 
     group: dist.ProcessGroup
     entrance: SharedInput
@@ -180,7 +183,8 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """A row-parallel linear layer: it has some of the inputs, and sums the results over the ranks."""
+    """A row-parallel linear layer: this rank has some of the inputs, and the results are summed over the
+    ranks."""
 
     group: dist.ProcessGroup
 
@@ -197,14 +201,15 @@ class GatheredLinear(ColumnLinear):
 
 
 class SplitLinear(RowLinear):
-    """A row-parallel linear layer that takes all inputs and selects this rank's."""
+    """A row-parallel linear layer that receives all inputs and uses this rank's."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(differentiable(input, self.group, own_part, joined))
 
 
 class SharedEmbedding(nn.Embedding):
-    """Mixin for an embedding's own class that holds the rows of some tokens and sums over the ranks."""
+    """Mixin for the class of an embedding of which this rank has the rows of some tokens. Results are summed
+    over the ranks."""
 
     vocabulary: SharedVocabulary
 
@@ -215,7 +220,7 @@ class SharedEmbedding(nn.Embedding):
 
 
 def _summed_once(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sums the ranks' parts for replicated use; each part gets the gradient of the sum unchanged."""
+    """Sums `x` over the ranks, for use on all ranks. The gradient of `x` is the gradient of the sum."""
     return differentiable(x, group, summed, lambda grad, group: grad)
 
 
@@ -241,7 +246,7 @@ def _key_heads(config: PreTrainedConfig) -> int:
 
 
 def _cut_size(module: nn.Module, style: str) -> int:
-    """Returns the size of the dimension that is cut, 0 where none is."""
+    """Returns the size of the dimension that is split; 0 if none is."""
     if not isinstance(module, nn.Linear):
         return 0
     return module.out_features if style.startswith("colwise") else module.in_features
@@ -259,8 +264,7 @@ def _shard_rows(module: Any, group: dist.ProcessGroup, kind: type = RowLinear) -
 
 
 def _sum_gradients(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Sums gradients over the ranks, each of which sees some of the heads and so has a part of the
-    gradient."""
+    """Sums gradients of replicated parameters over the ranks. Each rank has the part of its own heads."""
     for parameter in module.parameters(recurse=False):
         if parameter.requires_grad:
             parameter.register_hook(lambda grad: summed(grad, group))
@@ -274,7 +278,7 @@ STYLES = {
     "rowwise_split_input": partial(_shard_rows, kind=SplitLinear),
     REPLICATED: _sum_gradients,
 }
-"""Maps the styles of transformers' plans to their implementations here."""
+"""Maps the styles of transformers' plans to their implementations."""
 
 
 def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
@@ -298,16 +302,17 @@ def _shard_vocabulary(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
 
 
 def _cut(parameter: Tensor | None, dim: int, group: dist.ProcessGroup) -> None:
-    """Replaces a parameter by this rank's shard; a tied weight is cut only once."""
+    """Replaces a parameter by this rank's shard. A tied weight is split only once."""
     if parameter is None or hasattr(parameter, "shard"):
         return
     parameter.data = own_part(parameter.data, group, dim)
-    setattr(parameter, "shard", Shard(group, dim))  # noqa: B010  nn.Parameter does not know it
+    setattr(parameter, "shard", Shard(group, dim))  # noqa: B010  not declared in nn.Parameter
     setattr(parameter, "tensor_model_parallel", True)  # noqa: B010
 
 
 def _take_first(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    """Copies the first rank's value to all: new weights, such as a scalar head, are initialized at random."""
+    """Copies the first rank's value to all ranks, because new weights, such as a scalar head, are initialized
+    randomly."""
     value = parameter.data.to(DEVICE_TYPE)
     dist.broadcast(value, group=group, group_src=0)
     parameter.data.copy_(value)

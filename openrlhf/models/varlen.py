@@ -1,4 +1,4 @@
-"""Wraps torch's attention over concatenated sequences, which is FlashAttention 2 on CUDA."""
+"""torch's attention over concatenated sequences, which is FlashAttention 2 on CUDA."""
 
 import inspect
 from functools import cache
@@ -24,7 +24,10 @@ def varlen_attention(
 
     window_size: how many keys before and after its own position a query sees; -1: all.
     """
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn  # takes a second: it imports the compiler
+    from torch.nn.attention.varlen import (
+        AuxRequest,
+        varlen_attn,
+    )  # imports the compiler, which takes a second
 
     options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window_size}
     if _asks_for_groups(varlen_attn):
@@ -44,6 +47,6 @@ def varlen_attention(
 
 @cache
 def _asks_for_groups(varlen_attn: Any) -> bool:
-    """Returns whether grouped key heads need the `enable_gqa` argument: torch 2.13 requires it; torch 2.11
-    accepts fewer key heads and has no such parameter."""
+    """Returns True if `varlen_attn` has the parameter `enable_gqa`, which torch 2.13 requires for fewer key
+    heads than query heads. torch 2.11 accepts them without such a parameter."""
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

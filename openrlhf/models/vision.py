@@ -1,9 +1,9 @@
-"""Converts images to the inputs of a vision-language model: patches, in place of the tokens that stand for
-them.
+"""Conversion of images to the inputs of a vision-language model: patches, which replace the placeholder
+tokens.
 
-A row carries image files. The model's processor turns them into tensors here, for each forward pass; the most
-recent ones are cached, because the samples of a prompt share its images. Where image tokens have positions in
-height and width, they are counted within each sequence, so that a row may hold several.
+A row contains image files. For each forward pass the model's processor converts them to tensors; the most
+recent ones are cached, because all samples of a prompt have the same images. If image tokens have positions
+in height and width, these are computed for each sequence separately, so that a row may contain several.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ KEPT_IMAGES = 64
 BLANK_SIDE = 56
 """Side in pixels of the blank picture appended to a row without images."""
 SHAPES = ((64, 64), (96, 160))
-"""Heights and widths of pictures that are read as different numbers of patches."""
+"""Heights and widths in pixels of two pictures with different numbers of patches."""
 
 
 KINDS = ("token_type_ids", "mm_token_type_ids")
@@ -35,7 +35,7 @@ KINDS = ("token_type_ids", "mm_token_type_ids")
 
 
 class ImageReader:
-    """Reads images with a model's processor."""
+    """Converts images to a model's inputs with the model's processor."""
 
     def __init__(self, processor: Any) -> None:
         self.processor = processor
@@ -44,8 +44,8 @@ class ImageReader:
         self.patches = lru_cache(KEPT_IMAGES)(self._patches)
 
     def inputs(self, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
-        """Returns the image inputs for token ids (N,), named as transformers' models expect: the patches of
-        `images`, end to end, and the mask of the tokens that stand for them."""
+        """Returns the image inputs for token ids (N,), by the names of transformers' arguments: the
+        concatenated patches of `images`, and the mask of their placeholder tokens."""
         read = [self.patches(image.data) for image in images]
         patches = {name: torch.cat([of_image[name] for of_image in read]) for name in read[0]}
         on_device = {name: x.to(token_ids.device, non_blocking=True) for name, x in patches.items()}
@@ -60,13 +60,13 @@ class ImageReader:
         return self.alone(PILImage.new("RGB", (BLANK_SIDE, BLANK_SIDE), "grey"))
 
     def noise(self, shape: tuple[int, int]) -> Sample:
-        """Returns a random picture of `shape`, height and width, as a sequence of its own; the same at every
-        call."""
+        """Returns a sequence that consists of a random picture with `shape`, (height, width), the same in
+        every call."""
         pixels = np.random.default_rng(shape).integers(256, size=(*shape, 3), dtype=np.uint8)
         return self.alone(PILImage.fromarray(pixels))
 
     def alone(self, picture: PILImage.Image) -> Sample:
-        """Returns a sequence that consists of `picture` alone, without actions."""
+        """Returns a sequence that consists only of `picture`, without actions."""
         read = self.processor(text=[self.processor.image_token], images=[picture], add_special_tokens=False)
         token_ids = torch.tensor(read["input_ids"][0])
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
@@ -78,12 +78,12 @@ class ImageReader:
 
 
 def image_reader(path: str) -> ImageReader:
+    """Builds the image reader of the model at `path`."""
     return ImageReader(AutoProcessor.from_pretrained(model_folder(path)))
 
 
 def freeze_vision(model: PreTrainedModel) -> None:
-    """Freezes the vision tower and the projection of its patches, so that only the language part is
-    trained."""
+    """Freezes the vision tower and the projection of patches, so that only the language model is trained."""
     head = model.get_output_embeddings()
     learns = {id(p) for part in (model.get_decoder(), head) if part for p in part.parameters()}
     for parameter in model.parameters():
@@ -92,8 +92,8 @@ def freeze_vision(model: PreTrainedModel) -> None:
 
 
 def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
-    """Returns `row`, with a grey picture appended as a sequence of its own if it has no images. Ranks that
-    shard parameters or sum gradients must all pass through the vision tower."""
+    """Returns `row`. If it has no images, a grey picture is appended as another sequence, because all ranks
+    must run the vision tower if they shard parameters or sum gradients."""
     if row.images:
         return row
     blank = PackedRow.of([reader.blank]).to(row.token_ids.device)
@@ -107,7 +107,7 @@ def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
 
 
 def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
-    """Returns the inputs of `backbone` besides the token ids for a row with one or more images."""
+    """Returns the inputs of `backbone`, besides token ids, for a row with at least one image."""
     inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
     counts_places = hasattr(backbone, "get_rope_index")
     positions = _positions(backbone, row, reader) if counts_places else row.position_ids[None]
@@ -115,8 +115,8 @@ def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> d
 
 
 def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:
-    """Returns positions (4, 1, N): the place in the sequence, then time, height and width as the model counts
-    them."""
+    """Returns positions (4, 1, N): the index in the sequence, and the model's positions in time, height and
+    width."""
     places = []
     for token_ids, images in zip(row.token_ids.cpu().split(row.lengths), row.images, strict=True):
         grids = [reader.patches(image.data)["image_grid_thw"] for image in images]

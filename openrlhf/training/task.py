@@ -495,9 +495,9 @@ def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
 
 def max_lengths_of(task: Task) -> dict[str, int]:
     """Returns flag -> maximum sequence length, for each model whose configuration limits it."""
-    from openrlhf.models.loading import load_config, room_of
+    from openrlhf.models.loading import load_config, max_length_of
 
-    rooms = {flag: room_of(load_config(path, flag)) for flag, path in task.models().items()}
+    rooms = {flag: max_length_of(load_config(path, flag)) for flag, path in task.models().items()}
     return {flag: room for flag, room in rooms.items() if room}
 
 

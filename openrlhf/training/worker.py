@@ -41,9 +41,9 @@ from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (
     load_config,
     load_tokenizer,
+    max_length_of,
     policy_processor,
     policy_tokenizer,
-    room_of,
     stop_token_ids,
 )
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
@@ -182,7 +182,7 @@ class RewardWorker(Worker):
             self.models.append(self.frozen(build, config.reward.offload))
             own = load_tokenizer(path, flag=REWARD_FLAG)
             model_config = load_config(path, REWARD_FLAG)
-            room = room_of(model_config)
+            room = max_length_of(model_config)
             self.readers.append(RewardReader(policy, own, stop_token_ids=stops, max_len=room))
             normalize = config.reward.normalize_enable
             self.statistics.append(score_statistics(model_config, path) if normalize else (0.0, 1.0))

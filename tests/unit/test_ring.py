@@ -129,7 +129,7 @@ def test_ring_attention_is_the_attention_of_the_whole_row(
 def test_a_layer_that_cannot_use_the_ring_is_logged_once(
     threads: Callable, caplog, options: dict, reason: str
 ) -> None:
-    attention._say_gathered.cache_clear()
+    attention._warn_of_allgather.cache_clear()
 
     def attend() -> None:
         qkv = (torch.zeros(1, heads, 4, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))
@@ -145,7 +145,7 @@ def test_a_layer_that_cannot_use_the_ring_is_logged_once(
 def test_keys_arrive_at_every_rank_in_turn(threads: Callable) -> None:
     def visited() -> list[tuple[int, float]]:
         own = torch.full((2, 3), float(dist.get_rank()))
-        return [(rank, float(x.mean())) for rank, x in ring._travelling(own, sharing())]
+        return [(rank, float(x.mean())) for rank, x in ring._around_ring(own, sharing())]
 
     assert threads(3, visited) == [
         [(r, float(r)) for r in order] for order in ([0, 2, 1], [1, 0, 2], [2, 1, 0])

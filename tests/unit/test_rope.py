@@ -14,7 +14,7 @@ from torch import Tensor
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.dropout import enable_checkpointing
-from openrlhf.models.loading import load_causal_lm, room_of
+from openrlhf.models.loading import load_causal_lm, max_length_of
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.sequence_parallel import SequenceParallel
@@ -241,4 +241,4 @@ def yarn(factor: float) -> dict:
     ],
 )
 def test_how_long_a_sequence_a_model_reads(config: hf.PreTrainedConfig, room: int | None) -> None:
-    assert room_of(config) == room
+    assert max_length_of(config) == room

@@ -103,7 +103,7 @@ def test_slices_are_equal_and_what_fills_them_up_is_a_sequence(
     threads: Callable, lengths: tuple, num_ranks: int, filled: tuple, slices: list
 ) -> None:
     def positions() -> tuple[tuple[int, ...], list[int], int]:
-        row = sharing().filled_up(row_of(*lengths))
+        row = sharing().padded(row_of(*lengths))
         return row.lengths, sharing().own(row.position_ids).tolist(), row.num_tokens
 
     found = threads(num_ranks, positions)
@@ -114,7 +114,7 @@ def test_where_the_actions_of_a_slice_are(threads: Callable) -> None:
     """The row has 11 tokens, padded to 12: chunks of 3, of which the first rank of two has the first and the
     last."""
     places = torch.tensor([1, 2, 3, 5, 6, 9, 10])
-    found = threads(2, lambda: [x.tolist() for x in sharing().located(places, 11)])
+    found = threads(2, lambda: [x.tolist() for x in sharing().locate(places, 11)])
     assert found == [[[0, 1, 5, 6], [1, 2, 3, 4]], [[2, 3, 4], [0, 2, 3]]]
 
 
