@@ -101,6 +101,18 @@ def not_written(place: str | os.PathLike, reason: str) -> RunError:
     return RunError(ErrorCode.NOT_WRITABLE, text)
 
 
+def check_owner(folder: str | os.PathLike, flag: str) -> None:
+    """Raises UsageError for a folder of another user: its files are unpickled, and a pickle can run any code.
+    Root may read the folders of all users."""
+    owner, me = os.stat(folder).st_uid, os.geteuid()
+    if owner not in (me, 0) and me != 0:
+        text = (
+            f"the folder belongs to another user (number {owner}), and a checkpoint can run code when it is "
+            f"read.\nIf you trust the user, copy the folder (`cp -r {folder} COPY`) and name the copy."
+        )
+        raise UsageError(ErrorCode.UNREADABLE, text, flag=flag, value=folder)
+
+
 def nearest(folder: str | os.PathLike) -> Path:
     """Returns `folder`, or the nearest folder above it that exists."""
     place = Path(folder).absolute()

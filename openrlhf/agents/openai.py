@@ -295,6 +295,10 @@ def _warn_once(names: str) -> None:
     logger.warning("an agent's requests set %s, which is ignored: the run's flags apply", names)
 
 
+BODY_SECONDS = 60.0
+"""Seconds within which the body of a request must arrive."""
+
+
 class Server:
     """The HTTP server of an engine process. It starts with the first session, on a random port of 127.0.0.1,
     in the engine's event loop."""
@@ -376,8 +380,11 @@ async def _health(request: web.Request) -> web.Response:
 
 async def _body(request: web.Request) -> dict:
     try:
-        body = await request.json()
-    except ValueError as error:
+        async with asyncio.timeout(BODY_SECONDS):
+            body = await request.json()
+    except TimeoutError as error:
+        raise BadRequest(f"the request took longer than {BODY_SECONDS:g} s to arrive") from error
+    except (ValueError, RecursionError) as error:
         raise BadRequest(f"the request is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise BadRequest("the request is not a JSON object")

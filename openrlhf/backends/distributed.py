@@ -2,6 +2,8 @@
 
 import ctypes
 import datetime
+import errno
+import ipaddress
 import os
 import platform
 import random
@@ -118,7 +120,44 @@ def init_distributed(timeout_minutes: int = 60) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         device = current_device() if DEVICE_TYPE == "cuda" else None
-        dist.init_process_group(backend, timeout=timeout, device_id=device)
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if (store := _store_at_its_address(rank, size, timeout)) is None:
+            dist.init_process_group(backend, timeout=timeout, device_id=device)
+        else:
+            dist.init_process_group(
+                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+            )
+
+
+def _store_at_its_address(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store | None:
+    """Returns the store in which ranks meet, which listens at MASTER_ADDR alone; torch's own would listen at
+    all addresses of the machine. Returns None where the launcher has the store (torchrun), or MASTER_ADDR is
+    a host name, whose address may differ between machines."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        is_address = bool(ipaddress.ip_address(host))
+    except ValueError:
+        is_address = False
+    if "TORCHELASTIC_RUN_ID" in os.environ or not is_address:
+        return None
+    if rank > 0:
+        return dist.TCPStore(host, port, size, timeout=timeout)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        bound = socket.create_server((host, port), family=family, backlog=max(128, size))
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:  # behind a network address translation
+            raise
+        return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
+    return dist.TCPStore(
+        host,
+        port,
+        size,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=bound.detach(),
+    )
 
 
 def use_own_cores() -> None:

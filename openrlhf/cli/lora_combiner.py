@@ -71,11 +71,11 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     dtype = DTYPES[config.ds.param_dtype]
     if config.is_rm:
         base = AutoModelForSequenceClassification.from_pretrained(
-            config.model_path, dtype=dtype, num_labels=1
+            config.model_path, dtype=dtype, num_labels=1, trust_remote_code=False
         )
         base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
     else:
-        base = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype)
+        base = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False)
     try:
         model = PeftModel.from_pretrained(base, config.lora_path)
     except (RuntimeError, ValueError) as error:

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import ray
 from ray._common.utils import get_ray_address_file
+from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     AuthenticationTokenLoader,
     maybe_enable_token_auth_if_token_available,
@@ -168,6 +169,7 @@ def _start_here() -> None:
     on_gpu = torch.cuda.is_available()
     _use_own_token()
     store = None if on_gpu else OBJECT_STORE_BYTES
+    _stay_on_loopback()
     ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
@@ -178,6 +180,13 @@ def _common_options() -> dict[str, Any]:
     own = {name: os.environ.get(name, value) for name, value in WORKERS.items()}
     env_vars = environment.forwarded() | own | folder.here()
     return {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True, "logging_level": "ERROR"}
+
+
+def _stay_on_loopback() -> None:
+    """Makes 127.0.0.1 the address of this machine for Ray, as on systems where it starts no clusters. All of
+    its ports, and those of ranks and engines, then listen there alone."""
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # of the processes that Ray starts
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _use_own_token() -> None:

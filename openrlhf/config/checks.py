@@ -636,6 +636,11 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     elif logger.wandb.key is not None and not logger.wandb.is_used:
         yield remark("logger.wandb.key", "has no effect because WANDB_MODE is disabled")
     elif logger.wandb.is_used:
+        if logger.wandb.key not in ("True", "true") and not str(logger.wandb.key).startswith("@"):
+            text = (
+                "is in the process list, for all users of the machine; use @FILE, or True and WANDB_API_KEY"
+            )
+            yield remark("logger.wandb.key", text)
         without = ".\nTo run without it set WANDB_MODE=disabled or remove the flag; metrics.jsonl and "
         without += "report.html are written in any case"
         yield from package("logger.wandb.key", "wandb", extra="wandb", otherwise=without)

@@ -498,8 +498,9 @@ class WandbConfig:
     """Weights & Biases."""
 
     key: str | None = None
-    """API key, or True for the key of WANDB_API_KEY or `wandb login`. It is never written to a file or a log.
-    None, or the variable WANDB_MODE=disabled: off. Needs `pip install "openrlhf[wandb]"`."""
+    """@FILE for the API key in a file, True for the key of WANDB_API_KEY or `wandb login`, or the key itself,
+    which is then in the process list. It is never written to a file or a log. None, or the variable
+    WANDB_MODE=disabled: off. Needs `pip install "openrlhf[wandb]"`."""
     org: str | None = None
     """Entity: a user or a team."""
     group: str | None = None

@@ -161,7 +161,7 @@ class ImageColumn:
 def _load_processor(path: str, flag: str) -> Any:
     error = partial(UsageError, ErrorCode.INVALID_MODEL, flag=flag, value=path)
     try:
-        processor = AutoProcessor.from_pretrained(model_folder(path))
+        processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
     except (OSError, ValueError) as reason:
         raise error(f"the model has no image processor: {first_line(reason)}") from reason
     if not hasattr(processor, "image_processor"):

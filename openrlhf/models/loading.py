@@ -74,7 +74,7 @@ def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> i
     if there is no configuration."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto_class.from_config(load_config(path, flag))
+        model = auto_class.from_config(load_config(path, flag), trust_remote_code=False)
     return sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
 
 
@@ -83,7 +83,7 @@ def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False)
     the model's configuration alone."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
-        model = auto_class.from_config(load_config(path, flag))
+        model = auto_class.from_config(load_config(path, flag), trust_remote_code=False)
     head, linear = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
     layers = [layer for layer in model.modules() if isinstance(layer, linear) and layer is not head]
     return sum(rank * sum(layer.weight.shape) for layer in layers)
@@ -98,6 +98,7 @@ def load_generator(
     model = AutoModelForCausalLM.from_pretrained(
         model_folder(path, weights=True),
         config=config,
+        trust_remote_code=False,
         dtype=DTYPES[dtype],
         attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
         **(nf4(dtype, config) if in_4bit else {}),
@@ -127,6 +128,7 @@ def load_for_rows(
     model, info = auto_class.from_pretrained(
         model_folder(path, weights=True),
         attn_implementation=implementation,
+        trust_remote_code=False,
         output_loading_info=True,
         **options,
     )
@@ -189,7 +191,9 @@ def load_tokenizer(
         text = "the folder has no tokenizer. Save one beside the model."
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     try:
-        tokenizer = cast(Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast))
+        tokenizer = cast(
+            Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast, trust_remote_code=False)
+        )
     except (OSError, ValueError) as error:
         raise _not_loaded("tokenizer", path, flag, error) from error
     if tokenizer.pad_token is None:
@@ -220,7 +224,7 @@ def policy_processor(config: PPOConfig) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
-    processor = AutoProcessor.from_pretrained(model_folder(path))
+    processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 
@@ -320,7 +324,7 @@ def load_config(path: str, flag: str):
         )
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     try:
-        return AutoConfig.from_pretrained(model_folder(path))
+        return AutoConfig.from_pretrained(model_folder(path), trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise _not_loaded("model configuration", path, flag, error) from error
 

@@ -153,7 +153,7 @@ def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
     Raises UsageError for a name of `lora.target_modules` that matches no layer."""
     config = load_config(path, flag)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     return tuple(sorted({name.rpartition(".")[2] for name in _targets(model, lora.target_modules)}))
 
 

@@ -80,7 +80,7 @@ def check_tensor_parallel(path: str, flag: str, size: int) -> None:
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return  # loading the model reports the error
     with torch.device("meta"):
-        check_planned(AutoModelForCausalLM.from_config(config), size)
+        check_planned(AutoModelForCausalLM.from_config(config, trust_remote_code=False), size)
 
 
 def why_not(model: PreTrainedModel, size: int) -> str:

@@ -79,7 +79,7 @@ class ImageReader:
 
 def image_reader(path: str) -> ImageReader:
     """Builds the image reader of the model at `path`."""
-    return ImageReader(AutoProcessor.from_pretrained(model_folder(path)))
+    return ImageReader(AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False))
 
 
 def freeze_vision(model: PreTrainedModel) -> None:

@@ -53,12 +53,13 @@ class RunFolder:
     @classmethod
     def create(cls, path: str | os.PathLike, *, config_yaml: str, argv: Sequence[str], resume: bool) -> Self:
         """Creates the folder and writes the configuration of this start. Secrets never reach a file.
+        A folder that is new can be read by its owner alone.
 
         With `resume` the files of earlier starts stay, and `rewind` must be called with the restored step.
         Without it, an earlier run's files move to `previous/001`, `002`, ...: nothing is mixed or lost.
         """
         folder = cls(Path(path))
-        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not resume:
             set_aside(folder.path, [name for name in OWN_FILES if (folder.path / name).exists()])
         folder.rollouts_path.mkdir(exist_ok=True)

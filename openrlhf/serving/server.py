@@ -24,6 +24,10 @@ RETRY_AFTER = 1
 """Seconds after which a client may retry if the queue was full (Retry-After)."""
 
 
+BODY_SECONDS = 60.0
+"""Seconds within which the body of a request must arrive."""
+
+
 class Question(BaseModel):
     """Body of a request."""
 
@@ -71,7 +75,13 @@ def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
         may_ask = has_key(request, config.key)
-        body = await read_body(request, int(config.max_body_mb * 2**20) if may_ask else 0)
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await read_body(request, int(config.max_body_mb * 2**20) if may_ask else 0)
+        except TimeoutError:
+            raise Refusal(
+                408, f"the body took longer than {BODY_SECONDS:g} s", {"Connection": "close"}
+            ) from None
         if not may_ask:
             raise Refusal(401, "the key is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if body is None:

@@ -1,10 +1,12 @@
 """Parts of the reward server; tests/e2e/test_serve_rm.py runs it as a process."""
 
+import asyncio
 import re
 import threading
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,8 +20,9 @@ from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.serving import server
 from openrlhf.serving.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
-from openrlhf.serving.server import occurs, text_of
+from openrlhf.serving.server import build_app, occurs, text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.types import PackedRow
 
@@ -298,3 +301,24 @@ def test_a_model_without_statistics_is_told(tmp_path: Path) -> None:
     with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value="2048 (default)") as told:
         check(config_of(*flags))
     assert "--data.max_len 512" in told.value.text
+
+
+def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
+    app = build_app(SimpleNamespace(), config_of())
+    scope = {
+        "type": "http", "method": "POST", "path": "/get_reward", "raw_path": b"/get_reward", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "root_path": "",
+    }  # fmt: skip
+    sent: list[dict] = []
+
+    async def receive() -> dict:
+        await asyncio.sleep(60)
+        raise AssertionError("nobody waits that long")
+
+    async def send(message: dict) -> None:
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]

@@ -46,6 +46,7 @@ from openrlhf.backends.row_memory import RowMemory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.files import check_owner
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
 from openrlhf.types import Metrics
@@ -209,6 +210,7 @@ class DeepSpeedEngine(TrainedRank):
         `state`. Raises UsageError if this engine has a moving average and the checkpoint has none. Ignores
         the checkpoint's average if the engine has none."""
         self._check_present()
+        check_owner(Path(folder, tag), "--ckpt.path")
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
         checkpoint = Checkpoint(f"{folder}/{tag}", self.engine.checkpoint_mp_rank)

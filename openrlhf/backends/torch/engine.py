@@ -39,7 +39,7 @@ from openrlhf.backends.row_memory import RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.files import not_written
+from openrlhf.files import check_owner, not_written
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import DTYPES
 from openrlhf.models.self_check import resolve_reading
@@ -205,6 +205,7 @@ class TorchEngine(TrainedRank):
         """Restores a checkpoint, which any number of ranks may have saved, and returns its `state`. Raises
         UsageError for a checkpoint of another backend or another model."""
         self._check_present()
+        check_owner(Path(folder, tag), "--ckpt.path")
         path, tensors = Path(folder, tag), self._tensors()
         if not (path / METADATA).exists():
             text = f"{tag} was not saved with --train.backend torch.\nResume with --train.backend deepspeed."

@@ -173,6 +173,7 @@ class VLLMEngine:
         self.llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=model_folder(options.model, weights=options.load_weights),
+                trust_remote_code=False,
                 load_format="auto" if options.load_weights else "dummy",
                 dtype=dtypes[options.dtype],
                 max_model_len=options.max_len,

@@ -51,6 +51,8 @@ def open_trackers(run: TrackedRun) -> list[Tracker]:
         try:
             tracker.open(run)
             made.append(tracker)
+        except UsageError:
+            raise
         except Exception as error:
             if type(tracker) in TRACKERS.ours.values():
                 problem = f"{type(error).__name__}: {first_line(error)}"

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import REDACTED, redact
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
@@ -35,6 +36,7 @@ class WandbTracker(Tracker):
         self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
         # The redacted key of a saved config.yaml stands for the key of the user who runs it.
         from_environment = flags.key in (None, "True", "true", REDACTED)
+        key = None if from_environment else key_of(str(flags.key))
 
         def start(mode: str | None):
             return wandb.init(
@@ -50,7 +52,7 @@ class WandbTracker(Tracker):
                 # As a setting the key is in memory only; `wandb.login` would write it to ~/.netrc.
                 # Without x_disable_meta, W&B uploads the command line, which may hold secrets.
                 settings=wandb.Settings(
-                    api_key=None if from_environment else flags.key,
+                    api_key=key,
                     x_disable_meta=True,
                     console="off",
                     silent=True,
@@ -60,7 +62,7 @@ class WandbTracker(Tracker):
         try:
             self._run = start(mode=None)
         except wandb.Error as error:
-            first_line = redact(str(error).strip().partition("\n")[0], {flags.key} if flags.key else set())
+            first_line = redact(str(error).strip().partition("\n")[0], {key} if key else set())
             logger.warning(
                 "W&B is not available (%s); recording offline in %s/wandb", first_line, folder.path
             )
@@ -79,6 +81,19 @@ class WandbTracker(Tracker):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def key_of(value: str) -> str:
+    """Returns the key that a flag gives: itself, or the content of the file that `@FILE` names. Raises
+    UsageError where there is no such file."""
+    if not value.startswith("@"):
+        return value
+    file = Path(value[1:]).expanduser()
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        text = f"the key cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag="--logger.wandb.key", value=value) from error
 
 
 def _wandb_id(path: Path) -> str:
