@@ -307,7 +307,8 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
     monkeypatch.setattr(server, "BODY_SECONDS", 0.05)
     app = build_app(SimpleNamespace(), config_of())
     scope = {
-        "type": "http", "method": "POST", "path": "/get_reward", "raw_path": b"/get_reward", "query_string": b"",
+        "type": "http", "method": "POST", "path": "/get_reward", "raw_path": b"/get_reward",
+        "query_string": b"",
         "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
         "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "root_path": "",
     }  # fmt: skip
