@@ -233,7 +233,7 @@ def kept_sets(ids: np.ndarray, log_probs: np.ndarray) -> KeptSets:
 class AnswerStream(Protocol):
     """An engine that generates one answer at a time, token by token."""
 
-    def stream(self, prompt: list[int], seed: int, decoding: Any) -> Any:
+    def stream(self, prompt: list[int], seed: int, params: SamplingParams) -> Any:
         """Yields the tokens of the answer. Closing the generator stops generation."""
         ...
 

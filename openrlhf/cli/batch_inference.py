@@ -16,7 +16,7 @@ from openrlhf.training.task import load_tokenizer_of
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-    from openrlhf.models.generation import Decoding
+    from openrlhf.completions import SamplingParams
     from openrlhf.observability.progress import Progress
     from openrlhf.rollout.batch_inference import Recorder
 
@@ -201,14 +201,14 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
     make = engine_class(options)
     os.environ.update(make.environment(options))
     engine = make(options)
-    decoding = decoding_of(config, tokenizer, config.rollout.max_new_tokens)
+    params = sampling_params_of(config, tokenizer, config.rollout.max_new_tokens)
     concurrency = config.vllm.max_num_seqs
     with asyncio.Runner() as runner:
         runner.run(engine.start())
         try:
             yield lambda requests, recorder: runner.run(
                 answer_with_engine(
-                    engine, requests, decoding, recorder.answers(tokenizer), concurrency=concurrency
+                    engine, requests, params, recorder.answers(tokenizer), concurrency=concurrency
                 )
             )
         finally:
@@ -224,7 +224,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerB
     yield lambda requests, recorder: answer_with_transformers(
         model,
         requests,
-        decoding_of(config, tokenizer, config.rollout.max_new_tokens),
+        sampling_params_of(config, tokenizer, config.rollout.max_new_tokens),
         recorder.answers(tokenizer),
         batch_size=config.train.micro_batch_size,
         pad_token_id=tokenizer.pad_token_id,
@@ -328,21 +328,22 @@ def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
     )
 
 
-def decoding_of(
-    config: BatchInferenceConfig | ChatConfig, tokenizer: "PreTrainedTokenizerBase", max_new_tokens: int
-) -> "Decoding":
-    """Returns the sampling options for answers of at most `max_new_tokens` tokens."""
-    from openrlhf.models.generation import Decoding
+def sampling_params_of(
+    config: BatchInferenceConfig | ChatConfig, tokenizer: "PreTrainedTokenizerBase", max_tokens: int
+) -> "SamplingParams":
+    """Returns the sampling options of answers with at most `max_tokens` tokens, without a seed."""
+    from openrlhf.completions import SamplingParams
     from openrlhf.models.loading import stop_token_ids
 
     rollout = config.rollout
-    return Decoding(
-        max_new_tokens=max_new_tokens,
-        stop_token_ids=tuple(stop_token_ids(config.model.model_name_or_path, tokenizer)),
-        greedy=rollout.greedy,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
+    return SamplingParams(
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids(config.model.model_name_or_path, tokenizer),
+        temperature=0.0 if rollout.greedy else rollout.temperature,
+        top_p=1.0 if rollout.greedy else rollout.top_p,
         repetition_penalty=rollout.repetition_penalty,
+        detokenize=False,
+        skip_special_tokens=False,
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from openrlhf.cli.batch_inference import check_answering_model, decoding_of, load_answering_model
+from openrlhf.cli.batch_inference import check_answering_model, load_answering_model, sampling_params_of
 from openrlhf.config.commands import CHAT
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
@@ -125,13 +125,13 @@ def _answer(
             "room for an answer; type clear to start a new one)"
         )
         return
-    decoding = decoding_of(config, tokenizer, min(room, config.rollout.max_new_tokens or room))
+    params = sampling_params_of(config, tokenizer, min(room, config.rollout.max_new_tokens or room))
     seed = seed_at(config.train.seed, "chat", conversation.num_turns)
     text = PiecewiseText(tokenizer, prompt)
     if sys.stdin.isatty():
         print("Assistant: ", end="", flush=True)
     try:
-        with closing(model.stream(prompt, seed, decoding)) as tokens:
+        with closing(model.stream(prompt, seed, params)) as tokens:
             for token in tokens:
                 print(clean_text(text.add(token)), end="", flush=True)
         print(clean_text(text.finish()), flush=True)

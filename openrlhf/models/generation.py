@@ -3,7 +3,7 @@ answers of its batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,51 +20,6 @@ from transformers import (
 )
 
 from openrlhf.completions import LogProb, SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decoding:
-    """Sampling parameters of an answer, independent of the engine."""
-
-    max_new_tokens: int
-    stop_token_ids: tuple[int, ...]
-    greedy: bool = False
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    """0: all tokens."""
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-
-    @classmethod
-    def of(cls, params: SamplingParams, room: int, eos: Sequence[int]) -> Self:
-        """Builds the parameters from those of a request. `room`: maximum number of tokens of the answer.
-        `eos`: the model's own stop tokens."""
-        return cls(
-            max_new_tokens=min(room, params.max_tokens or room),
-            stop_token_ids=(*(params.stop_token_ids or ()), *(() if params.ignore_eos else eos)),
-            greedy=params.temperature == 0,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(params.top_k, 0),
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-        )
-
-    def sampling_params(self, seed: int) -> SamplingParams:
-        """Returns the same parameters for a request to an engine for one answer as token ids."""
-        return SamplingParams(
-            temperature=0.0 if self.greedy else self.temperature,
-            top_p=1.0 if self.greedy else self.top_p,
-            top_k=0 if self.greedy else self.top_k,
-            min_p=0.0 if self.greedy else self.min_p,
-            repetition_penalty=self.repetition_penalty,
-            max_tokens=self.max_new_tokens,
-            seed=seed,
-            stop_token_ids=list(self.stop_token_ids),
-            detokenize=False,
-            skip_special_tokens=False,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +60,7 @@ def generate(
     model: PreTrainedModel,
     prompts: Sequence[list[int]],
     seeds: Sequence[int],
-    decoding: Decoding,
+    params: SamplingParams,
     *,
     pad_token_id: int,
     on_token: Callable[[int], None] | None = None,
@@ -115,9 +70,10 @@ def generate(
     """Generates one answer for each prompt of token ids, each with its own seed. Prompts are padded on the
     left.
 
-    on_token: called with each new token of the answer; for a single prompt. stop: called after each token;
-    True ends all answers. likely: number of most likely tokens per position whose log-probs are returned
-    besides that of the sampled
+    params: `max_tokens` must be set; `seed` and `n` are not read.
+    on_token: called with each new token of the answer; for a single prompt.
+    stop: called after each token; True ends all answers.
+    likely: number of most likely tokens per position whose log-probs are returned besides that of the sampled
         token. None: no log-probs.
     """
     longest = max(map(len, prompts))
@@ -127,23 +83,23 @@ def generate(
         input_ids[i, longest - len(prompt) :] = torch.tensor(prompt)
         mask[i, longest - len(prompt) :] = True
     device = model.device
-    sampling = Sampling(decoding, mask.to(device), seeds, likely)
+    sampling = Sampling(params, mask.to(device), seeds, likely)
     # Defaults in the model's folder (penalties, top-k) must not override the flags.
     model.generation_config = GenerationConfig()
     output = cast(Any, model).generate(
         input_ids.to(device),
         attention_mask=mask.long().to(device),
         generation_config=GenerationConfig(
-            max_new_tokens=decoding.max_new_tokens,
+            max_new_tokens=params.max_tokens,
             do_sample=False,  # Sampling adds the noise whose argmax is a sample
-            eos_token_id=list(decoding.stop_token_ids),
+            eos_token_id=list(params.stop_token_ids or ()),
             pad_token_id=pad_token_id,
             use_cache=True,
         ),
         logits_processor=LogitsProcessorList([sampling]),
         stopping_criteria=StoppingCriteriaList([_AfterEachToken(on_token, stop)]),
     )
-    answers = [_generated(ids.tolist(), decoding, stop()) for ids in output[:, longest:]]
+    answers = [_generated(ids.tolist(), params, stop()) for ids in output[:, longest:]]
     return [replace(a, likely=sampling.likely_of(i, len(a.token_ids))) for i, a in enumerate(answers)]
 
 
@@ -156,29 +112,29 @@ class Sampling(LogitsProcessor):
     """
 
     def __init__(
-        self, decoding: Decoding, prompt_mask: Tensor, seeds: Sequence[int], likely: int | None = None
+        self, params: SamplingParams, prompt_mask: Tensor, seeds: Sequence[int], likely: int | None = None
     ) -> None:
         """Creates one random generator per seed. prompt_mask: (B, prompt) bool, False for padding. likely:
         see `generate`."""
-        self.decoding = decoding
+        self.params = params
         self.prompt_mask = prompt_mask
         self.generators = [torch.Generator(prompt_mask.device).manual_seed(seed) for seed in seeds]
         self.truncations = [
-            *([MinPLogitsWarper(decoding.min_p)] if decoding.min_p > 0 else []),
-            *([TopKLogitsWarper(decoding.top_k)] if decoding.top_k > 0 else []),
-            *([TopPLogitsWarper(decoding.top_p)] if decoding.top_p < 1 else []),
+            *([MinPLogitsWarper(params.min_p)] if params.min_p > 0 else []),
+            *([TopKLogitsWarper(params.top_k)] if params.top_k > 0 else []),
+            *([TopPLogitsWarper(params.top_p)] if params.top_p < 1 else []),
         ]
         self.num_likely, self.found = likely, []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns scores (B, V) from the tokens so far (B, L) and logits (B, V)."""
-        decoding = self.decoding
+        params = self.params
         scores = scores.float()
-        if decoding.repetition_penalty != 1:
+        if params.repetition_penalty != 1:
             scores = torch.where(self._seen(input_ids, scores), self._penalised(scores), scores)
-        if decoding.greedy:
+        if params.temperature == 0:
             return self._recorded(scores, scores)
-        scores = scores / decoding.temperature
+        scores = scores / params.temperature
         for truncate in self.truncations:
             scores = truncate(cast(Any, input_ids), cast(Any, scores))
         return self._recorded(scores, scores - self._exponential(scores).log())
@@ -211,7 +167,7 @@ class Sampling(LogitsProcessor):
         return seen
 
     def _penalised(self, scores: Tensor) -> Tensor:
-        penalty = self.decoding.repetition_penalty
+        penalty = self.params.repetition_penalty
         return torch.where(scores > 0, scores / penalty, scores * penalty)
 
     def _exponential(self, scores: Tensor) -> Tensor:
@@ -233,10 +189,10 @@ class _AfterEachToken(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.stop(), device=input_ids.device, dtype=torch.bool)
 
 
-def _generated(token_ids: list[int], decoding: Decoding, stopped: bool) -> Generated:
+def _generated(token_ids: list[int], params: SamplingParams, stopped: bool) -> Generated:
     """Removes the padding behind the first stop token, which was added while other answers of the batch
     continued."""
     for i, token in enumerate(token_ids):
-        if token in decoding.stop_token_ids:
+        if token in (params.stop_token_ids or ()):
             return Generated(token_ids=token_ids[: i + 1], finish_reason="stop")
     return Generated(token_ids=token_ids, finish_reason="abort" if stopped else "length")

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.models.generation import Decoding, generate
+from openrlhf.completions import SamplingParams
+from openrlhf.models.generation import generate
 from openrlhf.text import decode
 
 
@@ -18,7 +19,7 @@ class TransformersStream:
     def __init__(self, model: Any, pad_token_id: int) -> None:
         self.model, self.pad_token_id = model, pad_token_id
 
-    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
+    def stream(self, prompt: list[int], seed: int, params: SamplingParams) -> Generator[int, None, None]:
         """Yields the tokens of the answer. Closing the generator stops the computation."""
         tokens: queue.SimpleQueue[int | BaseException | None] = queue.SimpleQueue()
         stopped = threading.Event()
@@ -29,7 +30,7 @@ class TransformersStream:
                     self.model,
                     [prompt],
                     [seed],
-                    decoding,
+                    params,
                     pad_token_id=self.pad_token_id,
                     on_token=tokens.put,
                     stop=stopped.is_set,

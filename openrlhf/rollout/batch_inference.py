@@ -3,16 +3,17 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.backends.rollout import RolloutEngine
+from openrlhf.completions import SamplingParams
 from openrlhf.data.inference import Answer, Question
 from openrlhf.data.result_file import ResultFile
-from openrlhf.models.generation import Decoding, Generated, generate
+from openrlhf.models.generation import Generated, generate
 from openrlhf.models.scorer import ScoreModel
 from openrlhf.observability.progress import Phase, format_duration
 from openrlhf.rollout.seeds import seed_at
@@ -124,7 +125,7 @@ def requests_for(questions: Sequence[Question], *, num_samples: int, run_seed: i
 async def answer_with_engine(
     engine: RolloutEngine,
     requests: Sequence[Request],
-    decoding: Decoding,
+    params: SamplingParams,
     on_answers: OnAnswers,
     *,
     concurrency: int,
@@ -134,8 +135,8 @@ async def answer_with_engine(
 
     async def work() -> None:
         for request in waiting:
-            params = decoding.sampling_params(request.seed)
-            output = (await engine.generate(request.question.token_ids, params)).outputs[0]
+            asked = replace(params, seed=request.seed)
+            output = (await engine.generate(request.question.token_ids, asked)).outputs[0]
             answer = Generated(token_ids=list(output.token_ids), finish_reason=output.finish_reason)
             on_answers([request], [answer])
 
@@ -150,7 +151,7 @@ async def answer_with_engine(
 def answer_with_transformers(
     model: Any,
     requests: Sequence[Request],
-    decoding: Decoding,
+    params: SamplingParams,
     on_answers: OnAnswers,
     *,
     batch_size: int,
@@ -164,7 +165,7 @@ def answer_with_transformers(
             model,
             [request.question.token_ids for request in batch],
             [request.seed for request in batch],
-            decoding,
+            params,
             pad_token_id=pad_token_id,
         )
         on_answers(batch, answers)

@@ -11,8 +11,8 @@ from torch import Tensor
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.weight_sync.sender import WeightSender
+from openrlhf.completions import SamplingParams
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
-from openrlhf.models.generation import Decoding
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import PackedRow, Sample
@@ -28,7 +28,7 @@ async def sync_under_way(
     engine: VLLMEngine, prompt: list[int], trainer: "Trainer", sender: WeightSender
 ) -> None:
     """Streams an answer of 40 tokens, and after 10 of them sends the next weights, as version 2."""
-    params, seen = Decoding(max_new_tokens=40, stop_token_ids=()).sampling_params(3), 0
+    params, seen = SamplingParams(max_tokens=40, seed=3, detokenize=False), 0
     params.ignore_eos = True
     async for tokens in engine.stream(prompt, params):
         seen += len(tokens)

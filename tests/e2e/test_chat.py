@@ -12,9 +12,9 @@ import pytest
 
 from openrlhf.backends.vllm.stream import VLLMStream
 from openrlhf.cli import interactive_chat
+from openrlhf.completions import SamplingParams
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
-from openrlhf.models.generation import Decoding
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -69,7 +69,7 @@ def test_both_engines_answer_the_same_and_clear_forgets(task: TaskFiles, engine,
 def test_an_answer_can_be_stopped(task: TaskFiles, engine) -> None:
     tokenizer = load_tokenizer(str(task.model), flag="")
     prompt = tokenizer("Tom has 3 figs.", add_special_tokens=False)["input_ids"]
-    long = Decoding(max_new_tokens=100, stop_token_ids=(), greedy=True)
+    long = SamplingParams(max_tokens=100, temperature=0.0, detokenize=False)
     whole = list(engine.stream(prompt, 0, long))
     assert len(whole) == 100
     with closing(engine.stream(prompt, 0, long)) as tokens:

@@ -250,7 +250,7 @@ def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, flags):
     asked = []
 
     class Engine:
-        def stream(self, prompt, seed, decoding):
+        def stream(self, prompt, seed, params):
             asked.append(prompt)
             return (token for token in [5])
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from openrlhf.models.generation import Decoding, Sampling, generate
+from openrlhf.completions import SamplingParams
+from openrlhf.models.generation import Sampling, generate
 from openrlhf.models.streaming import PiecewiseText, TransformersStream
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 
@@ -26,12 +27,12 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def decoding(**changes) -> Decoding:
-    return Decoding(**{"max_new_tokens": 8, "stop_token_ids": (EOS,)} | changes)
+def params(**changes) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 8, "stop_token_ids": [EOS]} | changes)
 
 
 def answers(prompts, seeds, **changes) -> list[list[int]]:
-    made = generate(MODEL, prompts, seeds, decoding(**changes), pad_token_id=TOKENIZER.pad_token_id)
+    made = generate(MODEL, prompts, seeds, params(**changes), pad_token_id=TOKENIZER.pad_token_id)
     return [answer.token_ids for answer in made]
 
 
@@ -44,7 +45,7 @@ def test_an_answer_does_not_depend_on_its_batch(changes):
 
 
 def sampling(logits: list[float], input_ids=((0,),), mask=((True,),), seeds=(0,), **changes) -> torch.Tensor:
-    processor = Sampling(decoding(**changes), torch.tensor(mask), seeds)
+    processor = Sampling(params(**changes), torch.tensor(mask), seeds)
     scores = torch.tensor([logits]).repeat(len(input_ids), 1)
     return processor(torch.tensor(input_ids), scores)
 
@@ -66,25 +67,25 @@ def test_top_p_leaves_the_most_likely_tokens():
 
 
 def test_greedy_scores_are_the_logits():
-    assert sampling([0.5, -1.0], greedy=True).tolist() == [[0.5, -1.0]]
+    assert sampling([0.5, -1.0], temperature=0.0).tolist() == [[0.5, -1.0]]
 
 
 def test_repeated_tokens_are_penalised_and_padding_is_not():
     """Tokens 1 (prompt) and 2 (answer) occurred; 0 is only padding."""
     scores = sampling(
-        [4.0, 4.0, -4.0, 1.0], [[0, 1, 2]], [[False, True]], greedy=True, repetition_penalty=2.0
+        [4.0, 4.0, -4.0, 1.0], [[0, 1, 2]], [[False, True]], temperature=0.0, repetition_penalty=2.0
     )
     assert scores.tolist() == [[4.0, 2.0, -8.0, 1.0]]
 
 
 def test_an_answer_ends_with_the_first_stop_token():
-    (whole,) = answers(PROMPTS[:1], [0], greedy=True, stop_token_ids=())
+    (whole,) = answers(PROMPTS[:1], [0], temperature=0.0, stop_token_ids=[])
     stop = whole[3]
     made = generate(
         MODEL,
         PROMPTS[:2],
         [0, 0],
-        decoding(greedy=True, stop_token_ids=(stop,)),
+        params(temperature=0.0, stop_token_ids=[stop]),
         pad_token_id=TOKENIZER.pad_token_id,
     )
     assert made[0].token_ids == whole[: whole.index(stop) + 1] and made[0].finish_reason == "stop"
@@ -93,16 +94,16 @@ def test_an_answer_ends_with_the_first_stop_token():
 
 
 def test_what_the_model_folder_recommends_is_not_applied():
-    plain = answers(PROMPTS, [0, 0, 0], greedy=True)
+    plain = answers(PROMPTS, [0, 0, 0], temperature=0.0)
     MODEL.generation_config = GenerationConfig(repetition_penalty=50.0, do_sample=True, temperature=9.0)
-    assert answers(PROMPTS, [0, 0, 0], greedy=True) == plain
+    assert answers(PROMPTS, [0, 0, 0], temperature=0.0) == plain
 
 
 def test_a_stream_gives_the_same_tokens_and_can_be_left():
-    long = decoding(max_new_tokens=40, stop_token_ids=())
+    long = params(max_tokens=40, stop_token_ids=[])
     stream = TransformersStream(MODEL, TOKENIZER.pad_token_id)
     whole = list(stream.stream(PROMPTS[1], 7, long))
-    assert [whole] == answers([PROMPTS[1]], [7], max_new_tokens=40, stop_token_ids=())
+    assert [whole] == answers([PROMPTS[1]], [7], max_tokens=40, stop_token_ids=[])
     with closing(stream.stream(PROMPTS[1], 7, long)) as tokens:  # pyrefly: ignore[bad-specialization]
         assert [next(tokens) for _ in range(2)] == whole[:2]
     assert not [thread for thread in threading.enumerate() if thread.name == "answer"]
@@ -110,7 +111,7 @@ def test_a_stream_gives_the_same_tokens_and_can_be_left():
 
 def test_an_error_in_the_model_reaches_the_reader():
     with pytest.raises(IndexError):
-        list(TransformersStream(MODEL, 0).stream([10**6], 0, decoding()))
+        list(TransformersStream(MODEL, 0).stream([10**6], 0, params()))
 
 
 def test_characters_are_given_out_whole():

@@ -23,7 +23,7 @@ class Engine:
         self.seeds: list[int] = []
         self.closed = 0
 
-    def stream(self, prompt, seed, decoding):
+    def stream(self, prompt, seed, params):
         self.asked.append(TOKENIZER.decode(prompt))
         self.seeds.append(seed)
         for i, token in enumerate(self.tokens):

@@ -23,7 +23,7 @@ from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch, sk
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
-from openrlhf.models.generation import Decoding, generate
+from openrlhf.models.generation import generate
 from openrlhf.models.loading import load_generator, load_tokenizer
 from openrlhf.text import decode
 
@@ -128,7 +128,8 @@ class TransformersEngine:
     ) -> Completion:
         ids: list[int] = []
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-        eos = self.model.config.get_text_config().eos_token_id
+        own = self.model.config.get_text_config().eos_token_id
+        eos = [] if params.ignore_eos else [own] if isinstance(own, int) else own or ()
         count = self.vocabulary if params.logprobs == -1 else params.logprobs
 
         def text() -> str:
@@ -138,7 +139,11 @@ class TransformersEngine:
             self.model,
             [prompt],
             [seed],
-            Decoding.of(params, room, [eos] if isinstance(eos, int) else eos or ()),
+            replace(
+                params,
+                max_tokens=min(room, params.max_tokens or room),
+                stop_token_ids=[*(params.stop_token_ids or ()), *eos],
+            ),
             pad_token_id=0,  # unused: one prompt needs no padding
             on_token=ids.append,
             stop=lambda: stopped.is_set() or any(stop in text() for stop in stops),

@@ -10,13 +10,14 @@ import signal
 import threading
 from collections.abc import Generator
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, engine_environment
+from openrlhf.completions import SamplingParams
 from openrlhf.errors import ErrorCode, RunError
-from openrlhf.models.generation import Decoding
 
 
 class VLLMStream:
@@ -40,10 +41,10 @@ class VLLMStream:
         if kind != "ready":
             raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine did not start: {value}")
 
-    def stream(self, prompt: list[int], seed: int, decoding: Decoding) -> Generator[int, None, None]:
+    def stream(self, prompt: list[int], seed: int, params: SamplingParams) -> Generator[int, None, None]:
         """Yields the tokens of the answer. Closing the generator stops generation. Raises RunError if the
         engine fails."""
-        self._connection.send((prompt, seed, decoding))
+        self._connection.send((prompt, seed, params))
         kind, value = self._messages.get()
         try:
             while kind == "tokens":
@@ -117,8 +118,8 @@ class _Server:
         finally:
             self.engine.shutdown()
 
-    async def _answer(self, prompt: list[int], seed: int, decoding: Decoding) -> None:
-        async for token_ids in self.engine.stream(prompt, decoding.sampling_params(seed)):
+    async def _answer(self, prompt: list[int], seed: int, params: SamplingParams) -> None:
+        async for token_ids in self.engine.stream(prompt, replace(params, seed=seed)):
             self.connection.send(("tokens", token_ids))
 
     def _on_end(self, answer: asyncio.Task) -> None:

@@ -18,7 +18,6 @@ from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import random_input
 from openrlhf.completions import SamplingParams
 from openrlhf.config.sections import LoraConfig
-from openrlhf.models.generation import Decoding
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.types import Turn
 
@@ -89,7 +88,7 @@ def error_of(trainer: Trainer, turn: Turn, params: SamplingParams, actions: slic
 async def ask(
     engine: VLLMEngine, name: str, tokens: int, *, seed: int = 0
 ) -> tuple[list[Turn], SamplingParams]:
-    given = Decoding(max_new_tokens=tokens, stop_token_ids=()).sampling_params(0)
+    given = SamplingParams(max_tokens=tokens, seed=0, detokenize=False)
     given.temperature = ASKED[name].get("temperature", 1.0)
     params = copy.copy(given)
     params.ignore_eos = True

@@ -15,8 +15,7 @@ from sending import Client, Trainer, differences, options_of, sync_under_way
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.weight_sync.sender import WeightSender
-from openrlhf.completions import Completions
-from openrlhf.models.generation import Decoding
+from openrlhf.completions import Completions, SamplingParams
 from openrlhf.models.policy import PolicyModel
 from openrlhf.types import present
 
@@ -48,7 +47,7 @@ async def main(spec: dict) -> None:
     sender = await asyncio.to_thread(WeightSender, trainer, client, **meeting)
     await asyncio.to_thread(sender.send, 1)
 
-    asked = [Decoding(max_new_tokens=n, stop_token_ids=()).sampling_params(n) for n in (8, 12, 40)]
+    asked = [SamplingParams(max_tokens=n, seed=n, detokenize=False) for n in (8, 12, 40)]
     for params in asked:
         params.ignore_eos, params.logprobs = True, 0
     found: dict = {"answers": []}

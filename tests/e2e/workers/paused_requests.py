@@ -14,14 +14,13 @@ from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.completions import Completions, SamplingParams
-from openrlhf.models.generation import Decoding
 
 PROMPT = [3 + i % 200 for i in range(140)]
 """Prompt of one whole block of vLLM's cache on a CPU and a part of the next."""
 
 
 def params(seed: int, *, tokens: int = 100) -> SamplingParams:
-    asked = Decoding(max_new_tokens=tokens, stop_token_ids=()).sampling_params(seed)
+    asked = SamplingParams(max_tokens=tokens, seed=seed, detokenize=False)
     asked.logprobs, asked.ignore_eos = 0, True
     return asked
 
