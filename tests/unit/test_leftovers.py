@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+PARALLEL = ["-p", "xdist", "-n", "1"]
+ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+"""Other plugins of the environment take longer to import than the tests take."""
 LEAVES_ONE = """
     import subprocess
     def test_it():
@@ -30,7 +33,7 @@ ENDS_ALL = """
 
 @pytest.mark.parametrize(
     ("text", "code", "parallel"),
-    [(LEAVES_ONE, 1, []), (LEAVES_ONE, 1, ["-n", "1"]), (ENDS_ALL, 0, ["-n", "1"])],
+    [(LEAVES_ONE, 1, []), (LEAVES_ONE, 1, PARALLEL), (ENDS_ALL, 0, PARALLEL)],
 )
 def test_a_run_that_leaves_a_process_fails(tmp_path, text, code, parallel) -> None:
     (tmp_path / "test_it.py").write_text(textwrap.dedent(text))
@@ -39,7 +42,7 @@ def test_a_run_that_leaves_a_process_fails(tmp_path, text, code, parallel) -> No
     ran = subprocess.run(
         [*command, *parallel],
         cwd=tmp_path,
-        env={"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin"},
+        env=ENVIRONMENT | {"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin"},
         capture_output=True,
         text=True,
         timeout=120,
@@ -62,6 +65,6 @@ def test_the_tests_of_several_runs_are_counted_together(tmp_path) -> None:
     """
     (tmp_path / "test_it.py").write_text(textwrap.dedent(text))
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--junit-xml", "0.xml", "test_it.py"]
-    subprocess.run(command, cwd=tmp_path, env={}, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, timeout=120)
     total = runpy.run_path(str(TESTS.parent / "tools" / "count_tests.py"))["total"]
     assert total([tmp_path / "0.xml"] * 2) == "2 passed, 4 failed, 2 skipped"

@@ -47,7 +47,7 @@ def play(
 
 
 NAMES = "AgentExecutorBase, AgentInstanceBase, MultiTurnAgentExecutor"
-IMPORTS = f"import torch\nfrom openrlhf.agents.base import {NAMES}\n"
+IMPORTS = f"from openrlhf.agents.base import {NAMES}\n"
 STEP = """
     async def reset(self, states, **kwargs):
         assert states == {"observation": "1 + 1 =", "label": "2"}
@@ -58,13 +58,14 @@ STEP = """
         self.seen.append((states["observation_text"], states["action_text"]))
         right = states["label"] in states["action_text"]
         return {
-            "rewards": torch.tensor(1.0 if right else -0.25),
+            "rewards": 1.0 if right else -0.25,
             "environment_feedback": " No. Again:",
             "done": right,
             "sampling_params": states.get("sampling_params"),
             "extra_logs": {"turns": len(self.seen)},
         }
 """
+SCALAR = "torch.tensor(1.0 if right else -0.25)"
 EXECUTOR = """
 class AgentExecutor(MultiTurnAgentExecutor):
     def __init__(self):
@@ -76,7 +77,10 @@ class AgentExecutor(AgentExecutorBase):
         super().__init__(AgentInstance, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)
 """
 GENERATIONS = {
-    "0.11": f"class AgentInstance(AgentInstanceBase):{STEP}{EXECUTOR}",
+    "0.11": (
+        "import torch\n"
+        f"class AgentInstance(AgentInstanceBase):{STEP.replace('1.0 if right else -0.25', SCALAR)}{EXECUTOR}"
+    ),
     "async __init__": (
         "class AgentInstance(AgentInstanceBase):\n"
         f"    async def __init__(self, *args, **kwargs):\n        self.seen = None\n{STEP}{EXECUTOR}"
@@ -89,6 +93,7 @@ GENERATIONS = {
         "        return await super().execute(prompt, label, sampling_params)\n"
     ),
     "0.8.3": """
+import torch
 turns = 0
 async def step(observation, action, label, **kwargs):
     global turns

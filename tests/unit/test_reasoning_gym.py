@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 
@@ -12,6 +13,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RewardConfig
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
+from openrlhf.data import reasoning_gym
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
 from openrlhf.data.sources import check_columns, load_rows, rows_digest
@@ -132,27 +134,31 @@ def test_a_label_of_another_problem_is_an_error():
 
 
 LABELS = """
-import json, sys
 from openrlhf.data import reasoning_gym
+def labels(names):
+    rows = {n: list(reasoning_gym.gym_rows(f"reasoning_gym:{n}?size=4&seed=5", "--flag")) for n in names}
+    return {name: [row["label"] for row in made] for name, made in rows.items()}
+"""
+ELSEWHERE = f"""
+import json, sys
+{LABELS}
 reasoning_gym.NOT_REPEATABLE = ()
-names = json.loads(sys.argv[1])
-rows = {n: list(reasoning_gym.gym_rows(f"reasoning_gym:{n}?size=4&seed=5", "--flag")) for n in names}
-json.dump({name: [row["label"] for row in made] for name, made in rows.items()}, sys.stdout)
+json.dump(labels(json.loads(sys.argv[1])), sys.stdout)
 """
 
 
 def test_other_processes_make_the_same_problems(monkeypatch):
-    """Datasets that fail this are refused and not tested here."""
+    """Datasets that fail this are refused and not tested here. The other process hashes texts otherwise."""
     names = ["leg_counting", "chain_sum", "basic_arithmetic", "word_ladder", "countdown"]
     unsteady = ["isomorphic_strings", "polynomial_multiplication", "ransom_note"]
     assert set(unsteady) <= set(NOT_REPEATABLE)
-    made = []
-    for hash_seed in "12":
-        monkeypatch.setenv("PYTHONHASHSEED", hash_seed)
-        command = [sys.executable, "-c", LABELS, json.dumps(names + unsteady)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        made.append(json.loads(done.stdout))
-    assert {name for name in made[0] if made[0][name] != made[1][name]} == set(unsteady)
+    monkeypatch.setattr(reasoning_gym, "NOT_REPEATABLE", ())
+    exec(LABELS, scope := {})
+    here = scope["labels"](names + unsteady)
+    monkeypatch.setenv("PYTHONHASHSEED", "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1")
+    command = [sys.executable, "-c", ELSEWHERE, json.dumps(names + unsteady)]
+    there = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert {name for name in here if here[name] != there[name]} == set(unsteady)
 
 
 @pytest.mark.parametrize(
