@@ -270,9 +270,9 @@ def test_processes_that_share_a_gpu_take_turns(tmp_path, monkeypatch) -> None:
     """The processes of a run with all its models on one GPU take two steps, with the real controllers of
     engines and models: they follow the table of engine_memory.py."""
     monkeypatch.setattr(order, "LOG", tmp_path / "log")
-    fakes = {"PolicyWorker": order.Policy, "CriticWorker": order.Critic, "FrozenWorker": order.Reference}
-    for name, fake in fakes.items():
-        monkeypatch.setattr(rank_groups, name, fake)
+    monkeypatch.setattr(rank_groups.PolicyRanks, "worker_class", order.Policy)
+    monkeypatch.setattr(rank_groups.CriticRanks, "worker_class", order.Critic)
+    monkeypatch.setattr(rank_groups.FrozenRanks, "worker_class", order.Reference)
     monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
     for name in ("policy_tokenizer", "make_probe", "has_experts"):
         monkeypatch.setattr(weight_check, name, lambda *_: [])

@@ -200,7 +200,7 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
             "return {'done': False, 'rewards': 1, 'environment_images': ['a.png']}",
             "environment_images: the policy reads no images;",
         ),
-        ("return states['nothing']", "line 6: KeyError: 'nothing'"),
+        ("return states['nothing']", "line 5: KeyError: 'nothing'"),
     ],
 )
 def test_steps_that_cannot_be_used(tmp_path: Path, step: str, text: str) -> None:
