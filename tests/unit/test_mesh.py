@@ -115,7 +115,7 @@ class Replica:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.module = SimpleNamespace(train=model.train, eval=model.eval, modules=model.modules)
+        self.module = SimpleNamespace(model=model, train=model.train, eval=model.eval, modules=model.modules)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.model(x)
@@ -126,6 +126,9 @@ class Replica:
         loss.backward()
 
     def step(self) -> None: ...
+
+    def was_step_applied(self) -> bool:
+        return True
 
     def get_lr(self) -> list[float]:
         return [0.0]
