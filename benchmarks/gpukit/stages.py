@@ -106,6 +106,12 @@ STAGES = {
         packages=(*ENGINE, "peft"),
         seconds=60,
     ),
+    "prefixes": Stage(
+        shows="common prefixes of rows read once, beside rows read whole",
+        work="gpukit.training:prefixes",
+        packages=("transformers",),
+        seconds=60,
+    ),
     "sft-0.6B-checkpointing": sft("packed SFT with checkpointing", "0.6B", checkpointing=True, seconds=60),
     "optimizer": Stage(
         shows="fused AdamW on more than 2^31 elements", work="gpukit.machine:large_optimizer_step", seconds=20

@@ -240,6 +240,21 @@ def trl(setting: Setting) -> Figures:
     return rates_of("supervised.py", f"{sizes} --tasks sft --modes {ways}")
 
 
+def prefixes(setting: Setting) -> Figures:
+    """Runs benchmarks/prefixes.py: common prefixes read once, compared with rows read whole."""
+    sizes = setting.size(
+        "--hidden 1024 --layers 8 --vocab 32000 --rounds 5", "--hidden 64 --layers 1 --rounds 1"
+    )
+    shapes = setting.size(["update", "pairs 1", "pairs 5"], ["demo"])
+    command = [sys.executable, str(ROOT / "benchmarks" / "prefixes.py"), *sizes.split(), "--shapes", *shapes]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    print(done.stdout)
+    assert done.returncode == 0, f"prefixes.py ended with exit code {done.returncode}"
+    cells = [line.split(" | ") for line in done.stdout.splitlines()]
+    of_shapes = {line[0].removeprefix("| "): line for line in cells}
+    return {f"{shape}, whole / ours": float(of_shapes[shape][3].split()[0]) for shape in shapes}
+
+
 def rates_of(script: str, flags: str) -> Figures:
     """Runs another benchmark and reads the first figure of each of its ways."""
     command = [sys.executable, str(ROOT / "benchmarks" / script), *flags.split()]

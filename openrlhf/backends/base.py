@@ -67,6 +67,11 @@ class FrozenModel(Protocol):
     @property
     def module(self) -> RowModule: ...
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the model computes common prefixes of a row's sequences once."""
+        ...
+
     def __call__(self, row: Row) -> Any:
         """Returns the model's output for one row; its form depends on the kind of model (see models/)."""
         ...
@@ -85,6 +90,11 @@ class TrainEngine(Protocol):
 
     @property
     def module(self) -> RowModule: ...
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the model computes common prefixes of a row's sequences once."""
+        ...
 
     @property
     def steps(self) -> int:

@@ -61,6 +61,11 @@ class ModelRank(ABC):
     @abstractmethod
     def module(self) -> RowModel: ...
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """True if the model computes common prefixes of a row's sequences once."""
+        return reading_of(self.module.model).shares_prefixes
+
     @torch.no_grad()
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
         """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""

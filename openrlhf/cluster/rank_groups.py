@@ -19,6 +19,7 @@ from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
+from openrlhf.data.prefixes import parts_of_related
 from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.training.schedule import mean_metrics
 from openrlhf.training.worker import (
@@ -62,7 +63,10 @@ class RankGroup(Generic[WorkerT]):
 
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
         """Returns the model's output for each action, (A,). `method`: the worker method that computes it."""
-        ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
+        if self.config.ds.share_prefixes == "false":
+            ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
+        else:
+            ranks = parts_of_related(batch.token_ids, batch.lengths.tolist(), self.data_parallel_size)
         refs = self.run(method, [(self.select(batch, sequences),) for sequences in ranks])
         return Gathered(refs, lambda answers: batch.put_together(ranks, self.of_leaders(answers)))
 

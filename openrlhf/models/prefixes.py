@@ -20,13 +20,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from openrlhf.data.prefixes import FEWEST_TOKENS, SMALLEST_FRACTION, Neighbours, some_begin_alike
 from openrlhf.models.sequence_parallel import Packing
 from openrlhf.types import PackedRow, present
-
-FEWEST_TOKENS = 4
-"""Fewest tokens that a sequence must have in common with another for sharing them to pay."""
-SMALLEST_FRACTION = 0.05
-"""Smallest fraction of a row's tokens that must be saved for sharing to pay."""
 
 
 class PrefixTree(NamedTuple):
@@ -122,10 +118,9 @@ def prefix_tree(cells: np.ndarray, lengths: Sequence[int]) -> PrefixTree | None:
     """
     sizes = np.asarray(lengths)
     starts = sizes.cumsum() - sizes
-    if not _some_begin_alike(cells, starts, sizes):
+    if not some_begin_alike(cells, sizes):
         return None
-    order = _sorted(cells, starts, sizes)
-    shared, source = _nearest_earlier(order, _common(cells, starts, sizes, order))
+    shared, source = _nearest_earlier(*Neighbours.of(cells, sizes))
     if shared.sum() < SMALLEST_FRACTION * len(cells):
         return None
     is_own = np.arange(len(cells)) - np.repeat(starts, sizes) >= np.repeat(shared, sizes)
@@ -134,33 +129,6 @@ def prefix_tree(cells: np.ndarray, lengths: Sequence[int]) -> PrefixTree | None:
         i, begin, length = source[j], starts[j], shared[j]
         index[begin : begin + length] = index[starts[i] : starts[i] + length]
     return PrefixTree(np.flatnonzero(is_own), index, sizes - shared)
-
-
-def _some_begin_alike(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> bool:
-    """Returns whether two sequences have at least `FEWEST_TOKENS` tokens in common."""
-    long_enough = starts[sizes >= FEWEST_TOKENS]
-    heads = {cells[start : start + FEWEST_TOKENS].tobytes() for start in long_enough}
-    return len(heads) < len(long_enough)
-
-
-def _sorted(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the indices of the sequences in an order in which those with a common prefix are neighbours:
-    that of their bytes."""
-    data, width = cells.tobytes(), cells.shape[1] * cells.itemsize
-    parts = [data[width * start : width * (start + size)] for start, size in zip(starts, sizes, strict=True)]
-    return np.array(sorted(range(len(parts)), key=parts.__getitem__))
-
-
-def _common(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Returns the number of tokens that neighbours in `order` have in common from their beginning."""
-    shorter = np.minimum(sizes[order[:-1]], sizes[order[1:]])
-    border = shorter.cumsum()
-    within = np.arange(border[-1]) - np.repeat(border - shorter, shorter)
-    one, other = (np.repeat(starts[of], shorter) + within for of in (order[:-1], order[1:]))
-    differs = np.where((cells[one] != cells[other]).any(1), within, within.size)
-    common, some = np.zeros_like(shorter), shorter > 0
-    common[some] = np.minimum.reduceat(differs, (border - shorter)[some])
-    return np.minimum(common, shorter)
 
 
 def _nearest_earlier(order: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
-from openrlhf.types import Metrics
+from openrlhf.data.prefixes import parts_of_related
+from openrlhf.types import Batch, Metrics
 
 
 def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -41,20 +42,27 @@ def training_schedule(
     epochs: int,
     num_ranks: int,
     seed: tuple,
+    batch: Batch | None = None,
 ) -> list[list[list[int]]]:
     """Returns, for each optimizer step and rank, the indices of the samples to train on: [step][rank][i].
     Each epoch contains each of `trained_on` once, in a new random order. Batch sizes differ by at most one
     sample and are never 0; with fewer samples than `num_batches` there are fewer batches. The ranks of a
-    batch get about the same number of tokens."""
+    batch get about the same number of tokens. batch: the samples, for models that read common prefixes once;
+    if an epoch is one optimizer step, samples with common prefixes then go to one rank where that costs no
+    time."""
     rng = random.Random(repr(seed))
     steps = []
     num_batches = min(num_batches, len(trained_on))
     for _ in range(epochs):
         order = rng.sample(trained_on, len(trained_on))
         for b in range(num_batches):
-            batch = order[b::num_batches]
-            parts = partition([lengths[i] for i in batch], num_ranks)
-            steps.append([[batch[i] for i in part] for part in parts])
+            of_step = order[b::num_batches]
+            sizes = [lengths[i] for i in of_step]
+            if batch is None or num_batches > 1:
+                parts = partition(sizes, num_ranks)
+            else:
+                parts = parts_of_related(batch.select(of_step).token_ids, sizes, num_ranks)
+            steps.append([[of_step[i] for i in part] for part in parts])
     return steps
 
 

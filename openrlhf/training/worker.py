@@ -33,6 +33,7 @@ from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.data.batches import Windows
 from openrlhf.data.packing import pack_to_budget
+from openrlhf.data.prefixes import rows_of_related
 from openrlhf.data.store import SampleStore
 from openrlhf.faults import fault
 from openrlhf.files import exporting
@@ -127,11 +128,13 @@ class Worker:
         """Returns the token budget of a packed row under dynamic batching, else None."""
         return tokens_per_gpu * self.mesh.sequence if self.config.train.dynamic_batch_enable else None
 
-    def row_groups(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Groups sequences of these lengths into rows of a forward pass without gradients."""
+    def row_groups(self, lengths: Sequence[int], token_ids: np.ndarray | None = None) -> list[list[int]]:
+        """Groups sequences of these lengths into rows of a forward pass without gradients. `token_ids`: see
+        the function `row_groups`."""
         config = self.config
         return row_groups(
             lengths,
+            token_ids,
             max_tokens=self.row_budget(config.rollout_tokens_per_gpu),
             max_sequences=config.rollout.micro_batch_size,
         )
@@ -143,9 +146,13 @@ class ModelWorker(Worker, Generic[ModelT]):
     model: ModelT
     """The engine around the model. Set by `start`."""
 
+    def ids_of(self, batch: Batch) -> np.ndarray | None:
+        """Returns the batch's token ids if the model reads common prefixes once, else None."""
+        return batch.token_ids if self.model.shares_prefixes else None
+
     def forward(self, batch: Batch) -> np.ndarray:
         """Returns the results of `read` for the actions of the batch, (A,)."""
-        groups = self.row_groups(batch.lengths.tolist())
+        groups = self.row_groups(batch.lengths.tolist(), self.ids_of(batch))
         rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
         answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
         release_cached_memory()
@@ -192,7 +199,9 @@ class RewardWorker(Worker):
         scores = []
         for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
             samples = [reader(t) for t in trajectories]
-            groups = self.row_groups([s.length for s in samples])
+            shares = samples and model.shares_prefixes
+            token_ids = np.concatenate([s.token_ids for s in samples]) if shares else None
+            groups = self.row_groups([s.length for s in samples], token_ids)
             rows = [PackedRow.of([samples[i] for i in group]) for group in groups if group]
             answers = model.forward(rows or [PackedRow.empty()], lambda model, row: model(row))
             order = [i for group in groups for i in group]
@@ -281,9 +290,10 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:
         """Groups the sequences of a window into rows."""
-        train = self.config.train
+        train, of_window = self.config.train, batch.select(window)
         groups = row_groups(
-            batch.lengths[list(window)].tolist(),
+            of_window.lengths.tolist(),
+            self.ids_of(of_window),
             max_tokens=self.row_budget(train.max_tokens_per_gpu),
             max_sequences=train.micro_batch_size,
         )
@@ -462,11 +472,22 @@ def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> 
     return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
 
 
-def row_groups(lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int) -> list[list[int]]:
+def row_groups(
+    lengths: Sequence[int],
+    token_ids: np.ndarray | None = None,
+    *,
+    max_tokens: int | None,
+    max_sequences: int,
+) -> list[list[int]]:
     """Groups sequences into rows of at most `max_tokens` tokens or, if that is None, of `max_sequences`
-    sequences. Returns one empty row if there are no sequences."""
+    sequences. Returns one empty row if there are no sequences. With `token_ids` sequences with common
+    prefixes are side by side, see `rows_of_related`."""
     if not lengths:
         return [[]]
+    if token_ids is not None:
+        rows = rows_of_related(token_ids, lengths, max_tokens=max_tokens, max_sequences=max_sequences)
+        if rows is not None:
+            return rows
     if max_tokens is not None:
         return pack_to_budget(lengths, max_tokens)
     return [

@@ -35,6 +35,14 @@ def test_balance() -> None:
     assert "| 128 | 8 | bimodal | 1.0" in done.stdout
 
 
+def test_prefixes() -> None:
+    sizes = "--hidden 64 --layers 1 --rounds 1 --shapes demo nothing"
+    command = [sys.executable, str(BENCHMARKS / "prefixes.py"), *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert "| demo | 219 / 408 |" in done.stdout and "| nothing | 1024 / 1024 |" in done.stdout
+
+
 @pytest.mark.slow
 def test_parallel() -> None:
     command = [sys.executable, str(BENCHMARKS / "parallel.py"), "--tokens", "256", "--rounds", "1"]

@@ -337,8 +337,8 @@ def _prefixes(verdicts: list[Verdict]) -> str:
 def _why(verdicts: list[Verdict]) -> str:
     reasons = [v.reason for v in verdicts if v.reason]
     known = {
-        "depend on tokens that come later": "looks ahead",
-        "more than a linear layer": "its head is more than one layer",
+        "depend on later tokens": "looks ahead",
+        "no linear layer of": "its head is more than one layer",
         "changes the next one": "leaks",
         "changes earlier ones": "leaks",
         "leaves out": "sdpa leaves out the cap of its scores",

@@ -16,6 +16,9 @@ from hypothesis import strategies as st
 from refusals import refused
 from torch import Tensor
 
+from openrlhf.data import prefixes as data_prefixes
+from openrlhf.data.packing import partition
+from openrlhf.data.prefixes import parts_of_related, rows_of_related
 from openrlhf.errors import ErrorCode
 from openrlhf.models import prefixes
 from openrlhf.models.attention import PACKED
@@ -53,8 +56,9 @@ def row_of(*sequences: Sequence[int]) -> PackedRow:
 @contextmanager
 def sharing_from_one_token() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefixes, "FEWEST_TOKENS", 1)
-        patch.setattr(prefixes, "SMALLEST_FRACTION", 0.0)
+        for module in (prefixes, data_prefixes):
+            patch.setattr(module, "FEWEST_TOKENS", 1)
+            patch.setattr(module, "SMALLEST_FRACTION", 0.0)
         yield
 
 
@@ -289,3 +293,73 @@ def test_the_check_finds_wrong_keys_and_gradients(qwen: PolicyModel, monkeypatch
     assert not why_not_shared(lambda question: question().detach(), qwen.model)
     monkeypatch.setattr(Branches, "repeated", repeated)
     assert "differ" in why_not_shared(lambda question: question().detach(), qwen.model)
+
+
+# ---- rows and ranks
+
+PROMPTS = ([*range(20, 30)], [*range(40, 60)])
+
+
+def samples_of_prompts(num_samples: int = 4) -> list[list[int]]:
+    """Returns samples of the prompts in turns, the i-th with an answer of i + 1 tokens."""
+    return [PROMPTS[i % 2] + [100 + i] * (i + 1) for i in range(2 * num_samples)]
+
+
+def laid(sequences: list[list[int]], **options: Any) -> list[list[int]] | None:
+    ids = np.concatenate([np.array(s) for s in sequences])
+    return rows_of_related(ids, [len(s) for s in sequences], **options)
+
+
+def test_samples_of_a_prompt_get_one_row() -> None:
+    rows = laid(samples_of_prompts(), max_tokens=None, max_sequences=4)
+    assert rows is not None
+    assert [sorted(row) for row in rows] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_a_row_counts_a_common_prefix_once_and_its_keys_and_values_as_an_eighth() -> None:
+    sequences = samples_of_prompts()
+    of_second = 20 + sum((2, 4, 6, 8)) + 3 * 20 / 8
+    rows = laid(sequences, max_tokens=int(of_second), max_sequences=1)
+    assert rows is not None
+    assert [sorted(row) for row in rows] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    rows = laid(sequences, max_tokens=int(of_second) - 1, max_sequences=1)
+    assert rows is not None and len(rows) == 3
+
+
+def test_a_prefix_longer_than_the_budget_is_alone_in_its_row() -> None:
+    assert laid([[*range(90), 1], [*range(90), 2]], max_tokens=50, max_sequences=1) == [[0], [1]]
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options"),
+    [
+        ([[*range(9)], [*range(10, 19)]], {"max_tokens": None, "max_sequences": 2}),
+        ([[*range(9)], [*range(9)]], {"max_tokens": None, "max_sequences": 1}),
+    ],
+)
+def test_rows_stay_where_sharing_does_not_pay(sequences: list, options: dict) -> None:
+    assert laid(sequences, **options) is None
+
+
+def test_ranks_get_whole_prompts_if_none_then_has_more_to_read() -> None:
+    sequences = [prompt + [100 + i] * 5 for i in range(4) for prompt in PROMPTS]
+    ids = np.concatenate([np.array(s) for s in sequences])
+    lengths = [len(s) for s in sequences]
+    assert sorted(parts_of_related(ids, lengths, 2)) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    unrelated = np.arange(sum(lengths))
+    assert parts_of_related(unrelated, lengths, 2) == partition(lengths, 2)
+
+
+@given(families(), st.integers(1, 4), st.integers(1, 30))
+def test_every_sequence_is_in_one_row_and_one_part(sequences: list, k: int, budget: int) -> None:
+    ids, lengths = np.concatenate([np.array(s) for s in sequences]), [len(s) for s in sequences]
+    everything = [*range(len(sequences))]
+    with sharing_from_one_token():
+        parts = parts_of_related(ids, lengths, k)
+        rows = [
+            rows_of_related(ids, lengths, max_tokens=budget, max_sequences=1),
+            rows_of_related(ids, lengths, max_tokens=None, max_sequences=k),
+        ]
+    assert len(parts) == k
+    for found in (parts, *(x for x in rows if x is not None)):
+        assert sorted(i for group in found for i in group) == everything

@@ -122,6 +122,7 @@ class Engine:
     """One rank of a model. Its log-prob (or value) of an action is that token's number times `slope`."""
 
     slope: float = 0.0
+    shares_prefixes = False
     asked: list[list[PackedRow]] = field(default_factory=list)
     """Rows of each forward."""
     steps: list[list[ExperienceRow]] = field(default_factory=list)
@@ -1004,7 +1005,9 @@ def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temp
     policy = PolicyModel(tiny_model(tiny_config("qwen3"))).eval()
     batch = Batch.of([trajectory(0.0, [2, 3, 4]), trajectory(1.0, [7, 8])])
     worker = worker_class(config, 0, Mesh())
-    worker.model = SimpleNamespace(forward=lambda rows, read: [read(policy, row) for row in rows])
+    worker.model = SimpleNamespace(
+        forward=lambda rows, read: [read(policy, row) for row in rows], shares_prefixes=False
+    )
     expected = []
     with torch.no_grad():
         found = torch.from_numpy(worker.forward(batch))
