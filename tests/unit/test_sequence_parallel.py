@@ -237,8 +237,8 @@ def noise(row: PackedRow, seed: int) -> Tensor:
     return 0.1 * torch.randn(row.num_tokens, generator=torch.Generator().manual_seed(seed)).double()
 
 
-def experiences() -> ExperienceRow:
-    row = PackedRow.of(samples())
+def experiences(made: list[Sample] | None = None) -> ExperienceRow:
+    row = PackedRow.of(made or samples())
     return ExperienceRow(
         row=row,
         old_log_probs=-4 + noise(row, 1),
@@ -367,6 +367,18 @@ def test_every_kind_of_attention(
     module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences()
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
     check_equal(on_ranks(threads, module, row, lambda m: PPO, num_ranks, mode, heads), expected)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_common_prefixes_are_read_once_by_ranks_that_exchange_heads(threads: Callable, name: str) -> None:
+    """The last sample and one more begin like the second, so that the tree has a padded slice."""
+    made = samples()
+    made[3].token_ids[:9] = made[1].token_ids[:9]
+    made.append(replace(made[1], token_ids=torch.cat([made[1].token_ids[:-5], made[3].token_ids[-5:]])))
+    module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences(made)
+    expected = passed(copy.deepcopy(module), row, lambda m: PPO)
+    reading_of(module.model).shares_prefixes = True
+    check_equal(on_ranks(threads, module, row, lambda m: PPO, 2, "ulysses"), expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
