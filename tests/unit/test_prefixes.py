@@ -318,11 +318,11 @@ def test_samples_of_a_prompt_get_one_row() -> None:
 
 def test_a_row_counts_a_common_prefix_once_and_its_keys_and_values_as_an_eighth() -> None:
     sequences = samples_of_prompts()
-    of_second = 20 + sum((2, 4, 6, 8)) + 3 * 20 / 8
-    rows = laid(sequences, max_tokens=int(of_second), max_sequences=1)
+    of_second = 48  # 20 + 2 + 4 + 6 + 8, and three repetitions of 20 / 8
+    rows = laid(sequences, max_tokens=of_second, max_sequences=1)
     assert rows is not None
     assert [sorted(row) for row in rows] == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    rows = laid(sequences, max_tokens=int(of_second) - 1, max_sequences=1)
+    rows = laid(sequences, max_tokens=of_second - 1, max_sequences=1)
     assert rows is not None and len(rows) == 3
 
 
