@@ -14,8 +14,8 @@ from openrlhf.files import not_written, sync_file
 
 
 class CheckpointWriter:
-    """Writes this rank's files of a checkpoint. While one file is written, a thread syncs the previous one to
-    the disk and computes its SHA-256.
+    """Writes this rank's files of a checkpoint. While one file is written, threads sync the previous one to
+    the disk and compute its SHA-256.
 
     A failed write is recorded instead of raised, because other ranks would wait for this one in collectives.
     `finish` raises on all ranks.
@@ -23,8 +23,8 @@ class CheckpointWriter:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        self._thread = ThreadPoolExecutor(1)
-        self._entries: dict[str, Future[Entry]] = {}
+        self._threads = ThreadPoolExecutor(2)
+        self._entries: dict[str, tuple[Future[None], Future[Entry]]] = {}
         self._failure: tuple[str, str] | None = None
 
     def save(self, state: Any, path: str | Path) -> None:
@@ -51,18 +51,20 @@ class CheckpointWriter:
     def add(self, path: str | Path) -> None:
         """Adds a file that exists already."""
         name = str(Path(path).relative_to(self.folder))
-        self._entries[name] = self._thread.submit(_synced_entry, Path(path))
+        submit = self._threads.submit
+        self._entries[name] = submit(sync_file, Path(path)), submit(Entry.of, Path(path))
 
     def finish(self) -> None:
         """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. If any
         rank could not write, raises RunError on every rank."""
         files = {}
-        for name, entry in self._entries.items():
+        for name, (synced, entry) in self._entries.items():
             try:
+                synced.result()
                 files[name] = entry.result()
             except OSError as error:
                 self._fail(error, self.folder / name)
-        self._thread.shutdown()
+        self._threads.shutdown()
         found: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(found, (files, self._failure))
         if failures := [failure for _, failure in found if failure]:
@@ -74,9 +76,3 @@ class CheckpointWriter:
 
     def _fail(self, error: Exception, path: str | Path) -> None:
         self._failure = self._failure or (str(path), why_unwritten(error, self.folder))
-
-
-def _synced_entry(file: Path) -> Entry:
-    """Syncs a file to the disk and returns its manifest entry."""
-    sync_file(file)
-    return Entry.of(file)

@@ -116,7 +116,7 @@ COMMON_UNREAD = (
     ),
     *TEMPLATE_UNREAD,
     needs("eval.dataset", "eval."),
-    needs("ckpt.save_steps", "ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem"),
+    needs("ckpt.save_steps", "ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem ckpt.max_age_hours"),
     needs("ckpt.load_enable", "ds.use_universal_ckpt"),
     Unread(
         "logger.wandb.org logger.wandb.group logger.wandb.project",

@@ -462,6 +462,9 @@ class CkptConfig:
     metric counts as worst, and among equals the oldest is deleted."""
     max_mem: Positive = 1e8
     """Size of all kept checkpoints together, GB."""
+    max_age_hours: Positive | None = None
+    """Age from which checkpoints are deleted when a newer one is complete, hours. The one with the best
+    evaluation metric is kept. None: no limit."""
     push_to_hub: str | None = None
     """Repository on the Hugging Face hub to which the final model is uploaded, as `owner/name`; a new one is
     private. Needs HF_TOKEN or `hf auth login`. None: no upload."""

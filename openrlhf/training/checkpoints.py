@@ -9,6 +9,7 @@ the manifests of the other models of the same save: the rename of the first fold
 import json
 import re
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -311,7 +312,8 @@ class CheckpointFolder:
         sync_folder(folder)
 
     def _rotate(self, newest: str) -> None:
-        """Removes checkpoints beyond `ckpt.max_num` and `ckpt.max_mem`."""
+        """Removes checkpoints beyond `ckpt.max_num`, `ckpt.max_mem` and `ckpt.max_age_hours`. The last limit
+        spares the checkpoint with the best metric."""
         if newest.startswith(BEST):
             for other in self._tags(_BEST_TAG) - {newest}:
                 self._remove(other)
@@ -319,6 +321,11 @@ class CheckpointFolder:
         tags = list(self._tags(_TAG) - {newest})
         # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
         tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
+        best = max(tags, key=lambda tag: _metric(self.path / tag), default=newest)
+        for tag in [tag for tag in tags if self._is_old(tag)]:
+            if tag != best or _metric(self.path / tag) == -float("inf"):
+                tags.remove(tag)
+                self._remove(tag)
         kept_bytes = {tag: sum(map(_size, self._places(tag))) for tag in [*tags, newest]}
         while tags and (
             len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9
@@ -326,6 +333,11 @@ class CheckpointFolder:
             gone = tags.pop(0)
             del kept_bytes[gone]
             self._remove(gone)
+
+    def _is_old(self, tag: str) -> bool:
+        hours, places = self.ckpt.max_age_hours, [place for place in self._places(tag) if place.exists()]
+        newest = max(place.stat().st_mtime for place in places)
+        return hours is not None and time.time() - newest > hours * 3600
 
     def num_bytes(self) -> int:
         """Returns the size of the folder's checkpoints in bytes. New checkpoints replace them."""

@@ -106,6 +106,7 @@ def test_default(name):
 
 
 SUPERVISED = {
+    "ckpt.max_age_hours",
     "ckpt.overwrite",
     "ckpt.push_to_hub",
     "ckpt.verify",
@@ -149,6 +150,7 @@ OURS = {
         "algo.max_mismatch",
         "algo.router_replay",
         "algo.skip_old_log_probs",
+        "ckpt.max_age_hours",
         "ckpt.overwrite",
         "ckpt.push_to_hub",
         "ckpt.verify",

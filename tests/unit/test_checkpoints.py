@@ -1,3 +1,5 @@
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,25 @@ def test_size_limit(tmp_path, write):
     assert write(checkpoints, "global_step4") == ["global_step2", "global_step3", "global_step4"]
     # a single one that is too large is kept
     assert write(checkpoints, "global_step5", size=90_000) == ["global_step5"]
+
+
+def test_the_old_ones_go_except_for_the_best(tmp_path, write):
+    checkpoints = folder(tmp_path, max_num=10, max_age_hours=2)
+    for step, metric in ((1, None), (2, 0.9), (3, 0.1), (4, None)):
+        write(checkpoints, f"global_step{step}", metric)
+    for step, hours in ((1, 3), (2, 3), (3, 3), (4, 1)):
+        then = time.time() - hours * 3600
+        os.utime(tmp_path / f"global_step{step}", (then, then))
+    assert write(checkpoints, "global_step5") == ["global_step2", "global_step4", "global_step5"]
+    without = folder(tmp_path, max_num=10)
+    assert write(without, "global_step6") == [f"global_step{i}" for i in (2, 4, 5, 6)]
+
+
+def test_old_ones_without_a_metric_go(tmp_path, write):
+    checkpoints = folder(tmp_path, max_num=10, max_age_hours=2)
+    write(checkpoints, "global_step1")
+    os.utime(tmp_path / "global_step1", (0, 0))
+    assert write(checkpoints, "global_step2") == ["global_step2"]
 
 
 def test_latest_is_the_last_complete_one(tmp_path, write):
