@@ -891,9 +891,10 @@ def engine_without_deepspeed(found: bool) -> Any:
     return engine
 
 
-def test_a_checkpoint_that_is_not_found_is_an_error_and_no_empty_state():
-    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value="folder"):
-        engine_without_deepspeed(found=False).load_checkpoint("folder", "global_step1")
+def test_a_checkpoint_that_is_not_found_is_an_error_and_no_empty_state(tmp_path):
+    (tmp_path / "global_step1").mkdir()
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path):
+        engine_without_deepspeed(found=False).load_checkpoint(str(tmp_path), "global_step1")
 
 
 def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_path):
