@@ -6,7 +6,7 @@ are those of reasoning, 16 to 32768 tokens:
     bimodal      70 % short answers, and chains of thought from 16000 tokens
 
 The table shows the worst of the seeds: the most tokens of a rank, divided by the mean of all ranks and by a
-lower bound for any way of dealing (`least_possible`); and seconds. Exits with an error if a sequence is lost.
+lower bound of every distribution (`least_possible`); and seconds. Exits with an error if a sequence is lost.
 
     python benchmarks/balance.py
 """
@@ -53,7 +53,7 @@ def measure(lengths: Sequence[int], ranks: int) -> tuple[float, float, float]:
 
 def least_possible(costs: Sequence[int], k: int) -> float:
     """Returns a lower bound of the costliest of `k` parts: the mean, and for every j the cost of the cheapest
-    j + 1 of the j k + 1 costliest sequences, because some part has so many of them."""
+    j + 1 of the j k + 1 costliest sequences, because some part has at least j + 1 of them."""
     order = sorted(costs, reverse=True)
     crowded = [sum(order[j * (k - 1) : j * k + 1]) for j in range((len(costs) - 1) // k + 1)]
     return max(sum(costs) / k, *crowded)

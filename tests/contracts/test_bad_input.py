@@ -288,7 +288,7 @@ def test_a_module_that_is_not_there(refused):
 
 def test_a_name_that_a_module_has_not(refused, files):
     text = refused("ppo", "--reward.remote_url", f"{files['no_reward']}:grade")
-    assert says(text, ErrorCode.USER_CODE, f"--reward.remote_url {files['no_reward']}:grade", "no grade")
+    assert says(text, ErrorCode.USER_CODE, f"--reward.remote_url {files['no_reward']}:grade", "grade")
     flags = ("--train.agent_func_path", "openrlhf.environments.gym:Gym", "--reward.remote_url", "None")
     text = refused("ppo", *flags)
     place = "--train.agent_func_path openrlhf.environments.gym:Gym"

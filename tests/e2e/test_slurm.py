@@ -2,6 +2,7 @@
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,7 +60,7 @@ def test_a_supervised_recipe_on_two_nodes(task: TaskFiles, tmp_path: Path) -> No
     (tmp_path / "own").mkdir()
     code, output = submit(task, tmp_path, "--ckpt.path", f"{tmp_path}/own/ckpt")
     assert code != 0, output
-    assert f"error: --ckpt.path {tmp_path}/own/ckpt: not shared with {platform.node()}: parts of" in output
+    assert re.search(rf"error: --ckpt\.path {tmp_path}/own/ckpt: .*\b{platform.node()}\b", output)
 
     code, output = submit(task, tmp_path)
     assert code == 0, output

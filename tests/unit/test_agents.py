@@ -269,7 +269,7 @@ def test_files_that_cannot_be_agents(tmp_path: Path, source: str, text: str) -> 
         check_agent_file(str(path), "--train.agent_func_path")
     assert error.value.text.startswith(text)
     is_form = not text.startswith(("line", "the process"))
-    assert ("Define `class AgentExecutor(AgentExecutorBase)`" in str(error.value)) == is_form
+    assert ("class AgentExecutor(AgentExecutorBase)" in error.value.text) == is_form
 
 
 def load(path: Path, **options) -> UserExecutor:
@@ -279,8 +279,9 @@ def load(path: Path, **options) -> UserExecutor:
 def test_an_import_that_does_not_end_ends_the_run(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text("import time\ntime.sleep(1)\n")
-    with pytest.raises(ImportTimeout, match=rf"^{path}: its import in the engine took more than 0.1 s"):
+    with refused(ErrorCode.USER_CODE, value=path) as told:
         load(path, deadline=0.1)
+    assert isinstance(told.value, ImportTimeout) and "0.1 s" in told.value.text
 
 
 def test_a_constructor_that_raises_names_its_line(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from damages import DAMAGES, damage
+from refusals import refused
 
 from openrlhf.backends.manifest import Entry, Manifest, complete
 from openrlhf.config.ppo import PPOConfig
@@ -127,10 +128,10 @@ def test_a_pointer_that_names_a_sound_checkpoint_is_a_choice(copy: Path) -> None
 def test_where_none_is_sound_the_run_is_refused_with_all_reasons(copy: Path) -> None:
     for step in STEPS:
         (copy / "_critic" / f"global_step{step}" / "weights.pt").write_bytes(b"")
-    with pytest.raises(ValueError) as refused:
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.load_enable") as told:
         of(copy).choose()
-    head, *reasons, _, _ = str(refused.value).splitlines()
-    assert head == f"--ckpt.load_enable: {copy}/_actor has no checkpoint that this run can resume from:"
+    head, *reasons, _, _ = told.value.text.splitlines()
+    assert f"{copy}/_actor" in head
     shown = "_critic: weights.pt has 0 bytes instead of 3,000"
     assert reasons == [f"  global_step{step}: {shown}" for step in reversed(STEPS)]
 
@@ -169,7 +170,7 @@ def test_an_older_checkpoint_is_replaced_when_its_step_is_saved_again(copy: Path
     assert of(copy).find() == Found("global_step6", [])
 
 
-@pytest.mark.parametrize("fails", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("fails", [OSError(28, os.strerror(28)), KeyboardInterrupt()])
 def test_a_failed_save_leaves_what_was_there(copy: Path, fails: BaseException) -> None:
     before = sorted(copy.rglob("*"))
     with pytest.raises((RuntimeError, KeyboardInterrupt)) as told, of(copy).saving("global_step8") as folder:
@@ -177,7 +178,7 @@ def test_a_failed_save_leaves_what_was_there(copy: Path, fails: BaseException) -
         raise fails
     if isinstance(fails, OSError):
         assert told.value.code is ErrorCode.NOT_WRITABLE
-        assert told.value.text.startswith(f"{copy}/_actor/.saving could not be written: No space left")
+        assert f"{copy}/_actor/.saving" in told.value.text and fails.strerror in told.value.text
     assert sorted(copy.rglob("*")) == before
 
 

@@ -218,14 +218,14 @@ def test_where_nothing_is_under_way_nobody_waits(dispatcher_of: Build):
     engine = FakeEngine()
     dispatcher = dispatcher_of([engine])
     dispatcher.submit([], "train")
-    with pytest.raises(RuntimeError, match="no prompt is under way for train"):
+    with pytest.raises(RuntimeError, match=r"\btrain$"):
         dispatcher.next_group("train")
     dispatcher.submit(prompts(0), "train")
-    with pytest.raises(RuntimeError, match="no prompt is under way for eval"):
+    with pytest.raises(RuntimeError, match=r"\beval$"):
         dispatcher.next_group("eval")
     engine.finish(0)
     received(dispatcher, 1)
-    with pytest.raises(RuntimeError, match="no prompt is under way for train"):
+    with pytest.raises(RuntimeError, match=r"\btrain$"):
         dispatcher.next_group("train")
 
 
@@ -258,7 +258,7 @@ def test_a_timeout_names_reward_models_that_are_scoring(dispatcher_of: Build):
     dispatcher.submit(prompts(0), "eval")
     engine.finish(0)
     wait_until(lambda: bool(score.calls))
-    with pytest.raises(TimeoutError, match=r"1 prompts of eval .*\nreward models are scoring finished"):
+    with pytest.raises(TimeoutError, match=r"\b1 .* eval .*\n.*reward"):
         dispatcher.next_group("eval", 0.01)
     score.permits.release()
     received(dispatcher, 1, "eval")
@@ -357,7 +357,7 @@ def test_with_a_single_engine_the_run_waits_for_its_successor(dispatcher_of: Bui
     dead.finish(1)
     assert received(dispatcher, 1) == [1]
     dispatcher.lose(0)
-    with pytest.raises(TimeoutError, match="not sent yet: 2 prompts"):
+    with pytest.raises(TimeoutError, match=r"\b2 prompts"):
         dispatcher.next_group("train", 0.2)
     with dispatcher.paused():  # nobody samples
         pass

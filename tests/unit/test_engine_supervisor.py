@@ -94,10 +94,8 @@ def test_an_engine_that_dies_is_replaced_once(
     assert engines.serve(1) and engines.all_serve
     assert (engines.take_restarts(), engines.take_restarts()) == (1, 0)
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith(
-        "engine 1 is replaced, and its prompts are sampled again (restart 1 of at most 5"
-    )
-    assert said[-1].startswith("engine 1 serves again")
+    assert [line for line in (said[0], said[-1]) if not line.startswith("engine 1 ")] == []
+    assert f"restart 1 of at most {MAX_RESTARTS}" in said[0]
 
 
 def test_an_error_of_users_code_is_no_death(cluster: Cluster, engines: EngineSupervisor) -> None:
@@ -116,10 +114,8 @@ def test_an_engine_that_dies_again_and_again_ends_the_run(
     engines.report(0, engines.members[0], DEATH)
     with refused(ErrorCode.ENGINE_FAILED) as refusal:
         engines.begin_restarts()
-    assert (
-        "engine 0 died 6 times in 10 minutes" in refusal.value.text
-        and "process 17 on 10.0.0.1" in refusal.value.text
-    )
+    assert f"engine 0 died {MAX_RESTARTS + 1} times" in refusal.value.text
+    assert "process 17 on 10.0.0.1" in refusal.value.text
     assert cluster.failed == [engines.failure] and cluster.lost == [0] * MAX_RESTARTS
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from episodes_of_examples import END, EXAMPLES, play, told, turns
+from refusals import refused
 
 from openrlhf.data.reasoning_gym import entry_of, gym_rows
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import EXTRAS
 from openrlhf.environments.reasoning_gym import ReasoningGymExecutor
 from openrlhf.environments.textarena import TextArenaExecutor
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import check_agent_file
 from openrlhf.types import Outcome
 
@@ -355,5 +357,6 @@ def test_an_executor_without_an_environment_is_refused(tmp_path: Path) -> None:
     path.write_text(
         "from openrlhf.environments.gym import GymExecutor\nclass AgentExecutor(GymExecutor):\n    pass\n"
     )
-    with pytest.raises(ValueError, match="AgentExecutor does not define make"):
+    with refused(ErrorCode.USER_CODE, flag=flag, value=path) as refusal:
         check_agent_file(str(path), flag)
+    assert re.search(r"\bmake\b", refusal.value.text)

@@ -181,7 +181,7 @@ class Waiting(Engine):
 def test_an_episode_that_takes_too_long() -> None:
     (t,) = run_group(Waiting(1), options={"timeout": 0.05}, num_samples=1)
     assert t.outcome is Outcome.TIMED_OUT and t.reward is None and t.num_actions == 0
-    assert t.error == "SingleTurnAgentExecutor took longer than --rollout.episode_timeout 0.05 s"
+    assert "--rollout.episode_timeout 0.05 s" in t.error
 
 
 def test_a_slow_reward_counts_and_leaves_the_tokens() -> None:

@@ -1,6 +1,7 @@
 """Pictures in prompts and in feedback, on a stand-in for the engine and the processor of a real model."""
 
 import asyncio
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +9,13 @@ from pathlib import Path
 import pytest
 from fake_engine import Engine
 from PIL import Image as PILImage
+from refusals import refused
 from transformers import AutoProcessor
 
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
 from openrlhf.data.pictures import decoded, encoded
-from openrlhf.errors import UsageError
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, PLACEHOLDER, tiny_vision_model
@@ -195,15 +197,17 @@ def test_returned_observation_tokens_must_have_all_tokens_of_an_image(tmp_path: 
 def test_an_executor_that_takes_no_images_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(TOLD.replace("{tokens}", "ids").replace(", images)", ")"))
-    with pytest.raises(ValueError, match="execute has no parameter images"):
+    with refused(ErrorCode.USER_CODE, flag=FLAG, value=path) as told:
         check_agent_file(str(path), FLAG, limits=("images",))
+    assert re.search(r"\bexecute\b.*\bimages\b", told.value.text)
     path.write_text(
         "from openrlhf.agents.base import AgentExecutorBase\n\nclass AgentExecutor(AgentExecutorBase):\n"
         "    def __init__(self, max_steps, max_length, llm_engine, hf_tokenizer, result_queue):\n"
         "        super().__init__(None, max_steps, max_length, llm_engine, hf_tokenizer, result_queue)\n"
     )
-    with pytest.raises(ValueError, match=r"--data\.max_images_per_prompt is set"):
+    with refused(ErrorCode.USER_CODE, flag=FLAG, value=path) as told:
         check_agent_file(str(path), FLAG, limits=("images",))
+    assert "--data.max_images_per_prompt" in told.value.text
 
 
 def test_the_placeholder_is_what_the_chat_template_writes(processor) -> None:

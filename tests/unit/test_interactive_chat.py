@@ -4,10 +4,12 @@ import io
 import sys
 
 import pytest
+from refusals import refused
 
 from openrlhf.cli import interactive_chat
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
+from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
@@ -90,7 +92,6 @@ def test_prompts_ask_for_a_reward(chat):
 
 
 def test_more_than_the_model_reads_is_refused(chat):
-    with pytest.raises(
-        ValueError, match=r"--data.max_len 600: .* reads at most 512 tokens.\nUse --data.max_len 512."
-    ):
+    with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value=600) as refusal:
         chat(Engine(), "Hi\n", "--data.max_len", "600")
+    assert "--data.max_len 512" in refusal.value.text

@@ -170,7 +170,7 @@ def test_an_engine_that_shared_gpus_would_tear_apart_is_refused() -> None:
     )
     (problem,) = resource_problems(config, described([6, 6]))
     assert (problem.flag, problem.value) == ("--vllm.tensor_parallel_size", "4")
-    assert "6, 2 GPUs of --actor.num_gpus_per_node" in problem.text
+    assert re.search(r"\b6, 2\b.*--actor\.num_gpus_per_node\b", problem.text)
     assert resource_problems(config, described([8])) == []
 
 

@@ -1,6 +1,7 @@
 """Agents that use the real `openai` client, over HTTP, on a stand-in for the engine."""
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import Any
 import openai
 import pytest
 from fake_engine import Engine
+from refusals import refused
 
 from openrlhf.agents.openai import OpenAIAgentExecutor, Session
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -335,5 +338,6 @@ def test_an_executor_without_an_agent_is_refused(tmp_path: Path) -> None:
         "from openrlhf.agents.openai import OpenAIAgentExecutor\n"
         "class AgentExecutor(OpenAIAgentExecutor):\n    pass\n"
     )
-    with pytest.raises(ValueError, match="AgentExecutor does not define run_agent"):
+    with refused(ErrorCode.USER_CODE, flag="--train.agent_func_path", value=path) as told:
         check_agent_file(str(path), "--train.agent_func_path")
+    assert re.search(r"\brun_agent\b", told.value.text)

@@ -270,7 +270,7 @@ def test_short_names():
 
 def test_a_model_without_a_head_is_refused_before_it_is_loaded(tmp_path: Path):
     plain = tiny_chat_model(tmp_path / "plain", seed=0)
-    with pytest.raises(ValueError, match=r"--reward\.model_name_or_path .*plain: it has no scalar head"):
+    with refused(ErrorCode.INVALID_MODEL, flag="--reward.model_name_or_path", value=plain):
         check_reward_model(str(plain), "--reward.model_name_or_path", "score")
     for prefix in ("score", "v_head"):
         model = load_scorer(str(plain), flag="", dtype="fp32", attention="auto", head_prefix=prefix)

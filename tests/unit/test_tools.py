@@ -1,16 +1,19 @@
 """Agents that call tools."""
 
 import asyncio
+import re
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import tool_episodes
+from refusals import refused
 from tool_episodes import END, TOKENIZER, call, tokens
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.agents.tools import Tool, ToolError, _shortened, function_tool
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import AgentSetting, UserExecutor, check_agent_file, load_agent
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome
@@ -229,8 +232,9 @@ def test_an_executor_without_a_reward_is_refused(tmp_path: Path) -> None:
         "from openrlhf.agents.tools import ToolAgentExecutor\n"
         "class AgentExecutor(ToolAgentExecutor):\n    pass\n"
     )
-    with pytest.raises(ValueError, match="AgentExecutor does not define reward"):
+    with refused(ErrorCode.USER_CODE, flag="--train.agent_func_path", value=path) as told:
         check_agent_file(str(path), "--train.agent_func_path")
+    assert re.search(r"\breward\b", told.value.text)
 
 
 AGENT = """

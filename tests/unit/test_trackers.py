@@ -174,7 +174,7 @@ def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, monkeypatch, 
 
     def write(file, data):
         if not free[0]:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         written = real(file, bytes(data)[: free[0]])
         free[0] -= written
         return written
@@ -184,7 +184,7 @@ def test_rows_that_a_full_disk_refuses_are_written_later(tmp_path, monkeypatch, 
     for step in range(5):
         tracker.log(step, {"loss": step})
     (record,) = caplog.records
-    assert "m.jsonl" in record.getMessage() and "No space left on device" in record.getMessage()
+    assert "m.jsonl" in record.getMessage() and os.strerror(errno.ENOSPC) in record.getMessage()
     free[0] = 1000
     tracker.log(5, {"loss": 5})
     tracker.close()
