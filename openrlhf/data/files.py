@@ -274,12 +274,13 @@ def _decode(raw: bytes) -> str:
 
 
 Pairs = Callable[[list[tuple[str, Any]]], Row]
-"""Makes an object of its keys and values."""
+"""Makes an object from its keys and values."""
 
 
 MAX_DEPTH = 100
-"""Levels of lists and objects of a row. Python reads about 1,000, and fewer the more calls are under way."""
-_TOO_DEEP = f"lists and objects are nested in more than {MAX_DEPTH} levels."
+"""Levels of nested lists and objects that a row may have. Python's parser stops at about 1,000, or earlier if
+the call stack is deep."""
+_TOO_DEEP = f"lists and objects are nested more than {MAX_DEPTH} levels deep."
 
 
 def _depth(value: Any) -> int:
@@ -292,8 +293,8 @@ def _depth(value: Any) -> int:
 
 
 def _parse_json(text: str, pairs: Pairs | None = None) -> Any:
-    """Parses JSON. `pairs`: `_unique` refuses objects with the same key twice, which takes a third more
-    time; rows are read so once, when their file is checked."""
+    """Parses JSON. `pairs` makes the objects. `_unique` also refuses repeated keys, which takes a third
+    longer, so it is only used when a file is checked."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=pairs)
     except RecursionError as error:
@@ -306,7 +307,7 @@ def _parse_json(text: str, pairs: Pairs | None = None) -> Any:
     except BadRow:
         raise
     except ValueError as error:  # Python reads numbers of up to 4,300 digits
-        raise BadRow(f"a number that is too long: {first_line(error)}.") from error
+        raise BadRow(f"a number has too many digits: {first_line(error)}.") from error
     if text.count("[") + text.count("{") > MAX_DEPTH and _depth(value) > MAX_DEPTH:
         raise BadRow(_TOO_DEEP)
     if "\\ud" in text.lower():
@@ -318,7 +319,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> Row:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise BadRow(f"the key {next(key for key in made if keys.count(key) > 1)!r} is there twice.")
+        raise BadRow(f"the key {next(key for key in made if keys.count(key) > 1)!r} occurs twice.")
     return made
 
 
