@@ -209,6 +209,7 @@ REHEARSED = [
     *(
         "collectives",
         "waits",
+        "prefixes",
         "optimizer",
         "sft-0.6B",
         "sft-4B-checkpointing",
