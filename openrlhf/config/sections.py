@@ -262,12 +262,13 @@ class Precision(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """Kernels of a model, by their names in transformers."""
+    """Kernels of a model, by their names in transformers, and whether its rows share prefixes."""
 
     attention: str
     experts: ExpertsImplementation | None
     """None: transformers chooses."""
     liger: bool
+    share_prefixes: SharePrefixes
 
 
 class Parallelism(NamedTuple):
@@ -379,7 +380,7 @@ class DeepSpeedConfig:
         """Kernels of models. With sequence parallelism, auto replaces flash attention."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
         attention = "auto" if shared else self.attn_implementation
-        return Kernels(attention, self.experts_implementation, self.use_liger_kernel)
+        return Kernels(attention, self.experts_implementation, self.use_liger_kernel, self.share_prefixes)
 
     @property
     def parallel(self) -> Parallelism:

@@ -271,7 +271,7 @@ class PPOTrainer(Generic[PolicyT]):
                 epochs=train.max_epochs,
                 num_ranks=model.data_parallel_size,
                 seed=(train.seed, model.num_updates),
-                batch=None if self.config.ds.share_prefixes == "false" else batch,
+                batch=None if self.config.ds.kernels.share_prefixes == "false" else batch,
             )
             for name, model in self.learners.items()
         }

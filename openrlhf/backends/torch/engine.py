@@ -298,7 +298,7 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
     else:
         module.to(current_device())
     reading_of(module.model).gathers = shard
-    reading_of(module.model).share_prefixes = ds.share_prefixes
+    reading_of(module.model).share_prefixes = ds.kernels.share_prefixes
     resolve_reading(module, module, zero_stage=3 if shard else None)
     reshard(module)
 
