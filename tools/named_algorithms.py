@@ -166,5 +166,9 @@ def _cells(algorithm: Algorithm) -> tuple[str, ...]:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(table(), end="")
+
+
+if __name__ == "__main__":
+    main()
