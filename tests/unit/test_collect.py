@@ -246,6 +246,15 @@ def test_a_group_is_kept_if_the_mean_of_its_finished_samples_is_inside(scores, i
     assert prompts_of(world.collector.next_batch(1)) == [0, 1][: 1 + is_kept]
 
 
+def test_a_sample_of_several_sequences_has_one_score():
+    """The agent of the second sample rewrote its history three times."""
+    world = World(num_prompts=1, batch=1, filters=True, score_range=(0.4, 0.6))
+    group = group_of(Prompt(prompt_id=0, text=""), (0.0, 1.0))
+    first, second = group.trajectories
+    parts = [replace(second, part=part) for part in range(4)]
+    assert world.collector._verdict(replace(group, trajectories=[first, *parts])) == "kept"
+
+
 def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
     assert (0.1 + 0.1 + 0.1) / 3 > 0.1
     world = World(lambda epoch, prompt: (0.1,) * 3, batch=1, filters=True, score_range=(0.1, 0.9))

@@ -1,5 +1,6 @@
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -8,6 +9,8 @@ from vllm.config.lora import MaxLoRARanks
 
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import VLLMEngine, _lora_arguments, engine_environment
+from openrlhf.backends.vllm.weight_receiver import CheckedRay, WorkerExtension
+from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.completions import SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
@@ -194,6 +197,33 @@ def test_requests_name_the_adapter():
     engine.llm.generate = generate
     asyncio.run(work())
     assert named == [None, engine.adapter]
+
+
+class Worker(WorkerExtension):
+    """A worker of vLLM that remembers the adapters that it should load."""
+
+    def __init__(self, adapter):
+        self.weight_transfer_engine = SimpleNamespace(adapter=adapter)
+        self.requests = []
+        self.add_lora = self.requests.append
+
+
+def test_a_worker_loads_the_adapter_of_every_sync():
+    """vLLM ignores a request with a known number unless it asks for the adapter to be replaced."""
+    worker = Worker({"base_model.model.q_proj.lora_A.weight": torch.ones(2, 3)})
+    for _ in range(2):
+        worker.use_adapter(1, {"r": 2})
+    assert [(request.lora_int_id, request.load_inplace) for request in worker.requests] == [(1, True)] * 2
+
+
+def test_an_adapter_does_not_share_the_memory_it_was_received_in():
+    """The next bucket may overwrite it."""
+    receiver, name = object.__new__(CheckedRay), "base_model.model.q_proj.lora_A.weight"
+    receiver.checksum, receiver.adapter = Checksum(), {}
+    received = torch.ones(2, 3)
+    receiver._load([(name, received)])
+    received.zero_()
+    assert torch.equal(receiver.adapter[name], torch.ones(2, 3))
 
 
 def test_vllm_makes_room_for_an_adapter_of_the_next_larger_rank():

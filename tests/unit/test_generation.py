@@ -66,6 +66,13 @@ def test_top_p_leaves_the_most_likely_tokens():
         assert sampling(logits, top_p=top_p).isfinite().sum() == left
 
 
+def test_top_p_looks_at_tempered_probabilities():
+    """At temperature 2 the probabilities 0.5, 0.3, 0.15, 0.05 become 0.38, 0.29, 0.21, 0.12: three make
+    0.79."""
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().tolist()
+    assert sampling(logits, top_p=0.79, temperature=2.0).isfinite().sum() == 3
+
+
 def test_greedy_scores_are_the_logits():
     assert sampling([0.5, -1.0], temperature=0.0).tolist() == [[0.5, -1.0]]
 

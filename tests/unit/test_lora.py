@@ -22,6 +22,7 @@ from openrlhf.models.lora import (
     adapter_weights,
     base_weights,
     disabled_adapters,
+    fill_randomly,
     load_statistics,
     merged_weights,
     prepare_for_training,
@@ -192,6 +193,14 @@ def test_disabled_adapters_give_the_model_before_training(base: Path, row: Packe
     assert trained(policy.model).keys() == names
 
 
+def test_a_random_adapter_changes_each_layer_by_half_of_its_input(base: Path) -> None:
+    model, inputs = adapted(base), torch.randn(512, HIDDEN, generator=torch.Generator().manual_seed(0))
+    fill_randomly(adapter_weights(model), lora_of().lora, seed=3)
+    layer = model.get_submodule("model.layers.0.self_attn.q_proj")
+    moved = inputs @ layer.get_delta_weight("default").T
+    assert moved.std().item() == pytest.approx(0.5 * inputs.std().item(), rel=0.5)
+
+
 def test_a_saved_adapter_loads_with_peft_and_with_transformers(
     base: Path, row: PackedRow, tmp_path: Path
 ) -> None:
@@ -249,6 +258,7 @@ def test_the_merged_reward_model_keeps_head_and_statistics(
     scorer.model.config.mean, scorer.model.config.std = 0.25, 2.5
     save_adapter(scorer.model, weights_of(scorer.model), tmp_path)
     assert load_statistics(tmp_path) == {"mean": 0.25, "std": 2.5}
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["modules_to_save"] == [CLASSIFIER_HEAD]
     fresh = hf.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     loaded = peft.PeftModel.from_pretrained(fresh, tmp_path).state_dict()
     (saved,) = (name for name in loaded if name.endswith("score.modules_to_save.default.weight"))

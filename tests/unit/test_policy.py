@@ -1,6 +1,7 @@
 """Packed rows equal transformers' own forward of one sequence at a time."""
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,21 @@ def test_sdpa_would_leave_out_a_cap(folders):
 
 def test_entropy_only_where_it_is_asked_for(folders, samples):
     assert policy_of(folders["llama, untied"])(PackedRow.of(samples)).entropy is None
+
+
+def test_an_action_with_a_recorded_support_is_of_that_support_and_its_mass(folders, samples):
+    name, row = "llama, untied", PackedRow.of(samples)
+    targets = row.token_ids[row.actions]
+    kept_ids = torch.stack([targets, (targets + 7) % SHAPE["vocab_size"]], dim=1)
+    log_masses = torch.linspace(-2, 0, len(targets))
+    sampled = replace(row, kept_ids=kept_ids, log_masses=log_masses)
+    found = policy_of(folders[name])(sampled, temperature=0.7).log_probs
+    model, places = plain_model(folders[name]), torch.cat([s.action_mask.nonzero()[:, 0] for s in samples])
+    logits = [model(s.token_ids[None], use_cache=False).logits[0] for s in samples]
+    counts = [s.num_actions for s in samples]
+    before = torch.cat([x[at - 1] for x, at in zip(logits, places.split(counts), strict=True)])
+    expected = (before.gather(1, kept_ids) / 0.7).log_softmax(-1)[:, 0] + log_masses
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(("name", "attention"), RIGHT)

@@ -544,6 +544,8 @@ def test_a_resumed_run_continues(tmp_path):
     told, told_whole = ([update[1:] for update in run.policy.updates] for run in (second, whole))
     assert told == told_whole[2:]  # the order of samples, and the coefficient of the KL
     assert len({kl for _, kl in told_whole}) == 5  # the controller moves the coefficient
+    assert len({repr(order) for order, _ in told_whole}) > 1  # not every step has the same order
+    assert second.optimizer_steps == whole.optimizer_steps == 5  # the journal counts them
     assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
 
 

@@ -5,6 +5,7 @@ each rank computes nothing: it remembers the rows that it was given.
 """
 
 import asyncio
+import copy
 import itertools
 import math
 import pickle
@@ -60,11 +61,13 @@ from openrlhf.config.ppo import (
     RolloutConfig,
     TrainConfig,
 )
-from openrlhf.config.sections import ScorerDeepSpeedConfig
+from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
+from openrlhf.data.inference import score_last
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
+from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
@@ -80,7 +83,7 @@ from openrlhf.training.origin import Origin
 from openrlhf.training.ppo import PPOTrainer, restore
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
 from openrlhf.training.schedule import prompts_of_steps, training_schedule
-from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, row_groups
+from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, RewardWorker, row_groups
 from openrlhf.types import (
     Batch,
     ExperienceRow,
@@ -1024,6 +1027,45 @@ def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temp
         for row in worker._rows(learned, [0, 1]):
             worker.objective(0.0, seen)(policy, row, LossNorm(5, 2))
         torch.testing.assert_close(torch.cat(seen), found, atol=1e-5, rtol=0)
+
+
+def test_the_reference_of_adapters_is_the_model_without_them():
+    model = tiny_model(tiny_config("qwen3"))
+    batch = Batch.of([trajectory(0.0, [2, 3, 4])])
+    worker = PolicyWorker(replace(PPOConfig(), rollout=RolloutConfig()), 0, Mesh())
+    before = PolicyModel(copy.deepcopy(model)).eval()
+    ds = replace(worker.config.ds, lora=LoraConfig(rank=2, alpha=4, target_modules=("q_proj",)))
+    policy = PolicyModel(prepare_for_training(model, ds)).eval()
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_()
+    answer = lambda rows, read: [read(policy, row).detach() for row in rows]
+    worker.model = SimpleNamespace(forward=answer, module=policy, shares_prefixes=False)
+    with torch.no_grad():
+        expected = before(PackedRow.of_batch(batch)).log_probs.numpy()
+    assert worker.forward_unadapted(batch) == pytest.approx(expected, abs=1e-6)
+    assert np.abs(worker.forward(batch) - expected).max() > 1e-3
+
+
+def test_pretraining_texts_go_on_after_the_steps_that_are_done():
+    worker = PolicyWorker(PPOConfig(), 0, Mesh())
+    worker.model = SimpleNamespace(steps=3, load_checkpoint=lambda folder, tag: {})
+    worker.text_windows = SimpleNamespace(endless=itertools.count)
+    worker.load_checkpoint("global_step1")
+    assert next(worker.text_rows) == 3
+
+
+def test_rewards_of_packed_answers_go_to_their_samples():
+    """Rows hold the answers in another order, longest first; scores are normalized."""
+    config = replace(PPOConfig(), train=TrainConfig(dynamic_batch_enable=True, max_tokens_per_gpu=9))
+    worker = RewardWorker(config, 0, Mesh())
+    last_tokens = lambda rows, read: [row.token_ids[row.actions].float() for row in rows]
+    reader = lambda t: score_last(t.token_ids.tolist(), len(t.token_ids))
+    worker.models, worker.readers = [SimpleNamespace(forward=last_tokens, shares_prefixes=False)], [reader]
+    worker.statistics = [(10.0, 2.0)]
+    answers = [[30], [4, 4, 40], [50, 5], [6, 6, 6, 60]]
+    found = worker.forward([trajectory(0.0, answer) for answer in answers])
+    assert found.tolist() == [[(answer[-1] - 10) / 2] for answer in ([30], [40], [5], [60])]
 
 
 @pytest.mark.parametrize(

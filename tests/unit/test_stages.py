@@ -46,6 +46,32 @@ class Transfer(CheckedLoading, Idle):
     pass
 
 
+class Counted(CheckedLoading, Idle):
+    """Counts vLLM's reloads of the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.reloads: list[str] = []
+
+
+@pytest.mark.parametrize("at_a_time", [1, 6])
+def test_weights_that_come_in_several_parts_are_one_reload(
+    monkeypatch: pytest.MonkeyPatch, at_a_time: int
+) -> None:
+    """A second begin would drop the parts before it, and without an end layers keep processed weights."""
+    monkeypatch.setattr(Idle, "start_weight_update", lambda transfer: transfer.reloads.append("begin"))
+    monkeypatch.setattr(Idle, "finish_weight_update", lambda transfer: transfer.reloads.append("end"))
+    transfer = Counted(stage := Stage(0))
+    sent = [(name, torch.zeros_like(p)) for name, p in stage.named_parameters()]
+    adapter = ("base_model.model.q_proj.lora_A.weight", torch.zeros(1))
+    for parts in ([sent[:at_a_time], sent[at_a_time:], [adapter]], [[adapter]]):
+        transfer.start_weight_update()
+        for part in parts:
+            transfer.model.load_weights(part)
+        transfer.finish_weight_update()
+    assert transfer.reloads == ["begin", "end"]  # an adapter alone replaces no weights
+
+
 @pytest.mark.parametrize("own", [0, 1])
 @pytest.mark.parametrize("at_a_time", [1, 2, 5])
 def test_a_stage_sums_up_what_it_was_sent_and_keeps_its_own(own: int, at_a_time: int) -> None:

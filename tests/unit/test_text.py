@@ -139,6 +139,14 @@ def test_batch_inference_writes_what_the_model_wrote() -> None:
     assert [row["output"] for row in rows] == [RESPONSE]
 
 
+def test_every_sample_of_batch_inference_has_its_own_seed() -> None:
+    questions = [Question(prompt_id=i, input=PROMPT, token_ids=[1]) for i in range(3)]
+    seeds = [request.seed for request in requests_for(questions, num_samples=4, run_seed=0)]
+    assert len({*seeds}) == 12
+    assert seeds == [request.seed for request in requests_for(questions, num_samples=4, run_seed=0)]
+    assert seeds[0] != requests_for(questions, num_samples=1, run_seed=1)[0].seed
+
+
 def test_a_chat_shows_what_the_model_wrote() -> None:
     prompt, response = split(LLAMA)
     pieces = PiecewiseText(LLAMA, prompt)

@@ -1,0 +1,114 @@
+"""The torch backend on one rank, without a process of its own; tests/e2e has several ranks and DeepSpeed."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from openrlhf.backends.torch.engine import TorchEngine
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.policy import PolicyModel
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.types import PackedRow, Sample
+
+BETA1 = 0.9
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        attention_dropout=0.5,
+    )
+    made = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(made)
+    return made
+
+
+def sample(*token_ids: int) -> Sample:
+    return Sample(token_ids=torch.tensor(token_ids), action_mask=torch.arange(len(token_ids)) > 0)
+
+
+SAMPLES = sample(3, 4, 5, 6), sample(7, 8)
+
+
+def engine_of(folder: Path, **options) -> TorchEngine:
+    return TorchEngine(
+        lambda: PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")),
+        optim=OptimConfig(adam=AdamConfig(lr=1e-3, betas=(BETA1, 0.95)), **options),
+        ds=DeepSpeedConfig(param_dtype="fp32"),
+        total_steps=10,
+        dropout=True,
+    )
+
+
+def test_log_probs_and_evaluation_are_without_dropout(threads: Callable, folder: Path) -> None:
+    """The model trains with dropout; the passes that compare it with others must not have any."""
+    row = PackedRow.of(SAMPLES)
+
+    def work() -> tuple:
+        engine, plain = engine_of(folder), lambda model, row: model(row).log_probs
+        engine.train_step([row], SFTObjective())
+        log_probs = [engine.forward([row], plain)[0] for _ in range(2)]
+        engine.module.train()
+        losses = [engine.evaluate([row], SFTObjective())["sft/loss"] for _ in range(2)]
+        return log_probs, losses
+
+    ((log_probs, losses),) = threads(1, work)
+    assert torch.equal(*log_probs)
+    assert losses == [pytest.approx(-log_probs[0].mean().item())] * 2
+
+
+def test_an_evaluation_is_the_mean_over_all_rows(threads: Callable, folder: Path) -> None:
+    def work() -> list[float]:
+        engine = engine_of(folder)
+        rows = [[PackedRow.of(SAMPLES)], [PackedRow.of([one]) for one in SAMPLES]]
+        return [engine.evaluate(of, SFTObjective())["sft/loss"] for of in rows]
+
+    ((together, apart),) = threads(1, work)
+    assert apart == pytest.approx(together)
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 0.0])
+def test_a_long_gradient_is_scaled_down(threads: Callable, folder: Path, max_norm: float) -> None:
+    """After the first step AdamW's average is (1 - beta1) times the gradient."""
+
+    def work() -> tuple[float, float]:
+        engine = engine_of(folder, max_norm=max_norm)
+        reported = engine.train_step([PackedRow.of(SAMPLES)], SFTObjective())["grad_norm"]
+        averages = [engine.optimizer.state[p]["exp_avg"] for p in engine.trained.values()]
+        return reported, math.sqrt(sum(float(x.square().sum()) for x in averages)) / (1 - BETA1)
+
+    ((reported, used),) = threads(1, work)
+    assert reported > 0.1
+    assert used == pytest.approx(max_norm or reported, rel=1e-3)
+
+
+def test_a_resumed_engine_goes_on_with_its_learning_rate(
+    threads: Callable, folder: Path, tmp_path: Path
+) -> None:
+    row = PackedRow.of(SAMPLES)
+
+    def work() -> tuple[dict, ...]:
+        engine = engine_of(folder, lr_warmup_ratio=0.5)
+        for _ in range(2):
+            engine.train_step([row], SFTObjective())
+        engine.save_checkpoint(str(tmp_path), "global_step2", {"step": 2})
+        resumed = engine_of(folder, lr_warmup_ratio=0.5)
+        state = resumed.load_checkpoint(str(tmp_path), "global_step2")
+        return state, *(each.train_step([row], SFTObjective()) for each in (engine, resumed))
+
+    ((state, whole, resumed),) = threads(1, work)
+    assert state == {"step": 2}
+    assert resumed["lr"] == whole["lr"] == pytest.approx(3 / 5 * 1e-3)
