@@ -18,8 +18,9 @@ ONE_STOP = 1.0
 the terminal has sent to its processes already."""
 
 
-class Dropped(Exception):
-    """Raised in work that a stop does not wait for, because a resumed run repeats it."""
+class Dropped(BaseException):
+    """Raised in work that a stop does not wait for, because a resumed run repeats it. No handler of errors
+    catches it."""
 
 
 class Stop:

@@ -99,7 +99,11 @@ def ray_address() -> Iterator[str]:
 def running_ray(cpu_engines: None, ray_address: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Makes runs join the shared cluster instead of starting one each."""
     import ray
+    from ray._private import ray_constants
 
+    # The cluster listens on loopback alone; without this, Ray would look for it at the machine's address.
+    monkeypatch.setenv(ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, "0")
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", False)
     monkeypatch.setenv("RAY_ADDRESS", ray_address)
     yield
     ray.shutdown()  # a run that failed leaves Ray initialised
