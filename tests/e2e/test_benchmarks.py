@@ -12,8 +12,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    names = {"agents", "balance", "controller", "gpu", "learning", "rl_step", "rollout", "supervised"}
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == names | {"parallel", "weight_sync"}
+    names = {"agents", "balance", "controller", "gpu", "learning", "parallel", "prefixes", "rl_step"}
+    names |= {"rollout", "supervised", "weight_sync"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
 
 SMALLEST = ["--rows", "4", "--batch_size", "2", "--rounds", "1"]

@@ -191,6 +191,7 @@ class Receivers:
         self.calls: list[str] = []
         self.groups: dict[int, object] = {}
         self.failures: dict[int, str] = {}
+        self.dead: set[int] = set()
         self.loaded: list[dict[str, Tensor]] = [{} for _ in range(count * workers)]
         self.damage = lambda engine, name, tensor: tensor
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from workers.gradients import before_steps, chosen, full_gradient
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
@@ -91,6 +92,7 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(gradients, path)
             report[f"{name}: {layout}"] = {"gradients": path, "metrics": metrics}
+        unset_hf_deepspeed_config()  # as in a process of its own, where no model is sharded before the checks
     Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave_distributed()
 
