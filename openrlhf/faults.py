@@ -85,10 +85,11 @@ def faults(text: str) -> tuple[Fault, ...]:
 
 def _parsed(part: str) -> Fault:
     match = _FAULT.fullmatch(part)
-    if match is None or match["point"] not in POINTS or match["kind"] not in KINDS:
+    is_known = match is not None and match["point"] in POINTS and match["kind"] in KINDS
+    if match is None or not is_known or (match["kind"] == "nan" and "`nan`" not in POINTS[match["point"]]):
         text = (
             "no fault has this form.\nIt is POINT:KIND[=VALUE][@VISIT][#RANK]; points: "
-            f"{', '.join(POINTS)}; kinds: {', '.join(KINDS)}"
+            f"{', '.join(POINTS)}; kinds: {', '.join(KINDS)} (nan only at points of numbers)"
         )
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag=VARIABLE, value=part)
     return Fault(

@@ -2,6 +2,7 @@
 a checkpoint; a second one ends it at once."""
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -61,8 +62,9 @@ class Stop:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
-        for number, handler in before.items():
-            catch(handler, [number])
+            for number, handler in before.items():
+                if signal.getsignal(number) is hear:  # otherwise the process is shutting down
+                    catch(handler, [number])
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
@@ -92,7 +94,7 @@ class Stop:
             return
         self.number, self._heard_at = number, now
         if is_first_of_machine():  # print() fails in a handler that interrupts another print()
-            text = f"stopping behind this step, within {grace:g} s (--train.grace_seconds); again: at once\n"
+            text = f"stopping after this step, within {grace:g} s (--train.grace_seconds); again: at once\n"
             os.write(2, text.encode())
         self._timer = threading.Timer(grace, os.kill, [os.getpid(), number])
         self._timer.daemon = True

@@ -86,8 +86,8 @@ class PPOTrainer(Generic[PolicyT]):
     def fit(self) -> None:
         """Runs the loop: generate, compute log-probs, assign credit, update, sync, evaluate, log, save.
 
-        Raises Stopped at the border of a step, with its checkpoint, where the run was asked to stop. Samples
-        of the next step are dropped; a resumed run samples them again."""
+        If the run is asked to stop, saves a checkpoint at the border of a step and raises Stopped. Samples of
+        the next step are dropped; a resumed run samples them again."""
         border = self.state()
         try:
             with self.stop.dropping():

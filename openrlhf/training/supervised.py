@@ -43,8 +43,8 @@ class SupervisedTrainer(Generic[RowT]):
     """Tells whether its argument is True on some rank. Collective. The default is for a single rank."""
 
     def fit(self) -> None:
-        """Trains to the last step. Raises Stopped behind the step, and its checkpoint, in which a rank was
-        asked to stop."""
+        """Trains to the last step. If a rank is asked to stop, saves a checkpoint after the current step and
+        raises Stopped."""
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             metrics = self.engine.train_step(window, self._objective_for(window))
             self.step += 1

@@ -48,7 +48,7 @@ def test_a_pause(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["step:nan", "step.loss:melt", "step.loss", "step.loss:nan@", "step.loss:nan@x"]
+    "text", ["step:nan", "step.loss:melt", "step.loss", "step.loss:nan@", "step.loss:nan@x", "save.file:nan"]
 )
 def test_what_is_no_fault(text: str) -> None:
     with refused(ErrorCode.INVALID_VALUE, flag=VARIABLE, value=text):

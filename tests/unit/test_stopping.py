@@ -73,6 +73,13 @@ def test_an_error_after_the_signal() -> None:
         raise lost
 
 
+def test_handlers_are_restored_after_an_error() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ValueError), Stop().deferred(300):
+        raise ValueError
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_handlers_are_restored() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Stop().deferred(300):
