@@ -18,7 +18,7 @@ way has another loss or other gradients than one rank, sends another number of b
     python benchmarks/parallel.py
 """
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import argparse

@@ -1,21 +1,21 @@
-"""Forward and backward pass of a packed row whose common prefixes are read once (ours), beside the row read
-whole (`--ds.share_prefixes false`) and beside a bare loop: transformers' model and sdpa for each sequence of
-the row, with logits of the answers alone.
+"""Times the forward and backward pass of a packed row in three ways: `ours` computes common prefixes once,
+`whole` computes every token (`--ds.share_prefixes false`), and `bare` is a loop of transformers' model with
+sdpa over the sequences of the row, with logits of the answers alone.
 
     update       8 samples of a prompt of 1024 tokens, with answers of 128 tokens
     demo         8 samples of a prompt of 27 tokens, with answers of 24 tokens
     pairs 1, 5   4 pairs of answers of 512 tokens to a prompt of 512; of 103 to one of 512
     nothing      8 sequences of 128 tokens with nothing in common
 
-Each way runs once in a round, in random order, with a Qwen3 of random weights: in float32, on a GPU in bf16.
-The table shows the median ratios over the rounds (smallest to largest), the tokens that go through the
-layers, and the bytes kept for the backward pass. Exits with an error if a way has another loss or another
-gradient than the bare loop.
+Each way runs once in a round, in random order, with a Qwen3 of random weights: in float32 on a CPU, in bf16
+on a GPU. The table shows the number of tokens that go through the layers, the median ratios of the times over
+the rounds (smallest to largest), and the bytes kept for the backward pass. Exits with an error if the loss or
+the gradient of a way differs from that of the bare loop.
 
     python benchmarks/prefixes.py
 """
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import argparse
@@ -41,13 +41,17 @@ from openrlhf.types import PackedRow, Sample
 
 DTYPE = torch.bfloat16 if DEVICE_TYPE == "cuda" else torch.float32
 CLOCK = time.perf_counter if DEVICE_TYPE == "cuda" else time.process_time
-"""On a CPU the time of the process, which other processes on the machine do not lengthen."""
+"""Clock of the passes. On a CPU it counts the time of this process alone, so that other processes do not
+distort it."""
 TOLERANCE = {torch.bfloat16: 0.02, torch.float32: 1e-4}[DTYPE]
-"""Largest relative difference of a loss, and of the norm of the gradients."""
+"""Maximum relative difference of the losses, and of the norms of the gradients."""
 
 
 class Shape(NamedTuple):
+    """Sizes of a row."""
+
     prompts: int
+    """Number of prompts."""
     prompt: int
     """Tokens of a prompt."""
     answer: int
@@ -66,6 +70,8 @@ SHAPES = {
 
 
 class Pass(NamedTuple):
+    """Measurements of one forward and backward pass."""
+
     seconds: float
     kept: int
     """Bytes that the forward pass keeps for the backward pass."""
@@ -125,7 +131,7 @@ def row_of(shape: Shape, vocab: int) -> PackedRow:
 
 
 def measure(policy: PolicyModel, row: PackedRow, rounds: int) -> str:
-    """Returns the cells of the row's line."""
+    """Returns the cells of the table's line for this row, separated by bars."""
     ways: dict[str, Callable[[], Tensor]] = {
         "bare": lambda: bare(policy, row),
         "whole": lambda: packed(policy, row, shares=False),
@@ -184,7 +190,8 @@ def synchronize() -> None:
 
 
 def counted(kept: dict[int, int], policy: PolicyModel) -> AbstractContextManager:
-    """Counts the bytes of every tensor kept for the backward pass, by the address of its memory."""
+    """Records in `kept` the bytes of every tensor saved for the backward pass, by the address of its
+    memory."""
     weights = {p.untyped_storage().data_ptr() for p in policy.parameters()}
 
     def keep(x: Tensor) -> Tensor:
@@ -197,6 +204,7 @@ def counted(kept: dict[int, int], policy: PolicyModel) -> AbstractContextManager
 
 
 def check(passes: dict[str, list[Pass]]) -> None:
+    """Exits with an error if a way's loss or gradient norm differs from that of the bare loop."""
     expected = passes["bare"][0]
     for name, of_way in passes.items():
         for figure in ("loss", "norm"):

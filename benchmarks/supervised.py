@@ -21,7 +21,7 @@ before the model was built: weights, gradients, optimizer states and activations
     python benchmarks/supervised.py --model small --tasks sft --vocab 151936 --rows 32
 """
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import argparse

@@ -8,7 +8,7 @@ floor   copying the bytes once for each engine, at the speed at which one core c
     python benchmarks/weight_sync.py --sizes 1 50 500 --dtypes fp32 bf16 --engines 1 2
 """
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import argparse

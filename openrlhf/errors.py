@@ -160,8 +160,8 @@ class Stopped(KeyboardInterrupt):
     """Raised by Ctrl-C or SIGTERM in a training command. `code`: its exit status, 128 + signal number, or
     EXIT_STOPPED of openrlhf/stopping.py."""
 
-    is_at_border = False
-    """True where the run ended between two steps."""
+    is_at_boundary = False
+    """True if the run ended between two steps."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def noting_position(position: Callable[[bool], str]) -> Iterator[None]:
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        error.add_note(position(getattr(error, "is_at_border", False)))
+        error.add_note(position(getattr(error, "is_at_boundary", False)))
         raise
 
 

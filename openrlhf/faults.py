@@ -60,13 +60,13 @@ class Fault(NamedTuple):
 
     @property
     def is_now(self) -> bool:
-        """Whether the current visit of this process is the one with the fault."""
+        """True at the visit of this process that has the fault."""
         return _visits[self.point] == self.visit and self.rank in (None, os.environ.get("RANK", "0"))
 
 
 def fault(point: str) -> bool:
-    """Makes the faults that OPENRLHF_FAULT asks for at this point. Returns True where a number is to be made
-    NaN."""
+    """Triggers the faults that OPENRLHF_FAULT asks for at this point. Returns True if the caller must make a
+    number NaN."""
     if VARIABLE not in os.environ:
         return False
     assert point in POINTS
@@ -79,7 +79,7 @@ def fault(point: str) -> bool:
 
 @cache
 def faults(text: str) -> tuple[Fault, ...]:
-    """Reads the value of OPENRLHF_FAULT. Raises UsageError where it names no point or no kind."""
+    """Parses the value of OPENRLHF_FAULT. Raises UsageError for an unknown point or kind."""
     return tuple(_parsed(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -87,9 +87,10 @@ def _parsed(part: str) -> Fault:
     match = _FAULT.fullmatch(part)
     is_known = match is not None and match["point"] in POINTS and match["kind"] in KINDS
     if match is None or not is_known or (match["kind"] == "nan" and "`nan`" not in POINTS[match["point"]]):
+        numbers = ", ".join(point for point in POINTS if "`nan`" in POINTS[point])
         text = (
-            "no fault has this form.\nIt is POINT:KIND[=VALUE][@VISIT][#RANK]; points: "
-            f"{', '.join(POINTS)}; kinds: {', '.join(KINDS)} (nan only at points of numbers)"
+            "not a fault.\nThe form is POINT:KIND[=VALUE][@VISIT][#RANK]; points: "
+            f"{', '.join(POINTS)}; kinds: {', '.join(KINDS)} (nan only at {numbers})"
         )
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag=VARIABLE, value=part)
     return Fault(

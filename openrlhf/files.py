@@ -51,8 +51,8 @@ def holds_model(folder: str | os.PathLike) -> bool:
 
 
 def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
-    """Removes the files of the other kind before a model (or with `adapter` an adapter) is written: loaders
-    would take leftovers for a part of the new one."""
+    """Prepares a folder for a model, or for an adapter with `adapter`: removes files of the other kind, which
+    loaders would read as part of the new one."""
     for pattern in MODEL_FILES if adapter else ADAPTER_FILES:
         for file in Path(folder).glob(pattern):
             file.unlink()
@@ -64,9 +64,9 @@ EXPORT = ".export"
 
 @contextmanager
 def exporting(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields an empty folder for the files of a model. When the block ends they move to `folder`, and files
-    of another model that is there are removed; configurations move last. After an error `folder` is as it
-    was. Raises RunError where the disk refuses the files."""
+    """Yields an empty folder for the files of a model. When the block ends, the files move to `folder`,
+    configurations last, and files of a previous model there are removed. If the block raises, `folder` is
+    unchanged. Raises RunError if the files cannot be written."""
     place, made = Path(folder), Path(folder) / EXPORT
     try:
         _remove(made)  # left by a process that was killed
@@ -102,8 +102,8 @@ def not_written(place: str | os.PathLike, reason: str) -> RunError:
 
 
 def check_owner(folder: str | os.PathLike, flag: str) -> None:
-    """Raises UsageError for a folder of another user: its files are unpickled, and a pickle can run any code.
-    Root may read the folders of all users."""
+    """Raises UsageError if a folder belongs to another user: its files are unpickled, and a pickle can run
+    any code. Folders of root are trusted, and root may read all folders."""
     owner, me = os.stat(folder).st_uid, os.geteuid()
     if owner not in (me, 0) and me != 0:
         text = (
@@ -126,8 +126,8 @@ PROBE_BYTES = 1 << 20
 
 
 def unwritable(folder: str | os.PathLike) -> str | None:
-    """Returns the reason for which nothing can be written to `folder`, or to the nearest folder above it that
-    exists; None if a file can."""
+    """Returns the reason why no file can be written to `folder`, or to the nearest folder above it that
+    exists; None if one can."""
     try:
         with tempfile.NamedTemporaryFile(dir=nearest(folder)) as probe:
             probe.write(bytes(PROBE_BYTES))
@@ -228,7 +228,7 @@ def sync_folder(folder: Path) -> None:
     try:
         os.fsync(number)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems without it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # this file system cannot sync folders
             raise
     finally:
         os.close(number)

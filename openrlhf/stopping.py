@@ -1,5 +1,5 @@
-"""SIGINT (Ctrl-C) and SIGTERM in a training loop: the first signal ends the run at the border of a step, with
-a checkpoint; a second one ends it at once."""
+"""Handles SIGINT (Ctrl-C) and SIGTERM in a training loop: the first signal ends the run at the next step
+boundary, with a checkpoint; a second one ends it at once."""
 
 import os
 import signal
@@ -15,21 +15,21 @@ EXIT_STOPPED = 75
 """Exit status of a run that saved a checkpoint after a signal: EX_TEMPFAIL of sysexits.h, "try again"."""
 
 ONE_STOP = 1.0
-"""Seconds in which further signals are repetitions of the first: on Ctrl-C a launcher passes on a signal that
-the terminal has sent to its processes already."""
+"""Seconds after the first signal in which another one counts as its repetition: on Ctrl-C a launcher forwards
+the signal to processes that already got it from the terminal."""
 
 
 class Dropped(BaseException):
-    """Raised in work that a stop does not wait for, because a resumed run repeats it. No handler of errors
-    catches it."""
+    """Raised on a request to stop, in work that a resumed run repeats. Handlers of `Exception` do not catch
+    it."""
 
 
 class Stop:
-    """A request to stop, which a training loop answers at the border of a step."""
+    """A request to stop, which a training loop answers at a step boundary."""
 
     def __init__(self) -> None:
         self.number: int | None = None
-        """The first signal. None: nobody asked to stop."""
+        """Number of the first signal; None before any."""
         self._may_drop = False
         self._heard_at = 0.0
         self._timer: threading.Timer | None = None
@@ -42,9 +42,10 @@ class Stop:
     def deferred(
         self, grace: float, is_consequence: Callable[[Exception], bool] = lambda error: False
     ) -> Iterator[None]:
-        """Makes the first signal inside a request, which the loop has `grace` seconds to answer; then, or at
-        a second signal, Stopped is raised at once. 0: the first signal raises it. `is_consequence`: tells
-        whether an error follows from the end of processes that had the same signal; Stopped replaces it."""
+        """Turns the first signal inside the block into a request to stop. `grace` seconds later, or at a
+        second signal, Stopped is raised; with `grace` 0 the first signal raises it. `is_consequence`: tells
+        whether an error was caused by the end of other processes that got the signal too; Stopped replaces
+        such an error."""
         if grace <= 0:
             yield
             return
@@ -68,7 +69,8 @@ class Stop:
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Raises Dropped on a request to stop, also on one from before."""
+        """Raises Dropped as soon as a stop is requested inside the block, or at once if one was requested
+        before it."""
         self._may_drop = True
         try:
             if self.is_requested:
@@ -77,11 +79,11 @@ class Stop:
         finally:
             self._may_drop = False
 
-    def at_border(self, *, saved: bool) -> Stopped:
-        """Returns the exception that ends the run at the border of a step. `saved`: there is a checkpoint of
-        this step."""
+    def at_boundary(self, *, saved: bool) -> Stopped:
+        """Returns the exception that ends the run at a step boundary. `saved`: tells whether a checkpoint of
+        this step exists."""
         stopped = Stopped(self.number or SIGNALS[-1])
-        stopped.is_at_border = True
+        stopped.is_at_boundary = True
         if saved:
             stopped.code = EXIT_STOPPED
         return shutting_down(stopped)
@@ -94,8 +96,8 @@ class Stop:
             return
         self.number, self._heard_at = number, now
         if is_first_of_machine():  # print() fails in a handler that interrupts another print()
-            text = f"stopping after this step, within {grace:g} s (--train.grace_seconds); again: at once\n"
-            os.write(2, text.encode())
+            text = f"stopping after this step, within {grace:g} s (--train.grace_seconds)"
+            os.write(2, f"{text}; a second signal stops at once\n".encode())
         self._timer = threading.Timer(grace, os.kill, [os.getpid(), number])
         self._timer.daemon = True
         self._timer.start()

@@ -1,6 +1,6 @@
 """Models of random weights with the shapes of Qwen3, and rows of random tokens for them."""
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import math

@@ -1,6 +1,6 @@
 """Runs of `openrlhf ppo` on a GPU; its rollout and step compared with vLLM, a PyTorch loop and TRL alone."""
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import json

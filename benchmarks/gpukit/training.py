@@ -1,7 +1,7 @@
 """Supervised and policy training compared with a bare PyTorch loop: the first loss, tokens per second,
 memory."""
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import math

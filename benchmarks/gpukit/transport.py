@@ -5,7 +5,7 @@ Without vLLM its one file that does this is enough; tools/gpu_wheels.py carries 
 torch. On a CPU the buffer is a file that both processes map, and the file's name is the handle.
 """
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import itertools

@@ -1,4 +1,4 @@
-"""Looks for values that are not finite (NaN, infinity) in the tensors of a rank."""
+"""Checks that the tensors of all ranks are finite: neither NaN nor infinite."""
 
 from collections.abc import Iterable
 
@@ -15,9 +15,9 @@ class NotFiniteError(RunError, FloatingPointError):
 
 
 def check_finite(named: Iterable[tuple[str, Tensor]], step: int, device: torch.device) -> None:
-    """Raises NotFiniteError on every rank where a tensor of any rank has a value that is not finite.
-    Collective. The tensors' norm is computed, and a single tensor is looked at only if the norm is not
-    finite. `step`: optimizer steps done."""
+    """Raises NotFiniteError on all ranks if a tensor of any rank has a value that is not finite. Collective.
+    Single tensors are examined only if the norm of all tensors is not finite. `step`: optimizer steps
+    done."""
     held = [(name, t.detach()) for name, t in named if t.is_floating_point() and t.numel()]
     norm = get_total_norm([t for _, t in held])
     is_suspect = (~norm.isfinite()).to(device, torch.int32)

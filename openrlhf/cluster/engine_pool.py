@@ -39,10 +39,10 @@ RANDOM_ADAPTERS = (1, 2)
 """Seeds of the random LoRA adapters with which new engines are checked before they sample."""
 
 POLL = 1.0
-"""Seconds between looks at engines that start, while the run waits for samples."""
+"""Seconds between two checks whether a replaced engine has started."""
 
 RESTARTS = "rollout/engine_restarts"
-"""Metric: engines that were replaced since the step before; only in steps with one."""
+"""Metric: number of engines replaced since the previous step; logged only if there is one."""
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that engines have to shut down before they are killed."""
@@ -97,7 +97,7 @@ class EnginePool:
         self.connected: list[Handle] = []
         """The engines of the open weight-transfer group; empty before the first sync."""
         self.sent: tuple[PolicyRanks, int] | None = None
-        """The policy and the version of its weights that engines have. None before the first sync."""
+        """The policy, and the version of its weights that the engines hold. None before the first sync."""
         self.memory = EngineMemory(self.engines.call, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [RayEngineHandle(member) for member in self.engines.members],
@@ -150,7 +150,7 @@ class EnginePool:
         return group
 
     def _group_until(self, purpose: Purpose, deadline: float | None) -> PromptGroup | None:
-        """Returns the next group; None where none has finished after POLL seconds. Raises RunError at the
+        """Returns the next finished group; None if none finishes within POLL seconds. Raises RunError at the
         deadline."""
         left = POLL if deadline is None else deadline - time.monotonic()
         try:
@@ -162,8 +162,8 @@ class EnginePool:
             raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.timeout", value=value) from None
 
     def _replace_dead(self) -> None:
-        """Starts successors of dead engines, and admits those that have loaded. The caller waits for samples,
-        so the policy has the weights that were sent last."""
+        """Starts successors of dead engines, and admits those that have loaded their model. The policy still
+        has the weights that were sent last, because the caller waits for samples."""
         if self.engines.all_serve or not self.memory.is_awake:
             return
         self.engines.begin_restarts()
@@ -201,8 +201,8 @@ class EnginePool:
         return metrics
 
     def _is_sent(self, policy: "PolicyRanks", version: int) -> bool:
-        """Sends the weights to the engines that serve, and to new ones, which serve from then on. Returns
-        False where an engine died meanwhile, or there is none."""
+        """Sends the weights to the serving engines and to new ones, which serve afterwards. Returns False if
+        an engine died meanwhile, or if there is none."""
         new = self.engines.started()
         numbers = sorted([*self.engines.serving, *new])
         self.memory.wake_for_sync()
@@ -235,13 +235,13 @@ class EnginePool:
         return not any(self.engines.is_dead(number) for number in numbers)
 
     def _report_deaths(self, error: RayError, numbers: Sequence[int]) -> bool:
-        """Reports the engines whose death made a weight sync with the engines `numbers` fail. Returns False
-        where the sync failed for another reason."""
+        """Reports the engines whose death made a weight sync fail. `numbers`: the engines that took part.
+        Returns False if the sync failed for another reason."""
         members = [self.members[i] for i in numbers]
         failed = cause_of(error)
         if not isinstance(failed, EnginesFailedError):
             deaths: Mapping[int, BaseException] = dead_among(members)
-        elif failed.failures.keys() - failed.dead:  # it loaded other weights
+        elif failed.failures.keys() - failed.dead:  # an engine that lives loaded wrong weights
             return False
         else:
             deaths = {i: EngineDied(failed.code, failed.failures[i]) for i in failed.dead}
@@ -271,9 +271,9 @@ class EnginePool:
     def _check_adapters(
         self, policy: "PolicyRanks", version: int, numbers: Sequence[int], plain: Tensor
     ) -> None:
-        """Makes the engines apply a random adapter, a second one in its place, and the policy's again.
-        Adapters begin at zero and grow slowly: an engine that ignores them would look right for many steps.
-        `plain`: the trainer's log-probs with the policy's own adapter."""
+        """Checks that the engines apply a random adapter, then a second one in its place, then the policy's
+        again. Adapters begin at zero and grow slowly, so an engine that ignores them would pass the other
+        checks for many steps. `plain`: the trainer's log-probs with the policy's own adapter."""
         for seed in RANDOM_ADAPTERS:
             adapted = self._send_and_ask(policy, version, numbers, seed)
             check_adapter(plain, adapted, self.check.limit)

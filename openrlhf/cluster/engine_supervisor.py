@@ -52,7 +52,7 @@ class _Place:
 
 
 class EngineSupervisor:
-    """The engines of a run, of which some may be dead or starting. `report` may be called in any thread."""
+    """Keeps track of a run's engines, and restarts dead ones. `report` may be called in any thread."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class EngineSupervisor:
 
     @property
     def serving(self) -> list[int]:
-        """Numbers of the engines that answer requests."""
+        """Numbers of the engines that can take requests."""
         return [i for i, place in enumerate(self._places) if place.state is State.SERVING]
 
     @property
@@ -95,8 +95,8 @@ class EngineSupervisor:
         )
 
     def report(self, number: int, member: Handle, error: BaseException) -> bool:
-        """Notes an engine's death, once for each process, and has it replaced. Returns False for an error
-        that is no death. `member`: the process that the error came from."""
+        """Records an engine's death, once per process, and plans its replacement. Returns False if the error
+        is no death. `member`: the process that raised the error."""
         if not is_death(error):
             return False
         self._give_up(number, member, describe_cause(error))
@@ -128,7 +128,9 @@ class EngineSupervisor:
             return
         place.due = now + (0 if count == 1 else 2.0 ** (count - 1))
         again = f"restart {count} of at most {MAX_RESTARTS} in {WINDOW / 60:.0f} minutes"
-        _say(f"engine {number} is replaced, and its prompts are sampled again ({again}): {reason}")
+        _print_to_stderr(
+            f"engine {number} is replaced, and its prompts are sampled again ({again}): {reason}"
+        )
 
     def begin_restarts(self) -> None:
         """Starts the successors that are due. Returns at once. Raises the error that ends the run."""
@@ -157,13 +159,15 @@ class EngineSupervisor:
         return found
 
     def serve(self, number: int) -> bool:
-        """Lets a new engine serve from here on. Returns False where it died meanwhile."""
+        """Marks a new engine as serving. Returns False if it died meanwhile."""
         with self._lock:
             place = self._places[number]
             if place.state is State.WAITING:
                 return False
             place.state, place.started = State.SERVING, None
-        _say(f"engine {number} serves again, {time.monotonic() - place.deaths[-1]:.0f} s after its death")
+        _print_to_stderr(
+            f"engine {number} serves again, {time.monotonic() - place.deaths[-1]:.0f} s after its death"
+        )
         return True
 
     def take_restarts(self) -> int:
@@ -173,13 +177,14 @@ class EngineSupervisor:
 
 
 class Answers:
-    """Pending answers of engines. The death of one is reported, and its answer is left out."""
+    """Pending answers of several engines. If an engine dies, its death is reported and its answer is
+    omitted."""
 
     def __init__(self, supervisor: EngineSupervisor, refs: dict[ray.ObjectRef, tuple[int, Handle]]) -> None:
         self.supervisor, self.refs = supervisor, refs
 
     def result(self) -> dict[int, Any]:
-        """Returns the answers by the engine's number. Raises an error that is no death."""
+        """Returns the answers by the engine's number. Raises errors that are no deaths."""
         found = {}
         for ref, (number, member) in self.refs.items():
             try:
@@ -190,5 +195,5 @@ class Answers:
         return found
 
 
-def _say(text: str) -> None:
+def _print_to_stderr(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -104,7 +104,7 @@ class WeightCheck:
 
     def _compare(self, engine: int, answer: EngineProbe) -> None:
         trainer = self.expected.get(answer.version)
-        if trainer is None:  # no check was due for this version, or too many syncs followed
+        if trainer is None:  # this version was not checked, or its log-probs are dropped
             return
         try:
             difference = check_stored(trainer, engine, answer, self.limit)
@@ -114,8 +114,8 @@ class WeightCheck:
         self.metrics[PROBE] = max(difference, self.metrics.get(PROBE, 0.0))
 
     def _reason(self, number: int) -> str:
-        """Returns a message about the weights that an engine lacks or stores differently, as far as they can
-        be read back."""
+        """Returns a message that names the weights that an engine lacks or stores differently, as far as they
+        can be read back."""
         engine, policy = self.engines.members[number], present(self.policy)
         try:
             unwritten = ray.get(engine.unwritten_parameters.remote())

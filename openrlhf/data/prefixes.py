@@ -1,5 +1,5 @@
-"""Finds the common prefixes of sequences, and lays sequences with common prefixes side by side: a model reads
-what the sequences of a row have in common once (models/prefixes.py)."""
+"""Finds common prefixes of sequences, and puts sequences that share one into the same row, where a model
+computes the shared tokens once (models/prefixes.py)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -10,15 +10,17 @@ import numpy as np
 from openrlhf.data.packing import pack_to_budget, partition
 
 FEWEST_TOKENS = 4
-"""Fewest tokens that a sequence must have in common with another for sharing them to pay."""
+"""Minimum length of a common prefix for sharing it to pay off, in tokens."""
 SMALLEST_FRACTION = 0.05
-"""Smallest fraction of all tokens that must be saved for sharing to pay."""
+"""Minimum fraction of all tokens that sharing must save to pay off."""
 REPEATED_TOKEN = 1 / 8
-"""Memory of a repeated token, of which a pass keeps keys and values alone, in tokens that are read."""
+"""Memory of a repeated prefix token relative to that of a computed token: a pass stores only its keys and
+values."""
 
 
 def some_begin_alike(cells: np.ndarray, sizes: np.ndarray) -> bool:
-    """Returns whether two sequences have at least `FEWEST_TOKENS` tokens in common."""
+    """Returns whether two sequences have a common prefix of at least `FEWEST_TOKENS` tokens. `cells`,
+    `sizes`: see `Neighbours.of`."""
     starts = sizes.cumsum() - sizes
     long_enough = starts[sizes >= FEWEST_TOKENS]
     heads = {cells[start : start + FEWEST_TOKENS].tobytes() for start in long_enough}
@@ -26,15 +28,15 @@ def some_begin_alike(cells: np.ndarray, sizes: np.ndarray) -> bool:
 
 
 class Neighbours(NamedTuple):
-    """Sequences in an order in which those with a common prefix are neighbours."""
+    """An order of sequences in which those with a common prefix are neighbours."""
 
     order: np.ndarray  # (B,) indices of the sequences
-    common: np.ndarray  # (B - 1,) tokens that each has in common with the next, from their beginning
+    common: np.ndarray  # (B - 1,) length of the common prefix of each sequence and the next
 
     @classmethod
     def of(cls, cells: np.ndarray, sizes: np.ndarray) -> Self:
-        """Sorts sequences of these sizes. cells: (N, c), the tokens of all sequences end to end; two tokens
-        are the same where all their numbers are."""
+        """Sorts sequences. `sizes`: (B,) number of tokens of each. `cells`: (N, c), the tokens of all
+        sequences, one sequence behind the other; two tokens are equal if all their c numbers are."""
         starts = sizes.cumsum() - sizes
         order = _sorted(cells, starts, sizes)
         return cls(order, _common(cells, starts, sizes, order))
@@ -43,10 +45,12 @@ class Neighbours(NamedTuple):
 def rows_of_related(
     token_ids: np.ndarray, lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int
 ) -> list[list[int]] | None:
-    """Groups sequences, given end to end, into rows of neighbours. None where sharing does not pay.
+    """Groups sequences into rows so that those with a common prefix share a row. Returns the indices of each
+    row's sequences; None if sharing does not pay off.
 
-    max_tokens: limit of a row, where a common prefix counts once, and its repetitions as `REPEATED_TOKEN`; a
-        longer sequence is alone in its row. None: rows have `max_sequences`.
+    token_ids: (N,), the tokens of all sequences, one sequence behind the other.
+    max_tokens: limit of a row. A common prefix counts once, its repetitions `REPEATED_TOKEN` a token. A
+        longer sequence has a row of its own. None: rows have `max_sequences`.
     """
     related = _related(token_ids, lengths) if max_tokens is not None or max_sequences > 1 else None
     if related is None:
@@ -71,9 +75,11 @@ def rows_of_related(
 
 
 def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> list[list[int]]:
-    """Returns `k` parts of the sequences, given end to end, with nearly equal numbers of tokens to read.
-    Sequences with common prefixes are in one part where the costliest part then has no more to read than if
-    they were divided by their lengths."""
+    """Divides sequences into `k` parts with nearly equal numbers of tokens to compute. Returns the indices of
+    each part's sequences. `token_ids`: see `rows_of_related`.
+
+    Sequences with a common prefix share a part, unless the largest part would then have more tokens to
+    compute than in a division by lengths alone."""
     divided = partition(lengths, k)
     related = _related(token_ids, lengths) if k > 1 else None
     if related is None:
@@ -86,7 +92,7 @@ def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> l
     together = [sorted(np.array(order)[part_of == part].tolist()) for part in range(k)]
 
     def cost(part: Sequence[int]) -> int:
-        """Returns the number of tokens to read of a part."""
+        """Returns the number of tokens to compute in a part."""
         saved = (min(shared[a + 1 : b + 1]) for a, b in pairwise(sorted(place[i] for i in part)))
         return sum(lengths[i] for i in part) - sum(saved)
 
@@ -94,8 +100,8 @@ def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> l
 
 
 def _related(token_ids: np.ndarray, lengths: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """Returns the order of neighbours and how many tokens each shares with the one before it, None where
-    sharing does not pay."""
+    """Returns the order of `Neighbours`, and the number of tokens that each sequence shares with the one
+    before it; None if sharing does not pay off."""
     cells, sizes = token_ids[:, None], np.asarray(lengths)
     if len(sizes) < 2 or not some_begin_alike(cells, sizes):
         return None
@@ -107,15 +113,15 @@ def _related(token_ids: np.ndarray, lengths: Sequence[int]) -> tuple[list[int], 
 
 
 def _sorted(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Returns the indices of the sequences in an order in which those with a common prefix are neighbours:
-    that of their bytes."""
+    """Returns the indices of the sequences, sorted by their bytes: those with a common prefix become
+    neighbours."""
     data, width = cells.tobytes(), cells.shape[1] * cells.itemsize
     parts = [data[width * start : width * (start + size)] for start, size in zip(starts, sizes, strict=True)]
     return np.array(sorted(range(len(parts)), key=parts.__getitem__))
 
 
 def _common(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Returns the number of tokens that neighbours in `order` have in common from their beginning."""
+    """Returns the length of the common prefix of each two neighbours in `order`."""
     shorter = np.minimum(sizes[order[:-1]], sizes[order[1:]])
     border = shorter.cumsum()
     within = np.arange(border[-1]) - np.repeat(border - shorter, shorter)

@@ -1,14 +1,14 @@
-"""Common prefixes of a row's sequences: the samples of a prompt, the two answers of a preference pair, the
-turns of an episode.
+"""Computes common prefixes of a row's sequences once: of the samples of a prompt, of the two answers of a
+preference pair, of the turns of an episode.
 
-A causal model computes the same hidden states for tokens that sequences have in common from their beginning.
-So it reads the tree of the row's prefixes: every token that differs, or follows a difference, once. All
-layers except attention compute every token by itself. In attention a sequence's own tokens are the last
-queries of longer keys, and the keys and values of what it shares are repeated by an index, whose backward
-pass sums their gradients in float32 or wider. An index also expands the tree's hidden states to the row.
+A causal model computes equal hidden states for the tokens of a common prefix. So it gets the prefix tree of
+the row instead of the row: each shared token occurs in it once. All layers except attention treat tokens
+independently. In attention, the queries are a sequence's own tokens, and the keys are all its tokens;
+`Branches.repeated` gathers keys and values of shared tokens by an index, whose backward pass sums gradients
+in float32 or wider. Another index expands the tree's hidden states to the row.
 
-The repeated keys and values take the memory that those of the row take without sharing; everything else
-shrinks with the number of tokens.
+The repeated keys and values take as much memory as without sharing; everything else shrinks with the number
+of tokens.
 """
 
 from collections.abc import Sequence
@@ -26,15 +26,15 @@ from openrlhf.types import PackedRow, present
 
 
 class PrefixTree(NamedTuple):
-    """The tree of the common prefixes of a row of N tokens; M tokens, in the order of the row."""
+    """The prefix tree of a row of N tokens: M tokens, in the order of the row."""
 
-    places: np.ndarray  # (M,) the row's token that each of the tree's is
-    index: np.ndarray  # (N,) the tree's token for each of the row's
-    own: np.ndarray  # (B,) number of tokens at the end of each sequence that no earlier sequence has
+    places: np.ndarray  # (M,) index in the row of each token of the tree
+    index: np.ndarray  # (N,) index in the tree of each token of the row
+    own: np.ndarray  # (B,) number of tokens of each sequence that it shares with no earlier one
 
     def of_row(self, row: PackedRow) -> PackedRow:
-        """Returns the row of the tree's tokens: each sequence's own, if it has any. Actions are those of the
-        whole row."""
+        """Returns a row of the tree's tokens: its sequences are the own tokens of the row's sequences that
+        have any. Its `actions` are those of the whole row."""
         places = torch.from_numpy(self.places).to(row.token_ids.device, non_blocking=True)
         routing = row.routing
         return PackedRow(
@@ -48,19 +48,19 @@ class PrefixTree(NamedTuple):
 
 
 class Branches(NamedTuple):
-    """The keys of a tree's queries. It travels through the model to the attention inside `Packing`."""
+    """The keys that each query of a tree attends to. `Packing` carries them to the attention layers."""
 
     keys: Packing
-    """The keys of each sequence with tokens of its own: all its tokens."""
-    places: Tensor  # (K,) the tree's token of each key
+    """The packing of the K keys: all tokens of each sequence that has own ones."""
+    places: Tensor  # (K,) index in the tree of each key's token
     runs: list[tuple[int, int, int]]
-    """`places` as runs of consecutive tokens: (first token of the tree, first key, number)."""
-    of_row: Tensor  # (N,) the tree's token for each of the row's, for what is counted over the row
+    """`places` as runs of consecutive tokens: (index in the tree, index of the key, length)."""
+    of_row: Tensor  # (N,) index in the tree of each token of the row, for statistics over the row
 
     @classmethod
     def of(cls, tree: PrefixTree, lengths: Sequence[int], num_more: int, device: torch.device) -> Self:
-        """Returns the branches of `tree`. `lengths`: of the row's sequences. `num_more`: tokens of a sequence
-        after the tree's."""
+        """Returns the branches of `tree`. `lengths`: lengths of the row's sequences. `num_more`: length of
+        one more sequence that follows the tree's tokens, such as padding; 0 if there is none."""
         has_own = tree.own > 0
         index = tree.index[np.repeat(has_own, lengths)]
         places = np.concatenate([index, len(tree.places) + np.arange(num_more)])
@@ -75,8 +75,8 @@ class Branches(NamedTuple):
         )
 
     def repeated(self, x: Tensor) -> Tensor:
-        """Returns the keys or values (1, heads, K, d) of all branches from those of the tree's tokens (1,
-        heads, M, d)."""
+        """Maps keys or values of the tree's tokens, (1, heads, M, d), to those of all branches, (1, heads, K,
+        d)."""
         return _Repeated.apply(x, self)
 
 
@@ -93,15 +93,15 @@ class _Repeated(torch.autograd.Function):
         total = grad.new_zeros(ctx.shape, dtype=torch.promote_types(grad.dtype, torch.float32))
         if grad.is_cuda:
             total.index_add_(2, ctx.branches.places, grad.to(total.dtype))
-        else:  # one addition for each token otherwise
+        else:  # index_add_ on a CPU adds token by token
             for source, target, length in ctx.branches.runs:
                 total.narrow(2, source, length).add_(grad.narrow(2, target, length))
         return total.to(grad.dtype), None
 
 
 def tree_of(row: PackedRow, *, with_routing: bool) -> PrefixTree | None:
-    """Returns the tree of the row's prefixes, None where sharing does not pay. `with_routing`: tokens must
-    also have been routed to the same experts."""
+    """Returns the prefix tree of a row; None if sharing does not pay off. `with_routing`: shared tokens must
+    also be routed to the same experts."""
     row = row.host or row
     cells = row.token_ids.cpu().numpy()[:, None]
     if with_routing:
@@ -111,10 +111,10 @@ def tree_of(row: PackedRow, *, with_routing: bool) -> PrefixTree | None:
 
 
 def prefix_tree(cells: np.ndarray, lengths: Sequence[int]) -> PrefixTree | None:
-    """Returns the tree of the common prefixes of sequences of these lengths, None where sharing does not pay.
+    """Returns the prefix tree of sequences of these lengths; None if sharing does not pay off.
 
-    cells: (N, c), the tokens of all sequences end to end. Two tokens are the same where all their numbers
-        are.
+    cells: (N, c), the tokens of all sequences, one sequence behind the other. Two tokens are equal if all
+        their c numbers are.
     """
     sizes = np.asarray(lengths)
     starts = sizes.cumsum() - sizes
@@ -132,15 +132,16 @@ def prefix_tree(cells: np.ndarray, lengths: Sequence[int]) -> PrefixTree | None:
 
 
 def _nearest_earlier(order: np.ndarray, common: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns how many tokens each sequence shares with an earlier one of the row, and with which.
+    """Returns, for each sequence, the largest number of tokens that it shares with an earlier sequence of the
+    row, and the index of that sequence.
 
-    Sequences leave the sorted list from the last to the first. The neighbours of the one that leaves are
-    earlier in the row, and one of them shares most with it.
+    Sequences are removed from the sorted list in reverse order of the row. When one is removed, all that are
+    left are earlier in the row, and one of its neighbours shares the most tokens with it.
     """
     count = len(order)
     rank = order.argsort()
     before, after = [*range(-1, count - 1)], [*range(1, count + 1)]
-    to_next = [*common.tolist(), 0]  # tokens in common with the next that is left
+    to_next = [*common.tolist(), 0]  # length of the common prefix with the next one that is left
     shared, source = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     for j in range(count - 1, 0, -1):
         place = int(rank[j])

@@ -71,7 +71,7 @@ class Journal:
     """Writes trajectories in a thread of its own, at most `QUEUE_STEPS` steps behind the run.
 
     A disk that is slower than the run slows it down. On a write error journalling ends and the run goes on.
-    `say` reports both. Any other error is raised by the next call.
+    `report` receives a message about both. Any other error is raised by the next call.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Journal:
         *,
         decode: Decode | None = None,
         mode: JournalMode = "full",
-        say: Callable[[str], None] = print,
+        report: Callable[[str], None] = print,
     ) -> None:
         """`decode`: None leaves responses out."""
-        self._rollouts, self._decode, self._mode, self._say = rollouts, decode, mode, say
+        self._rollouts, self._decode, self._mode, self._report = rollouts, decode, mode, report
         self._jobs: queue.Queue[_Job | None] = queue.Queue(QUEUE_STEPS)
         self._thread: threading.Thread | None = None
         self._is_off = mode == "off"
@@ -128,7 +128,7 @@ class Journal:
             self._jobs.put(job, timeout=None if self._has_waited else PATIENCE)
         except queue.Full:
             self._has_waited = True
-            self._say(
+            self._report(
                 f"the run waits for the disk: writing to {self._rollouts} is slower than training; "
                 "--logger.rollouts sample writes less"
             )
@@ -144,7 +144,7 @@ class Journal:
             except OSError as error:
                 self._is_off = True
                 reason = error.strerror or error
-                self._say(f"no more rollouts are written: {job.path}: {reason}. Training goes on.")
+                self._report(f"no more rollouts are written: {job.path}: {reason}. Training goes on.")
             except BaseException as error:
                 self._is_off, self._error = True, error
             finally:

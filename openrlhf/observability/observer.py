@@ -46,7 +46,7 @@ class Observer:
         self.samples: dict[str, list[Trajectory]] = {}
         """A few samples of the last training step and of the last evaluation, by the names of
         `log_rollouts`."""
-        self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, say=self.message)
+        self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, report=self.message)
         run = TrackedRun(folder=folder, logger=logger, resume_step=resume_step)
         self.trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
 

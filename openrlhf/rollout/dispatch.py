@@ -214,16 +214,16 @@ class Dispatcher(Generic[EngineT]):
             done.result()
 
     def lose(self, number: int) -> None:
-        """Puts the prompts of an engine that died in front of the others, and sends it nothing until
+        """Puts the prompts of a dead engine at the front of the queue, and sends the engine nothing until
         `replace`."""
         self._events.put(lambda: self._on_lost(self._loads[number]))
 
     def replace(self, number: int, engine: EngineT) -> None:
-        """Sends prompts to this engine in the place of one that died."""
+        """Replaces a dead engine by this one."""
         self._events.put(lambda: setattr(self._loads[number], "engine", engine))
 
     def fail(self, error: BaseException) -> None:
-        """Ends all waiting with this error."""
+        """Makes waiting calls raise this error."""
         self._events.put(partial(_throw, error))
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ class Dispatcher(Generic[EngineT]):
     def _on_answer(
         self, request: _Request, load: _Load[EngineT], engine: EngineT, future: Future[Sampled]
     ) -> None:
-        if load.engine is not engine:  # it was given up, and its prompts are sampled again
+        if load.engine is not engine:  # the engine was replaced; its prompts are sampled again
             return
         error = future.exception()
         if error is None:
@@ -353,8 +353,8 @@ class Dispatcher(Generic[EngineT]):
 
 
 def _num_answered(group: PromptGroup) -> tuple[int, int]:
-    """Returns the number of samples and of their tokens without prompts. Environment feedback counts, because
-    engines read it too."""
+    """Returns the number of samples, and of their tokens without the prompts. Environment feedback counts,
+    because engines read it too."""
     num_samples = len({t.sample_index for t in group.trajectories})
     num_tokens = sum(len(t.token_ids) for t in group.trajectories)
     return num_samples, num_tokens - num_samples * group.prompt.num_tokens

@@ -86,16 +86,16 @@ class PPOTrainer(Generic[PolicyT]):
     def fit(self) -> None:
         """Runs the loop: generate, compute log-probs, assign credit, update, sync, evaluate, log, save.
 
-        If the run is asked to stop, saves a checkpoint at the border of a step and raises Stopped. Samples of
-        the next step are dropped; a resumed run samples them again."""
-        border = self.state()
+        On a request to stop, saves a checkpoint at a step boundary and raises Stopped. Samples of the next
+        step are dropped; a resumed run samples them again."""
+        boundary = self.state()
         try:
             with self.stop.dropping():
                 self.rollout.sync(self.policy, self.weight_version).result()
                 if self.step == 0 and self.is_eval_due:
                     self.observer.log_step(0, self.evaluate())
             while self.step < self.total_steps:
-                border = self.state()
+                boundary = self.state()
                 with self.stop.dropping():
                     collected = self.collect()
                 if not collected.trajectories:
@@ -103,7 +103,7 @@ class PPOTrainer(Generic[PolicyT]):
                     break
                 self.run_step(collected)
         except Dropped:
-            self.end_at_border(border)
+            self.end_at_boundary(boundary)
 
     def run_step(self, collected: Collected) -> None:
         """Trains on the collected samples, syncs, evaluates, logs and saves."""
@@ -120,13 +120,14 @@ class PPOTrainer(Generic[PolicyT]):
         if is_due(self.step, self.config.ckpt.save_steps):
             self.save(f"global_step{self.step}", self._metric_of(metrics))
         if self.stop.is_requested:
-            self.end_at_border(self.state(), self._metric_of(metrics))
+            self.end_at_boundary(self.state(), self._metric_of(metrics))
 
-    def end_at_border(self, state: dict, metric: float | None = None) -> NoReturn:
-        """Saves the last step, unless it is saved, and raises Stopped. `state`: `self.state()` at its end."""
+    def end_at_boundary(self, state: dict, metric: float | None = None) -> NoReturn:
+        """Saves a checkpoint of the last step, unless there is one, and raises Stopped. `state`: the value of
+        `self.state()` at the end of that step."""
         if self.step and self.saved_step != self.step:
             self.save(f"global_step{self.step}", metric, state)
-        raise self.stop.at_border(saved=self.step > 0)
+        raise self.stop.at_boundary(saved=self.step > 0)
 
     def end_early(self, collected: Collected) -> None:
         """Ends the run if filtering rejected all remaining prompts."""
@@ -283,7 +284,7 @@ class PPOTrainer(Generic[PolicyT]):
         ]
         updated = [update.result() for update in pending]
         metrics = {name: value for of_model in updated for name, value in of_model.metrics.items()}
-        return updated[-1]._replace(metrics=metrics)  # of the policy, which comes last
+        return updated[-1]._replace(metrics=metrics)  # the policy comes last
 
     def evaluate(self) -> Metrics:
         """Samples the evaluation prompts, logs the samples, and returns the `eval/...` metrics."""
@@ -297,8 +298,8 @@ class PPOTrainer(Generic[PolicyT]):
         return metrics
 
     def save(self, tag: str, metric: float | None = None, state: dict | None = None) -> None:
-        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says. `state`: that of
-        the end of the step; None: the trainer is there."""
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says. `state`: the
+        value of `self.state()` at the end of the step; None: the current one."""
         with self.observer.phase("save"), self.checkpoints.saving(tag, metric):
             if not self.config.ckpt.disable_ds:
                 if self.critic:
@@ -373,8 +374,8 @@ def check_version(state: Mapping[str, Any]) -> None:
 
 
 def check_finite(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:
-    """Raises RunError where a model's output for an action is not finite. `answers`: (model, its (A,)
-    output)."""
+    """Raises RunError if a model's output for any action is not finite. `answers`: (name of the model, its
+    (A,) output)."""
     for model, answer in answers:
         if answer is not None and (bad := int((~np.isfinite(answer)).sum())):
             text = (

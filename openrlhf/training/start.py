@@ -43,7 +43,7 @@ def origin_of(
 def check_places(config: Config) -> None:
     """Raises UsageError if the run cannot write to one of its folders. Creates nothing."""
     if armed := faults(os.environ.get(VARIABLE, "")):
-        notify(f"{VARIABLE} is set: this run gets {len(armed)} faults")
+        notify(f"{VARIABLE} is set: {len(armed)} faults are injected into this run")
     ckpt = config.ckpt
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
@@ -203,17 +203,17 @@ def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: s
             print(line, flush=True)
 
 
-def position(trainer: "PPOTrainer | SupervisedTrainer", is_at_border: bool) -> str:
-    """Returns a text with the step at which a run ends and how to resume it. `is_at_border`: no step is under
-    way."""
+def position(trainer: "PPOTrainer | SupervisedTrainer", is_at_boundary: bool) -> str:
+    """Returns a text with the step at which a run ends and how to resume it. `is_at_boundary`: True between
+    two steps."""
     step, total = trainer.step, trainer.total_steps
     where = f"in step {step + 1} of {total}" if step < total else f"after step {step}, the last one"
-    if is_at_border and step < total:
+    if is_at_boundary and step < total:
         where = f"after step {step} of {total}"
     return f"{where}; {trainer.checkpoints.resume_hint()}"
 
 
 def grace_of(config: Config) -> float:
-    """Returns the seconds that a run has to reach the border of a step after a signal; 0 where it saves no
-    checkpoint there."""
+    """Returns the seconds that a run has after a signal to reach a step boundary; 0 if it saves no checkpoint
+    there."""
     return config.train.grace_seconds if config.ckpt.saves_state else 0.0

@@ -55,12 +55,12 @@ class SupervisedTrainer(Generic[RowT]):
             if is_due(self.step, self.config.ckpt.save_steps):
                 self.save(f"global_step{self.step}")
             if self.on_any_rank(self.stop.is_requested):
-                self._end_at_border()
+                self._end_at_boundary()
 
-    def _end_at_border(self) -> NoReturn:
+    def _end_at_boundary(self) -> NoReturn:
         if not is_due(self.step, self.config.ckpt.save_steps):
             self.save(f"global_step{self.step}")
-        raise self.stop.at_border(saved=True)
+        raise self.stop.at_boundary(saved=True)
 
     @property
     def total_steps(self) -> int:

@@ -353,7 +353,7 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
         try:
             run(task_type(config), argv)
         except Stopped as stop:
-            if not stop.is_at_border:
+            if not stop.is_at_boundary:
                 raise
             stopped = stop
         from openrlhf.backends.distributed import leave_distributed

@@ -37,31 +37,33 @@ REPOSITORIES = {
 
 
 class DoesNotApply(Exception):
-    """The place of a mutant does not exist, or has its text never or several times."""
+    """Raised if the place of a mutant does not exist, or does not contain its text exactly once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mutant:
+    """A record of the catalogue."""
+
     id: str
     group: str
-    """The class of its bug: the title of its file."""
+    """Class of the bug: the title of the record's file."""
     place: str
     """`module:function`, `module:Class.method`, `module:Class` or `module:`, below `openrlhf`."""
     find: str
     """Expression or statements that occur once in the place."""
     replace: str
     seen: str
-    """Observation of a user who trains with this bug."""
+    """What a user who trains with this bug observes."""
     threads: Sequence[str] = ()
-    """Reports of the same bug in other frameworks, as `TRL #6439`."""
+    """Reports of the same bug in other frameworks, such as `TRL #6439`."""
     papers: Sequence[str] = ()
     """Papers and pages that describe the bug, or the equation that it breaks."""
     tests: Sequence[str] = ()
-    """Tests that are known to fail with it, as `tests/unit/test_kl.py::test_name`."""
+    """Tests that are known to fail with it, such as `tests/unit/test_kl.py::test_name`."""
 
     @property
     def path(self) -> str:
-        """The file that it changes, below the repository's root."""
+        """Path of the file that it changes, relative to the repository's root."""
         return "openrlhf/" + self.place.partition(":")[0].replace(".", "/") + ".py"
 
     @property
@@ -109,12 +111,12 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> str:
 
 
 class _Position(NamedTuple):
-    """The place of the nodes that a mutant replaces."""
+    """Position of the nodes that a mutant replaces."""
 
     parent: ast.AST
     field: str
     index: int | None
-    """Index in the field, where that is a list."""
+    """Index of the first node, if the field is a list."""
     length: int
     """Number of nodes."""
     is_statement: bool
@@ -152,7 +154,7 @@ def _place(module: ast.Module, mutant: Mutant) -> ast.AST:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Yields the functions and classes below a node that are in no other function or class."""
+    """Yields the functions and classes directly below a node: those in no other function or class."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child
@@ -167,7 +169,7 @@ def _expression(body: list[ast.stmt]) -> ast.expr:
 
 def _matches(place: ast.AST, wanted: list[str], is_statement: bool) -> Iterator[_Position]:
     kind, size = ast.stmt if is_statement else ast.expr, len(wanted)
-    first = wanted[0].partition("(")[0]  # to dump all nodes would take long
+    first = wanted[0].partition("(")[0]  # dumping all nodes would take long
 
     def is_wanted(nodes: list[Any]) -> bool:
         return (
@@ -187,8 +189,8 @@ def _matches(place: ast.AST, wanted: list[str], is_statement: bool) -> Iterator[
 
 
 def table(mutants: Sequence[Mutant]) -> str:
-    """Formats the classes of docs/verification.md: mutants, those with a report from elsewhere, and those of
-    which a unit test and a test of whole runs are known to fail."""
+    """Formats the table of docs/verification.md. Its columns count the mutants of a class, those reported in
+    other frameworks, and those that a unit test or a test of runs is known to catch."""
     lines = ["| class | mutants | reported elsewhere | caught by unit tests | by tests of runs |"]
     lines.append("|---|---|---|---|---|")
     groups = list(dict.fromkeys(mutant.group for mutant in mutants))

@@ -1,4 +1,4 @@
-"""Plugins of pytest for mutants: one records which functions a test runs, one runs chosen tests in order."""
+"""Pytest plugins for mutants: one records the functions that tests run, one runs chosen tests in order."""
 
 import sys
 import threading

@@ -5,7 +5,7 @@
 The tests that a record names come first. If they pass, the unit tests that run the changed function follow,
 cheap ones before expensive ones, up to the first that fails. Which tests run which functions is recorded once
 and kept in .pytest_cache/mutants.json, by the content of each test file. Tests run in forks of a process that
-has imported torch and its relatives.
+has imported the large libraries.
 """
 
 import argparse
@@ -50,6 +50,8 @@ copy: Path
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
+    """Outcome of the tests with one mutant."""
+
     mutant: Mutant
     outcome: str = "SURVIVED"
     """`caught`, `SURVIVED`, or the reason why the mutant is not valid."""
@@ -81,10 +83,10 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs the tests against silent bugs that they must catch.")
-    parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants")
-    parser.add_argument("--class", dest="group", help="the mutants whose class contains this text")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="only the mutants with these ids")
+    parser.add_argument("--class", dest="group", help="only the mutants whose class contains this text")
     parser.add_argument("--sample", type=int, metavar="N", help="a random choice of N mutants")
-    parser.add_argument("--seed", default="", help="text that selects the sample, as the name of a commit")
+    parser.add_argument("--seed", default="", help="text that determines the sample, such as a commit's hash")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--record", metavar="FILE", help="writes which test caught which mutant, as JSON")
     return parser.parse_args()
@@ -99,11 +101,11 @@ def _chosen(mutants: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
         mutants = [mutant for mutant in mutants if options.group in mutant.group]
     if options.sample and options.sample < len(mutants):
         mutants = random.Random(options.seed).sample(mutants, options.sample)
-    return mutants or sys.exit("no mutant has these properties")
+    return mutants or sys.exit("error: no mutant matches --only and --class")
 
 
 def _preload() -> None:
-    """Imports the large libraries, for all forks, with the settings of the package and the tests."""
+    """Imports the large libraries once for all forks, under the settings of the package and the tests."""
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in ("openrlhf", *PRELOADED):
@@ -125,7 +127,7 @@ def _copy(folder: str) -> None:
 
 
 def _map(pool: ProcessPoolExecutor, function: Callable[[Any], Any], work: Sequence[Any]) -> Iterable[Any]:
-    """Yields the results in the order in which they are ready, and prints the results of mutants."""
+    """Yields the results as they finish, and prints those of mutants."""
     futures = [pool.submit(function, item) for item in work]
     for future in as_completed(futures):
         result = future.result()
@@ -136,7 +138,7 @@ def _map(pool: ProcessPoolExecutor, function: Callable[[Any], Any], work: Sequen
 
 
 def _check_unchanged(pool: ProcessPoolExecutor, mutants: Sequence[Mutant]) -> None:
-    """Ends the program if a test that a record names does not exist or fails without its mutant."""
+    """Exits with an error if a test that a record names does not exist or fails without the mutant."""
     named = sorted({test for mutant in mutants for test in mutant.tests})
     halves = [part for part in (named[::2], named[1::2]) if part]
     for found in _map(pool, _run_tests, halves):
@@ -173,7 +175,8 @@ def _try(work: tuple[Mutant, Sequence[Sequence[str]]]) -> Result:
 
 
 def _write(file: Path, source: str) -> None:
-    """Writes a module and removes its byte code, which Python takes for current if size and second agree."""
+    """Writes a module and removes its byte code: Python would reuse that of a file of the same size and
+    second."""
     for compiled in file.parent.glob(f"__pycache__/{file.stem}.*.pyc"):
         compiled.unlink()
     file.write_text(source)
@@ -181,6 +184,8 @@ def _write(file: Path, source: str) -> None:
 
 @dataclass(frozen=True)
 class Run:
+    """Outcome of a pytest run."""
+
     failed: str | None = None
     not_collected: Sequence[str] = ()
 
@@ -254,7 +259,8 @@ def _in_copy(function: Callable[[], Any], sender: Connection) -> None:
 
 
 def _seen(pool: ProcessPoolExecutor) -> dict[str, Any]:
-    """Returns what each test file runs, from the cache where the file is unchanged since it was recorded."""
+    """Returns the record of each test file: its tests, and the functions that they run. Files that changed
+    since they were recorded are recorded again."""
     cached = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     digest = {
         str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()
@@ -289,10 +295,11 @@ def _pytest_recorded(file: str) -> dict[str, Any]:
 
 
 def _plan(mutant: Mutant, seen: dict[str, Any]) -> list[list[str]]:
-    """Returns the tests that run the mutant's function, in two batches: files whose tests run little else,
-    and the others, cheap ones first.
+    """Returns the tests that run the mutant's function, in two batches: first the files whose tests run
+    little else, then the others, cheap ones first.
 
-    A class or a module that the mutant changes outside its functions is seen by all that run one of them.
+    If the mutant changes a class or a module outside its functions, the tests that run any function of it
+    count.
     """
     place = f"{mutant.path.removeprefix('openrlhf/')}:{mutant.function}".removesuffix(":")
     runs = lambda functions: any(

@@ -300,7 +300,7 @@ class Gate:
 def test_the_run_does_not_wait_for_its_journal_until_the_queue_is_full(tmp_path, monkeypatch):
     monkeypatch.setattr(journal_module, "PATIENCE", 0.01)
     gate, said, finished = Gate(), queue.Queue(), threading.Event()
-    journal = Journal(tmp_path, decode=gate, say=said.put)
+    journal = Journal(tmp_path, decode=gate, report=said.put)
 
     def run():
         for step in range(1, 7):
@@ -342,7 +342,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
 
     monkeypatch.setattr("openrlhf.files.os.fsync", fsync)
     said = []
-    journal = Journal(tmp_path, say=said.append)
+    journal = Journal(tmp_path, report=said.append)
     journal.write(1, [TWO_TURNS])
     journal.close()
     full.set()
@@ -357,7 +357,7 @@ def test_a_full_disk_ends_the_journal_and_not_the_run(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_gone_is_such_a_disk(tmp_path):
     said = []
-    journal = Journal(tmp_path / "gone", say=said.append)
+    journal = Journal(tmp_path / "gone", report=said.append)
     journal.write(1, [TWO_TURNS])
     journal.close()
     assert os.strerror(errno.ENOENT) in said[0]

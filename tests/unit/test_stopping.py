@@ -24,8 +24,8 @@ def test_the_first_signal_is_a_request(number: int, capfd: pytest.CaptureFixture
         send(number)
         send(number)  # as a launcher passes it on
         assert stop.is_requested
-        raise stop.at_border(saved=True)
-    assert (ended.value.code, ended.value.is_at_border) == (EXIT_STOPPED, True)
+        raise stop.at_boundary(saved=True)
+    assert (ended.value.code, ended.value.is_at_boundary) == (EXIT_STOPPED, True)
     send(number)  # the end of the run is not interrupted
     assert "within 300 s (--train.grace_seconds)" in capfd.readouterr().err
 
@@ -34,7 +34,7 @@ def test_a_run_without_a_checkpoint_ends_with_the_code_of_the_signal() -> None:
     stop = Stop()
     with pytest.raises(Stopped) as ended, stop.deferred(300):
         send()
-        raise stop.at_border(saved=False)
+        raise stop.at_boundary(saved=False)
     assert ended.value.code == 128 + signal.SIGTERM
 
 
@@ -49,7 +49,7 @@ def test_a_run_that_ends_at_once(how: str, monkeypatch: pytest.MonkeyPatch) -> N
             send(signal.SIGINT)
         time.sleep(10)
     assert ended.value.code == 128 + (signal.SIGINT if how == "second signal" else signal.SIGTERM)
-    assert not ended.value.is_at_border
+    assert not ended.value.is_at_boundary
 
 
 def test_what_a_resumed_run_repeats_is_dropped() -> None:

@@ -1,5 +1,5 @@
-"""Ends vLLM's processes together with the process that drives them, even if that is killed. vLLM's core would
-otherwise wait for requests for ever, and keep its memory."""
+"""Ends vLLM's processes when the process that drives them ends, even if it is killed. Otherwise vLLM's engine
+core would wait for requests forever, and keep its memory."""
 
 import ctypes
 import os
@@ -14,16 +14,17 @@ PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that this process gets when its parent dies."""
 
 POLL = 1.0
-"""Seconds between looks at a process that is no parent."""
+"""Seconds between two checks whether the leading process lives, where it is not the parent."""
 
 
 def lead() -> None:
-    """Makes this process the one with which processes that call `follow` end."""
+    """Makes this process the leading one: processes that it starts and that call `follow` end with it."""
     os.environ[VARIABLE] = str(os.getpid())
 
 
 def follow() -> None:
-    """Makes this process end with the leading one. Has no effect in the leading one, or without one."""
+    """Makes this process end when the leading process ends. Has no effect in the leading process, or if there
+    is none."""
     leader = int(os.environ.get(VARIABLE, os.getpid()))
     if leader == os.getpid():
         return
@@ -33,7 +34,8 @@ def follow() -> None:
 
 
 def _watch(leader: int, core: int) -> None:
-    """Kills the core when the leader is gone; this process follows the core."""
+    """Kills the engine core when the leader is gone. This process is a child of the core, and ends with
+    it."""
     while _is_alive(leader):
         time.sleep(POLL)
     os.kill(core, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Episodes of three turns with a real engine, and the same tokens read by plain transformers, one by one."""
 
-import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+import openrlhf  # noqa: F401  first: it repairs imports of CUDA builds
 
 # isort: split
 import asyncio
