@@ -53,7 +53,7 @@ class Mutant:
     """Expression or statements that occur once in the place."""
     replace: str
     seen: str
-    """What a user who trains with this bug observes."""
+    """Observation of a user who trains with this bug, such as a wrong curve."""
     threads: Sequence[str] = ()
     """Reports of the same bug in other frameworks, such as `TRL #6439`."""
     papers: Sequence[str] = ()
