@@ -201,12 +201,7 @@ async def new_weights(setting: Setting) -> None:
     meanwhile = asyncio.create_task(setting.answer())
     for name, tensor in sent.items():
         checksum.add(name, tensor)
-        bucket = Bucket((TensorMeta(name, "float32", tuple(tensor.shape)),))
-        buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
-        for _, view in bucket.views(buffer):
-            view.copy_(tensor)
-        described = [[t.name, t.dtype, list(t.shape)] for t in bucket.tensors]
-        await engine.update_weights({"tensors": described, "data": buffer.numpy().tobytes()})
+        await send(engine, name, tensor)
     await engine.finish_weight_update("3")
     assert await engine.loaded_checksums() == [checksum.value]
     await probes_of_version(setting, 3)
@@ -219,6 +214,16 @@ async def new_weights(setting: Setting) -> None:
     assert len(stored) > len(ours) // 2
     for name, sketch in stored.items():
         assert sketch.distance(ours[name]) < 1e-4 * ours[name].size, name
+
+
+async def send(engine: RolloutEngine, name: str, tensor: torch.Tensor) -> None:
+    """Sends one float32 tensor of a weight update."""
+    bucket = Bucket((TensorMeta(name, "float32", tuple(tensor.shape)),))
+    buffer = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    for _, view in bucket.views(buffer):
+        view.copy_(tensor)
+    described = [[t.name, t.dtype, list(t.shape)] for t in bucket.tensors]
+    await engine.update_weights({"tensors": described, "data": buffer.numpy().tobytes()})
 
 
 async def probes_of_version(setting: Setting, version: int) -> None:

@@ -1,13 +1,14 @@
 """A weight sync sends the names, shapes and bits that `save_pretrained` writes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from architectures import ALL, tiny_config
 from families import FAMILIES, tiny_family
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
@@ -64,6 +65,15 @@ def test_names_by_hand(tmp_path: Path) -> None:
     # tensors that keep their layout are not copied
     embedding = "model.embed_tokens.weight"
     assert sent[embedding].data_ptr() == fused[embedding].data_ptr()
+
+
+def test_a_head_with_weights_of_its_own_is_sent_whatever_the_configuration_says() -> None:
+    config = tiny_config("qwen3")
+    config.tie_word_embeddings = True
+    model: Any = AutoModelForCausalLM.from_config(config)
+    assert "lm_head.weight" not in checkpoint_tensors(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    assert checkpoint_tensors(model)["lm_head.weight"] is model.lm_head.weight
 
 
 def test_what_a_checkpoint_did_not_need_is_not_turned_back(tmp_path: Path) -> None:

@@ -114,18 +114,21 @@ class Replica:
     global_steps = 1
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model, self.boundaries = model, list[bool]()
         self.module = SimpleNamespace(model=model, train=model.train, eval=model.eval, modules=model.modules)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.model(x)
 
-    def set_gradient_accumulation_boundary(self, is_last: bool) -> None: ...
+    def set_gradient_accumulation_boundary(self, is_last: bool) -> None:
+        self.boundaries.append(is_last)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def step(self) -> None: ...
+    def step(self) -> None:
+        """Checks that the last pass alone was announced as the one after which gradients are reduced."""
+        assert self.boundaries == [False] * (len(self.boundaries) - 1) + [True]
 
     def was_step_applied(self) -> bool:
         return True

@@ -216,6 +216,21 @@ def test_the_order_of_a_run(tmp_path):
     assert trainer.checkpoints.latest() == "global_step2"
 
 
+def test_samples_are_requested_when_the_engines_have_the_weights(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path), eval_prompts=[])
+    calls = trainer.policy.calls
+
+    class Sync(Done):
+        def result(self) -> dict:
+            calls.append("synced")
+            return {}
+
+    trainer.rollout.sync = lambda policy, version: Sync()
+    fit(trainer)
+    order = [call.split()[0] for call in calls if call.startswith(("synced", "generate"))]
+    assert order == ["synced", "generate"] * 3 + ["synced"]
+
+
 def test_what_a_run_writes(tmp_path):
     trainer = trainer_of(tmp_path, config_of(tmp_path), score=lambda prompt, version: version / 4)
     fit(trainer)

@@ -34,6 +34,20 @@ def test_the_contract(check: Callable, model: Path) -> None:
         torch.set_num_threads(threads)
 
 
+def test_weights_that_a_sync_does_not_send_stay(model: Path) -> None:
+    async def update(setting: engine_contract.Setting) -> None:
+        before = {name: t.clone() for name, t in setting.engine.model.state_dict().items()}
+        sent = "model.norm.weight"
+        await setting.engine.start_weight_update()
+        await engine_contract.send(setting.engine, sent, 2 * before[sent])
+        await setting.engine.finish_weight_update("1")
+        for name, tensor in setting.engine.model.state_dict().items():
+            assert torch.equal(tensor, before[name] * (2 if name == sent else 1)), name
+        assert sent not in await setting.engine.unwritten_parameters()
+
+    asyncio.run(with_engine("transformers", str(model), update))
+
+
 def test_options_that_the_engine_lacks_are_refused(model: Path) -> None:
     options = options_of("transformers", model)
     engine = {"flag": "--rollout.engine", "value": "transformers"}

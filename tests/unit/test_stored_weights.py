@@ -7,6 +7,7 @@ import torch
 import transformers as hf
 from refusals import refused
 
+from openrlhf.algorithms.mismatch import PROBE
 from openrlhf.backends.weight_sync.stored_weights import (
     LEAST_SPREAD,
     DifferentWeightsError,
@@ -21,6 +22,8 @@ from openrlhf.backends.weight_sync.stored_weights import (
     reason_of,
     sketches,
 )
+from openrlhf.cluster.weight_check import WeightCheck
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import has_experts
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -113,8 +116,8 @@ WEIGHTS = {"norm": (5,), "up": (7, 5), "down": (5, 7), "experts": (2, 5, 7)}
 
 
 def test_weights_that_layers_hold_otherwise_are_named():
-    """The weights are rolled, of an earlier sync, or of another layer; rounded to bfloat16 they are the
-    same."""
+    """The weights are rolled along rows or columns, of an earlier sync, or of another layer; rounded to
+    bfloat16 they are the same."""
     torch.manual_seed(0)
     sent = {name: torch.randn(shape) for name, shape in WEIGHTS.items()}
     ours = sketches(sent.items())
@@ -127,8 +130,23 @@ def test_weights_that_layers_hold_otherwise_are_named():
     assert different() == []
     assert different(up=sent["up"].bfloat16(), norm=sent["norm"].bfloat16()) == []
     assert different(up=sent["up"].roll(1, 0), norm=sent["norm"] + 1) == ["norm", "up"]
+    assert different(up=sent["up"].roll(1, 1)) == ["up"]
     assert different(down=torch.randn(5, 7)) == ["down"]
     assert differing_weights(ours, {"up": Sketch(7, 1.0, (math.nan,) * 16)}, relative) == ["up"]
+
+
+def test_an_answer_is_compared_with_the_log_probs_of_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = WeightCheck(PPOConfig(), engines=None, on_gpu=True)
+    found.limit = ON_GPU["bf16"]
+    monkeypatch.setattr(found, "_reason", lambda number: "a reason")
+    found.expected = {1: OURS, 2: OURS + 3}
+    answer = lambda version: EngineProbe(log_probs=(OURS + 0.1).tolist(), version=version)
+    found._compare(0, answer(1))
+    found._compare(0, answer(7))  # of a sync without a check
+    assert found.take_metrics() == {PROBE: pytest.approx(0.1)}
+    with refused(ErrorCode.WRONG_WEIGHTS) as refusal:
+        found._compare(0, answer(2))
+    assert refusal.value.text.endswith("a reason")
 
 
 def test_reasons_name_the_tensors():

@@ -8,10 +8,12 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from openrlhf.backends.model_rank import held
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.tensor_parallel import whole
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
 
@@ -43,11 +45,11 @@ def sample(*token_ids: int) -> Sample:
 SAMPLES = sample(3, 4, 5, 6), sample(7, 8)
 
 
-def engine_of(folder: Path, **options) -> TorchEngine:
+def engine_of(folder: Path, dtype: str = "fp32", lr: float = 1e-3, **options) -> TorchEngine:
     return TorchEngine(
-        lambda: PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")),
-        optim=OptimConfig(adam=AdamConfig(lr=1e-3, betas=(BETA1, 0.95)), **options),
-        ds=DeepSpeedConfig(param_dtype="fp32"),
+        lambda: PolicyModel(load_causal_lm(str(folder), flag="--model", dtype=dtype, attention="auto")),
+        optim=OptimConfig(adam=AdamConfig(lr=lr, betas=(BETA1, 0.95)), **options),
+        ds=DeepSpeedConfig(param_dtype=dtype),
         total_steps=10,
         dropout=True,
     )
@@ -112,3 +114,30 @@ def test_a_resumed_engine_goes_on_with_its_learning_rate(
     ((state, whole, resumed),) = threads(1, work)
     assert state == {"step": 2}
     assert resumed["lr"] == whole["lr"] == pytest.approx(3 / 5 * 1e-3)
+
+
+def test_half_precision_keeps_updates_that_it_cannot_represent(threads: Callable, folder: Path) -> None:
+    """A weight of 0.02 changes by 1e-5, a tenth of the distance between two numbers in bfloat16."""
+
+    def work() -> tuple[dict, dict]:
+        engine = engine_of(folder, dtype="bf16", lr=1e-5, lr_warmup_ratio=0)
+        weights = lambda: {n: held(p).detach().clone() for n, p in engine.trained.items()}
+        before = weights()
+        engine.train_step([PackedRow.of(SAMPLES)], SFTObjective())
+        return before, weights()
+
+    ((before, after),) = threads(1, work)
+    for name, weight in before.items():
+        if "layers" in name:
+            assert (after[name] != weight).double().mean() > 0.9, name
+
+
+def test_ranks_with_different_rows_share_one_model(threads: Callable, folder: Path) -> None:
+    def work() -> dict:
+        engine = engine_of(folder)
+        row = PackedRow.of([SAMPLES[engine.mesh.rank]])
+        engine.train_step([row], SFTObjective())
+        return {name: whole(p).detach().clone() for name, p in engine.trained.items()}
+
+    first, second = threads(2, work)
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
