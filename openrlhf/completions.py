@@ -47,7 +47,7 @@ class SamplingParams:
     """Tokens that end an answer, and are included as its last token."""
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    """If set, only `stop` and `stop_token_ids` end an answer, not the model's end-of-sequence token."""
+    """True if only `stop` and `stop_token_ids` end an answer, not the model's end-of-sequence token."""
     logprobs: int | None = None
     """Number of most likely tokens per position whose log-probs are returned beside the sampled token's.
     -1: all; None: no log-probs at all."""
@@ -112,7 +112,7 @@ class Completion(_Record):
     text: str
     """The answer as text; "" if the request asked for none."""
     finish_reason: str
-    """Why the answer ended: stop, length or abort."""
+    """Reason why the answer ended: stop, length or abort."""
     logprobs: Sequence[Mapping[int, Any]] | None = None
     """For each position, tokens -> `LogProb`, the sampled token first; built when read. None if the request
     asked for none."""

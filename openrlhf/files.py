@@ -1,4 +1,4 @@
-"""Atomic writes, folders shared between machines, and the user's cache folder."""
+"""Writes files atomically, checks folders that machines share, and locates the user's cache folder."""
 
 import errno
 import os

@@ -12,8 +12,7 @@ from openrlhf.environments.rows import write_rows
 
 AGENTS = {"simple_agent": os.environ.get("NEMO_GYM_AGENT", "http://127.0.0.1:8001")}
 MODEL_PORT = int(os.environ.get("NEMO_GYM_MODEL_PORT", "8100"))
-"""Port that the policy answers on: set the base_url of NeMo Gym's model server to
-http://127.0.0.1:8100/v1."""
+"""Port of the policy's server: set the base_url of NeMo Gym's model server to http://127.0.0.1:8100/v1."""
 
 
 class AgentExecutor(NeMoGymExecutor):
@@ -22,6 +21,7 @@ class AgentExecutor(NeMoGymExecutor):
 
 
 def read(dataset):
+    """Converts DATASET, a JSON lines file of NeMo Gym's tasks, to prompts."""
     with open(dataset) as lines:
         yield from rows(lines)
 

@@ -229,8 +229,8 @@ def _no_room(what: str, max_length: int) -> UsageError:
 
 
 class History:
-    """Everything that the policy has read: text for the environment, tokens and images for the engine. Tokens
-    beyond `max_length` may be missing; such a history ends the episode."""
+    """The context of the policy: text for the environment, tokens and images for the engine. Tokens beyond
+    `max_length` may be missing; such a history ends the episode."""
 
     def __init__(self, tokenizer: Any, text: str, max_length: int, images: Sequence["Picture"] = ()) -> None:
         """`tokenizer`: a tokenizer or a processor. `images`: in the order of their placeholders in `text`."""

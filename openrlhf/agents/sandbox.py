@@ -40,10 +40,10 @@ class SandboxUnavailable(RunError):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxResult:
     status: Status
-    """ok: exit code 0. error: another exit code, as after an exception. killed: ended by a signal. timeout,
-    output: stopped at this limit."""
+    """Status of the run. ok: exit code 0. error: another exit code, as after an exception. killed: ended by a
+    signal. timeout, output: stopped at this limit."""
     exit_code: int | None
-    """Exit code; negative: the signal; None: the code was stopped at a limit."""
+    """Exit code of the code. Negative: the signal that ended it. None: it was stopped at a limit."""
     stdout: str
     stderr: str
     seconds: float

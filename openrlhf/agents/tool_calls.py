@@ -1,5 +1,5 @@
-"""Parsing of tool calls by vLLM's parsers, one for the markup of each model family. vLLM must be installed;
-no vLLM engine is needed."""
+"""Parses tool calls with vLLM's parsers, one for the markup of each model family. vLLM must be installed; no
+vLLM engine is needed."""
 
 from typing import Any
 

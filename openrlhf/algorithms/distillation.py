@@ -1,4 +1,4 @@
-"""Divergence between student and teacher, computed in chunks so that the logits of a batch never exist at
+"""Computes the divergence between student and teacher in chunks, so that the logits of a batch never exist at
 once."""
 
 from typing import Literal, NamedTuple
@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 from openrlhf.algorithms.logprobs import HeadGradients, HeadLogits, chunks, rows_of_chunk
 
 Divergence = Literal["forward_kl", "reverse_kl"]
-"""KL(teacher || student) or KL(student || teacher)."""
+"""Direction of the divergence: KL(teacher || student) or KL(student || teacher)."""
 
 
 class LinearHead(NamedTuple):

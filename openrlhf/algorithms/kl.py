@@ -1,4 +1,5 @@
-"""KL(policy || reference) estimated from the policy's samples, and the controller of its coefficient."""
+"""Estimates KL(policy || reference) from the policy's samples, and controls the coefficient of the KL
+penalty."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

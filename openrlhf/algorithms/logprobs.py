@@ -1,4 +1,4 @@
-"""Log-probs and entropies of a linear head, computed in chunks so that the logits of a batch never exist at
+"""Computes log-probs and entropies of a linear head in chunks, so that the logits of a batch never exist at
 once."""
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Mismatch between the log-probs of sampler and trainer: metrics of a step, and the limits up to which
-rounding explains it.
+"""Measures the mismatch between the log-probs of sampler and trainer, and decides whether rounding can
+explain it.
 
 Sampler and trainer compute the log-probs of the same actions. If their weights are equal, the results differ
 by rounding alone. `r` is an action's probability ratio policy / sampler.
@@ -95,8 +95,8 @@ def _effective_fraction(weights: Tensor) -> float:
 
 
 PROBE = "mismatch/probe_mean"
-"""Metric of a weight sync's probe: the mean difference of its log-probs in units of their spread, for the
-engine where it is largest."""
+"""Metric of a weight sync: mean difference between the engine's and the trainer's log-probs of the probe, in
+units of their spread; maximum over the engines."""
 STOP_ABOVE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
 """Means of |log r| in nats above which a run stops, by `--ds.param_dtype`: about 80 relative rounding errors
 of 2^-11 (also for fp32, since GPUs may round the factors of products to TF32) or of 2^-8. A mixture of
@@ -140,7 +140,7 @@ class MismatchWatch:
     first steps, or than rounding explains."""
 
     dtype: str
-    """fp32, fp16 or bf16."""
+    """Dtype of the weights: fp32, fp16 or bf16."""
     first: dict[str, list[float]] = field(default_factory=dict, init=False)
     """The first values of each statistic."""
     reported: set[str] = field(default_factory=set, init=False)

@@ -1,4 +1,4 @@
-"""Construction of a model's engine for `--train.backend`. Only that backend's library is imported."""
+"""Builds a model's engine for `--train.backend`, and imports only that backend's library."""
 
 from collections.abc import Callable
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Writing of one rank's checkpoint files, with the hashes by which a reader checks them."""
+"""Writes one rank's checkpoint files, and the hashes by which a reader checks them."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""Offloading of optimizer state while other models use the GPU, and measurement of GPU memory."""
+"""Offloads optimizer state while other models use the GPU, and measures GPU memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +30,8 @@ def optimizer_loaded(model: Offloadable, sleeps: bool) -> Iterator[None]:
 
 
 def offload_optimizer(model: Offloadable, sleeps: bool) -> None:
-    """With `sleeps`, moves the optimizer's state to the CPU, so that rollout engines can use the memory."""
+    """Moves the optimizer's state to the CPU if `sleeps` is True, so that rollout engines can use the
+    memory."""
     if sleeps:
         model.offload()
     release_cached_memory()  # engines on this GPU may use only what is free when they start

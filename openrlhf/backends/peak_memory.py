@@ -1,4 +1,4 @@
-"""Measurement of a process's peak memory in each phase of a step. It costs 0.1 ms per phase."""
+"""Measures a process's peak memory in each phase of a step, at a cost of 0.1 ms per phase."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress

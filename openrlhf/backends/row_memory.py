@@ -1,4 +1,4 @@
-"""Estimate of the memory that a rank needs to train on a row.
+"""Estimates the memory that a rank needs to train on a row.
 
 The estimate is the size of the tensors in forward and backward passes of a decoder with gated MLPs; other
 architectures are similar. It excludes the memory of libraries (0.5 to 1 GB per process) and fragmentation.

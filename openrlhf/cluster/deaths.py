@@ -1,4 +1,4 @@
-"""Readable errors for a dead process of a run, with its role and its log."""
+"""Turns the death of a process of a run into a readable error with the process's role and log."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence

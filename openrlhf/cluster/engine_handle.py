@@ -1,6 +1,5 @@
-"""Batched calls to an engine actor. One Ray call submits or returns several groups, because a call takes as
-long as sampling a few tokens. `RayEngineHandle` is the dispatcher's side, `SamplingTasks` the engine's.
-"""
+"""Batches calls to an engine actor: one Ray call submits or returns several groups, because a call takes as
+long as sampling a few tokens. `RayEngineHandle` is the dispatcher's side, `SamplingTasks` the engine's."""
 
 import asyncio
 import threading

@@ -133,7 +133,7 @@ class EnginePool:
         return Gathered([member.start.remote(free_fraction) for member in self.members], first)
 
     def sleep_between(self) -> None:
-        """If the run enables sleep, offloads the engines, and from now on whenever models on their GPUs
+        """Offloads the engines, if the run lets them sleep, and from then on whenever models on their GPUs
         compute."""
         if self.config.engines_sleep:
             self.memory.sleep()

@@ -33,9 +33,9 @@ class State(Enum):
 
     SERVING = "serving"
     WAITING = "waiting"
-    """It is dead, and its successor is not due yet."""
+    """The process is dead, and its successor is not due yet."""
     STARTING = "starting"
-    """It loads its model, or waits for its weights."""
+    """The process loads its model, or waits for its weights."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Joining or starting a Ray cluster, and checking that a run fits it before anything is loaded."""
+"""Joins or starts a Ray cluster, and checks that a run fits it before anything is loaded."""
 
 import json
 import logging

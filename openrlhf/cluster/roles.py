@@ -1,4 +1,4 @@
-"""Start of all roles of a run: engines and models."""
+"""Starts all roles of a run: engines and models."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Report of a run's actual placement: node, devices and process ids of each role, as the processes report
+"""Reports the actual placement of a run: node, devices and process ids of each role, as its processes see
 them."""
 
 import os

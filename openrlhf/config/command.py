@@ -1,4 +1,4 @@
-"""Declaration of a command of `openrlhf`: its configuration, checks and the problems that they report."""
+"""Declares a command of `openrlhf`: its configuration, its checks, and the problems that they report."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -48,7 +48,7 @@ class InferenceDataConfig(DatasetConfig, TemplateConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     greedy: bool = False
     """Always take the most likely token."""
@@ -64,7 +64,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerConfig(SamplingConfig):
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     engine: EngineName | None = None
     """Library that samples. None: vllm for task generate_vllm, transformers for task generate."""
@@ -194,7 +194,7 @@ class BatchInferenceConfig(LaunchedConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDataConfig(TemplateConfig):
-    """How a conversation becomes text."""
+    """Conversion of a conversation to text."""
 
     max_len: Count = 4096
     """Maximum length of the conversation, tokens."""
@@ -202,7 +202,7 @@ class ChatDataConfig(TemplateConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSamplingConfig(SamplingConfig):
-    """How answers are sampled."""
+    """Sampling of answers."""
 
     engine: EngineName = "transformers"
     """Library that samples. vllm samples faster, starts more slowly and runs in a process of its own."""

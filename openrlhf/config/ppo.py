@@ -166,7 +166,7 @@ class PPOTeacherConfig(FrozenRoleConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardConfig(FrozenRoleConfig):
-    """Reward sources, and how rewards are shaped."""
+    """Reward sources and reward shaping."""
 
     remote_url: str | None = None
     """Reward function or reward servers: a .py file with `reward_func(queries, prompts, labels)`, a function
@@ -285,7 +285,7 @@ class VllmConfig(EngineMemoryConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How samples are generated."""
+    """Sampling of responses."""
 
     engine: EngineName = "vllm"
     """Library that samples. transformers: one request at a time and without vLLM, for small models and tests;
@@ -332,8 +332,8 @@ class RolloutConfig:
     """Seconds that one call of an agent's environment may take before the episode counts as failed. None: no
     limit."""
     retries: CountOrZero = 0
-    """How often an episode that failed in a way of rollout.retry_on is repeated, with other seeds. The last
-    attempt runs on another engine if there is one."""
+    """Number of times that an episode is repeated with other seeds if it fails in a way named in
+    rollout.retry_on. The last attempt runs on another engine if there is one."""
     retry_on: tuple[Failure, ...] = ("env_error", "timed_out", "aborted")
     """Failures after which an episode is repeated. Episodes that still fail are counted
     (reward.max_failed_ratio) and not trained on."""
@@ -356,14 +356,14 @@ class PromptDataConfig(ImagesConfig, TemplateConfig, LoaderConfig):
     """Comma list of probabilities, one for each dataset, with which prompts are drawn from the datasets.
     None: the datasets follow one another."""
     prompt_split: str = "train"
-    """Split to use of datasets that have splits."""
+    """Split to read from datasets that have splits."""
     pretrain_dataset: str | None = None
     """PPO-ptx: datasets of plain text that the policy also trains on, in the form of data.prompt_dataset.
     Every optimizer step has train.batch_size texts, cut at data.max_len. None: off."""
     pretrain_probs: str | None = None
     """Probabilities of the datasets of data.pretrain_dataset, in the form of data.prompt_probs."""
     pretrain_split: str = "train"
-    """Split to use of pre-training datasets that have splits."""
+    """Split to read from pre-training datasets that have splits."""
     pretrain_key: str | None = None
     """Column with the pre-training text. None: data.input_key."""
     max_samples: Count = 100_000_000
@@ -394,7 +394,7 @@ class EvalConfig:
     """Prompts to evaluate on, in the form of data.prompt_dataset. Each dataset of a comma list gets metrics
     of its own. None: no evaluation."""
     split: str = "train"
-    """Split to use of datasets that have splits."""
+    """Split to read from datasets that have splits."""
     steps: Steps = -1
     """Evaluate every N RL steps. -1: never."""
     temperature: PositiveOrZero = 0.6
@@ -452,7 +452,7 @@ class TrainConfig(BatchesConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageConfig:
-    """From rewards to advantages."""
+    """Advantages and the off-policy correction."""
 
     estimator: EstimatorName = "gae"
     """Advantage estimator: how the rewards of a step become advantages of actions."""
@@ -606,7 +606,7 @@ class PPOConfig(TrainingConfig):
     ckpt: PPOCkptConfig = PPOCkptConfig()
     logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
     placement: Placement = "manual"
-    """How models and engines are placed on GPUs. manual: by the placement flags. auto: unset placement flags
+    """Placement of models and engines on GPUs. manual: by the placement flags. auto: unset placement flags
     are chosen for the cluster: models and engines share all GPUs and are offloaded in turn, or with
     train.async_enable half of the GPUs are for engines (docs/clusters.md)."""
 

@@ -69,7 +69,7 @@ def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Proble
 
 
 BEST = r"_(score_mean|best_of\d+|pass\d+)$"
-"""Pattern of the ends of evaluation metrics of which higher is better."""
+"""Pattern of the suffixes of evaluation metrics for which higher is better."""
 
 WITH_CRITIC = ", ".join(name for name, row in ESTIMATORS.items() if row.needs_critic)
 WHITENING = ", ".join(name for name, row in ESTIMATORS.items() if row.whiten)

@@ -57,7 +57,7 @@ class LaunchedConfig(HubConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerConfig:
-    """How text becomes tokens."""
+    """Tokenisation."""
 
     disable_fast_tokenizer: bool = False
     """Use the slow tokenizer (Python) instead of the fast one (Rust)."""
@@ -65,7 +65,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TemplateConfig(TokenizerConfig):
-    """How messages become text, and text becomes tokens."""
+    """Chat templates and tokenisation."""
 
     apply_chat_template: bool = False
     """Format prompts and answers with the tokenizer's chat template."""
@@ -78,7 +78,7 @@ class TemplateConfig(TokenizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderConfig(TokenizerConfig):
-    """How rows are loaded for training."""
+    """Loading of rows for training."""
 
     dataloader_num_workers: CountOrZero = 0
     """Accepted for old commands and not read: the tokenizer's own threads read all rows before training
@@ -87,7 +87,7 @@ class LoaderConfig(TokenizerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
-    """Where rows come from."""
+    """Datasets to train on."""
 
     dataset: str = ""
     """Comma list of datasets, each as `path` or `path@data_dir`: a .json, .jsonl, .csv, .parquet or .arrow
@@ -97,7 +97,7 @@ class DatasetConfig:
     """Comma list of probabilities, one for each dataset, with which rows are drawn from the datasets. None:
     the datasets follow one another."""
     dataset_split: str = "train"
-    """Split to use of datasets that have splits."""
+    """Split to read from datasets that have splits."""
     max_samples: Count = 100_000_000
     """Maximum number of rows, of each dataset and in total."""
     bad_rows: BadRows = "error"
@@ -289,7 +289,7 @@ class Zero(NamedTuple):
 
 
 class Offloading(NamedTuple):
-    """Offloading of what a GPU does not need at the moment."""
+    """Offloading of states that the GPU does not need at the moment."""
 
     sleeps: bool
     """Whether optimizer states leave the GPU while other models use it."""

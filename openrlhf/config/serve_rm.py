@@ -28,7 +28,7 @@ class ServedRewardConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ServedDataConfig(TokenizerConfig):
-    """How texts become tokens."""
+    """Tokenisation of texts."""
 
     max_len: Count = 2048
     """Maximum length of a text, tokens. Longer ones are cut off before their last token, and the answer says

@@ -71,7 +71,7 @@ class EvalConfig:
     dataset: str | None = None
     """Datasets to evaluate on, in the form of data.dataset. None: no evaluation."""
     split: str = "train"
-    """Split to use of datasets that have splits."""
+    """Split to read from datasets that have splits."""
     steps: Steps = -1
     """Evaluate every N optimizer steps. -1: at the end of each epoch and of the run."""
     max_samples: Count | None = None
@@ -254,7 +254,7 @@ class PRMDataConfig(DataConfig):
     input_key: str = "input"
     """Column with problem and solution as one text, with a placeholder at the end of each step."""
     label_key: str = "label"
-    """Column with a list of one label for each placeholder: the token that the model shall predict there, or
+    """Column with a list of one label for each placeholder: the token to predict there, or
     the probability of the first of data.reward_tokens."""
     placeholder_token: str = ""
     """Text that ends a step: one token, or several of which the last carries the label. Required."""

@@ -30,12 +30,13 @@ class LabelledSamples:
 
     @property
     def needed_len(self) -> int:
-        """See `SampleStore`."""
+        """The smallest max_len with which no row is truncated or dropped for its length, see
+        `SampleStore`."""
         return self.samples.needed_len
 
     @property
     def truncated(self) -> int:
-        """See `SampleStore`."""
+        """Number of truncated samples, see `SampleStore`."""
         return self.samples.truncated
 
     @property
@@ -45,7 +46,7 @@ class LabelledSamples:
 
     @property
     def images_digest(self) -> str:
-        """See `SampleStore`."""
+        """Digest of the images, see `SampleStore`."""
         return self.samples.images_digest
 
     def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:

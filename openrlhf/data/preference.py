@@ -34,7 +34,7 @@ SAME_WHEN_CUT = "both answers are the same up to max_len"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PairDataset(TwoSamples):
-    """Sample 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
+    """A dataset of preference pairs: sample 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
 
     margins: np.ndarray
     """(pairs,) float32, by how much the chosen score shall exceed the rejected one."""

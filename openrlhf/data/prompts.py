@@ -103,7 +103,7 @@ class _Kept(Sequence[Prompt]):
         self._size = 0
 
     def append(self, number: int, prompt: Prompt) -> None:
-        """number: the prompt's row number."""
+        """Appends a prompt. `number`: its row number."""
         self._numbers.append(number)
         self._lengths.append(prompt.num_tokens)
         if prompt.images:

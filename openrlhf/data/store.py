@@ -77,7 +77,7 @@ class SampleStore:
 
     @property
     def sequence_lengths(self) -> Sequence[int]:
-        """See `LabelledSamples`."""
+        """Lengths of the sequences, see `LabelledSamples`."""
         return self.lengths
 
     def drop(self, drop: Drop) -> None:

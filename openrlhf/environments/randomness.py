@@ -1,4 +1,4 @@
-"""Random states per episode, for environments that draw from the process's global generators."""
+"""Keeps random states per episode, for environments that draw from the process's global generators."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Command line of agent files that write rows for --data.prompt_dataset."""
+"""Gives agent files a command line that writes rows for --data.prompt_dataset."""
 
 import argparse
 import inspect
@@ -9,12 +9,12 @@ from typing import Any
 
 def write_rows(make: Callable[..., Iterable[Mapping[str, Any]]]) -> None:
     """Writes the rows that `make` yields, as JSON lines, to the file named by the last argument of the
-    command line. The arguments before it are those of `make`. If an argument is missing or a file cannot be
-    read, the program exits with its usage."""
-    parser = argparse.ArgumentParser()
+    command line. The arguments before it are passed to `make`, whose docstring is shown by `--help`. If an
+    argument is missing or a file cannot be read, the program exits with its usage."""
+    parser = argparse.ArgumentParser(description=inspect.getdoc(make) or "Writes the prompts of this agent.")
     for name in inspect.signature(make).parameters:
         parser.add_argument(name, metavar=name.upper())
-    parser.add_argument("rows", metavar="ROWS", help="file to write, for --data.prompt_dataset")
+    parser.add_argument("rows", metavar="ROWS", help="JSON lines file to write, for --data.prompt_dataset")
     arguments = vars(parser.parse_args())
     path = arguments.pop("rows")
     try:

@@ -1,4 +1,4 @@
-"""Control of a model's randomness in training: dropout, skipped layers, noise in routers."""
+"""Controls a model's randomness in training: dropout, skipped layers, noise in routers."""
 
 from collections.abc import Callable
 from functools import partial

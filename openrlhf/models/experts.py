@@ -1,4 +1,4 @@
-"""Load-balancing loss of mixtures of experts: how evenly a model's routers use their experts."""
+"""Computes the load-balancing loss of mixtures of experts: how evenly a model's routers use their experts."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence

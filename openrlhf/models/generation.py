@@ -1,5 +1,5 @@
-"""Generation of answers with a transformers model. Each answer depends on its own seed, not on the other
-answers of its batch."""
+"""Generates answers with a transformers model. Each answer depends on its own seed, not on the other answers
+of its batch."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

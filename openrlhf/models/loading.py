@@ -1,4 +1,4 @@
-"""Loading of models, tokenizers and configurations from a name or path."""
+"""Loads models, tokenizers and configurations from a name or a path."""
 
 import logging
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""Streaming of an answer of a transformers model, and incremental decoding of tokens to text."""
+"""Streams an answer of a transformers model, and decodes its tokens to text incrementally."""
 
 import queue
 import threading

@@ -1,5 +1,5 @@
-"""Distillation: student and teacher models that are compared over the whole vocabulary, without all logits of
-either."""
+"""Compares student and teacher models over the whole vocabulary, without computing all logits of either at
+once."""
 
 from typing import NamedTuple, cast
 

@@ -1,5 +1,4 @@
-"""Conversion of images to the inputs of a vision-language model: patches, which replace the placeholder
-tokens.
+"""Converts images to the inputs of a vision-language model: patches, which replace the placeholder tokens.
 
 A row contains image files. For each forward pass the model's processor converts them to tensors; the most
 recent ones are cached, because all samples of a prompt have the same images. If image tokens have positions

@@ -1,5 +1,5 @@
-"""Batching of reward requests, which arrive one sample at a time. A failed batch is split and retried, so
-that only the faulty sample fails."""
+"""Batches reward requests, which arrive one sample at a time. A failed batch is split and retried, so that
+only the faulty sample fails."""
 
 import asyncio
 from abc import ABC, abstractmethod

@@ -1,5 +1,5 @@
-"""Users' reward functions, which are checked before the run and called in separate processes. If a call
-hangs, crashes, raises an error or returns an invalid value, only its samples fail."""
+"""Checks users' reward functions before the run, and calls them in separate processes. If a call hangs,
+crashes, raises an error or returns an invalid value, only its samples fail."""
 
 import asyncio
 import atexit

@@ -1,4 +1,4 @@
-"""Extraction and comparison of answers to mathematical problems."""
+"""Extracts and compares answers to mathematical problems."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Parsing and validation of the values that reward sources return."""
+"""Parses and validates the values that reward sources return."""
 
 import math
 from collections.abc import Sequence

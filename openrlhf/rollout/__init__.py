@@ -1,1 +1,1 @@
-"""Sampling of trajectories: episodes run on engines and get their rewards."""
+"""Samples trajectories: runs episodes on engines and gets their rewards."""

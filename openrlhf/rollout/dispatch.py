@@ -72,7 +72,7 @@ class _Load(Generic[EngineT]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rerun:
-    """Failed samples of a group, to rerun on another engine."""
+    """Failed samples of a group, which are run again on another engine."""
 
     group: PromptGroup
     """All samples of the prompt."""

@@ -1,4 +1,4 @@
-"""Loading of users' executors, and calls with the arguments that they accept."""
+"""Loads users' executors, and calls them with the arguments that they accept."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Recording of an episode's requests to its engine, and of the answers."""
+"""Records an episode's requests to its engine, and the answers."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

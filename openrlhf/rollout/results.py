@@ -1,4 +1,4 @@
-"""Validation of an executor's result, and its conversion to fields of an Episode."""
+"""Validates an executor's result, and converts it to fields of an Episode."""
 
 import logging
 from collections.abc import Sequence

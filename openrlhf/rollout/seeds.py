@@ -1,5 +1,5 @@
-"""Derivation of seeds from the address of a request. A seed does not depend on when or on which engine the
-request runs."""
+"""Derives seeds from the address of a request. A seed does not depend on when or on which engine the request
+runs."""
 
 import hashlib
 

@@ -1,4 +1,4 @@
-"""Conversion of an episode's turns to the sequences to train on."""
+"""Converts an episode's turns to the sequences to train on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

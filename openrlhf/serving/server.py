@@ -37,7 +37,7 @@ class Question(BaseModel):
     """Prompt of each query. A query that begins with its prompt is tokenised with the prompt's own tokens, as
     in training. Other prompts have no effect, for example prompts without their template."""
     labels: list[Any] | None = None
-    """Ignored: a reward model does not read labels."""
+    """Labels of the queries, which a reward model does not read."""
 
 
 class Refusal(Exception):

@@ -1,5 +1,5 @@
-"""Collection of the groups of an RL step: dynamic filtering, and a buffer of groups that are sampled ahead
-for later steps."""
+"""Collects the groups of an RL step: filters them, and buffers groups that are sampled ahead for later
+steps."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence

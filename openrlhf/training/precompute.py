@@ -1,4 +1,5 @@
-"""Log-probs of a frozen model on a whole dataset, computed once before training and cached on disk."""
+"""Computes the log-probs of a frozen model on a whole dataset once before training, and caches them on
+disk."""
 
 import logging
 import os

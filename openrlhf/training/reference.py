@@ -32,7 +32,7 @@ class ComparedTask(Task[ConfigT]):
         return {**super().models(), REF_FLAG: reference_path(self.config)}
 
     def check_models(self) -> None:
-        """Also raises ValueError for a reference whose vocabulary differs from the policy's."""
+        """Also refuses a reference whose vocabulary differs from the policy's."""
         from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
         super().check_models()

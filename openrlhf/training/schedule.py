@@ -1,4 +1,4 @@
-"""Assignment of samples to optimizer steps and ranks, and the number of steps."""
+"""Assigns samples to optimizer steps and ranks, and computes the number of steps."""
 
 import random
 from collections.abc import Sequence

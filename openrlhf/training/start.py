@@ -1,4 +1,4 @@
-"""Start of a training command, between loading its data and its model: checks and locks its folders, and
+"""Starts a training command, between loading its data and its model: checks and locks its folders, and
 selects the checkpoint to resume from."""
 
 import os

@@ -141,7 +141,7 @@ class Task(ABC, Generic[ConfigT]):
 
 
 class Run(Generic[ConfigT]):
-    """Everything that a supervised command builds on one rank."""
+    """The parts of a supervised command on one rank."""
 
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
         """Builds the run, and locks its folders until `held` is closed."""

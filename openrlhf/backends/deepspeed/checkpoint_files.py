@@ -1,5 +1,4 @@
-"""Writing of DeepSpeed's checkpoint files through a `CheckpointWriter` instead of DeepSpeed's own
-`torch.save`."""
+"""Makes DeepSpeed write its checkpoint files with a `CheckpointWriter` instead of its own `torch.save`."""
 
 from typing import Any, Self
 

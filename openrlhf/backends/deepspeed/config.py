@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration, built from the flags `ds.*`."""
+"""Builds DeepSpeed's configuration from the flags `ds.*`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Estimate of a rank's memory under DeepSpeed at each ZeRO stage."""
+"""Estimates a rank's memory under DeepSpeed at each ZeRO stage."""
 
 from openrlhf.backends.deepspeed.config import ITEM_BYTES, bucket_elements
 from openrlhf.backends.row_memory import ModelShape, RowMemory, activations

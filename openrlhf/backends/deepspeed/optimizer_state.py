@@ -1,4 +1,4 @@
-"""Offloading of one rank's optimizer state, master weights and gradients between optimizer steps.
+"""Offloads one rank's optimizer state, master weights and gradients between optimizer steps.
 
 DeepSpeed's `offload_states` is used for gradient buffers only. It moves optimizer states only at ZeRO stage 3
 and only those of FusedAdam, which needs a CUDA compiler; and it leaves its host buffers in the optimizer's

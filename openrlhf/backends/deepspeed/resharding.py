@@ -1,5 +1,4 @@
-"""Loading of checkpoints on a different number of ranks, or at a different ZeRO stage, than they were saved
-with.
+"""Loads checkpoints on a different number of ranks, or at a different ZeRO stage, than they were saved with.
 
 DeepSpeed itself can only load on each rank the file that the same rank wrote. This module reads the files of
 all ranks, parameter by parameter. Each rank assembles the states that it would have saved itself, and

@@ -1,4 +1,4 @@
-"""Bidirectional attention among the tokens of an image (Gemma 3) for vLLM's CPU workers, whose attention
+"""Adds bidirectional attention among the tokens of an image (Gemma 3) to vLLM's CPU workers, whose attention
 backend supports only causal attention.
 
 vLLM passes the positions of images to its attention backends, but only the GPU kernels read them. On a CPU

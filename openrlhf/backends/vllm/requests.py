@@ -1,4 +1,4 @@
-"""Conversion of sampling parameters to vLLM's, and of vLLM's outputs to answers."""
+"""Converts sampling parameters to vLLM's, and vLLM's outputs to answers."""
 
 from typing import TYPE_CHECKING, Any, cast
 

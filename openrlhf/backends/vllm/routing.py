@@ -1,4 +1,4 @@
-"""Recording of each request's routing, the experts of its tokens, inside a worker of vLLM.
+"""Records each request's routing, the experts of its tokens, inside a worker of vLLM.
 
 vLLM's second model runner returns the routing itself (`enable_return_routed_experts`), but needs Triton,
 which is often missing on CPUs. With the first model runner, vLLM's capturer records the experts of each step,

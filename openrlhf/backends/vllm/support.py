@@ -1,5 +1,5 @@
-"""Detection of models that vLLM cannot run, before an engine starts. This module parses vLLM's source, which
-takes milliseconds, instead of importing vLLM, which takes seconds."""
+"""Detects models that vLLM cannot run, before an engine starts. This module parses vLLM's source, which takes
+milliseconds, instead of importing vLLM, which takes seconds."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Layout of weights in a weight sync: named tensors, concatenated in buckets. Trainer and engines compute the
+"""Lays out the weights of a sync: named tensors, concatenated in buckets. Trainer and engines compute the
 same layout."""
 
 import math

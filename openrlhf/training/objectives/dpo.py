@@ -26,7 +26,7 @@ class DPOObjective:
     label_smoothing: float = 0.0
     nll_coef: float = 0.0
     reference: Reference | None = None
-    """Not needed if reference log-probs are precomputed."""
+    """Function that computes reference log-probs; not needed if they are precomputed."""
 
     def __call__(self, model: Callable, batch: PairRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""

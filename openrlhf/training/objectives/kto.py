@@ -29,7 +29,7 @@ class KTOObjective:
     desirable_fraction: float = 0.5
     """Fraction of desirable answers among the step's answers. Used in metrics only."""
     reference: Reference | None = None
-    """Not needed if reference log-probs are precomputed."""
+    """Function that computes reference log-probs; not needed if they are precomputed."""
 
     def __call__(
         self, model: Callable, batch: UnpairedRow, norm: LossNorm

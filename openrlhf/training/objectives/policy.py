@@ -44,7 +44,7 @@ class PolicyObjective:
 
     loss_type: PolicyLossType = "ppo"
     aggregation: LossAggregation | None = None
-    """None: the default of `loss_type`."""
+    """Aggregation of the actions' losses. None: the default of `loss_type`."""
     longest_response: float = 1.0
     """Divisor of the aggregation `constant_length`, in actions."""
     clip_low: float = 0.2
@@ -60,7 +60,7 @@ class PolicyObjective:
     max_staleness: int | None = None
     """Staleness beyond which v is 0. None: no limit."""
     kl_coef: float = 0.0
-    """0: no KL in the loss."""
+    """Coefficient of the KL in the loss. 0: no KL."""
     kl_estimator: KLEstimator = "k1"
     entropy_coef: float | None = None
     """Coefficient of the entropy at `temperature`. 0: the entropy is only reported; None: it is not
