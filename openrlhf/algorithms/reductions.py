@@ -48,11 +48,11 @@ class Aggregation:
 AGGREGATIONS: Mapping[str, Aggregation] = {
     "token_mean": Aggregation("over tokens", lambda loss, counts, norm, length: token_mean(loss, norm)),
     "sample_mean": Aggregation(
-        "over samples, of each one's mean",
+        "mean over samples of each sample's mean over tokens",
         lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
     ),
     "constant_length": Aggregation(
-        "over samples, of each one's sum / rollout.max_new_tokens (Dr. GRPO)",
+        "mean over samples of each sample's sum over tokens / rollout.max_new_tokens (Dr. GRPO)",
         lambda loss, counts, norm, length: constant_length_mean(loss, norm, length),
     ),
 }

@@ -85,7 +85,7 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
     policy_loss_type: PolicyLossType = "ppo"
     """Policy loss."""
     loss_aggregation: LossAggregation | None = None
-    """How policy loss, KL and entropy are averaged. None: sample_mean if actor.policy_loss_type compares
+    """Averaging of policy loss, KL and entropy. None: sample_mean if actor.policy_loss_type compares
     sequences, otherwise token_mean."""
     entropy_coef: PositiveOrZero | None = None
     """Weight of the entropy bonus. 0: the entropy is only logged. None: it is not computed."""

@@ -352,9 +352,9 @@ class DeepSpeedConfig:
     rows on a GPU in half precision, otherwise sdpa for one sequence at a time. A self-check compares both
     ways (docs/models.md): where packed rows would be wrong, auto runs the model once for each sequence."""
     share_prefixes: SharePrefixes = "auto"
-    """Read the common prefixes of a row's sequences once: samples of a prompt, answers of a pair. Losses and
-    gradients stay the same up to rounding. auto: where a self-check of the model shows that they do
-    (docs/models.md). true: refuse a model that fails it. false: read every sequence whole."""
+    """Compute the common prefixes of a row's sequences once: samples of a prompt, answers of a pair. Losses
+    and gradients stay the same up to rounding. auto: where a self-check of the model shows that they do
+    (docs/models.md). true: refuse a model that fails it. false: compute every sequence whole."""
     experts_implementation: ExpertsImplementation | None = None
     """Kernel for the experts of MoE models. None: transformers chooses."""
     use_liger_kernel: bool = False

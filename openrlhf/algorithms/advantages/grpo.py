@@ -4,7 +4,7 @@ from openrlhf.algorithms.tensor import Tensor
 
 
 class GRPO(AdvantageEstimator):
-    """Group relative policy optimization (GRPO), minus the group's mean and over its standard deviation.
+    """Group relative policy optimization (GRPO): (reward - group mean) / group standard deviation.
 
     DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models,
     https://arxiv.org/abs/2402.03300

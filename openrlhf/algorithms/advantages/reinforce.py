@@ -2,7 +2,7 @@ from openrlhf.algorithms.advantages.base import AdvantageEstimator
 
 
 class Reinforce(AdvantageEstimator):
-    """REINFORCE++, discounted returns whitened over the step.
+    """REINFORCE++: discounted returns, whitened over the step.
 
     REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models,
     https://arxiv.org/abs/2501.03262

@@ -4,7 +4,7 @@ from openrlhf.algorithms.tensor import Tensor
 
 
 class ReinforceBaseline(AdvantageEstimator):
-    """REINFORCE++-baseline, minus the group's mean and whitened over the step.
+    """REINFORCE++-baseline: reward minus the group's mean, whitened over the step.
 
     REINFORCE++: An Efficient RLHF Algorithm with Robustness to Both Prompt and Reward Models,
     https://arxiv.org/abs/2501.03262

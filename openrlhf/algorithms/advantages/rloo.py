@@ -4,7 +4,7 @@ from openrlhf.algorithms.tensor import Tensor
 
 
 class RLOO(AdvantageEstimator):
-    """REINFORCE leave-one-out (RLOO), minus the mean of the group's others.
+    """REINFORCE leave-one-out (RLOO): reward minus the mean reward of the group's other samples.
 
     Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs,
     https://arxiv.org/abs/2402.14740

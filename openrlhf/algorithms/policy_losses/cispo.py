@@ -3,7 +3,7 @@ from openrlhf.algorithms.tensor import Tensor
 
 
 class CISPO(PolicyLoss):
-    """Clipped importance sampling policy optimization (CISPO), log-probs weighted by the clipped ratio of
+    """Clipped importance sampling policy optimization (CISPO): log-probs weighted by the clipped ratio of
     tokens, so that every token keeps a gradient.
 
     MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention,

@@ -2,7 +2,7 @@ from openrlhf.algorithms.policy_losses.ppo import PPO
 
 
 class GSPO(PPO):
-    """Group sequence policy optimization (GSPO), clipped ratio of sequences.
+    """Group sequence policy optimization (GSPO): clipped ratio of whole sequences.
 
     Group Sequence Policy Optimization, https://arxiv.org/abs/2507.18071, eq. 5 to 7
 

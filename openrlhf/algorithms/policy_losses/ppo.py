@@ -3,7 +3,7 @@ from openrlhf.algorithms.tensor import Tensor
 
 
 class PPO(PolicyLoss):
-    """Proximal policy optimization (PPO), clipped ratio of tokens.
+    """Proximal policy optimization (PPO): clipped ratio of tokens.
 
     Proximal Policy Optimization Algorithms, https://arxiv.org/abs/1707.06347, eq. 7
 

@@ -3,8 +3,8 @@ from openrlhf.algorithms.tensor import Tensor
 
 
 class Interpolated(ProximalPolicy):
-    """Between sampler and policy, the closer to the policy the staler the action, without a forward pass
-    (A-3PO).
+    """Interpolation between sampler and policy, closer to the policy for staler actions, without a forward
+    pass (A-3PO).
 
     A-3PO: Accelerating Asynchronous LLM Training with Staleness-aware Proximal Policy Approximation,
     https://arxiv.org/abs/2512.06547
