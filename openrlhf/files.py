@@ -95,7 +95,7 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
 def not_written(place: str | os.PathLike, reason: str) -> RunError:
     """Returns the error of a save that the disk refused."""
     text = (
-        f"{place} could not be written: {reason}.\nEarlier checkpoints are whole. Free space or change "
+        f"{place} could not be written: {reason}.\nEarlier checkpoints are intact. Free space or change "
         "permissions there, and resume with --ckpt.load_enable."
     )
     return RunError(ErrorCode.NOT_WRITABLE, text)

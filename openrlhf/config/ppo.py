@@ -210,7 +210,7 @@ class RewardConfig(FrozenRoleConfig):
     remote_batch_size: Count = 16
     """Maximum number of samples in one request to a reward server. 1: one request for each sample."""
     remote_concurrency: Count = 32
-    """Maximum number of requests to reward servers that each engine has under way."""
+    """Maximum number of requests to reward servers that each engine has in flight."""
     max_failed_ratio: Fraction = 0.5
     """Fraction of failed samples in one step above which the run stops."""
 

@@ -155,7 +155,7 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     if decode(tokenizer, token_ids) != decode(tokenizer, token_ids_of(text.text, tokenizer)):
         raise UsageError(
             ErrorCode.UNSUPPORTED,
-            "the slow tokenizer of this model cannot find the border of prompt and reply: a text that is\n"
+            "the slow tokenizer of this model cannot find the boundary of prompt and reply: a text that is\n"
             "tokenised in pieces decodes to another text. Remove the flag.",
             flag="--data.disable_fast_tokenizer",
         )

@@ -140,7 +140,7 @@ class PromptSampler:
             if state[key] != here[key]:
                 raise UsageError(
                     ErrorCode.OTHER_RUN,
-                    f"the checkpoint is of other prompts: {key} was {state[key]}, and is {here[key]}.\n"
+                    f"the checkpoint belongs to other prompts: {key} was {state[key]}, and is {here[key]}.\n"
                     "Resume with the same --data.prompt_dataset, templates and seed, or start a new run.",
                 )
         epoch = state["epoch"] if "epoch" in state else state["episode"]  # name of the key in version 1

@@ -116,7 +116,7 @@ def resolve_reading(
         read_one_by_one(model)
         if _is_first_rank():
             logger.warning(
-                "%s reads one sequence at a time, which is slower than packed rows, because in them %s",
+                "%s runs one sequence at a time, which is slower than packed rows, because in packed rows %s",
                 type(model).__name__,
                 found["reason"],
             )
@@ -125,7 +125,7 @@ def resolve_reading(
     reading.shares_prefixes = reading.share_prefixes != "false" and not found["unshared"]
     if found["unshared"] and not found["reason"] and _is_first_rank():
         name = type(model).__name__
-        logger.info("%s reads common prefixes once for each sequence, because %s", name, found["unshared"])
+        logger.info("%s computes common prefixes for each sequence, because %s", name, found["unshared"])
     return reading
 
 
@@ -215,7 +215,7 @@ def _run_checks(run: Callable, model: PreTrainedModel) -> dict[str, str]:
         error = f"{name} cannot read packed rows with it: {reason}.\nUse auto."
     elif reading.sharing and (problem := reason or why_slices_differ(run, model, reading.sharing)):
         flag, value = "--ds.ring_attn_size", str(reading.sharing.size)
-        error = f"ranks cannot share a row of {name}: {problem}.\nRemove the flag."
+        error = f"{name} does not support sequence parallelism: {problem}.\nRemove the flag."
     elif problem := why_not_at_all(run, model):
         error = f"{name} cannot be trained: {problem}."
     elif reading.liger and (problem := why_not_liger(run, model)):
@@ -224,7 +224,7 @@ def _run_checks(run: Callable, model: PreTrainedModel) -> dict[str, str]:
         flag, error = "--algo.router_replay", f"{problem}.\nRemove the flag."
     elif reading.share_prefixes == "true" and unshared:
         flag, value = "--ds.share_prefixes", "true"
-        error = f"{name} cannot read common prefixes once: {unshared}.\nUse auto."
+        error = f"{name} cannot compute common prefixes once: {unshared}.\nUse auto."
     return {"reason": reason, "unshared": unshared, "error": error, "flag": flag, "value": value}
 
 
@@ -282,7 +282,7 @@ def why_not_shared(run: Callable, model: PreTrainedModel) -> str:
     """Returns why common prefixes of a row's sequences cannot be read once, "" where they can."""
     reading = reading_of(model)
     if model.config._attn_implementation != PACKED:
-        return "only --ds.attn_implementation auto reads a tree of prefixes"
+        return "only --ds.attn_implementation auto supports common prefixes"
     if reading.images is not None:
         return "its rows have images"
     if has_states(model):

@@ -37,7 +37,7 @@ from openrlhf.models.policy import LogProbHead
 
 WRONG_PLANS = {
     "apertus": "its activation has weights of its own, whose gradients transformers' plan forgets",
-    "doge": "transformers' plan shares its attention, but not the mask that it makes of the values",
+    "doge": "transformers' plan splits its attention, but not the mask that it computes from the values",
 }
 """Architectures for which transformers' plan is wrong: `model_type` -> reason."""
 
@@ -108,7 +108,7 @@ def refusal(model: PreTrainedModel, size: int, reason: str) -> UsageError:
     """Returns the error for a model that cannot be sharded."""
     name = f"{type(model).__name__} {model.name_or_path}".strip()
     text = (
-        f"ranks cannot share the matrices of {name}: {reason}.\n"
+        f"{name} does not support tensor parallelism: {reason}.\n"
         "Remove the flag; --ds.zero_stage 3 shards weights too."
     )
     return UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.tensor_parallel_size", value=size)

@@ -147,7 +147,7 @@ class Run(Generic[ConfigT]):
         """Builds the run, and locks its folders until `held` is closed."""
         from openrlhf.observability.progress import waiting
 
-        with waiting("loading libraries, meeting the other ranks"):
+        with waiting("loading libraries, connecting to the other ranks"):
             from openrlhf.backends.build import build_engine
             from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
             from openrlhf.training.supervised import total_steps

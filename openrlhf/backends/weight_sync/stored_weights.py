@@ -143,8 +143,8 @@ def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
     if not moved >= least:
         text = (
             f"a random adapter hardly changes the trainer's log-probs: those of {len(plain)} tokens differ "
-            f"by {moved:.3g} nats on average, and {least:.3g} is the least by which the check could tell "
-            "whether engines apply adapters.\nUse merged, and look at --ds.lora.target_modules."
+            f"by {moved:.3g} nats on average, and a check of engines that ignore adapters needs at least "
+            f"{least:.3g}.\nUse merged, or check --ds.lora.target_modules."
         )
         raise RunError(ErrorCode.WRONG_WEIGHTS, text, flag="--vllm.lora_sync", value="adapter")
 

@@ -39,7 +39,7 @@ class JsonlTracker:
             if not was_behind:
                 reason = error.strerror or str(error)
                 logger.warning(
-                    "%s: rows wait in memory, because the disk refuses them: %s", self._path, reason
+                    "%s: rows wait in memory, because they cannot be written: %s", self._path, reason
                 )
 
 
