@@ -45,6 +45,7 @@ LAYOUTS = {
 
 
 def started(command: str, flags: str) -> Run:
+    unset_hf_deepspeed_config()  # as in a process of its own, where no model is sharded before the checks
     task, argv = TASKS[command], shlex.split(flags)
     return Run(task(parse(task.command, argv).config), argv, ExitStack())
 
@@ -92,7 +93,6 @@ def main() -> None:
             if dist.get_rank() == 0:
                 torch.save(gradients, path)
             report[f"{name}: {layout}"] = {"gradients": path, "metrics": metrics}
-        unset_hf_deepspeed_config()  # as in a process of its own, where no model is sharded before the checks
     Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
     leave_distributed()
 
