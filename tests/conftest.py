@@ -34,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Units(LoadScopeScheduling):
-    """Schedules whole files, because of their fixtures, but the long files one function at a time."""
+    """Distributes whole files over the processes, because of their fixtures, but the long files function by
+    function."""
 
     def _split_scope(self, nodeid: str) -> str:
         file, _, test = nodeid.partition("::")
@@ -47,8 +48,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sorts the longest tests first, so that both processes have work to the end. Of the tests with trained
-    models one comes first and the others late: it trains the models while the other process has other
+    """Sorts the longest tests first, so that both processes have work until the end. One test with trained
+    models comes first, and the others late: the first trains the models while the other process has other
     work."""
     needs = lambda item: "knowing" in getattr(item, "fixturenames", ())
     items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))

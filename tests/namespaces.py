@@ -1,4 +1,4 @@
-"""Says whether this machine can isolate code in namespaces at all."""
+"""Tells whether this machine can isolate code in namespaces."""
 
 import os
 import subprocess

@@ -34,6 +34,23 @@ def printed(stderr: str) -> list[Refusal]:
     return found
 
 
+_CHANGE = re.compile(r"(?P<name>\S+) was (?P<before>.*?), is (?P<now>.*?)(?:: |$)", re.MULTILINE)
+
+
+class Changed(NamedTuple):
+    """A setting that a resumed run has changed, as a message lists it."""
+
+    name: str
+    """The flag with its dashes, or the name of other content."""
+    before: str
+    now: str
+
+
+def changes(text: str) -> list[Changed]:
+    """Returns the changed settings that a message lists, in order."""
+    return [Changed(**match.groupdict()) for match in _CHANGE.finditer(text)]
+
+
 @contextmanager
 def refused(code: ErrorCode, **expected: object) -> Iterator[pytest.ExceptionInfo[CodedError]]:
     """Expects an error of this code inside, whose `flag`, `value` and `row` are those of `expected`."""

@@ -404,7 +404,7 @@ def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
     if missing or unknown:
         what = f"it has no {missing[0]}" if missing else f"this model has no {unknown[0]}"
         text = (
-            f"the checkpoint is of another model: {what}.\n"
+            f"the checkpoint belongs to another model: {what}.\n"
             "Resume with the model and the --ds.lora.* flags that it was saved with."
         )
         raise UsageError(ErrorCode.OTHER_RUN, text)

@@ -179,7 +179,7 @@ class Dispatcher(Generic[EngineT]):
         """Returns the next finished group. Raises the error of an engine or of `score`, RuntimeError if no
         prompt is in flight, and TimeoutError, which names the prompts in flight, after `timeout` seconds."""
         if not self._under_way[purpose]:
-            raise RuntimeError(f"no prompt is under way for {purpose}")
+            raise RuntimeError(f"no {purpose} prompt is in flight")
         try:
             found = self._finished[purpose].get(timeout=timeout)
         except queue.Empty:
@@ -349,7 +349,7 @@ class Dispatcher(Generic[EngineT]):
             lines.append(f"not sent yet: {len(self._waiting)} prompts")
         if self._is_scoring:
             lines.append("reward models are scoring finished groups")
-        return f"{self._under_way[purpose]} prompts of {purpose} are under way.\n" + "\n".join(lines)
+        return f"{self._under_way[purpose]} {purpose} prompts are in flight.\n" + "\n".join(lines)
 
 
 def _num_answered(group: PromptGroup) -> tuple[int, int]:

@@ -134,7 +134,7 @@ def refused(files, tmp_path, capsys, monkeypatch):
 
 
 def says(text, code, place, *words):
-    """Whether an error among the lines has this code and place, and these words in its text."""
+    """Returns whether an error among the lines has this code and place, and these words in its text."""
     return any(
         error[:2] == (code, place) and all(word in error.text for word in words) for error in printed(text)
     )

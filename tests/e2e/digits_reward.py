@@ -1,4 +1,4 @@
-"""Reward that a policy without any knowledge can raise: the share of digits in the answer."""
+"""Reward that a policy without any knowledge can raise: the fraction of digits in the answer."""
 
 
 def reward_func(queries, prompts, labels):

@@ -1,7 +1,6 @@
-"""The share of digits in the answer, from a function that kills the engine that asks for it on some calls.
-
-OPENRLHF_TEST_KILLS is a file with the calls so far, a byte each, or does not exist where nothing is killed.
-"""
+"""Reward function that returns the fraction of digits in the answer, and on some calls kills the engine that
+calls it. OPENRLHF_TEST_KILLS names a file with one byte for each call so far; without the file nothing is
+killed."""
 
 import os
 import time

@@ -55,7 +55,7 @@ class Trainer:
 
     @torch.no_grad()
     def learn(self) -> None:
-        """Replaces the weights by ones that are nothing like them."""
+        """Replaces the weights by unrelated ones."""
         for name, param in self.policy.model.named_parameters():
             if param.dim() > 1:
                 param.copy_(param.flatten()[torch.randperm(param.numel())].view_as(param))

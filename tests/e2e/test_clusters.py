@@ -180,7 +180,7 @@ def test_a_cluster_that_is_too_small_or_busy(machine: Machine) -> None:
     code, output = submitted(machine, f"RAY_AUTH_MODE=token {submit} {flags}")
     assert code == 1, output  # as `ray job submit` says of every job that failed
     assert re.search(r"^note: --runtime-env-json: .*\bsetup_commands\b", output, re.MULTILINE)
-    assert f"joined the Ray cluster at {machine.address}: 1 node, 8 GPUs" in output
+    assert f"{machine.address}: 1 node, 8 GPUs" in output
     assert re.search(r"^error: .*\b16 GPUs\b.*\b8\b", output, re.MULTILINE)
 
     holder = machine.start(f"exec {shlex.quote(sys.executable)} -c {shlex.quote(HOLDER)}")
@@ -208,7 +208,7 @@ def test_a_run_joins_a_cluster_that_stays(machine: Machine) -> None:
     assert machine.run(start.replace("--num-gpus 8", "--num-gpus 0"))[0] == 0
     code, output = machine.run(run)
     assert code == 0, output
-    assert f"joined the Ray cluster at {machine.address}: 1 node, 0 GPUs" in output
+    assert f"{machine.address}: 1 node, 0 GPUs" in output
     assert not re.search(r"pid=|Triton|Loading weights|model shards|repeated|WARNING|\x1b", output), output
     assert machine.run(stop)[0] == 0
     code, output = machine.run(f"RAY_ADDRESS={machine.address} ray status")  # the cluster is still running
@@ -224,7 +224,7 @@ def test_a_run_as_a_job(machine: Machine, heading: str) -> None:
         code, output = submitted(machine, command.replace("--num-gpus 8", "--num-gpus 0"))
         assert code == 0, output
         if "submit" in command:
-            assert f"joined the Ray cluster at {machine.address}" in output and "succeeded" in output
+            assert f"{machine.address}: 1 node" in output and "succeeded" in output
     assert (machine.folder / ".ray" / "auth_token").exists() == (heading == "Token authentication")
     assert (machine.folder / "policy" / "config.json").exists()
 
@@ -260,7 +260,7 @@ def test_a_run_on_two_nodes(machine: Machine, task: TaskFiles) -> None:
         f"{run} --train.max_steps 2 --ckpt.save_steps 1 --algo.advantage.estimator gae"
     )
     assert code == 0, output
-    assert f"joined the Ray cluster at {machine.address}: 2 nodes, 0 GPUs, 2 CPU cores" in output
+    assert f"{machine.address}: 2 nodes, 0 GPUs, 2 CPU cores" in output
     lines = [re.split("  +", line) for line in output.partition("placement:\n")[2].splitlines()[:7]]
     assert [line[:4] for line in lines] == [
         ["role", "ranks", "node", "devices"],

@@ -36,4 +36,4 @@ def test_no_damage_leads_to_a_wrong_state(task, run_worker, flags: str, count: i
         elif found["tag"] == "global_step6":
             assert found["reasons"], found
     _, reason, *_ = report["refused"].splitlines()
-    assert reason.startswith("  global_step6: ") and " has 0 bytes instead of " in reason
+    assert reason.startswith("  global_step6: ") and " 0 bytes " in reason

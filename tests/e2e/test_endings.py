@@ -69,7 +69,7 @@ def rl(task: TaskFiles, folder: Path, flags: str) -> str:
 
 def last_checkpoint(folder: Path) -> str:
     path = folder / "out_dir" / "checkpoints" / "_actor"
-    return f"the last checkpoint is {path / (path / 'latest').read_text()}: "
+    return f" {path / (path / 'latest').read_text()}: "
 
 
 SAVES = "--ckpt.save_steps 1000"
@@ -91,11 +91,11 @@ def test_a_run_that_is_told_to_end(task: TaskFiles, tmp_path: Path, send: Callab
     ended, _, err = interrupt(rl(task, tmp_path, flags), tmp_path, lambda run: send(run.pid, number))
     (last,) = (line for line in err.splitlines() if line.startswith("stopped "))
     if send is os.killpg and number == signal.SIGTERM and ended == 128 + number:
-        assert last.startswith("stopped in step ") and "nothing was saved" in last
+        assert "--ckpt.save_steps 100 " in last and "--ckpt.load_enable" not in last
         return
     assert ended == EXIT_STOPPED, err[-3000:]
     step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
-    assert last.startswith(f"stopped after step {step} of {FOREVER}; {last_checkpoint(tmp_path)}")
+    assert f" step {step} of {FOREVER};" in last and last_checkpoint(tmp_path) in last
     assert "--ckpt.load_enable" in last
     assert "Traceback" not in err and "*** " not in err
 
@@ -164,13 +164,9 @@ def test_a_supervised_run_that_is_told_to_end(
     if flags:
         step = (tmp_path / "run" / "metrics.jsonl").read_text().count("\n")
         checkpoint = tmp_path / "out_dir" / "checkpoints" / f"global_step{step}"
-        assert said.startswith(
-            f"stopped after step {step} of {FOREVER * 2}; the last checkpoint is {checkpoint}:"
-        )
+        assert f" step {step} of {FOREVER * 2};" in said and f" {checkpoint}: " in said
         assert Manifest.read(checkpoint).damage(checkpoint, hashes=True) is None
     else:
-        assert said.startswith("stopped in step ") and said.endswith(
-            "nothing was saved: --ckpt.save_steps N saves a checkpoint every N steps"
-        )
+        assert "--ckpt.save_steps N " in said and "--ckpt.load_enable" not in said
     if launcher == sys.executable:
         assert code == (EXIT_STOPPED if flags else 128 + number) and "Traceback" not in err

@@ -1,4 +1,4 @@
-"""Engines whose copy of the weights goes wrong after a right beginning stop the run before it learns from
+"""Engines whose copy of the weights becomes wrong in the middle of a run stop the run before it learns from
 their samples."""
 
 from pathlib import Path

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_family
+from refusals import changes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -302,10 +303,9 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path, backend: str) 
     with pytest.raises(ValueError) as refused:
         other_run = f"--actor.adam.lr 1e-3 --vllm.kv_cache_gb 0.5 --data.prompt_dataset {task.eval}"
         train(task, tmp_path / "halves", f"{flags} --ckpt.load_enable {other_run}")
-    _, *differences, _, _ = str(refused.value).splitlines()
-    assert differences[0] == "  --actor.adam.lr was 0.003, is 0.001"
-    assert differences[1].startswith(f"  --data.prompt_dataset was {task.prompts} (64 prompts (checksum ")
-    assert len(differences) == 2
+    rate, data = changes(str(refused.value))
+    assert rate == ("--actor.adam.lr", "0.003", "0.001")
+    assert data.name == "--data.prompt_dataset" and data.before.startswith(f"{task.prompts} (64 ")
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Weights on their way from DeepSpeed into vLLM, with the real parts at both ends."""
+"""Weight syncs from DeepSpeed to vLLM, with the real libraries at both ends."""
 
 import re
 from collections.abc import Callable

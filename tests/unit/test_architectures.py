@@ -327,7 +327,8 @@ def test_write_the_table(judged) -> None:
 
 
 def _prefixes(verdicts: list[Verdict]) -> str:
-    """Returns how `auto`, the first, reads common prefixes."""
+    """Returns how attention `auto`, which comes first, computes common prefixes: once, or for each
+    sequence."""
     if verdicts[0].how == "refused":
         return "-"
     return "once" if verdicts[0].shares else "each"

@@ -148,5 +148,5 @@ def test_the_order_changes_with_the_epoch():
 
 def test_exactly_one_size_of_a_row_is_required():
     for sizes in ({}, {"micro_batch_size": 1, "max_tokens": 8}):
-        with pytest.raises(ValueError, match="one of micro_batch_size and max_tokens"):
+        with pytest.raises(ValueError, match=r"micro_batch_size .*max_tokens"):
             Windows(make_dataset([2]), PackedRow.of, batch_size=1, data_rank=0, data_size=1, seed=0, **sizes)

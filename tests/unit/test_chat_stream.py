@@ -61,7 +61,7 @@ def test_an_answer_and_what_is_behind_it_are_what_the_template_writes(name: str)
 
 def test_a_thought_stays_where_qwen3_leaves_it_out() -> None:
     (remark,) = probe(tokenizer_of("qwen3"), with_tools=False)
-    assert "an answer with a thought" in remark and "<think>" in remark.partition("instead of")[2]
+    assert "<think>" in remark
     assert not probe(tokenizer_of("qwen2.5"), with_tools=False)
 
 

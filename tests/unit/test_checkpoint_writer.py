@@ -1,4 +1,4 @@
-"""A rank's files of a checkpoint: listed with their content, and a write that fails is raised at the end."""
+"""A rank's files of a checkpoint are listed with their hashes, and a failed write is raised at the end."""
 
 import hashlib
 import os

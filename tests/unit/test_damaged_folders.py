@@ -22,7 +22,7 @@ STEPS = (2, 4, 6)
 
 
 def of(path: Path, **ckpt) -> CheckpointFolder:
-    """The checkpoints of a run with a critic."""
+    """Returns the checkpoints of a run with a critic."""
     config = CkptConfig(path=str(path), load_enable=True, **ckpt)
     return CheckpointFolder(f"{path}/_actor", config, [f"{path}/_critic"], Origin.of("ppo", PPOConfig(), {}))
 
@@ -41,7 +41,7 @@ def save(checkpoints: CheckpointFolder, step: int) -> None:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints."""
+    """Saves three undamaged checkpoints."""
     path = tmp_path_factory.mktemp("sound")
     for step in STEPS:
         save(of(path), step)
@@ -226,5 +226,5 @@ def test_a_file_that_the_engine_lists_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(b"12")
     complete(tmp_path, step=1)
     os.truncate(tmp_path / "weights", 1)
-    with pytest.raises(ValueError, match="weights has 1 bytes instead of 2"):
+    with pytest.raises(ValueError, match=r"weights\b.*\b1\b.*\b2\b"):
         complete(tmp_path, step=1)

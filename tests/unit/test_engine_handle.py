@@ -1,4 +1,4 @@
-"""cluster/engine_handle.py between a dispatcher and an engine that answers when the test says so."""
+"""cluster/engine_handle.py between a dispatcher and an engine that answers when the test tells it to."""
 
 import asyncio
 from concurrent.futures import Future

@@ -166,7 +166,7 @@ def test_any_other_exception_propagates():
 
 
 class Waiting(Engine):
-    """Engine that takes long for as many requests as it is told."""
+    """Engine whose first `slow` requests take a minute."""
 
     def __init__(self, slow: int) -> None:
         super().__init__(ANSWER)

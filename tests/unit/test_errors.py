@@ -1,4 +1,4 @@
-"""Errors for users: their form, their code, and that both survive a process border."""
+"""Errors for users: their form and their code, both of which survive the transfer between processes."""
 
 import pickle
 

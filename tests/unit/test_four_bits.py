@@ -1,4 +1,4 @@
-"""Models in NF4 for inference compute what their weights, read back, compute."""
+"""Models in NF4 for inference equal models in float32 with the same quantised weights."""
 
 import pytest
 import torch

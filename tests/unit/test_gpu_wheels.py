@@ -67,5 +67,5 @@ def test_a_folder_with_wheels_is_refused(asked, tmp_path: Path, monkeypatch, cap
 def test_a_pip_that_fails_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = lambda command, env: subprocess.CompletedProcess(command, 1)
     monkeypatch.setattr(gpu_wheels.subprocess, "run", failed)
-    with pytest.raises(SystemExit, match=r"error: pip wheel .* failed"):
+    with pytest.raises(SystemExit, match=r"error: pip wheel "):
         gpu_wheels.gather(tmp_path, "3.12", [])

@@ -268,7 +268,7 @@ def test_only_a_failure_of_a_worker_names_the_logs(monkeypatch, capsys):
     monkeypatch.setattr(launch.ray._private.worker, "_global_node", node)
     with pytest.raises(ActorDiedError), launch.naming_logs():
         raise ActorDiedError
-    assert "every worker on this machine: /tmp/ray/session/logs" in capsys.readouterr().err
+    assert " /tmp/ray/session/logs" in capsys.readouterr().err
     with pytest.raises(ValueError, match="a row"), launch.naming_logs():
         raise ValueError("a row")
     assert capsys.readouterr().err == ""

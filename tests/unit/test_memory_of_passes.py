@@ -1,4 +1,4 @@
-"""Memory that a training process frees and needs again in its next pass."""
+"""A training process keeps memory that it frees and needs again in its next pass."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""Distance of a sampler from the trainer, and when it stops a run or is reported."""
+"""Mismatch between sampler and trainer, and the limits at which a run warns or stops."""
 
 import math
 import re

@@ -1,7 +1,6 @@
 """Environments of several turns, in the forms of all generations, on a stand-in for the engine."""
 
 import asyncio
-import re
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -216,7 +215,7 @@ def test_a_step_that_takes_too_long(tmp_path: Path, wait: str) -> None:
         path.write_text(path.read_text().replace("async def step", "def step"))
     (t,), _ = play(path, " 3", step_timeout=0.05)
     assert t.outcome is Outcome.TIMED_OUT
-    assert re.search("execute: step took longer than --rollout.step_timeout 0.05 s", t.error)
+    assert "execute: " in t.error and "--rollout.step_timeout 0.05" in t.error
 
 
 HALF_OF_THEM_HANG = """

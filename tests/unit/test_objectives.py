@@ -230,8 +230,8 @@ def test_gspo_corrects_with_the_ratio_of_the_sequence():
 
 
 def ratios(*values):
-    """Returns a policy of probability 1, whose actions its sampler (or earlier self) finds these times as
-    likely."""
+    """Returns the log-probs of a sampler under which actions of probability 1 have these ratios policy /
+    sampler."""
     return -torch.log(torch.tensor(values))
 
 

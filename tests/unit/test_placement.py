@@ -1,4 +1,4 @@
-"""Models that share devices."""
+"""Placement of models that share devices."""
 
 import re
 from pathlib import Path

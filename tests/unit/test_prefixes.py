@@ -109,7 +109,7 @@ def test_tokens_of_other_experts_are_other_tokens() -> None:
 
 @st.composite
 def families(draw: st.DrawFn) -> list[list[int]]:
-    """Sequences of which each continues a beginning of an earlier one, or begins anew."""
+    """Draws sequences, each of which extends a prefix of an earlier one or starts anew."""
     tokens = lambda least: draw(st.lists(st.integers(3, 9), min_size=least, max_size=6))
     made: list[list[int]] = [tokens(1)]
     for _ in range(draw(st.integers(0, 6))):
@@ -279,7 +279,7 @@ def misplaced(self: Branches, x: Tensor) -> Tensor:
 
 
 def without_sums(self: Branches, x: Tensor) -> Tensor:
-    """Lets only the last key of each token give its gradient back."""
+    """Breaks the backward pass: only the last key of each token returns its gradient."""
     last = torch.zeros_like(self.places).scatter_reduce(
         0, self.places, torch.arange(len(self.places)), "amax"
     )

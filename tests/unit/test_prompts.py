@@ -113,7 +113,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer):
     assert len(build(rows, tokenizer, max_len=prompts.needed_len - 1)) == 3
     with refused(ErrorCode.NO_ROWS, value="rows.json") as told:
         build(rows[1:3], tokenizer)
-    assert "2 × prompt of max_len" in told.value.text and remedy in told.value.text
+    assert f"2 × {LONG_PROMPT}" in told.value.text and remedy in told.value.text
 
 
 def test_a_bad_row_of_a_file_is_named_with_its_line(tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""Meaningless output of libraries stays off the screen, in whatever order a process imports."""
+"""Meaningless output of libraries stays off the screen, whatever a process imports first."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Random numbers go on where a checkpoint was written, on every rank."""
+"""After a resume, random numbers continue where the checkpoint was written, on every rank."""
 
 import random
 

@@ -309,7 +309,7 @@ def test_time_is_limited_for_all_tries_together(what: str) -> None:
         reason = "no answer" if what == "hanging" else 'HTTP 500: "crashed"'
         assert (len(server.asked) == 1) == (what == "hanging")
     assert isinstance(error, RewardError)
-    assert "no reward within --reward.remote_timeout 1.5 s: http://127.0.0.1:" in str(error)
+    assert "--reward.remote_timeout 1.5 s: http://127.0.0.1:" in str(error)
     assert reason in str(error)
 
 

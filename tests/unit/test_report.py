@@ -61,7 +61,8 @@ def make_run(path, num_steps=3, metrics=lambda step: {"rollout/reward_mean": ste
 
 
 class Page(HTMLParser):
-    """Parser that keeps tags with attributes and the text, and checks that every opened tag is closed."""
+    """Parser of a page that records tags with attributes and the text, and checks that every opened tag is
+    closed."""
 
     def __init__(self, html):
         super().__init__()

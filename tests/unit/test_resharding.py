@@ -1,4 +1,4 @@
-"""Parts of ranks become parts of other ranks."""
+"""Shards of saved ranks are assembled to the shards of other ranks."""
 
 from itertools import product
 from pathlib import Path

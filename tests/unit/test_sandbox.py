@@ -1,4 +1,4 @@
-"""Hostile code, run for real: it is stopped, learns nothing and leaves nothing."""
+"""Hostile code, run for real: it is stopped, reads no secrets and leaves nothing behind."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""Code, secrets and ports: what outsiders get at."""
+"""Access from outside to code, secrets and ports."""
 
 import ast
 import os

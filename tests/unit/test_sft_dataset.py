@@ -8,6 +8,7 @@ from refusals import refused
 from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
+from openrlhf.data.encode import LONG_PROMPT
 from openrlhf.data.files import REMEDY
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
@@ -333,7 +334,7 @@ def test_a_prompt_may_have_max_len_minus_three_tokens(tokenizer):
     assert sample.token_ids.tolist() == [*encode(tokenizer, "1234567"), tokenizer.eos_token_id]
     with refused(ErrorCode.NO_ROWS, value="rows.json") as told:
         build(rows, tokenizer, apply_chat_template=False, max_len=7)
-    assert "1 × prompt of max_len - 2" in told.value.text
+    assert f"1 × {LONG_PROMPT}" in told.value.text
 
 
 BAD = {

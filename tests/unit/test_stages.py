@@ -1,4 +1,4 @@
-"""Weights for an engine in pipeline stages: every stage is told all of them, and keeps its own."""
+"""Weight syncs to an engine in pipeline stages: every stage receives all weights, and keeps its own."""
 
 from collections.abc import Iterable
 from typing import Any

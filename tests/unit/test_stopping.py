@@ -27,7 +27,7 @@ def test_the_first_signal_is_a_request(number: int, capfd: pytest.CaptureFixture
         raise stop.at_boundary(saved=True)
     assert (ended.value.code, ended.value.is_at_boundary) == (EXIT_STOPPED, True)
     send(number)  # the end of the run is not interrupted
-    assert "within 300 s (--train.grace_seconds)" in capfd.readouterr().err
+    assert " 300 s (--train.grace_seconds)" in capfd.readouterr().err
 
 
 def test_a_run_without_a_checkpoint_ends_with_the_code_of_the_signal() -> None:

@@ -29,7 +29,7 @@ SECRET = "0123456789abcdef0123456789abcdefMARKER00"
 
 
 class Recorder:
-    """Tracker that keeps what it gets, after whatever `before` does."""
+    """Tracker that records its calls; `before` runs ahead of each."""
 
     def __init__(self, before=lambda step: None):
         self.before, self.rows, self.closed = before, [], False

@@ -50,7 +50,7 @@ def parsed(*words: str) -> PPOConfig:
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> Refusal:
-    """Returns the only error that these flags lead to."""
+    """Returns the only error that these flags cause."""
     with pytest.raises(SystemExit):
         parsed(*words)
     (found,) = printed(capsys.readouterr().err)

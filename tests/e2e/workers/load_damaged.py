@@ -19,7 +19,7 @@ from openrlhf.training.task import Run, run
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Everything that a load restores."""
+    """Returns everything that a load restores."""
     found: dict[str, torch.Tensor] = {}
 
     def flatten(name: str, value: Any) -> None:

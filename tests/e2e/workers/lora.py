@@ -13,6 +13,7 @@ from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine as build_engine_of
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
+from openrlhf.errors import UsageError
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
@@ -112,8 +113,8 @@ def main() -> None:
             other = build_engine(spec, case | {"targets": case["targets_of_another"]})
             try:
                 other.load_checkpoint(str(folder / "ckpt"), "one")
-            except ValueError as error:
-                step["refused"] = str(error)
+            except UsageError as error:
+                step["refused"] = error.code
         if rank == 0:
             torch.save(found, folder / "found.pt")
         report[number] = {"losses": losses, "again": again, "folder": str(folder), "step": step}
