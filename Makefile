@@ -10,9 +10,10 @@ QUICK = $(addsuffix .py,$(addprefix tests/unit/test_,advantages algorithms balan
     token_loss traits trajectories types value_loss))
 RUN_MUTANTS = PYTHONPATH=.:tests .venv/bin/python -m mutants.run
 MUTANTS ?=
+CHAOS ?=
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all test-kernels mutants gpu fast quick lint env
+.PHONY: demo test test-all test-kernels mutants chaos gpu fast quick lint env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -35,6 +36,9 @@ test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 
 mutants: env  ## The tests against silent bugs that they must catch, see docs/verification.md
 	$(RUN_MUTANTS) $(MUTANTS)
+
+chaos: env  ## Kills, full disks, damages and mistakes in numbers, in about 40 minutes; CHAOS="--only damages"
+	.venv/bin/python tools/chaos.py $(CHAOS)
 
 gpu: env  ## Every part checked and measured on a GPU, stage by stage
 	.venv/bin/python benchmarks/gpu.py

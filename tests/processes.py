@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from openrlhf.backends.distributed import free_port
 
@@ -49,6 +50,15 @@ def run_ranks(command: Sequence[str], num_ranks: int = 1, *, log: Path, timeout:
         process.kill()
         process.join()
     assert codes == [0] * num_ranks, f"{command} ended with {codes}:\n{log.read_text()[-4000:]}"
+
+
+def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> Any:
+    """Starts a file or a module with its arguments in one process, with further environment variables; its
+    output goes to `log`. Returns the process."""
+    variables = dict(os.environ) | dict(environment or {})
+    process = FORKSERVER.Process(target=_be, args=(list(command), variables, log))
+    process.start()
+    return process
 
 
 def _be(command: list[str], environment: Mapping[str, str], log: Path) -> None:

@@ -100,7 +100,14 @@ def mistaken(rng: random.Random, good: Sequence[str], keys: Sequence[str], folde
 
 
 @pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_a_mistake_is_refused_in_words(files, stopped_early, tmp_path, capsys, count) -> None:  # noqa: F811
+def test_a_mistake_is_refused_in_words(
+    files,  # noqa: F811
+    stopped_early,
+    tmp_path,
+    capsys,
+    count,
+    record_property,
+) -> None:
     output = ["--ckpt.output_dir", f"{tmp_path}/out", "--logger.run_dir", f"{tmp_path}/run"]
     good = {name: [*good_flags(name, files), *output] for name in COMMANDS}
     types = {command.name: command for command in commands.COMMANDS}
@@ -133,5 +140,6 @@ def test_a_mistake_is_refused_in_words(files, stopped_early, tmp_path, capsys, c
                 f"{name} {changed}: code {code}, {took:.1f} s of CPU, {len(err)} characters: {err[:300]!r}"
             )
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    record_property("figure", f"{count - len(wrong)} of {count} in words, exit 0 or 2")
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:40]])
     assert not (tmp_path / "owned").exists()
