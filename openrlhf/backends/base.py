@@ -86,7 +86,8 @@ class FrozenModel(Protocol):
 
 
 class TrainEngine(Protocol):
-    """One rank of a model in training. All methods except `steps` and `row_memory` are collective."""
+    """One rank of a model in training. All methods except `steps`, `row_memory` and `has_written` are
+    collective."""
 
     @property
     def module(self) -> RowModule: ...
@@ -141,7 +142,20 @@ class TrainEngine(Protocol):
         anything else is not that a checkpoint holds."""
         ...
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None: ...
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
+        """Writes a checkpoint, which holds `state` too. With `later` it is copied to host memory, and written
+        while training goes on, until `finish_checkpoint`."""
+        ...
+
+    @property
+    def has_written(self) -> bool:
+        """True if `finish_checkpoint` need not wait for this rank. Not collective."""
+        ...
+
+    def finish_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one. Raises RunError on every rank if
+        one could not write."""
+        ...
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restores weights, optimizer and learning rate schedule. Returns the `state` that was saved with
@@ -194,7 +208,19 @@ class TrainableRanks(ModelRanks, Protocol):
         exactly one step."""
         ...
 
-    def save_checkpoint(self, tag: str, state: dict) -> Pending[None]: ...
+    def save_checkpoint(self, tag: str, state: dict) -> Pending[None]:
+        """Writes a checkpoint, which holds `state` too; with --ckpt.async_save see `has_written` and
+        `finish_checkpoint`."""
+        ...
+
+    def has_written(self) -> Pending[bool]:
+        """Tells whether `finish_checkpoint` need not wait."""
+        ...
+
+    def finish_checkpoint(self) -> Pending[None]:
+        """Waits for the checkpoint that is being written, if there is one. Raises RunError if it could not be
+        written."""
+        ...
 
     def load_checkpoint(self, tag: str) -> Pending[dict]: ...
 

@@ -1,40 +1,75 @@
 """Writes one rank's checkpoint files, and the hashes by which a reader checks them."""
 
-from collections.abc import Callable
+import hashlib
+import io
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from queue import Queue
+from threading import Thread
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
 
 from openrlhf.backends.manifest import Entry, Manifest, why_unwritten
 from openrlhf.faults import fault
-from openrlhf.files import not_written, sync_file
+from openrlhf.files import not_written
+
+PIECE = 4 << 20
+"""Bytes that are hashed at a time."""
+AHEAD = 16
+"""Number of pieces by which writing may be ahead of hashing."""
 
 
 class CheckpointWriter:
-    """Writes this rank's files of a checkpoint. While one file is written, threads sync the previous one to
-    the disk and compute its SHA-256.
+    """Writes this rank's files of a checkpoint. While a file is written, a thread computes its SHA-256, and
+    other threads sync earlier ones to the disk.
 
     A failed write is recorded instead of raised, because other ranks would wait for this one in collectives.
     `finish` raises on all ranks.
     """
 
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self._threads = ThreadPoolExecutor(2)
-        self._entries: dict[str, tuple[Future[None], Future[Entry]]] = {}
+    def __init__(self, folder: str | Path, *, later: bool = False) -> None:
+        """`later`: files are copied to host memory, and a thread writes them while the caller goes on."""
+        self.folder, self.later = Path(folder), later
+        self._threads = ThreadPoolExecutor(1 if later else 2)
+        self._entries: dict[str, Future[Entry]] = {}
         self._failure: tuple[str, str] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """True if no file is waiting for the disk."""
+        return all(entry.done() for entry in self._entries.values())
 
     def save(self, state: Any, path: str | Path) -> None:
         """Writes `state` with `torch.save`."""
-        self.write(path, lambda: torch.save(state, path))
+        self.write(path, lambda file: torch.save(state, file))
 
-    def write(self, path: str | Path, write: Callable[[], object]) -> None:
-        """Calls `write`, which must write the file `path`, and adds the file."""
-        if self.attempt(path, write):
-            self.add(path)
+    def write(self, path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
+        """Adds the file `path`. `write` writes its content."""
+
+        def write_file() -> None:
+            with self.opened(Path(path)) as file:
+                write(file)
+
+        self.attempt(path, write_file)
+
+    @contextmanager
+    def opened(self, path: Path) -> Iterator[IO[bytes]]:
+        """Yields a stream for the content of the file `path`, which is written from the beginning to the end.
+        When the block ends the file is added. Raises errors of writing."""
+        file = Pieces() if self.later else HashedFile(path)
+        stream = _Stream(file, 1 << 20)
+        try:
+            yield cast(IO[bytes], stream)
+            stream.flush()
+        except BaseException:
+            file.close()
+            raise
+        self._entries[str(path.relative_to(self.folder))] = self._threads.submit(_finished, file, path)
 
     def attempt(self, path: str | Path, write: Callable[[], object]) -> bool:
         """Calls `write`, which writes to `path`, unless an earlier write failed. Returns True if it
@@ -42,25 +77,17 @@ class CheckpointWriter:
         if self._failure is not None:
             return False
         try:
-            fault("save.file")
             write()
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             self._fail(error, path)
         return self._failure is None
 
-    def add(self, path: str | Path) -> None:
-        """Adds a file that exists already."""
-        name = str(Path(path).relative_to(self.folder))
-        submit = self._threads.submit
-        self._entries[name] = submit(sync_file, Path(path)), submit(Entry.of, Path(path))
-
     def finish(self) -> None:
         """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. If any
         rank could not write, raises RunError on every rank."""
         files = {}
-        for name, (synced, entry) in self._entries.items():
+        for name, entry in self._entries.items():
             try:
-                synced.result()
                 files[name] = entry.result()
             except OSError as error:
                 self._fail(error, self.folder / name)
@@ -76,3 +103,95 @@ class CheckpointWriter:
 
     def _fail(self, error: Exception, path: str | Path) -> None:
         self._failure = self._failure or (str(path), why_unwritten(error, self.folder))
+
+
+class Pieces(io.RawIOBase):
+    """The content of a file in host memory."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self._num_bytes = 0
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def write(self, content: Any, /) -> int:
+        if not self.closed:
+            self.pieces.append(bytes(content))
+        self._num_bytes += len(content)
+        return len(content)
+
+
+class HashedFile(io.RawIOBase):
+    """A file that is written once, from the beginning to the end. A thread computes the SHA-256 of its bytes.
+    After an error and after `close` writes do nothing, because torch writes on after an error."""
+
+    def __init__(self, path: Path) -> None:
+        fault("save.file")
+        self._file = path.open("wb", buffering=0)
+        self._hash, self._num_bytes = hashlib.sha256(), 0
+        self._pieces: Queue[bytes | None] = Queue(AHEAD)
+        self._hashing = Thread(target=self._compute, daemon=True)
+        self._hashing.start()
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._num_bytes
+
+    def write(self, content: Any, /) -> int:
+        view = memoryview(content).cast("B")
+        for start in range(0, 0 if self._file.closed else len(view), PIECE):
+            piece = bytes(view[start : start + PIECE])
+            self._pieces.put(piece)
+            self._write(memoryview(piece))
+        self._num_bytes += len(view)
+        return len(view)
+
+    def finish(self) -> Entry:
+        """Syncs the content to the disk, closes the file, and returns its entry."""
+        try:
+            os.fsync(self._file.fileno())
+        finally:
+            self.close()
+        return Entry(self._num_bytes, self._hash.hexdigest())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.close()
+            self._pieces.put(None)
+            self._hashing.join()
+
+    def _write(self, left: memoryview) -> None:
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            self.close()
+            raise
+
+    def _compute(self) -> None:
+        while (piece := self._pieces.get()) is not None:
+            self._hash.update(piece)
+
+
+class _Stream(io.BufferedWriter):
+    """Joins small writes. The file below stays open when the stream is closed."""
+
+    def close(self) -> None:
+        self.flush()
+
+
+def _finished(file: Pieces | HashedFile, path: Path) -> Entry:
+    """Finishes a file. One in host memory is written to `path` first, and its memory is freed."""
+    if isinstance(file, HashedFile):
+        return file.finish()
+    written = HashedFile(path)
+    file.pieces.reverse()
+    while file.pieces:
+        written.write(file.pieces.pop())
+    return written.finish()

@@ -105,8 +105,11 @@ def complete(folder: Path, *, step: int, parts: Mapping[str, str] | None = None)
 
 
 def why_unwritten(error: BaseException, folder: Path) -> str:
-    """Returns the reason why a file could not be written to `folder`. torch's errors do not contain the
-    reason, so this function tries to write a small file."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+    """Returns the reason why a file could not be written to `folder`. torch's errors do not contain it: it is
+    in the error that they follow from, or found by writing a small file."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
     return unwritable(folder) or first_line(error)

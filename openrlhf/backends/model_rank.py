@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from openrlhf.backends.base import Objective, Part, RowT
+from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.finite import NotFiniteError, check_finite
 from openrlhf.backends.row_memory import ModelShape
@@ -108,6 +109,21 @@ class TrainedRank(ModelRank):
     """Whether the run goes on after a step whose loss or gradient is not finite."""
     skipped = 0
     """Number of steps that were skipped in a row."""
+    _writer: CheckpointWriter | None = None
+    """The writer of a checkpoint that is not finished."""
+
+    @property
+    def has_written(self) -> bool:
+        """True if no file of this rank is waiting for the disk, whether or not it could be written."""
+        return self._writer is None or self._writer.is_done
+
+    def finish_checkpoint(self) -> None:
+        """Waits until the files of the last `save_checkpoint` are on the disk, and writes their manifest.
+        Collective. Raises RunError on every rank if one could not write."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.finish()
+            dist.barrier()
 
     def _prepare_layers(
         self, module: RowModel, *, checkpointing: bool, reentrant: bool, dropout: bool

@@ -187,6 +187,12 @@ class TrainedRanks(RankGroup[TrainedT]):
         self.bundles.devices.release()
         return self.on_all(lambda worker: worker.save_checkpoint.remote(tag, state))
 
+    def has_written(self) -> Gathered[bool]:
+        return Gathered([worker.has_written.remote() for worker in self.workers], all)
+
+    def finish_checkpoint(self) -> Gathered[None]:
+        return self.on_all(lambda worker: worker.finish_checkpoint.remote())
+
     def load_checkpoint(self, tag: str) -> Gathered[dict]:
         def remember(results: list[dict]) -> dict:
             self.num_updates = results[0]["num_updates"]

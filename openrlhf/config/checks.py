@@ -116,7 +116,15 @@ COMMON_UNREAD = (
     ),
     *TEMPLATE_UNREAD,
     needs("eval.dataset", "eval."),
-    needs("ckpt.save_steps", "ckpt.save_hf ckpt.disable_ds ckpt.max_num ckpt.max_mem ckpt.max_age_hours"),
+    needs(
+        "ckpt.save_steps",
+        "ckpt.save_hf ckpt.disable_ds ckpt.async_save ckpt.max_num ckpt.max_mem ckpt.max_age_hours",
+    ),
+    Unread(
+        "ckpt.async_save",
+        lambda c: c.ckpt.disable_ds,
+        "with --ckpt.disable_ds, which writes no checkpoints to resume from",
+    ),
     needs("ckpt.load_enable", "ds.use_universal_ckpt"),
     Unread(
         "logger.wandb.org logger.wandb.group logger.wandb.project",

@@ -453,6 +453,11 @@ class CkptConfig:
     """Folder of resumable checkpoints, which all nodes share. None: `{ckpt.output_dir}/checkpoints`."""
     save_steps: Steps = -1
     """Save a checkpoint every N steps. -1: never."""
+    async_save: bool = False
+    """Write checkpoints while training goes on. Each rank first copies its part to host memory, which needs
+    as much of it as the checkpoint's files. The checkpoint is complete when a later step ends after the last
+    file is on the disk, or when the run ends or saves again, which waits for it. The copies of ckpt.save_hf
+    are written at once."""
     save_hf: bool = False
     """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`, which is kept as long as
     the checkpoint."""

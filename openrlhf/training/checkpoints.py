@@ -255,19 +255,27 @@ class CheckpointFolder:
         `commits`: True on the one rank that renames and removes. `metric`: the evaluation metric by which
         this checkpoint is ranked.
         """
-        unfinished = self.path / UNFINISHED
-        if not commits:
+        with self.writing(commits=commits) as unfinished:
             yield unfinished
-            return
+            if commits:
+                self._commit(tag, metric)
+        if commits:
+            self.remove_unfinished()
+            self._rotate(tag)
+
+    @contextmanager
+    def writing(self, *, commits: bool = True) -> Iterator[Path]:
+        """Like `saving`, but leaves the files in UNFINISHED."""
+        unfinished = self.path / UNFINISHED
         try:
             yield unfinished
-            self._commit(tag, metric)
-        except OSError as error:
-            place = error.filename or unfinished
-            raise not_written(place, error.strerror or str(error)) from error
-        finally:
-            self.remove_unfinished()
-        self._rotate(tag)
+        except BaseException as error:
+            if commits:
+                self.remove_unfinished()
+            if commits and isinstance(error, OSError):
+                place = error.filename or unfinished
+                raise not_written(place, error.strerror or str(error)) from error
+            raise
 
     def remove_unfinished(self) -> list[str]:
         """Removes unfinished checkpoints. Returns a line about each."""

@@ -10,6 +10,7 @@ from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import check_mismatch
 from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
+from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
@@ -62,6 +63,8 @@ class PPOTrainer(Generic[PolicyT]):
     """Number of optimizer steps of the policy."""
     saved_step: int = field(default=0, init=False)
     """The last step with a checkpoint."""
+    unfinished: tuple[str, float | None] | None = field(default=None, init=False)
+    """Tag and metric of the checkpoint that is being written while training goes on."""
     stop: Stop = field(default_factory=Stop, init=False)
     best_metric: float | None = field(default=None, init=False)
     """Largest value of `ckpt.best_metric_key` so far."""
@@ -104,6 +107,10 @@ class PPOTrainer(Generic[PolicyT]):
                 self.run_step(collected)
         except Dropped:
             self.end_at_boundary(boundary)
+        except NotFiniteError:
+            self.finish_checkpoint()
+            raise
+        self.finish_checkpoint()
 
     def run_step(self, collected: Collected) -> None:
         """Trains on the collected samples, syncs, evaluates, logs and saves."""
@@ -119,6 +126,8 @@ class PPOTrainer(Generic[PolicyT]):
         self.observer.log_step(self.step, metrics)
         if is_due(self.step, self.config.ckpt.save_steps):
             self.save(f"global_step{self.step}", self._metric_of(metrics))
+        elif self.unfinished and all(model.has_written().result() for model in self.trained):
+            self.finish_checkpoint()
         if self.stop.is_requested:
             self.end_at_boundary(self.state(), self._metric_of(metrics))
 
@@ -127,6 +136,7 @@ class PPOTrainer(Generic[PolicyT]):
         `self.state()` at the end of that step."""
         if self.step and self.saved_step != self.step:
             self.save(f"global_step{self.step}", metric, state)
+        self.finish_checkpoint()
         raise self.stop.at_boundary(saved=self.step > 0)
 
     def end_early(self, collected: Collected) -> None:
@@ -299,8 +309,10 @@ class PPOTrainer(Generic[PolicyT]):
 
     def save(self, tag: str, metric: float | None = None, state: dict | None = None) -> None:
         """Saves a checkpoint to resume from, a Hugging Face copy, or both, as `ckpt.*` says. `state`: the
-        value of `self.state()` at the end of the step; None: the current one."""
-        with self.observer.phase("save"), self.checkpoints.saving(tag, metric):
+        value of `self.state()` at the end of the step; None: the current one. With `ckpt.async_save` the
+        checkpoint is still being written when this method returns."""
+        self.finish_checkpoint()
+        with self.observer.phase("save"), self.checkpoints.writing():
             if not self.config.ckpt.disable_ds:
                 if self.critic:
                     self.critic.save_checkpoint(tag, {}).result()
@@ -308,8 +320,27 @@ class PPOTrainer(Generic[PolicyT]):
             if self.config.ckpt.save_hf:
                 self.policy.export(f"{self.config.ckpt.folder}/{tag}{COPY}").result()
             self.observer.flush()  # a resumed run does not repeat these steps
+        self.unfinished = tag, metric
+        if not self.config.ckpt.async_save:
+            self.finish_checkpoint()
         if not tag.startswith(BEST):
             self.saved_step = self.step
+
+    def finish_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and commits it. Raises RunError if
+        it could not be written."""
+        if self.unfinished is None:
+            return
+        (tag, metric), self.unfinished = self.unfinished, None
+        with self.observer.phase("save"), self.checkpoints.saving(tag, metric):
+            if self.config.ckpt.async_save:
+                for pending in [model.finish_checkpoint() for model in self.trained]:
+                    pending.result()
+
+    @property
+    def trained(self) -> list[TrainableRanks]:
+        """The critic, if there is one, and the policy."""
+        return [self.critic, self.policy] if self.critic else [self.policy]
 
     def state(self) -> dict:
         """Returns the state that a resumed run needs besides its models."""

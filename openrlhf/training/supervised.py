@@ -9,6 +9,7 @@ from typing import Any, Generic, NoReturn
 from torch import Tensor
 
 from openrlhf.backends.base import Objective, RowT, TrainEngine
+from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
@@ -41,10 +42,20 @@ class SupervisedTrainer(Generic[RowT]):
     stop: Stop = field(default_factory=Stop)
     on_any_rank: Callable[[bool], bool] = bool
     """Tells whether its argument is True on some rank. Collective. The default is for a single rank."""
+    unfinished: str | None = field(default=None, init=False)
+    """Tag of the checkpoint that is being written while training goes on."""
 
     def fit(self) -> None:
         """Trains to the last step. If a rank is asked to stop, saves a checkpoint after the current step and
         raises Stopped."""
+        try:
+            self._fit()
+        except NotFiniteError:  # raised on all ranks, after the last checkpoint
+            self.finish_checkpoint()
+            raise
+        self.finish_checkpoint()
+
+    def _fit(self) -> None:
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             metrics = self.engine.train_step(window, self._objective_for(window))
             self.step += 1
@@ -54,12 +65,15 @@ class SupervisedTrainer(Generic[RowT]):
                 self.observer.log_step(self.step, metrics)
             if is_due(self.step, self.config.ckpt.save_steps):
                 self.save(f"global_step{self.step}")
+            elif self.unfinished and not self.on_any_rank(not self.engine.has_written):
+                self.finish_checkpoint()
             if self.on_any_rank(self.stop.is_requested):
                 self._end_at_boundary()
 
     def _end_at_boundary(self) -> NoReturn:
         if not is_due(self.step, self.config.ckpt.save_steps):
             self.save(f"global_step{self.step}")
+        self.finish_checkpoint()
         raise self.stop.at_boundary(saved=True)
 
     @property
@@ -75,13 +89,28 @@ class SupervisedTrainer(Generic[RowT]):
         return {f"eval/{name}": value for name, value in metrics.items()}
 
     def save(self, tag: str) -> None:
-        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as the flags `ckpt.*` select."""
-        checkpoints, commits = self.checkpoints, self.observer is not None
-        with self._phase("save"), checkpoints.saving(tag, commits=commits) as folder:
-            if not self.config.ckpt.disable_ds:
-                self.engine.save_checkpoint(str(folder), tag, self.state())
-            if self.config.ckpt.save_hf:
-                self.export(f"{self.config.ckpt.folder}/{tag}{COPY}")
+        """Saves a checkpoint to resume from, a Hugging Face copy, or both, as the flags `ckpt.*` select. With
+        `ckpt.async_save` the checkpoint is still being written when this method returns."""
+        self.finish_checkpoint()
+        ckpt, commits = self.config.ckpt, self.observer is not None
+        with self._phase("save"), self.checkpoints.writing(commits=commits) as folder:
+            if not ckpt.disable_ds:
+                self.engine.save_checkpoint(str(folder), tag, self.state(), later=ckpt.async_save)
+            if ckpt.save_hf:
+                self.export(f"{ckpt.folder}/{tag}{COPY}")
+        self.unfinished = tag
+        if not ckpt.async_save:
+            self.finish_checkpoint()
+
+    def finish_checkpoint(self) -> None:
+        """Waits for the checkpoint that is being written, if there is one, and commits it. Collective. Raises
+        RunError if it could not be written."""
+        tag, self.unfinished = self.unfinished, None
+        if tag is not None:
+            commits = self.observer is not None
+            with self._phase("save"), self.checkpoints.saving(tag, commits=commits):
+                if self.config.ckpt.async_save:
+                    self.engine.finish_checkpoint()
 
     def state(self) -> dict[str, Any]:
         """Returns the state that a resumed run needs besides its model."""

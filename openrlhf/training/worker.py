@@ -242,7 +242,14 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     def save_checkpoint(self, tag: str, state: dict) -> None:
         with self._optimizer_present():
-            self.model.save_checkpoint(f"{self._checkpoint_folder}/{UNFINISHED}", tag, state)
+            folder, later = f"{self._checkpoint_folder}/{UNFINISHED}", self.config.ckpt.async_save
+            self.model.save_checkpoint(folder, tag, state, later=later)
+
+    def has_written(self) -> bool:
+        return self.model.has_written
+
+    def finish_checkpoint(self) -> None:
+        self.model.finish_checkpoint()
 
     def load_checkpoint(self, tag: str) -> dict:
         with self._optimizer_present():

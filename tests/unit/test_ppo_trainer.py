@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
-from openrlhf.errors import ErrorCode, Stopped
+from openrlhf.errors import ErrorCode, RunError, Stopped
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
@@ -128,6 +129,12 @@ class Trained(Model):
         self.calls.append(f"save {self.name} {tag}")
         (self.folder / UNFINISHED / tag).mkdir(parents=True)
         self.saved[tag] = copy.deepcopy(state) | {"num_updates": self.num_updates}
+        return Done()
+
+    def has_written(self) -> Done:
+        return Done(True)
+
+    def finish_checkpoint(self) -> Done:
         return Done()
 
     def load_checkpoint(self, tag: str) -> Done:
@@ -562,6 +569,38 @@ def test_a_resumed_run_continues(tmp_path):
     assert len({repr(order) for order, _ in told_whole}) > 1  # not every step has the same order
     assert second.optimizer_steps == whole.optimizer_steps == 5  # the journal counts them
     assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, fails):
+    """It is complete when all files of both models are on the disk, or when the run ends. An error of writing
+    ends the run at the border of a step."""
+    config = with_critic(tmp_path)
+    config = replace(config, ckpt=replace(ckpt_in(tmp_path), async_save=True))
+    trainer = trainer_of(tmp_path, config, total_steps=5)
+    written = {"critic": 3, "policy": 4}  # the step at whose border the files are on the disk
+    complete: list[str | None] = []
+
+    def finish(model: Trained) -> Done:
+        model.calls.append(f"finish {model.name}")
+        if fails:
+            raise RunError(ErrorCode.NOT_WRITABLE, "the disk is full")
+        return Done()
+
+    for model in (trainer.critic, trainer.policy):
+        model.has_written = lambda name=model.name: Done(trainer.step >= written[name])
+        model.finish_checkpoint = partial(finish, model)
+    after(trainer.policy, "update", lambda: complete.append(trainer.checkpoints.latest()))
+    written |= {"policy": 3} if fails else {}
+    if fails:
+        with refused(ErrorCode.NOT_WRITABLE):
+            trainer.fit()
+        assert trainer.step == 3 and trainer.checkpoints.latest() is None
+        return
+    trainer.fit()
+    assert complete == [None] * 4 + ["global_step4"]
+    assert trainer.checkpoints.latest() == "global_step4"
+    assert [call for call in trainer.critic.calls if call.startswith("finish")] == ["finish critic"] * 2
 
 
 @pytest.mark.usefixtures("outlives_stops")

@@ -144,7 +144,7 @@ class Engine:
                 objective.seen.append(row.row.token_ids[row.row.action_mask].float())
         return {"policy/loss": 0.0}
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
         path = Path(folder) / tag
         path.mkdir(parents=True, exist_ok=True)
         if tag == self.dies_at:

@@ -7,15 +7,16 @@ import pytest
 import torch
 from refusals import refused
 
+from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
-from openrlhf.errors import ErrorCode, Stopped
+from openrlhf.errors import ErrorCode, RunError, Stopped
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.origin import Origin
 from openrlhf.training.supervised import SupervisedTrainer
 from openrlhf.types import PackedRow, Sample
@@ -52,7 +53,7 @@ class Engine:
             objective(None, row, None)
         return {"sft/loss": 9.0}
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
         (Path(folder) / tag).mkdir(parents=True)
         self.disk[tag] = copy.deepcopy(state)
 
@@ -281,3 +282,88 @@ def test_a_rank_without_an_observer_completes_nothing(tmp_path):
     assert trainer.step == 9
     assert sorted(trainer.engine.disk) == ["global_step4", "global_step8"]
     assert trainer.checkpoints.latest() is None
+
+
+class Slow(Engine):
+    """Engine whose checkpoints are on the disk `steps` steps after they were begun, or never."""
+
+    begun: str | None = None
+    fails = False
+
+    def __init__(self, disk: dict[str, dict], steps: int) -> None:
+        super().__init__(disk)
+        self.steps, self.kept = steps, {}
+
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
+        assert later and self.begun is None
+        self.begun, self.ready = tag, len(self.windows) + self.steps
+        (Path(folder) / tag).mkdir(parents=True)
+        self.kept = copy.deepcopy(state)
+
+    @property
+    def has_written(self) -> bool:
+        return self.begun is None or len(self.windows) >= self.ready
+
+    def finish_checkpoint(self) -> None:
+        assert self.begun
+        if self.fails:
+            raise RunError(ErrorCode.NOT_WRITABLE, "the disk is full")
+        self.disk[self.begun], self.begun = self.kept, None
+
+
+def saving_later(path: Path, steps: int, **ckpt) -> tuple[SupervisedTrainer, Slow]:
+    trainer, engine = trainer_of(path, {}, async_save=True, **ckpt), Slow({}, steps)
+    trainer.engine = engine
+    return trainer, engine
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
+    """It is complete at the border of the step at which its files are on the disk."""
+    trainer, engine = saving_later(tmp_path, 2, save_steps=4)
+    complete: list[str | None] = []
+    take_step = engine.train_step
+
+    def step(window, objective):
+        complete.append(trainer.checkpoints.latest())
+        return take_step(window, objective)
+
+    engine.train_step = step
+    trainer.fit()
+    assert complete == [None] * 6 + ["global_step4"] * 3
+    assert trainer.checkpoints.latest() == "global_step8", "the end of the run waits for it"
+    assert list(engine.disk) == ["global_step4", "global_step8"]
+
+
+@pytest.mark.usefixtures("outlives_stops")
+@pytest.mark.parametrize(("stop_at", "saved"), [(4, 4), (5, 5)])
+def test_the_next_save_and_a_stop_wait_for_the_one_under_way(tmp_path, stop_at, saved):
+    trainer, engine = saving_later(tmp_path, 100, save_steps=2)
+    trainer.on_any_rank = lambda asked: asked or trainer.step == stop_at
+    with pytest.raises(Stopped):
+        trainer.fit()
+    assert trainer.checkpoints.latest() == f"global_step{saved}"
+    assert list(engine.disk) == [f"global_step{step}" for step in sorted({2, 4, saved})]
+
+
+def test_an_error_of_writing_is_raised_at_a_later_border(tmp_path):
+    trainer, engine = saving_later(tmp_path, 1, save_steps=2)
+    engine.fails = True
+    with refused(ErrorCode.NOT_WRITABLE):
+        trainer.fit()
+    assert trainer.step == 3
+    assert trainer.checkpoints.latest() is None and not (trainer.checkpoints.path / UNFINISHED).exists()
+
+
+def test_a_step_that_is_not_finite_costs_no_checkpoint_of_an_earlier_step(tmp_path):
+    trainer, engine = saving_later(tmp_path, 100, save_steps=2)
+    take_step = engine.train_step
+
+    def step(window, objective):
+        if trainer.step == 3:
+            raise NotFiniteError(ErrorCode.NOT_FINITE, "loss is nan")
+        return take_step(window, objective)
+
+    engine.train_step = step
+    with refused(ErrorCode.NOT_FINITE):
+        trainer.fit()
+    assert trainer.checkpoints.latest() == "global_step2"

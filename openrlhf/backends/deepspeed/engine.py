@@ -181,7 +181,7 @@ class DeepSpeedEngine(TrainedRank):
             self.average.update()
         return metrics
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
         self._check_present()
         self.check_finite()
         place = Path(folder, tag)
@@ -190,7 +190,7 @@ class DeepSpeedEngine(TrainedRank):
                 shutil.rmtree(place)  # an unfinished save
             place.mkdir(parents=True)
         dist.barrier()
-        self.files.writer = writer = CheckpointWriter(place)
+        self.files.writer = self._writer = writer = CheckpointWriter(place, later=later)
         # DeepSpeed merges client state into its own dictionary, so the trainer's state is under a single key.
         self.engine.save_checkpoint(
             folder,
@@ -202,8 +202,8 @@ class DeepSpeedEngine(TrainedRank):
         if self.average is not None:
             self.average.save(writer)
         save_random_state(writer, self.mesh.rank, self.mesh.size)
-        writer.finish()
-        dist.barrier()
+        if not later:
+            self.finish_checkpoint()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restores a checkpoint, which any number of ranks may have saved at any ZeRO stage, and returns its

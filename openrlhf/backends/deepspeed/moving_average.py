@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor, nn
 
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
@@ -62,7 +62,8 @@ class MovingAverage:
     def save(self, writer: CheckpointWriter) -> None:
         """Writes this rank's part into a checkpoint's folder."""
         file = _file(writer.folder, self.mesh.rank)
-        writer.write(file, lambda: save_file(self.parts, file, {"num_parts": str(self.mesh.size)}))
+        about = {"num_parts": str(self.mesh.size)}
+        writer.write(file, lambda stream: stream.write(save(self.parts, about)))
 
     def load(self, folder: str | Path) -> None:
         """Restores the average, to the last bit. Any number of ranks with the same tensor-parallel size may

@@ -36,6 +36,7 @@ from openrlhf.backends.model_rank import (
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory, activations
+from openrlhf.backends.torch.checkpoint_files import storage_of
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
@@ -177,7 +178,7 @@ class TorchEngine(TrainedRank):
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict) -> None:
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
         self._check_present()
         self.check_finite()
         path = Path(folder, tag)
@@ -185,21 +186,17 @@ class TorchEngine(TrainedRank):
             shutil.rmtree(path, ignore_errors=True)  # an unfinished save
             path.mkdir(parents=True)
         dist.barrier()
-        writer = CheckpointWriter(path)
+        self._writer = writer = CheckpointWriter(path, later=later)
         if self.mesh.is_first:
             writer.save({"steps": self._steps, "state": state}, path / PROGRESS)
         save_random_state(writer, self.mesh.rank, self.mesh.size)
         try:
-            dcp.save(self._tensors(), checkpoint_id=path)
+            dcp.save(self._tensors(), storage_writer=storage_of(writer))
         except CheckpointException as error:  # raised on all ranks if one fails
             reason = next(iter(error.failures.values()))[0]
             raise not_written(path, why_unwritten(reason, path)) from error
-        for file in path.glob(f"__{self.mesh.rank}_*"):
-            writer.add(file)
-        if self.mesh.is_first:
-            writer.add(path / METADATA)
-        writer.finish()
-        dist.barrier()
+        if not later:
+            self.finish_checkpoint()
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
         """Restores a checkpoint, which any number of ranks may have saved, and returns its `state`. Raises
