@@ -293,8 +293,9 @@ def build_trainer(
         restored=restored,
     )
     observer.start(total_steps, done=done)
+    repeated = f" ({count} repeat an earlier one)" if (count := data.prompts.num_repeated()) else ""
     observer.message(
-        f"{len(data.prompts)} prompts, {total_steps} steps of {config.samples_per_step} samples; "
+        f"{len(data.prompts)} prompts{repeated}, {total_steps} steps of {config.samples_per_step} samples; "
         f"run folder {folder.path}"
     )
     return trainer

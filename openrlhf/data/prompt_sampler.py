@@ -71,18 +71,24 @@ class PromptDataset:
         """Returns the SHA-256 of everything that a run reads of its prompts, as hex."""
         return self._checksums[1]
 
+    def num_repeated(self) -> int:
+        """Returns the number of prompts whose text and images an earlier prompt has too."""
+        return len(self) - self._checksums[2]
+
     @cached_property
-    def _checksums(self) -> tuple[int, str]:
-        """(CRC of all texts and names of images, SHA-256 of a JSON list of all prompts)."""
-        crc, sha = 0, hashlib.sha256(b"[")
+    def _checksums(self) -> tuple[int, str, int]:
+        """(CRC of all texts and names of images, SHA-256 of a JSON list of all prompts, number of different
+        prompts)."""
+        crc, sha, different = 0, hashlib.sha256(b"["), set()
         for i, p in enumerate(self._prompts):
             references = [image.reference for image in p.images]
+            different.add(hash((p.text, *references)))
             for text in (p.text, *references):
                 crc = zlib.crc32(text.encode(), crc)
             read = json.dumps([p.prompt_id, p.text, p.label, p.source, *references], default=repr)
             sha.update(f"{', ' if i else ''}{read}".encode())
         sha.update(b"]")
-        return crc, sha.hexdigest()
+        return crc, sha.hexdigest(), len(different)
 
 
 class PromptSampler:

@@ -31,6 +31,7 @@ from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.vision import image_reader
+from openrlhf.models.weight_files import check_weight_files
 
 logger = logging.getLogger(__name__)
 
@@ -282,8 +283,33 @@ def check_same_vocabulary(
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raises UsageError if `path` has no model configuration. Loads no weights."""
-    load_config(path, flag)
+    """Raises UsageError if `path` has no model configuration, if a file of weights is not whole, or if the
+    tokenizer has tokens without an embedding. Loads no weights."""
+    config = load_config(path, flag)
+    if Path(path).is_dir():
+        check_weight_files(path, flag)
+    if any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
+        check_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
+
+
+def check_embeddings(
+    tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, path: str, flag: str
+) -> None:
+    """Raises UsageError if the tokenizer has tokens, other than the pad token, for which the model has no
+    embedding."""
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    if size is None:
+        return
+    without = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= size)
+    without = [(i, token) for i, token in without if i != tokenizer.pad_token_id]
+    if without:
+        i, token = without[0]
+        text = (
+            f"its tokenizer has {len(tokenizer)} tokens, and the model has embeddings of {size}: there is none "
+            f"of {token!r}, token {i}.\nName the model that the tokenizer belongs to, or add rows to the "
+            "embeddings with transformers' resize_token_embeddings."
+        )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
 
 
 def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:

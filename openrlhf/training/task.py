@@ -260,6 +260,11 @@ class Run(Generic[ConfigT]):
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
                 f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
             )
+            if len(self.train_set) < config.train.batch_size:
+                trainer.observer.message(
+                    f"every optimizer step has all {len(self.train_set)} samples, fewer than "
+                    f"--train.batch_size {config.train.batch_size}"
+                )
             trainer.observer.message(self._memory_of_rows())
         with noting_position(partial(position, trainer)), trainer.stop.deferred(grace_of(config)):
             try:
