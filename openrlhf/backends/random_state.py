@@ -3,20 +3,13 @@
 import logging
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
+from openrlhf.backends import own_pickles
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.device import DEVICE_TYPE
-
-_RECONSTRUCT: Any = np._core.multiarray._reconstruct
-_NUMPY: list[Any] = [
-    *(_RECONSTRUCT, (_RECONSTRUCT, "numpy.core.multiarray._reconstruct")),  # the second of NumPy 1
-    *(np.ndarray, np.dtype, type(np.dtype(np.uint32))),
-]
-"""Types of NumPy's random state; nothing else is unpickled."""
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +51,7 @@ def saved_ranks(folder: str | Path) -> int | None:
 
 
 def _read(folder: str | Path, rank: int) -> dict:
-    with torch.serialization.safe_globals(_NUMPY):
-        return torch.load(_file(folder, rank), weights_only=True)
+    return own_pickles.load(_file(folder, rank))
 
 
 def _file(folder: str | Path, rank: int) -> Path:

@@ -1,10 +1,17 @@
-"""Makes DeepSpeed write its checkpoint files with a `CheckpointWriter` instead of its own `torch.save`."""
+"""DeepSpeed's checkpoint files: writing through a `CheckpointWriter`, and reading of known types only."""
 
 from typing import Any, Self
 
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 
+from openrlhf.backends import own_pickles
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
+
+DEEPSPEED = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""DeepSpeed's own types in its files."""
 
 
 class DeepSpeedFiles(TorchCheckpointEngine):
@@ -24,3 +31,6 @@ class DeepSpeedFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         self.writer.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return own_pickles.load(path, DEEPSPEED)

@@ -23,6 +23,8 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
+from openrlhf.backends import own_pickles
+from openrlhf.backends.deepspeed.checkpoint_files import DEEPSPEED
 from openrlhf.backends.model_rank import check_same_model
 from openrlhf.errors import ErrorCode, UsageError
 
@@ -199,7 +201,7 @@ def slice_of(numel: int, rank: int, size: int) -> range:
 
 
 def _load(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", mmap=True, weights_only=False)
+    return own_pickles.load(file, DEEPSPEED, mmap=True)
 
 
 def _states_of(shard: Path) -> dict[str, Any]:

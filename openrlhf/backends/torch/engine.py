@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from openrlhf.backends import own_pickles
 from openrlhf.backends.base import Objective, Part, Row, RowT
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
@@ -36,7 +37,7 @@ from openrlhf.backends.model_rank import (
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory, activations
-from openrlhf.backends.torch.checkpoint_files import storage_of
+from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, storage_of
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
@@ -47,8 +48,6 @@ from openrlhf.models.self_check import resolve_reading
 from openrlhf.models.tensor_parallel import whole
 from openrlhf.types import Metrics
 
-METADATA = ".metadata"
-"""The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
 PROGRESS = "progress.pt"
 """File with the number of optimizer steps and the trainer's state."""
 WEIGHTS = "weights"
@@ -207,10 +206,11 @@ class TorchEngine(TrainedRank):
         if not (path / METADATA).exists():
             text = f"{tag} was not saved with --train.backend torch.\nResume with --train.backend deepspeed."
             raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.path", value=folder)
-        known = dcp.FileSystemReader(path).read_metadata().state_dict_metadata.keys()
+        reader = TorchReader(path)
+        known = reader.read_metadata().state_dict_metadata.keys()
         check_same_model(known - tensors.keys(), tensors.keys() - known)
-        dcp.load(tensors, checkpoint_id=path)
-        progress = torch.load(path / PROGRESS, weights_only=False)
+        dcp.load(tensors, storage_reader=reader)
+        progress = own_pickles.load(path / PROGRESS)
         self._steps = progress["steps"]
         load_random_state(path, self.mesh.rank, self.mesh.size)
         return progress["state"]
