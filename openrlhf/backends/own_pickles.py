@@ -1,4 +1,5 @@
-"""Unpickling of checkpoint files. A pickle can run any code, so only types that checkpoints have are allowed."""
+"""Unpickling of checkpoint files. A pickle can run any code, so only types that checkpoints have are
+allowed."""
 
 import datetime
 import os
@@ -44,5 +45,8 @@ def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> A
 def refusal(file: str | os.PathLike, error: pickle.UnpicklingError) -> UsageError:
     """Returns the error of a file that is not unpickled."""
     reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), first_line(error))
-    text = f"it is damaged, or holds objects that could run code: {reason[:200]}\nResume from another checkpoint."
+    text = (
+        f"it is damaged, or holds objects that could run code: {reason[:200]}\n"
+        "Resume from another checkpoint."
+    )
     return UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=file)

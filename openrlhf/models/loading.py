@@ -305,8 +305,8 @@ def check_embeddings(
     if without:
         i, token = without[0]
         text = (
-            f"its tokenizer has {len(tokenizer)} tokens, and the model has embeddings of {size}: there is none "
-            f"of {token!r}, token {i}.\nName the model that the tokenizer belongs to, or add rows to the "
+            f"its tokenizer has {len(tokenizer)} tokens, and the model embeds {size}: it has no embedding of "
+            f"{token!r}, token {i}.\nName the model that the tokenizer belongs to, or add rows to the "
             "embeddings with transformers' resize_token_embeddings."
         )
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)

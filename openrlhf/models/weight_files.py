@@ -10,8 +10,8 @@ LARGEST_HEADER = 100_000_000
 
 
 def check_weight_files(folder: str | Path, flag: str) -> None:
-    """Raises UsageError if a file of a local model is missing, cut short or longer than its header says. Reads
-    only headers (https://huggingface.co/docs/safetensors#format)."""
+    """Raises UsageError if a file of a local model is missing, cut short or longer than its header says.
+    Reads only headers (https://huggingface.co/docs/safetensors#format)."""
     place = Path(folder)
     for file in sorted(place.glob("*.safetensors")):
         size, expected = file.stat().st_size, _expected_bytes(file)

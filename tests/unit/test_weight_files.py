@@ -63,5 +63,5 @@ def test_a_token_without_an_embedding_is_named(tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps(config | {"vocab_size": fewer}))
     with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=str(model)) as told:
         check_model(str(model), FLAG)
-    assert f"embeddings of {fewer}" in told.value.text and f"token {fewer}." in told.value.text
+    assert f"embeds {fewer}:" in told.value.text and f"token {fewer}." in told.value.text
     shutil.rmtree(model)
