@@ -1,5 +1,4 @@
-"""Unpickling of checkpoint files. A pickle can run any code, so only types that checkpoints have are
-allowed."""
+"""Unpickles checkpoint files. A pickle can run any code, so only types that checkpoints have are allowed."""
 
 import datetime
 import os

@@ -1,4 +1,4 @@
-"""A look at a model's safetensors files before they are loaded."""
+"""Checks the sizes of a model's safetensors files before they are loaded."""
 
 import json
 from pathlib import Path

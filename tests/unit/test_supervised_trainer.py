@@ -318,7 +318,7 @@ def saving_later(path: Path, steps: int, **ckpt) -> tuple[SupervisedTrainer, Slo
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
-    """It is complete at the border of the step at which its files are on the disk."""
+    """It is complete at the end of the step at which its files are on the disk."""
     trainer, engine = saving_later(tmp_path, 2, save_steps=4)
     complete: list[str | None] = []
     take_step = engine.train_step
@@ -345,7 +345,7 @@ def test_the_next_save_and_a_stop_wait_for_the_one_under_way(tmp_path, stop_at, 
     assert list(engine.disk) == [f"global_step{step}" for step in sorted({2, 4, saved})]
 
 
-def test_an_error_of_writing_is_raised_at_a_later_border(tmp_path):
+def test_an_error_of_writing_is_raised_at_the_end_of_a_later_step(tmp_path):
     trainer, engine = saving_later(tmp_path, 1, save_steps=2)
     engine.fails = True
     with refused(ErrorCode.NOT_WRITABLE):

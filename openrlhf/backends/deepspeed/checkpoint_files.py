@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoint files: writing through a `CheckpointWriter`, and reading of known types only."""
+"""Makes DeepSpeed write its checkpoint files with a `CheckpointWriter`, and read only known types."""
 
 from typing import Any, Self
 

@@ -1,5 +1,4 @@
-"""Files of torch.distributed.checkpoint: writing through a `CheckpointWriter`, and reading of known types
-only."""
+"""Makes torch.distributed.checkpoint write its files with a `CheckpointWriter`, and read only known types."""
 
 import os
 import pickle
