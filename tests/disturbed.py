@@ -153,7 +153,7 @@ class Started:
 
 @dataclass(kw_only=True)
 class Found:
-    """What chains of disturbed and resumed jobs showed."""
+    """Counts of disturbances, and the differences that chains of disturbed and resumed jobs showed."""
 
     disturbed: int = 0
     inside: int = 0
