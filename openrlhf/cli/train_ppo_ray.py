@@ -298,6 +298,10 @@ def build_trainer(
         f"{len(data.prompts)} prompts{repeated}, {total_steps} steps of {config.samples_per_step} samples; "
         f"run folder {folder.path}"
     )
+    if len(data.prompts) < (size := config.rollout.batch_size) and not config.algo.dynamic_filtering_enable:
+        observer.message(
+            f"every step has all {len(data.prompts)} prompts, fewer than --rollout.batch_size {size}"
+        )
     return trainer
 
 

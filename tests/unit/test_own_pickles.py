@@ -26,7 +26,9 @@ class Malicious:
 
 
 def test_what_a_run_saves_is_loaded(tmp_path: Path) -> None:
-    prompt = Prompt(prompt_id=3, text="é", label={"a": [1, None]}, images=(Image("a.png", b"1"),), num_tokens=2)
+    prompt = Prompt(
+        prompt_id=3, text="é", label={"a": [1, None]}, images=(Image("a.png", b"1"),), num_tokens=2
+    )
     group = PromptGroup(prompt=prompt, trajectories=[trajectory(actions=(2, 3)), trajectory(actions=(4,))])
     state = {
         "collector": {"groups": [group], "under_way": [prompt]},
