@@ -52,6 +52,7 @@ def main() -> None:
     argv = [*flags, *places, "--ckpt.load_enable", "--train.max_steps", "100"]
     loaded = Run(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
     checkpoints, report = loaded.checkpoints, []
+    loaded.engine.load_checkpoint(f"{out}/sound", "global_step2")
 
     def save() -> None:
         with checkpoints.saving("global_step4") as folder:
