@@ -599,7 +599,10 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, fails):
     trainer.fit()
     assert complete == [None] * 3 + ["global_step2"] * 2
     assert trainer.checkpoints.latest() == "global_step4"
-    assert [call for call in trainer.critic.calls if call.startswith("finish")] == ["finish critic"] * 2
+    assert [call for call in trainer.critic.calls if call.startswith("finish")] == [
+        *("finish critic", "finish policy"),
+        *("finish critic", "finish policy"),
+    ]
 
 
 @pytest.mark.usefixtures("outlives_stops")
