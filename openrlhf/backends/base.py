@@ -143,18 +143,18 @@ class TrainEngine(Protocol):
         ...
 
     def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
-        """Writes a checkpoint, which holds `state` too. With `later` it is copied to host memory, and written
-        while training goes on, until `finish_checkpoint`."""
+        """Writes a checkpoint of the model and of `state`. With `later` it is copied to host memory, and
+        written in the background until `finish_checkpoint`."""
         ...
 
     @property
     def has_written(self) -> bool:
-        """True if `finish_checkpoint` need not wait for this rank. Not collective."""
+        """True if `finish_checkpoint` would not wait for this rank. Not collective."""
         ...
 
     def finish_checkpoint(self) -> None:
-        """Waits for the checkpoint that is being written, if there is one. Raises RunError on every rank if
-        one could not write."""
+        """Waits for the checkpoint that is being written, if there is one. Raises RunError on all ranks if
+        one failed to write."""
         ...
 
     def load_checkpoint(self, folder: str, tag: str) -> dict:
@@ -209,12 +209,12 @@ class TrainableRanks(ModelRanks, Protocol):
         ...
 
     def save_checkpoint(self, tag: str, state: dict) -> Pending[None]:
-        """Writes a checkpoint, which holds `state` too; with --ckpt.async_save see `has_written` and
-        `finish_checkpoint`."""
+        """Writes a checkpoint of the model and of `state`. With --ckpt.async_save it is written in the
+        background until `finish_checkpoint`."""
         ...
 
     def has_written(self) -> Pending[bool]:
-        """Tells whether `finish_checkpoint` need not wait."""
+        """Tells whether `finish_checkpoint` would return without waiting."""
         ...
 
     def finish_checkpoint(self) -> Pending[None]:

@@ -19,9 +19,9 @@ from openrlhf.faults import fault
 from openrlhf.files import not_written
 
 PIECE = 4 << 20
-"""Bytes that are hashed at a time."""
+"""Number of bytes that are hashed at a time."""
 AHEAD = 16
-"""Number of pieces by which writing may be ahead of hashing."""
+"""Maximum number of pieces by which writing is ahead of hashing."""
 
 
 class CheckpointWriter:
@@ -33,7 +33,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: str | Path, *, later: bool = False) -> None:
-        """`later`: files are copied to host memory, and a thread writes them while the caller goes on."""
+        """`later`: copies files to host memory, and writes them in a thread while the caller continues."""
         self.folder, self.later = Path(folder), later
         self._threads = ThreadPoolExecutor(1 if later else 2)
         self._entries: dict[str, Future[Entry]] = {}
@@ -49,7 +49,7 @@ class CheckpointWriter:
         self.write(path, lambda file: torch.save(state, file))
 
     def write(self, path: str | Path, write: Callable[[IO[bytes]], object]) -> None:
-        """Adds the file `path`. `write` writes its content."""
+        """Adds the file `path`, whose content `write` writes."""
 
         def write_file() -> None:
             with self.opened(Path(path)) as file:
@@ -59,8 +59,8 @@ class CheckpointWriter:
 
     @contextmanager
     def opened(self, path: Path) -> Iterator[IO[bytes]]:
-        """Yields a stream for the content of the file `path`, which is written from the beginning to the end.
-        When the block ends the file is added. Raises errors of writing."""
+        """Yields a stream for the content of the file `path`. The content must be written from the beginning
+        to the end; when the block ends the file is added. Raises errors of writing."""
         file = Pieces() if self.later else HashedFile(path)
         stream = _Stream(file, 1 << 20)
         try:
@@ -106,7 +106,7 @@ class CheckpointWriter:
 
 
 class Pieces(io.RawIOBase):
-    """The content of a file in host memory."""
+    """The content of a file, collected in host memory."""
 
     def __init__(self) -> None:
         self.pieces: list[bytes] = []
@@ -126,8 +126,8 @@ class Pieces(io.RawIOBase):
 
 
 class HashedFile(io.RawIOBase):
-    """A file that is written once, from the beginning to the end. A thread computes the SHA-256 of its bytes.
-    After an error and after `close` writes do nothing, because torch writes on after an error."""
+    """A file that is written once, from the beginning to the end, while a thread computes its SHA-256. Writes
+    after an error or after `close` do nothing, because torch continues to write after an error."""
 
     def __init__(self, path: Path) -> None:
         fault("save.file")
@@ -180,14 +180,15 @@ class HashedFile(io.RawIOBase):
 
 
 class _Stream(io.BufferedWriter):
-    """Joins small writes. The file below stays open when the stream is closed."""
+    """Buffers small writes. Closing the stream leaves the file below open."""
 
     def close(self) -> None:
         self.flush()
 
 
 def _finished(file: Pieces | HashedFile, path: Path) -> Entry:
-    """Finishes a file. One in host memory is written to `path` first, and its memory is freed."""
+    """Completes a file and returns its entry. A file in host memory is first written to `path`, and its
+    memory is freed."""
     if isinstance(file, HashedFile):
         return file.finish()
     written = HashedFile(path)

@@ -1,4 +1,5 @@
-"""Unpickles checkpoint files. A pickle can run any code, so only types that checkpoints have are allowed."""
+"""Unpickles checkpoint files. A pickle can run any code, so only the types that checkpoints contain are
+allowed."""
 
 import datetime
 import os
@@ -14,26 +15,26 @@ from openrlhf import types
 from openrlhf.errors import ErrorCode, UsageError, first_line
 
 _NUMPY_1 = "numpy.core.multiarray"
-"""The module of NumPy 1 whose functions a file may name."""
+"""Module of NumPy 1 whose functions a file may name."""
 _RECONSTRUCT: Any = np._core.multiarray._reconstruct
 _SCALAR: Any = np._core.multiarray.scalar
 _NUMPY: list[Any] = [
     *(_RECONSTRUCT, (_RECONSTRUCT, f"{_NUMPY_1}._reconstruct"), _SCALAR, (_SCALAR, f"{_NUMPY_1}.scalar")),
     *(np.ndarray, np.dtype, *{type(np.dtype(code)) for code in np.typecodes["All"]}),
 ]
-"""Arrays and numbers of NumPy."""
+"""Types of NumPy's arrays and numbers."""
 _SAMPLES: list[Any] = [
     *(types.Prompt, types.Image, types.PromptGroup, types.Trajectory, types.KeptSets, types.Outcome),
     *(types._unpack_group, bytes, Decimal, datetime.date, datetime.time, datetime.datetime),
     *(datetime.timedelta, datetime.timezone),
 ]
-"""Samples and prompts that wait for their step, and labels of parquet files."""
+"""Types of samples and prompts that wait for a later step, and of labels from parquet files."""
 
 
 def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> Any:
-    """Loads a file that `torch.save` wrote, with tensors on the CPU. `more`: further types that it may have;
-    `options`: those of `torch.load`. Raises UsageError for a file with any other type, of which nothing is
-    run."""
+    """Loads a file that `torch.save` wrote, with tensors on the CPU. `more`: further types that the file may
+    contain; `options`: those of `torch.load`. Raises UsageError if the file contains any other type, without
+    running its code."""
     try:
         with torch.serialization.safe_globals([*_NUMPY, *_SAMPLES, *more]):
             return torch.load(file, map_location="cpu", weights_only=True, **options)
@@ -42,7 +43,7 @@ def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> A
 
 
 def refusal(file: str | os.PathLike, error: pickle.UnpicklingError) -> UsageError:
-    """Returns the error of a file that is not unpickled."""
+    """Returns the error for a file that must not be unpickled."""
     reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), first_line(error))
     text = (
         f"it is damaged, or holds objects that could run code: {reason[:200]}\n"

@@ -454,10 +454,10 @@ class CkptConfig:
     save_steps: Steps = -1
     """Save a checkpoint every N steps. -1: never."""
     async_save: bool = False
-    """Write checkpoints while training goes on. Each rank first copies its part to host memory, which needs
-    as much of it as the checkpoint's files. The checkpoint is complete when a later step ends after the last
-    file is on the disk, or when the run ends or saves again, which waits for it. The copies of ckpt.save_hf
-    are written at once."""
+    """Write checkpoints in the background while training continues. Each rank first copies its part to host
+    memory, which must have room for the checkpoint's files. The checkpoint is complete at the end of the
+    first step after its last file is on the disk; the next save and the end of the run wait for it. The
+    copies of ckpt.save_hf are not written in the background."""
     save_hf: bool = False
     """With each checkpoint, also write a Hugging Face model to `{path}/{tag}_hf`, which is kept as long as
     the checkpoint."""

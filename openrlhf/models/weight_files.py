@@ -6,7 +6,7 @@ from pathlib import Path
 from openrlhf.errors import ErrorCode, UsageError
 
 LARGEST_HEADER = 100_000_000
-"""Bytes; the format's own limit."""
+"""Maximum size of a header in bytes, as the format defines it."""
 
 
 def check_weight_files(folder: str | Path, flag: str) -> None:
@@ -21,12 +21,12 @@ def check_weight_files(folder: str | Path, flag: str) -> None:
             raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=folder)
     for name in sorted(_listed(place / "model.safetensors.index.json")):
         if not (place / name).exists():
-            text = f"{name} is missing, which model.safetensors.index.json lists.\nDownload or copy it again."
+            text = f"model.safetensors.index.json lists {name}, which is missing.\nDownload or copy it again."
             raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=folder)
 
 
 def _expected_bytes(file: Path) -> int | None:
-    """Returns the size that a file's header tells; None if the header cannot be read."""
+    """Returns the size of the file by its header; None if the header cannot be read."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > LARGEST_HEADER:

@@ -1,4 +1,4 @@
-"""Makes DeepSpeed write its checkpoint files with a `CheckpointWriter`, and read only known types."""
+"""Makes DeepSpeed write its checkpoint files with a `CheckpointWriter`, and unpickle only known types."""
 
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from openrlhf.backends import own_pickles
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 
 DEEPSPEED = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
-"""DeepSpeed's own types in its files."""
+"""DeepSpeed's own types in its checkpoint files."""
 
 
 class DeepSpeedFiles(TorchCheckpointEngine):

@@ -1,4 +1,5 @@
-"""Makes torch.distributed.checkpoint write its files with a `CheckpointWriter`, and read only known types."""
+"""Makes torch.distributed.checkpoint write its files with a `CheckpointWriter`, and unpickle only known
+types."""
 
 import os
 import pickle
