@@ -26,7 +26,7 @@ from openrlhf.observability.journal import read_journal
 from openrlhf.stopping import EXIT_STOPPED
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 
-REWARD = Path(__file__).parents[1] / "e2e" / "digits_reward.py"
+REWARD = Path(__file__).parent / "e2e" / "digits_reward.py"
 POINTS = ("save.file", "save.before_rename", "save.after_rename", "save.rotate")
 """Points of a save (openrlhf/faults.py) at which a job is killed."""
 LIMIT = 300.0
