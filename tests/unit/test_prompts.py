@@ -270,6 +270,12 @@ def test_resuming_with_other_prompts_is_refused(changes, key):
     assert f"{key} was" in told.value.text
 
 
+def test_repeated_prompts_are_counted():
+    texts = ["a", "b", "a", "a", "c"]
+    prompts = [Prompt(prompt_id=i, text=text, label=str(i)) for i, text in enumerate(texts)]
+    assert PromptDataset(prompts).num_repeated() == 2
+
+
 def test_resuming_with_changed_texts_is_refused():
     state = make_sampler().state_dict()
     changed = PromptDataset([Prompt(prompt_id=i, text=f"Prompt {i}") for i in range(10)])
