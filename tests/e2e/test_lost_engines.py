@@ -12,7 +12,7 @@ from openrlhf.tasks.prepare import TaskFiles
 pytestmark = pytest.mark.usefixtures("running_ray")
 REWARD = f"--reward.remote_url {Path(__file__).with_name('killing_reward.py')} --reward.num_workers 1"
 FLAGS = (
-    f"{COMMON} --algo.kl.init_coef 0 --actor.adam.lr 1e-3 --reward.batch 1 --train.max_steps 3 "
+    f"{COMMON} --algo.kl.init_coef 0 --actor.adam.lr 1e-3 --reward.batch 1 --train.max_steps 2 "
     "--eval.steps 0 --actor.num_gpus_per_node 1 --rollout.batch_size 4 --train.batch_size 16"
 )
 Sampled = dict[tuple[int, int, int], tuple]
@@ -64,7 +64,7 @@ def test_a_run_that_loses_engines(
     assert calls.stat().st_size > KILLED_ON[-1]
     assert err.count(" (restart ") == len(KILLED_ON)
     a, b = sampled(tmp_path / "whole"), sampled(tmp_path / "lossy")
-    assert a.keys() == b.keys() and len(a) == 3 * 16
+    assert a.keys() == b.keys() and len(a) == 2 * 16
     if not flags:  # an asynchronous run may sample with newer weights
         assert a == b
         for step, metrics in whole.items():
