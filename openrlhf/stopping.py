@@ -1,6 +1,11 @@
-"""Handles SIGINT (Ctrl-C) and SIGTERM in a training loop: the first signal ends the run at the next step
-boundary, with a checkpoint; a second one ends it at once."""
+"""Ends a training loop before its last step.
 
+SIGINT (Ctrl-C) and SIGTERM: the first signal ends the run at the next step boundary, with a checkpoint; a
+second one ends it at once. A step that takes longer than its limit ends the process with the stacks of its
+threads.
+"""
+
+import faulthandler
 import os
 import signal
 import threading
@@ -9,7 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from openrlhf.errors import SIGNALS, Stopped, catch, is_first_of_machine, shutting_down, stop_at_once
+from openrlhf.errors import (
+    EXIT_FAILURE,
+    SIGNALS,
+    Stopped,
+    catch,
+    is_first_of_machine,
+    shutting_down,
+    stop_at_once,
+)
 
 EXIT_STOPPED = 75
 """Exit status of a run that saved a checkpoint after a signal: EX_TEMPFAIL of sysexits.h, "try again"."""
@@ -103,3 +116,22 @@ class Stop:
         self._timer.start()
         if self._may_drop:
             raise Dropped
+
+
+@contextmanager
+def limited(seconds: float, where: Callable[[], str]) -> Iterator[None]:
+    """Ends this process if the block takes longer than `seconds`, with the stacks of its threads on stderr.
+    `where`: returns the name of this process and of what it does."""
+    timer = threading.Timer(seconds, _end_hanging, [seconds, where])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end_hanging(seconds: float, where: Callable[[], str]) -> None:
+    os.write(2, f"{where()} made no progress for {seconds:g} s; its stacks:\n".encode())
+    faulthandler.dump_traceback(2)
+    os._exit(EXIT_FAILURE)

@@ -103,7 +103,7 @@ def current_device() -> torch.device:
     )
 
 
-def init_distributed(timeout_minutes: int = 60) -> None:
+def init_distributed(timeout_minutes: float = 60) -> None:
     """Joins the process group that the environment variables of torchrun, deepspeed or Ray describe. Without
     them, creates a group of one rank."""
     for name, value in _group_of_one().items():

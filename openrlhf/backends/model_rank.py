@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -62,6 +62,9 @@ class ModelRank(ABC):
     @abstractmethod
     def module(self) -> RowModel: ...
 
+    num_rows: ClassVar[int] = 0
+    """Number of rows that this process has passed through models."""
+
     @property
     def shares_prefixes(self) -> bool:
         """True if the model computes common prefixes of a row's sequences once."""
@@ -72,7 +75,10 @@ class ModelRank(ABC):
         """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
         padded, _ = self._agree(rows)
         self.module.eval()
-        answers = [read(self.caller, row) for row in padded]
+        answers = []
+        for row in padded:
+            answers.append(read(self.caller, row))
+            ModelRank.num_rows += 1
         if fault("rows.log_probs"):
             answers[0].view(-1)[0] = math.nan
         return [answer.cpu() for answer in answers][: len(rows)]  # cpu() waits for the device
@@ -204,6 +210,7 @@ class TrainedRank(ModelRank):
         for i, (row, minimise, totals) in enumerate(passes):
             self._begin_pass(i == len(passes) - 1)
             loss, metrics = minimise(self.caller, row, totals)
+            ModelRank.num_rows += 1
             if i == 0 and fault("step.loss"):
                 loss = loss * math.nan
             # Gradients are averaged over ranks, but contributions of ranks with different samples must add

@@ -191,6 +191,11 @@ class RolloutEngine(Protocol):
         of the sketch. Weights that cannot be read back are omitted."""
         ...
 
+    def progress(self) -> tuple[int, bool]:
+        """Returns the number of tokens so far, or of another sign of progress that comes at least every few
+        seconds, and whether requests are under way that may progress. Called in another thread."""
+        ...
+
     async def peak_memory(self) -> Peaks:
         """Returns the peak memory of generation since the last call in bytes, the maximum over workers."""
         ...

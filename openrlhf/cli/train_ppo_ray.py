@@ -1,6 +1,7 @@
 """Reinforcement learning on a Ray cluster: `python -m openrlhf.cli.train_ppo_ray`, or under `ray job
 submit`."""
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.errors import catch_signals, noting_position, short_errors
+from openrlhf.errors import catch_signals, describe, notify, noting_position, short_errors
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
@@ -45,7 +46,30 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         catch_signals()
         config = parse(PPO, argv, resolve=resolve, inspect=problems_outside, plan=plan).config
-        run(config, argv)
+        try:
+            run(config, argv)
+        except Exception as error:
+            restart_after(error, config, argv)
+            raise
+
+
+RESTARTS = "OPENRLHF_RESTARTS"
+"""Variable with the number of times that this run has started again."""
+
+
+def restart_after(error: Exception, config: PPOConfig, argv: Sequence[str]) -> None:
+    """Starts the command again in this process, from the newest checkpoint, where a process of the run was
+    lost and `train.max_restarts` allows it; otherwise returns."""
+    from openrlhf.cluster.deaths import is_lost_process
+
+    count = int(os.environ.get(RESTARTS, "0")) + 1
+    if count > config.train.max_restarts or not is_lost_process(error):
+        return
+    notify("\n".join([describe(error), *getattr(error, "__notes__", ())]))
+    notify(f"restart {count} of at most {config.train.max_restarts} (--train.max_restarts)")
+    resume = () if config.ckpt.load_enable else ("--ckpt.load_enable",)
+    os.environ[RESTARTS] = str(count)
+    os.execv(sys.executable, [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *argv, *resume])
 
 
 def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
@@ -103,6 +127,8 @@ def train(
             print(table, file=sys.stderr, flush=True)
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         trainer.observer.message(_memory_of_rows(config, roles))
+        watch = roles.watch(config)
+        watch.start()
         try:
             with (
                 noting_position(partial(position, trainer)),
@@ -115,6 +141,7 @@ def train(
                     if roles.critic and config.critic.save_value_network:
                         roles.critic.export(config.critic_output_dir).result()
         finally:
+            watch.close()
             trainer.observer.close()
     finally:
         roles.end()

@@ -21,6 +21,7 @@ from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Gathered, Handle, first
 from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.pulse import start_pulse
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, RunError
@@ -59,6 +60,7 @@ class EngineActor(RolloutWorker):
         environment.take(private)
         super().__init__(config.with_references(files.here), options, files)
         self.groups = SamplingTasks(self.run_group)
+        start_pulse(self.engine.progress)
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
         self.groups.submit(requests)
@@ -144,6 +146,7 @@ class EnginePool:
 
     def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
         deadline = None if timeout is None else time.monotonic() + timeout
+        self._replace_dead()
         while (group := self._group_until(purpose, deadline)) is None:
             self._replace_dead()
         self._take_answers()
@@ -181,6 +184,17 @@ class EnginePool:
 
     def sync(self, policy: "PolicyRanks", version: int) -> Future[Metrics]:
         return self.thread.submit(self._sync, policy, version)
+
+    @property
+    def watched(self) -> list[Handle | None]:
+        """The engines' processes; None in the place of an engine that is dead or starting."""
+        serving = self.engines.serving
+        return [member if i in serving else None for i, member in enumerate(self.members)]
+
+    def give_up(self, number: int, member: Handle, reason: str) -> None:
+        """Kills an engine that hangs; all calls to it fail, and it is replaced."""
+        self.engines.give_up(number, member, reason)
+        ray.kill(member)
 
     def close(self) -> None:
         """Shuts down the engines that still answer, and their reward processes."""

@@ -99,10 +99,11 @@ class EngineSupervisor:
         is no death. `member`: the process that raised the error."""
         if not is_death(error):
             return False
-        self._give_up(number, member, describe_cause(error))
+        self.give_up(number, member, describe_cause(error))
         return True
 
-    def _give_up(self, number: int, member: Handle, reason: str) -> None:
+    def give_up(self, number: int, member: Handle, reason: str) -> None:
+        """Has an engine replaced. `reason`: what is wrong with its process `member`."""
         with self._lock:
             place = self._places[number]
             if self.members[number] is not member or place.state is State.WAITING or self.failure:
@@ -153,9 +154,9 @@ class EngineSupervisor:
                     ray.get(place.started, timeout=0)
                     found.append(number)
                 except RayError as error:
-                    self._give_up(number, self.members[number], describe_cause(error))
+                    self.give_up(number, self.members[number], describe_cause(error))
             elif place.started is not None and time.monotonic() > place.due:
-                self._give_up(number, self.members[number], f"it did not start in {START_TIMEOUT:.0f} s")
+                self.give_up(number, self.members[number], f"it did not start in {START_TIMEOUT:.0f} s")
         return found
 
     def serve(self, number: int) -> bool:

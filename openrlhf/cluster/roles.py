@@ -12,6 +12,7 @@ from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.pulse import Board
 from openrlhf.cluster.rank_groups import (
     CriticRanks,
     FrozenRanks,
@@ -20,6 +21,7 @@ from openrlhf.cluster.rank_groups import (
     RewardRanks,
     Unadapted,
 )
+from openrlhf.cluster.watch import Watch, say
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.training.schedule import num_updates
@@ -71,11 +73,30 @@ class Roles:
         ranks = [rank.peak_memory.remote() for model in self.models.values() for rank in model.workers]
         return Gathered(ranks, lambda peaks: memory_metrics([*engines.result().values(), *peaks]))
 
+    def watch(self, config: PPOConfig) -> Watch:
+        """Returns a watch on all processes."""
+
+        def processes() -> dict[str, list[ActorHandle | None]]:
+            return {ENGINES: self.rollout.watched} | {n: [*m.workers] for n, m in self.models.items()}
+
+        def give_up(role: str, index: int, member: ActorHandle, reason: str) -> None:
+            if role == ENGINES:
+                self.rollout.give_up(index, member, reason)
+            else:
+                say(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
+                ray.kill(member)
+
+        engines, ranks = config.rollout.engine_timeout, config.train.rank_timeout
+        limits = lambda role: engines if role == ENGINES else ranks
+        watch = Watch(processes, limits, give_up, config.run_dir, Board())
+        return watch
+
     def end(self) -> None:
         """Ends all processes, without waiting for dead or busy ones."""
         self.rollout.close()
         for member in self.members:
             ray.kill(member)
+        Board().clear()
 
 
 def start_roles(

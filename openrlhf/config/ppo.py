@@ -319,6 +319,9 @@ class RolloutConfig:
     """Maximum length of a response, tokens. None: what the prompt leaves of data.max_len."""
     timeout: Positive = 3600.0
     """Seconds without any finished prompt after which the run stops and lists what it waits for."""
+    engine_timeout: Positive = 300.0
+    """Seconds after which an engine is replaced that does not answer, or has requests and samples no token.
+    An engine that samples tokens may take any time."""
     stop: tuple[str, ...] | None = None
     """Stop strings, in training and evaluation: a response ends with the token that completes one. A single
     word on the command line is split at its commas; YAML takes any text. None: only stop tokens end a
@@ -424,6 +427,9 @@ class TrainConfig(BatchesConfig):
     """Critic and reward model share their GPUs."""
     placement_timeout: Positive | None = None
     """Seconds that the run waits for GPUs of a cluster that are in use. None: no limit."""
+    max_restarts: CountOrZero = 0
+    """Number of times that the run starts again, from its newest checkpoint, after a rank died or its engines
+    could not be replaced. 0: it ends."""
     async_enable: bool = False
     """Asynchronous training: sample the next batches while the models train on the current one."""
     async_queue_size: CountOrZero = 1

@@ -1,5 +1,7 @@
 """The training loop on fixed datasets. A `Task` defines the dataset and the objective."""
 
+import os
+import platform
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
 from openrlhf.observability.observer import Observer
-from openrlhf.stopping import Stop
+from openrlhf.stopping import Stop, limited
 from openrlhf.training.checkpoints import COPY, CheckpointFolder
 from openrlhf.training.origin import Origin
 from openrlhf.types import LossNorm, Metrics
@@ -57,7 +59,8 @@ class SupervisedTrainer(Generic[RowT]):
 
     def _fit(self) -> None:
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
-            metrics = self.engine.train_step(window, self._objective_for(window))
+            with limited(self.config.train.rank_timeout, self._place):
+                metrics = self.engine.train_step(window, self._objective_for(window))
             self.step += 1
             if self.eval_rows and self._is_eval_due():
                 metrics |= self.evaluate()
@@ -69,6 +72,10 @@ class SupervisedTrainer(Generic[RowT]):
                 self.finish_checkpoint()
             if self.on_any_rank(self.stop.is_requested):
                 self._end_at_boundary()
+
+    def _place(self) -> str:
+        rank, host = os.environ.get("RANK", "0"), platform.node()
+        return f"rank {rank} (process {os.getpid()} on {host}) in step {self.step + 1}"
 
     def _end_at_boundary(self) -> NoReturn:
         if not is_due(self.step, self.config.ckpt.save_steps):

@@ -153,7 +153,7 @@ class Run(Generic[ConfigT]):
             from openrlhf.training.supervised import total_steps
 
             heap.freeze()
-            init_distributed()
+            init_distributed(timeout_minutes=task.config.train.rank_timeout / 60 + 1)
             self.mesh = ProcessMesh.joined(
                 sequence=task.config.ds.parallel.sequence, tensor=task.config.ds.parallel.tensor
             )

@@ -108,7 +108,7 @@ class Worker:
         }
         if self.local_size is not None:
             os.environ["LOCAL_WORLD_SIZE"] = str(self.local_size)
-        init_distributed()
+        init_distributed(timeout_minutes=self.config.train.rank_timeout / 60 + 1)
         self.mesh = ProcessMesh.joined(sequence=self.mesh.sequence, tensor=self.mesh.tensor)
         seed_everything(self.config.train.seed, self.config.train.full_determinism_enable)
 

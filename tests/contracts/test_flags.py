@@ -129,6 +129,7 @@ SUPERVISED = {
     "train.max_tokens_per_gpu",
     "train.backend",
     "train.grace_seconds",
+    "train.rank_timeout",
     "train.on_nonfinite",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
@@ -196,6 +197,9 @@ OURS = {
         "teacher.kd_coef",
         "teacher.model_name_or_path",
         "train.backend",
+        "rollout.engine_timeout",
+        "train.max_restarts",
+        "train.rank_timeout",
         "train.grace_seconds",
         "train.on_nonfinite",
         "teacher.num_gpus_per_node",

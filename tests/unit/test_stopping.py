@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -85,3 +86,17 @@ def test_handlers_are_restored() -> None:
     with Stop().deferred(300):
         assert signal.getsignal(signal.SIGTERM) is not before
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_step_that_hangs_ends_the_process_with_its_stacks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    with stopping.limited(10, lambda: "rank 1"):
+        pass
+    with stopping.limited(0.01, lambda: "rank 1 (process 7 on node1) in step 3"):
+        assert ended.wait(10)
+    first, *stacks = capfd.readouterr().err.splitlines()
+    assert first == "rank 1 (process 7 on node1) in step 3 made no progress for 0.01 s; its stacks:"
+    assert any("test_a_step_that_hangs" in line for line in stacks)

@@ -60,6 +60,8 @@ class TransformersEngine:
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
         """Lock of the model, held during a request, a probe or a weight update."""
+        self.num_tokens, self.num_running = 0, 0
+        """Number of sampled tokens; number of requests that are being answered."""
         self.received: dict[str, Tensor] = {}
         self.checksum = Checksum()
         self.unwritten: set[str] | None = None
@@ -115,11 +117,18 @@ class TransformersEngine:
                 await asyncio.wait({answering})
                 raise
 
+    def progress(self) -> tuple[int, bool]:
+        return self.num_tokens, self.num_running > 0
+
     def _answers(
         self, prompt: list[int], params: SamplingParams, room: int, stopped: threading.Event
     ) -> Completions:
         seed = secrets.randbits(62) if params.seed is None else params.seed
-        answers = [self._answer(prompt, params, room, seed + i, stopped) for i in range(params.n)]
+        self.num_running += 1
+        try:
+            answers = [self._answer(prompt, params, room, seed + i, stopped) for i in range(params.n)]
+        finally:
+            self.num_running -= 1
         outputs = [replace(answer, index=i) for i, answer in enumerate(answers)]
         return Completions(prompt_token_ids=prompt, outputs=outputs)
 
@@ -131,6 +140,10 @@ class TransformersEngine:
         own = self.model.config.get_text_config().eos_token_id
         eos = [] if params.ignore_eos else [own] if isinstance(own, int) else own or ()
         count = self.vocabulary if params.logprobs == -1 else params.logprobs
+
+        def sampled(token: int) -> None:
+            ids.append(token)
+            self.num_tokens += 1
 
         def text() -> str:
             return decode(self.tokenizer, ids, after=prompt, skip_special_tokens=params.skip_special_tokens)
@@ -145,7 +158,7 @@ class TransformersEngine:
                 stop_token_ids=[*(params.stop_token_ids or ()), *eos],
             ),
             pad_token_id=0,  # unused: one prompt needs no padding
-            on_token=ids.append,
+            on_token=sampled,
             stop=lambda: stopped.is_set() or any(stop in text() for stop in stops),
             likely=max(count or 0, params.max_kept_tokens) or count,
         )

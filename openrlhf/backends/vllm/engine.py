@@ -150,6 +150,8 @@ class VLLMEngine:
         recorded."""
         self.adapter: LoRARequest | None = None
         """Adapter of all requests; None until a weight sync has sent one."""
+        self.num_outputs, self.num_requests, self.is_updating = 0, 0, False
+        """Outputs of vLLM's core so far, requests under way, and whether a weight update pauses them."""
         self.num_syncs = 0
         """Number of weight syncs so far."""
         self.records_routing = False
@@ -209,6 +211,7 @@ class VLLMEngine:
             # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.
             usage_context=UsageContext.LLM_CLASS,
         )
+        self._count_outputs()
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
             await self._bounded(self.llm.collective_rpc("make_stage_buffers"))
         if self.records_routing:
@@ -235,6 +238,7 @@ class VLLMEngine:
         self._require_awake(TAGS)
         prompt = self._prompt(prompt_token_ids, multi_modal_data)
         output, name, routing = None, uuid.uuid4().hex, {}
+        self.num_requests += 1
         with _converted_errors():
             try:
                 async for latest in self.llm.generate(
@@ -242,12 +246,26 @@ class VLLMEngine:
                 ):
                     output = latest
             finally:  # also after an error, so that the workers do not keep the record
+                self.num_requests -= 1
                 if self.records_routing:
                     routing, *_ = await self._bounded(self.llm.collective_rpc("take_routing", args=(name,)))
         assert output is not None  # vLLM answers or raises
         if self.options.returns_routing:
             _set_routing(output, routing, self.llm.model_config.get_num_experts())
         return output
+
+    def progress(self) -> tuple[int, bool]:
+        return self.num_outputs, self.num_requests > 0 and not (self.is_updating or self.asleep)
+
+    def _count_outputs(self) -> None:
+        """Counts what vLLM's core returns: a part of an answer for each request in each step of the core."""
+        process = self.llm.output_processor.process_outputs
+
+        def counted(outputs: list, *arguments: Any, **named: Any) -> Any:
+            self.num_outputs += len(outputs)
+            return process(outputs, *arguments, **named)
+
+        self.llm.output_processor.process_outputs = counted  # pyrefly: ignore[bad-assignment]
 
     async def stream(
         self, prompt_token_ids: list[int], sampling_params: SamplingParams
@@ -292,6 +310,7 @@ class VLLMEngine:
         weights, and scheduling a request would crash the engine. Requests in flight are frozen. Afterwards
         their KV cache is recomputed, or with `keep_cache` they continue with the old one."""
         self._require_awake({"weights"})
+        self.is_updating = True
         await self._bounded(self.llm.pause_generation(mode="keep", clear_cache=not self.options.keep_cache))
         self.num_syncs += 1  # from here on no request computes with the old weights
         await self._bounded(self.llm.start_weight_update())
@@ -310,6 +329,7 @@ class VLLMEngine:
         ):
             text = "vLLM kept the prefix cache of the old weights after a weight sync"
             raise RunError(ErrorCode.ENGINE_FAILED, text)
+        self.is_updating = False
         if not self.asleep:  # else it resumes when its KV cache wakes
             await self._bounded(self.llm.resume_generation())
 

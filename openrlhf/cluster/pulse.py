@@ -1,0 +1,98 @@
+"""Proof of life of the processes of a run: a thread of each process writes its counters to Ray's key-value
+store every BEAT seconds, and its stacks when the driver asks for them. watch.py reads them.
+
+The thread needs no call to its actor, which may be busy for hours.
+"""
+
+import json
+import os
+import platform
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+
+import ray
+from ray.exceptions import RayError
+from ray.experimental import internal_kv
+
+BEAT = 5.0
+"""Seconds between two beats."""
+
+STACKS_WANTED = "stacks wanted"
+
+Progress = tuple[int, bool]
+"""A counter that grows with the work of a process, and whether the process has work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The counters of a process at one moment."""
+
+    number: int
+    progress: int
+    is_busy: bool
+    pid: int
+    host: str
+
+
+def start_pulse(progress: Callable[[], Progress]) -> None:
+    """Starts the thread of this actor's process."""
+    arguments = Board(), ray.get_runtime_context().get_actor_id(), progress
+    threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
+
+
+def _beat(board: "Board", actor: str, progress: Callable[[], Progress]) -> None:
+    number, has_written = 0, False
+    while True:
+        number += 1
+        beat = Beat(number, *progress(), os.getpid(), platform.node())
+        with suppress(RayError):  # the store may be gone for a while, or for good; then Ray ends this process
+            board.put(f"beat/{actor}", json.dumps(asdict(beat)))
+            if not has_written and board.get(STACKS_WANTED) is not None:
+                board.put(f"stacks/{actor}", stacks())
+                has_written = True
+        time.sleep(BEAT)
+
+
+class Board:
+    """The part of Ray's key-value store that belongs to this run. After its creation it calls nothing that
+    would start Ray again after a shutdown."""
+
+    def __init__(self) -> None:
+        self.prefix = f"openrlhf/{ray.get_runtime_context().get_job_id()}/"
+
+    def put(self, key: str, text: str) -> None:
+        internal_kv._internal_kv_put(self.prefix + key, text, overwrite=True)
+
+    def get(self, key: str) -> str | None:
+        found = internal_kv._internal_kv_get(self.prefix + key)
+        return None if found is None else found.decode()
+
+    def read_beat(self, actor: str) -> Beat | None:
+        """Returns the last beat of an actor's process; None before the first."""
+        text = self.get(f"beat/{actor}")
+        return None if text is None else Beat(**json.loads(text))
+
+    def ask_for_stacks(self) -> None:
+        """Makes every process write its stacks with its next beat."""
+        self.put(STACKS_WANTED, "1")
+
+    def read_stacks(self, actor: str) -> str | None:
+        return self.get(f"stacks/{actor}")
+
+    def clear(self) -> None:
+        """Removes everything that the run's processes have written."""
+        internal_kv._internal_kv_del(self.prefix, del_by_prefix=True)
+
+
+def stacks() -> str:
+    """Returns the stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )

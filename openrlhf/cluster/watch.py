@@ -1,0 +1,139 @@
+"""Watches the processes of a run: a process that stops answering, or has work and makes no progress, is
+reported on the screen, and given up after its limit. An engine is then replaced, and a rank ends the run. A
+process that makes progress is never given up, however long its work takes."""
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
+
+from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
+from openrlhf.errors import first_line
+
+NOTICE = 20.0
+"""Seconds without an answer until a line on the screen says so; without progress, at least a third of the
+limit."""
+
+STACKS_WAIT = 4 * BEAT
+"""Seconds that processes have to write their stacks."""
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last signs of life of a process, by the clock of this process."""
+
+    answered: float
+    advanced: float
+    number: int = 0
+    progress: int = 0
+    is_noted: bool = False
+    """Whether a line about it is on the screen."""
+    last: Beat | None = None
+
+
+class Watch:
+    """A thread that reads the beats of all processes every BEAT seconds."""
+
+    def __init__(
+        self,
+        processes: Callable[[], Mapping[str, Sequence[ActorHandle | None]]],
+        limits: Callable[[str], float],
+        give_up: Callable[[str, int, ActorHandle, str], None],
+        folder: str,
+        board: Board,
+    ) -> None:
+        """`processes`: returns the processes by their role, None for those that are not watched. `limits`:
+        seconds without an answer or progress after which a process of this role is given up. `give_up`:
+        receives the role of such a process, its index there, the process and the reason. `folder`: where the
+        stacks of all processes are written."""
+        self._processes, self._limits, self._give_up = processes, limits, give_up
+        self._folder, self._board = Path(folder), board
+        self._seen: dict[str, _Seen] = {}
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread, before Ray is left."""
+        self._closed.set()
+        self._thread.join(timeout=STACKS_WAIT)
+
+    def _run(self) -> None:
+        while not self._closed.wait(BEAT):
+            try:
+                self.look()
+            except RayError as error:  # the store may be gone for a while
+                say(f"the processes of the run cannot be watched: {first_line(error)}")
+
+    def look(self) -> None:
+        """Reads the beats once, and acts on them."""
+        for role, members in self._processes().items():
+            for index, member in enumerate(members):
+                if member is not None and (reason := self._silence(role, index, member)):
+                    self._give_up(role, index, member, reason)
+
+    def _silence(self, role: str, index: int, member: ActorHandle) -> str:
+        """Returns the reason for which a process is given up; empty if it is not."""
+        now, actor = time.monotonic(), member._actor_id.hex()
+        seen = self._seen.setdefault(actor, _Seen(now, now))
+        beat = self._board.read_beat(actor)
+        if beat is not None and beat.number != seen.number:
+            seen.answered, seen.number, seen.last = now, beat.number, beat
+            if beat.progress != seen.progress or not beat.is_busy:
+                seen.advanced, seen.progress = now, beat.progress
+        limit, name = self._limits(role), name_of(role, index, seen.last)
+        since, notice, text = now - seen.answered, min(NOTICE, limit), f"{name} has not answered"
+        if since < notice:
+            since, notice = now - seen.advanced, max(notice, limit / 3)
+            text = f"{name} has work, and made no progress"
+        if since < notice:
+            if seen.is_noted:
+                say(f"{name} goes on")
+            seen.is_noted = False
+            return ""
+        text += f" for {since:.0f} s"
+        if not seen.is_noted:
+            say(f"{text}; it is given up after {limit:.0f} s")
+        seen.is_noted = True
+        if since < limit:
+            return ""
+        del self._seen[actor]
+        return text
+
+    def write_stacks(self) -> Path:
+        """Writes the stacks of all processes to a file of the folder, and returns it. Waits for the processes
+        that still answer."""
+        self._board.ask_for_stacks()
+        named = {
+            member._actor_id.hex(): name_of(role, index, None)
+            for role, members in self._processes().items()
+            for index, member in enumerate(members)
+            if member is not None
+        }
+        deadline = time.monotonic() + STACKS_WAIT
+        found: dict[str, str] = {}
+        while len(found) < len(named) and time.monotonic() < deadline:
+            if self._closed.wait(1):
+                break
+            found |= {a: text for a in named.keys() - found.keys() if (text := self._board.read_stacks(a))}
+        texts = [f"== {named[a]}\n{found.get(a, 'it does not answer')}" for a in named]
+        path = self._folder / "stacks.txt"
+        path.write_text("\n\n".join([f"== the driver\n{stacks()}", *texts]), encoding="utf-8")
+        return path
+
+
+def name_of(role: str, index: int, beat: Beat | None) -> str:
+    """Returns the name of a process for messages."""
+    name = f"engine {index}" if role == "engines" else f"rank {index} of {role}"
+    return name if beat is None else f"{name} (process {beat.pid} on {beat.host})"
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,134 @@
+"""The watch on a run's processes, with beats and a clock that do what the test says."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from openrlhf.cluster import watch
+from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
+from openrlhf.cluster.watch import NOTICE, Watch
+
+LIMITS = {"engines": 60.0, "policy": 1800.0}
+
+
+class Run:
+    """Processes of a run, and the clock. `stopped`: those that beat no more."""
+
+    def __init__(self, tmp_path: Any) -> None:
+        self.now = 0.0
+        self.beats = {name: Beat(0, 0, False, pid=17, host="node1") for name in ("engine", "rank")}
+        self.stopped: set[str] = set()
+        self.given_up: list[tuple] = []
+        self.processes = {"engines": [self.member("engine"), None], "policy": [self.member("rank")]}
+        self.watch = Watch(
+            lambda: self.processes,
+            LIMITS.__getitem__,
+            lambda role, index, member, reason: self.given_up.append((role, index, reason)),
+            str(tmp_path),
+            cast(Board, self),
+        )
+
+    def read_beat(self, name: str) -> Beat | None:
+        return self.beats.get(name)
+
+    def ask_for_stacks(self) -> None:
+        self.is_asked = True
+
+    def read_stacks(self, name: str) -> str | None:
+        return "in forward" if name == "rank" and self.is_asked else None
+
+    def member(self, name: str) -> Any:
+        return SimpleNamespace(_actor_id=SimpleNamespace(hex=lambda: name))
+
+    def go_on(self, seconds: float) -> None:
+        for _ in range(int(seconds / BEAT)):
+            self.now += BEAT
+            for name, beat in self.beats.items():
+                if name not in self.stopped:
+                    self.beats[name] = replace(beat, number=beat.number + 1)
+            self.watch.look()
+
+    def set(self, name: str, **fields: Any) -> None:
+        self.beats[name] = replace(self.beats[name], **fields)
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Run:
+    run = Run(tmp_path)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: run.now))
+    return run
+
+
+def test_processes_that_beat_are_left_alone(run: Run, capsys: pytest.CaptureFixture) -> None:
+    run.go_on(3600)
+    assert not run.given_up and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "role"), [("engine", "engines"), ("rank", "policy")])
+def test_a_process_that_is_stopped(run: Run, capsys: pytest.CaptureFixture, name: str, role: str) -> None:
+    """It is reported within 30 s, once, and given up after its limit, once."""
+    run.go_on(60)
+    run.stopped.add(name)
+    run.go_on(30)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "(process 17 on node1) has not answered for 20 s; it is given up after" in said
+    run.go_on(LIMITS[role] - 30 - BEAT)
+    assert not run.given_up
+    run.go_on(2 * BEAT)
+    ((given_up, index, reason),) = run.given_up
+    assert (given_up, index) == (role, 0) and f"has not answered for {LIMITS[role]:.0f} s" in reason
+
+
+def test_a_process_that_goes_on_in_time(run: Run, capsys: pytest.CaptureFixture) -> None:
+    run.go_on(60)
+    run.stopped.add("engine")
+    run.go_on(40)
+    run.stopped.clear()
+    run.go_on(3600)
+    assert not run.given_up and capsys.readouterr().err.splitlines()[1:] == [
+        "engine 0 (process 17 on node1) goes on"
+    ]
+
+
+def test_an_engine_without_tokens(run: Run, capsys: pytest.CaptureFixture) -> None:
+    run.set("engine", is_busy=True, progress=5)
+    run.go_on(LIMITS["engines"] - BEAT)
+    assert "has work, and made no progress for 20 s" in capsys.readouterr().err and not run.given_up
+    run.go_on(2 * BEAT)
+    assert run.given_up[0][:2] == ("engines", 0) and len(run.given_up) == 1
+
+
+def test_a_long_generation_is_never_given_up(run: Run, capsys: pytest.CaptureFixture) -> None:
+    """One token a second for an hour; then the episode waits an hour for its environment."""
+    for token in range(3600 // int(BEAT)):
+        run.set("engine", is_busy=True, progress=token)
+        run.go_on(BEAT)
+    run.set("engine", is_busy=False)
+    run.go_on(3600)
+    assert not run.given_up and not capsys.readouterr().err
+
+
+def test_a_rank_that_saves_for_a_long_time(run: Run, capsys: pytest.CaptureFixture) -> None:
+    run.set("rank", is_busy=True)
+    run.go_on(LIMITS["policy"] / 3 - BEAT)
+    assert not capsys.readouterr().err
+    run.go_on(LIMITS["policy"] / 3)
+    assert "rank 0 of policy" in capsys.readouterr().err and not run.given_up
+
+
+def test_a_new_process_starts_with_a_clean_slate(run: Run) -> None:
+    run.stopped.add("engine")
+    run.go_on(LIMITS["engines"] - BEAT)
+    run.processes["engines"][0] = run.member("another")
+    run.go_on(NOTICE)
+    assert not run.given_up
+
+
+def test_stacks_of_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=iter(range(100)).__next__))
+    monkeypatch.setattr(run.watch._closed, "wait", lambda seconds: False)
+    text = run.watch.write_stacks().read_text()
+    assert "== engine 0\nit does not answer" in text and "== rank 0 of policy\nin forward" in text
+    assert "== the driver\nthread MainThread:" in text and "test_stacks_of_all_processes" in stacks()
