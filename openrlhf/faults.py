@@ -30,12 +30,14 @@ POINTS = {
     "save.rotate": "before an old checkpoint is removed",
     "export.before_move": "an exported model is written, and its files are still in a temporary folder",
     "sync.send": "before a rank sends weights to the engines",
+    "sync.load": "in a worker of a vLLM engine, before it loads a bucket of weights",
     "reward.call": "in the process of a reward function, before a call of it",
     "tracker.log": "before a tracker receives the metrics of a step",
 }
 """Maps each point to its place in a run."""
 KINDS = {
     "kill": "ends the process by SIGKILL",
+    "stop": "stops the process by SIGSTOP, so that it hangs",
     "raise": "raises RuntimeError",
     "enospc": "raises the OSError of a full disk",
     "sleep": "waits for VALUE seconds",
@@ -101,6 +103,8 @@ def _parsed(part: str) -> Fault:
 def _occur(each: Fault) -> None:
     if each.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    elif each.kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
     elif each.kind == "raise":
         raise RuntimeError(f"{VARIABLE} raised this error at {each.point}")
     elif each.kind == "enospc":

@@ -77,6 +77,8 @@ class EngineOptions:
     the last parts of the layers' names. None: weight syncs send merged weights."""
     returns_routing: bool = False
     """Return the routing, the experts that each token was routed to. Needs `enable_prefix_caching`."""
+    timeout: float = 300.0
+    """Maximum time, seconds, of a control-plane call: pause, update, resume."""
     keep_cache: bool = False
     """Requests that are in flight during a weight sync keep their KV cache, which the old weights
     computed."""

@@ -187,9 +187,9 @@ class EnginePool:
 
     @property
     def watched(self) -> list[Handle | None]:
-        """The engines' processes; None in the place of an engine that is dead or starting."""
-        serving = self.engines.serving
-        return [member if i in serving else None for i, member in enumerate(self.members)]
+        """The engines' processes; None in the place of an engine that is dead or loads its model."""
+        loaded = self.engines.loaded
+        return [member if i in loaded else None for i, member in enumerate(self.members)]
 
     def give_up(self, number: int, member: Handle, reason: str) -> None:
         """Kills an engine that hangs; all calls to it fail, and it is replaced."""

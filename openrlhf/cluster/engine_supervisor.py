@@ -35,7 +35,9 @@ class State(Enum):
     WAITING = "waiting"
     """The process is dead, and its successor is not due yet."""
     STARTING = "starting"
-    """The process loads its model, or waits for its weights."""
+    """The process loads its model."""
+    LOADED = "loaded"
+    """The process waits for its weights, or receives them."""
 
 
 @dataclass(slots=True)
@@ -82,6 +84,12 @@ class EngineSupervisor:
     @property
     def all_serve(self) -> bool:
         return len(self.serving) == len(self.members)
+
+    @property
+    def loaded(self) -> list[int]:
+        """Numbers of the engines that serve or are to receive their first weights."""
+        ready = State.SERVING, State.LOADED
+        return [i for i, place in enumerate(self._places) if place.state in ready]
 
     def is_dead(self, number: int) -> bool:
         """Tells whether an engine is dead and its successor has not begun to start."""
@@ -147,17 +155,16 @@ class EngineSupervisor:
 
     def started(self) -> list[int]:
         """Returns the numbers of the engines that have loaded their model and wait for weights."""
-        found = []
         for number, place in enumerate(self._places):
             if place.started is not None and ray.wait([place.started], timeout=0)[0]:
                 try:
                     ray.get(place.started, timeout=0)
-                    found.append(number)
+                    place.state, place.started = State.LOADED, None
                 except RayError as error:
                     self.give_up(number, self.members[number], describe_cause(error))
             elif place.started is not None and time.monotonic() > place.due:
                 self.give_up(number, self.members[number], f"it did not start in {START_TIMEOUT:.0f} s")
-        return found
+        return [i for i, place in enumerate(self._places) if place.state is State.LOADED]
 
     def serve(self, number: int) -> bool:
         """Marks a new engine as serving. Returns False if it died meanwhile."""
@@ -165,7 +172,7 @@ class EngineSupervisor:
             place = self._places[number]
             if place.state is State.WAITING:
                 return False
-            place.state, place.started = State.SERVING, None
+            place.state = State.SERVING
         _print_to_stderr(
             f"engine {number} serves again, {time.monotonic() - place.deaths[-1]:.0f} s after its death"
         )

@@ -320,8 +320,8 @@ class RolloutConfig:
     timeout: Positive = 3600.0
     """Seconds without any finished prompt after which the run stops and lists what it waits for."""
     engine_timeout: Positive = 300.0
-    """Seconds after which an engine is replaced that does not answer, or has requests and samples no token.
-    An engine that samples tokens may take any time."""
+    """Seconds after which an engine is replaced that does not answer, has requests and samples no token, or
+    does not answer one call of a weight sync. An engine that samples tokens may take any time."""
     stop: tuple[str, ...] | None = None
     """Stop strings, in training and evaluation: a response ends with the token that completes one. A single
     word on the command line is split at its commas; YAML takes any text. None: only stop tokens end a

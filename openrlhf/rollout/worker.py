@@ -145,6 +145,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         lora=separate_adapters(config),
         returns_routing=config.algo.router_replay,
         keep_cache=config.vllm.keep_cache,
+        timeout=config.rollout.engine_timeout,
         float32_head=on_gpu,  # on CPUs vLLM converts the whole head at every step: 7 times slower
     )
 

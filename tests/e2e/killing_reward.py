@@ -1,8 +1,9 @@
-"""Reward function that returns the fraction of digits in the answer, and on some calls kills the engine that
-calls it. OPENRLHF_TEST_KILLS names a file with one byte for each call so far; without the file nothing is
-killed."""
+"""Reward function that returns the fraction of digits in the answer, and on some calls kills or stops the
+engine that calls it. OPENRLHF_TEST_KILLS names a file with one byte for each call so far; without the file
+nothing is killed."""
 
 import os
+import signal
 import time
 
 import psutil
@@ -10,14 +11,17 @@ import psutil
 KILLED_ON = (4, 20)
 """Calls on which the engine dies."""
 TITLE = os.environ.get("OPENRLHF_TEST_VICTIM", "ray::EngineActor")
+SIGNAL = signal.Signals[os.environ.get("OPENRLHF_TEST_SIGNAL", "SIGKILL")]
 
 
 def reward_func(queries, prompts, labels):
     count = note_call(os.environ.get("OPENRLHF_TEST_KILLS", ""))
     if count in KILLED_ON:
         engine = next(p for p in psutil.Process().parents() if is_titled(p, "ray::EngineActor"))
-        next(p for p in [engine, *engine.children(recursive=True)] if is_titled(p, TITLE)).kill()
-        time.sleep(60)  # the engine's reward processes end with it
+        victim = next(p for p in [engine, *engine.children(recursive=True)] if is_titled(p, TITLE))
+        victim.send_signal(SIGNAL)
+        if SIGNAL == signal.SIGKILL:
+            time.sleep(60)  # the engine's reward processes end with it
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     return {"rewards": [sum(c.isdigit() for c in answer) / max(1, len(answer)) for answer in answers]}
 

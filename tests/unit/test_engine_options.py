@@ -5,6 +5,7 @@ from typing import get_args
 
 import pytest
 import torch
+from refusals import refused
 from vllm.config.lora import MaxLoRARanks
 
 from openrlhf.backends.rollout import EngineOptions
@@ -16,6 +17,7 @@ from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 
@@ -158,6 +160,26 @@ def engine_of(**options):
 async def synced(engine):
     await engine.start_weight_update()
     await engine.finish_weight_update("1")
+
+
+def test_a_control_call_without_an_answer_is_work_without_progress():
+    """It stays so after the call has failed: the weight sync may wait for the engine's connection to end."""
+
+    async def work():
+        before = engine.progress()
+        with refused(ErrorCode.ENGINE_FAILED):
+            await engine._bounded(asyncio.sleep(100))
+        assert engine.progress() == (before[0], True)
+
+    engine = engine_of(timeout=0.1)
+    asyncio.run(work())
+
+
+def test_control_calls_that_are_answered_are_progress():
+    engine = engine_of()
+    asyncio.run(synced(engine))
+    number, is_busy = engine.progress()
+    assert number == len(engine.llm.calls) and not is_busy
 
 
 @pytest.mark.parametrize("keep_cache", [False, True])

@@ -91,7 +91,9 @@ def test_an_engine_that_dies_is_replaced_once(
     assert engines.started() == [] and not engines.is_dead(1)
     assert engines.report(1, first, death)  # a late one
     cluster.starts[engines.members[1]] = True
-    assert engines.started() == [1] and engines.serving == [0]
+    assert engines.loaded == [0]
+    assert engines.started() == [1] and engines.started() == [1] and engines.serving == [0]
+    assert engines.loaded == [0, 1]
     assert engines.serve(1) and engines.all_serve
     assert (engines.take_restarts(), engines.take_restarts()) == (1, 0)
     said = capsys.readouterr().err.splitlines()

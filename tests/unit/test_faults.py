@@ -1,7 +1,9 @@
 """Faults at named points of a run."""
 
 import errno
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,15 @@ def test_a_pause(monkeypatch) -> None:
     monkeypatch.setattr(faults.time, "sleep", slept.append)
     monkeypatch.setenv(VARIABLE, "save.file:sleep=1.5")
     assert not fault("save.file") and slept == [1.5]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("kill", signal.SIGKILL), ("stop", signal.SIGSTOP)])
+def test_a_process_that_ends_or_hangs(monkeypatch, kind: str, number: int) -> None:
+    sent = []
+    monkeypatch.setattr(faults.os, "kill", lambda *arguments: sent.append(arguments))
+    monkeypatch.setenv(VARIABLE, f"sync.load:{kind}")
+    fault("sync.load")
+    assert sent == [(os.getpid(), number)]
 
 
 @pytest.mark.parametrize(

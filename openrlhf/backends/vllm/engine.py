@@ -46,10 +46,6 @@ TAGS = frozenset({"weights", "kv_cache"})
 ADAPTER = 1
 """Id of an engine's only adapter in vLLM."""
 
-CONTROL_TIMEOUT = 300.0
-"""Maximum seconds of a control-plane call (pause, update, resume). A dead engine process would never
-answer."""
-
 
 def engine_environment(options: EngineOptions) -> dict[str, str]:
     """Returns environment variables that must be set before vLLM is imported."""
@@ -136,8 +132,6 @@ def _converted_errors() -> Iterator[None]:
 
 
 class VLLMEngine:
-    """A rollout engine around vLLM; see `RolloutEngine`."""
-
     """A vLLM engine. `RolloutEngine` documents the methods that all engines have."""
 
     environment = staticmethod(engine_environment)
@@ -150,8 +144,12 @@ class VLLMEngine:
         recorded."""
         self.adapter: LoRARequest | None = None
         """Adapter of all requests; None until a weight sync has sent one."""
-        self.num_outputs, self.num_requests, self.is_updating = 0, 0, False
-        """Outputs of vLLM's core so far, requests under way, and whether a weight update pauses them."""
+        self.num_outputs = 0
+        """Number of outputs of vLLM's core so far, and of its answers to control calls."""
+        self.num_requests, self.num_calls = 0, 0
+        """Number of requests under way, and of control calls."""
+        self.is_updating = False
+        """True while a weight update pauses the requests."""
         self.num_syncs = 0
         """Number of weight syncs so far."""
         self.records_routing = False
@@ -255,7 +253,8 @@ class VLLMEngine:
         return output
 
     def progress(self) -> tuple[int, bool]:
-        return self.num_outputs, self.num_requests > 0 and not (self.is_updating or self.asleep)
+        is_sampling = self.num_requests > 0 and not (self.is_updating or self.asleep)
+        return self.num_outputs, is_sampling or self.num_calls > 0
 
     def _count_outputs(self) -> None:
         """Counts what vLLM's core returns: a part of an answer for each request in each step of the core."""
@@ -390,14 +389,21 @@ class VLLMEngine:
 
     async def _bounded(self, call: Awaitable) -> Any:
         """Returns the result of a control-plane call. Raises EngineDied if the engine dies, because the call
-        would never return, and RunError after CONTROL_TIMEOUT seconds."""
-        task, deadline = asyncio.ensure_future(call), time.monotonic() + CONTROL_TIMEOUT
+        would never return, and RunError after `options.timeout` seconds. The call then counts as under way
+        for ever, so that a watch on `progress` gives up the engine."""
+        task, deadline = asyncio.ensure_future(call), time.monotonic() + self.options.timeout
+        self.num_calls += 1
+        task.add_done_callback(self._note_answer)
         while not (await asyncio.wait({task}, timeout=0.5))[0]:
-            if self.llm.errored or time.monotonic() > deadline:
+            if self.llm.errored:
                 task.cancel()
-                if self.llm.errored:
-                    raise EngineDied(ErrorCode.ENGINE_FAILED, str(self.llm.dead_error))
-                text = f"a vLLM engine did not answer a control call for {CONTROL_TIMEOUT:.0f} s"
+                raise EngineDied(ErrorCode.ENGINE_FAILED, str(self.llm.dead_error))
+            if time.monotonic() > deadline:
+                text = f"a vLLM engine did not answer a control call for {self.options.timeout:.0f} s"
                 raise RunError(ErrorCode.ENGINE_FAILED, text)
         with _converted_errors():
             return task.result()
+
+    def _note_answer(self, call: asyncio.Future) -> None:
+        self.num_calls -= 1
+        self.num_outputs += 1

@@ -41,6 +41,7 @@ from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
 from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
 from openrlhf.backends.weight_sync.stored_weights import Sketch, random_input
+from openrlhf.faults import fault
 
 lifeline.follow()
 
@@ -139,6 +140,7 @@ class CheckedLoading(WeightTransferEngine):
         peak_memory.restart()  # later peaks are those of generation
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> Any:
+        fault("sync.load")
         weights = []
         for name, tensor in tensors:
             self.checksum.add(name, tensor)
