@@ -53,6 +53,7 @@ lint: env  ## Style, prose, spelling, types and import layers
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/python tools/check_prose.py openrlhf tools benchmarks examples tests
+	.venv/bin/python tools/check_waits.py openrlhf
 	.venv/bin/codespell openrlhf tools benchmarks examples tests docs dockerfile README.md CONTRIBUTING.md Makefile
 	.venv/bin/pyrefly check
 	.venv/bin/lint-imports

@@ -17,6 +17,10 @@ VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_
 os.environ.setdefault("DS_ACCELERATOR", DEVICE_TYPE)
 
 
+QUERY_TIMEOUT = 60.0
+"""Seconds that nvidia-smi has to answer."""
+
+
 def visible_index(name: int | str) -> int:
     """Returns torch's index, in this process, of the GPU that Ray calls `name`. Raises ValueError if it is
     not visible.
@@ -39,7 +43,7 @@ def gpu_bytes() -> int | None:
     the GPU. None without an NVIDIA GPU."""
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True)
-    except (FileNotFoundError, subprocess.CalledProcessError):
+        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT)
+    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return None
     return min((int(mib) << 20 for mib in answer.stdout.split() if mib.isdecimal()), default=None)

@@ -109,9 +109,9 @@ def _be_first_process(task: Task, user: int, report: int) -> NoReturn:
             _run(task, user, report)
     except Exception as error:
         _refuse(report, error)
-    ended, status = os.wait()
+    ended, status = os.wait()  # bounded: the sandbox's owner kills it after `seconds`
     while ended != child:  # the first process also reaps orphans
-        ended, status = os.wait()
+        ended, status = os.wait()  # bounded: the sandbox's owner kills it after `seconds`
     os.write(report, f"{os.waitstatus_to_exitcode(status)}\n".encode())
     os._exit(0)
 

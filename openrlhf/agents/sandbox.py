@@ -93,7 +93,7 @@ class Sandbox:
 
     def run(self, code: str, stdin: str = "") -> SandboxResult:
         """Runs the code and waits for its result."""
-        return self._start(code, stdin).result()
+        return self._start(code, stdin).result()  # bounded: `seconds` of the sandbox
 
     async def run_async(self, code: str, stdin: str = "") -> SandboxResult:
         return await asyncio.wrap_future(self._start(code, stdin))

@@ -98,7 +98,7 @@ class _LinearDivergence(torch.autograd.Function):
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)
-        return *grads.result(), *[None] * 7
+        return *grads.result(), *[None] * 7  # bounded: a sum, no wait
 
 
 def _first(head: LinearHead, size: int) -> HeadLogits:

@@ -227,7 +227,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)
-        return *grads.result(), *[None] * 7
+        return *grads.result(), *[None] * 7  # bounded: a sum, no wait
 
 
 class _LogProbsForward(torch.autograd.Function):
@@ -263,7 +263,7 @@ class _LogProbsForward(torch.autograd.Function):
     def backward(ctx, grad):
         grads, ctx.grads = ctx.grads, None  # scaled in place, so they can be used only once
         grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
-        return *grads.result(), *[None] * 7
+        return *grads.result(), *[None] * 7  # bounded: a sum, no wait
 
 
 def _restrict_to_support(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:

@@ -88,7 +88,7 @@ class CheckpointWriter:
         files = {}
         for name, entry in self._entries.items():
             try:
-                files[name] = entry.result()
+                files[name] = entry.result()  # bounded: by the disk; `train.rank_timeout`
             except OSError as error:
                 self._fail(error, self.folder / name)
         self._threads.shutdown()

@@ -137,9 +137,9 @@ def train(
             ):
                 trainer.fit()
                 with trainer.observer.phase("save the model"):
-                    roles.policy.export(config.ckpt.output_dir).result()
+                    roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watch.py
                     if roles.critic and config.critic.save_value_network:
-                        roles.critic.export(config.critic_output_dir).result()
+                        roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
         finally:
             watch.close()
             trainer.observer.close()

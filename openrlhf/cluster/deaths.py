@@ -91,7 +91,7 @@ def dead_among(members: Sequence[ActorHandle]) -> dict[int, RayActorError]:
     deaths = {}
     for ref in answered:
         try:
-            ray.get(ref)
+            ray.get(ref, timeout=PATIENCE)
         except RayActorError as death:
             deaths[refs[ref]] = death
     return deaths

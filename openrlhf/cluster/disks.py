@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from openrlhf.cluster import folder
 from openrlhf.cluster.launch import node_names
+from openrlhf.cluster.pending import results
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, as_one
@@ -103,7 +104,7 @@ def _lacking(needs: Sequence[Need]) -> list[list[str]]:
         ).remote([str(need.file) for need in needs if node in need.nodes])
         for node in set().union(*(need.nodes for need in needs))
     }
-    answers = dict(zip(asked, ray.get(list(asked.values())), strict=True))
+    answers = dict(zip(asked, results([*asked.values()]), strict=True))
     return [[node for node in need.nodes if str(need.file) in answers[node]] for need in needs]
 
 

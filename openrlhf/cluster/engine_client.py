@@ -56,9 +56,9 @@ class RayEngineClient:
         fails in `failures`; with `ends_with_first` raises its RayError instead."""
         asked = {call(i, e).future(): i for i, e in enumerate(self.engines) if i not in self.failures}
         answers = {}
-        for done in as_completed(asked):
+        for done in as_completed(asked):  # bounded: by watch.py, which ends engines that hang
             try:
-                answers[asked[done]] = done.result()
+                answers[asked[done]] = done.result()  # bounded: it is done
             except RayError as error:
                 if self.ends_with_first:
                     raise

@@ -33,10 +33,10 @@ class SamplingTasks:
     async def finished(self) -> dict[int, Sampled]:
         """Waits for at least one finished group. Returns request number -> group for all finished groups.
         Raises the exception of a group that failed."""
-        tasks = [await self._finished.get()]
+        tasks = [await self._finished.get()]  # bounded: by watch.py
         while not self._finished.empty():
             tasks.append(self._finished.get_nowait())
-        return {self._numbers.pop(task): task.result() for task in tasks}
+        return {self._numbers.pop(task): task.result() for task in tasks}  # bounded: done
 
 
 class RayEngineHandle:
@@ -85,7 +85,7 @@ class RayEngineHandle:
             if error := call.exception():
                 self._fail(error)
             else:
-                for number, group in call.result().items():
+                for number, group in call.result().items():  # bounded: it is done
                     self._waiting.pop(number).set_result(group)
             self._advance()
 

@@ -19,7 +19,7 @@ from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
 from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
-from openrlhf.cluster.pending import Gathered, Handle, first
+from openrlhf.cluster.pending import Gathered, Handle, first, names
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.pulse import start_pulse
 from openrlhf.cluster.weight_check import WeightCheck
@@ -32,6 +32,8 @@ from openrlhf.user_file import UserFiles
 
 if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
     from openrlhf.cluster.rank_groups import PolicyRanks, RewardRanks
+
+# bounded .result(): watch.py ends calls to processes that make no progress.
 
 MAX_CALLS = 4096
 """Maximum number of concurrent calls in an engine actor."""
@@ -122,7 +124,9 @@ class EnginePool:
         actor = ray.remote(EngineActor).options(
             **placed, runtime_env={"env_vars": env_vars}, max_concurrency=MAX_CALLS
         )
-        return actor.remote(self.config, self.options, self.files, environment.private())
+        member: Handle = actor.remote(self.config, self.options, self.files, environment.private())
+        names[member._actor_id.hex()] = f"engine {index}"
+        return member
 
     @property
     def members(self) -> list[Handle]:

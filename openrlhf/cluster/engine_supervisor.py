@@ -18,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from openrlhf.cluster.deaths import describe_cause, is_death
-from openrlhf.cluster.pending import Handle
+from openrlhf.cluster.pending import Handle, results
 from openrlhf.errors import ErrorCode, RunError
 
 MAX_RESTARTS, WINDOW = 5, 600.0
@@ -196,7 +196,7 @@ class Answers:
         found = {}
         for ref, (number, member) in self.refs.items():
             try:
-                found[number] = ray.get(ref)
+                (found[number],) = results([ref])
             except RayError as error:
                 if not self.supervisor.report(number, member, error):
                     raise

@@ -1,14 +1,24 @@
 """Pending results of calls to Ray actors: implements `Pending` of backends/base.py."""
 
+import sys
+import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 import ray
+from ray.exceptions import GetTimeoutError, RayTaskError
 
 ResultT = TypeVar("ResultT")
 
 Handle = Any
 """An actor handle. Ray does not type its methods."""
+
+STALL = 600.0
+"""Seconds of a wait after which a line says who waits for whom, again each time they have passed."""
+
+names: dict[str, str] = {}
+"""Maps the id of an actor to its name in messages."""
 
 
 class Gathered(Generic[ResultT]):
@@ -18,9 +28,31 @@ class Gathered(Generic[ResultT]):
         self.refs, self.combine = refs, combine
 
     def result(self) -> ResultT:
-        return self.combine(ray.get(list(self.refs)))
+        return self.combine(results(self.refs))
 
 
 def first(results: list) -> Any:
     """Returns the first result, for calls to which all ranks return the same."""
     return results[0]
+
+
+def results(refs: Sequence[ray.ObjectRef]) -> list:
+    """Returns the results of calls, or raises the first error of one. A wait for a process that hangs ends
+    when watch.py kills the process, whose calls then fail. A long wait is reported on stderr."""
+    refs, began = list(refs), time.monotonic()
+    while True:
+        try:
+            return ray.get(refs, timeout=STALL)
+        except GetTimeoutError as error:
+            if isinstance(error, RayTaskError):  # the call itself timed out
+                raise
+            _report(refs, time.monotonic() - began)
+
+
+def _report(refs: list[ray.ObjectRef], seconds: float) -> None:
+    _, missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
+    whom = sorted({names.get(ref.task_id().actor_id().hex(), "a task of Ray") for ref in missing})
+    caller = next(f for f in reversed(traceback.extract_stack()) if f.filename != __file__)
+    place = f"{caller.name} in {caller.filename}:{caller.lineno}"
+    text = f"waiting for {seconds:.0f} s for {', '.join(whom)}: {len(missing)} of {len(refs)} calls ({place})"
+    print(text, file=sys.stderr, flush=True)

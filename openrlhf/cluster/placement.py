@@ -18,6 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus, living_nodes
 from openrlhf.cluster.layout import GPU_CLAIM, Layout, RoleLayout, demands, listed, total
+from openrlhf.cluster.pending import results
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import VISIBLE_DEVICES
 from openrlhf.errors import ErrorCode, RunError
@@ -72,7 +73,7 @@ class Bundles:
             ).remote()
             for bundle in range(index * size, (index + 1) * size)
         ]
-        places = ray.get(asked)
+        places = results(asked)
         strategy = NodeAffinitySchedulingStrategy(places[0][0], soft=False)
         own = {VISIBLE_DEVICES: ",".join(gpu for _, gpus in places for gpu in gpus)}
         return {"num_cpus": 0, "scheduling_strategy": strategy}, own | visible_devices_untouched()

@@ -15,7 +15,7 @@ from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.pending import Gathered, Handle, first
+from openrlhf.cluster.pending import Gathered, Handle, first, names, results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
@@ -56,6 +56,8 @@ class RankGroup(Generic[WorkerT]):
             .remote(config, rank, self.mesh, files, environment.private())
             for rank in range(self.mesh.size)
         ]
+        role = self.worker_class.__name__.removesuffix("Worker").lower()
+        names.update({w._actor_id.hex(): f"rank {i} of {role}" for i, w in enumerate(self.workers)})
 
     @property
     def data_parallel_size(self) -> int:
@@ -95,11 +97,11 @@ class RankGroup(Generic[WorkerT]):
 
     def memory(self) -> list[DeviceMemory]:
         """Returns the device memory of every rank."""
-        return ray.get([worker.memory.remote() for worker in self.workers])
+        return results([worker.memory.remote() for worker in self.workers])
 
     def meeting_point(self) -> tuple[str, int]:
         """Returns an IP address and a free port of rank 0, at which the ranks form their process group."""
-        return ray.get(self.workers[0].address.remote())
+        return results([self.workers[0].address.remote()])[0]
 
 
 class FrozenRanks(RankGroup[FrozenWorker]):
@@ -132,7 +134,7 @@ class RewardRanks(RankGroup[RewardWorker]):
         ranks = partition([len(t.token_ids) for t in read], self.data_parallel_size)
         refs = self.run("forward", [([read[i] for i in sequences],) for sequences in ranks])
         scores: dict[int, np.ndarray] = {}
-        for sequences, rows in zip(ranks, self.of_leaders(ray.get(refs)), strict=True):
+        for sequences, rows in zip(ranks, self.of_leaders(results(refs)), strict=True):
             scores |= dict(zip(sequences, rows, strict=True))
         in_order = (scores[i] for i in range(len(read)))
         return [replace(group, trajectories=self._add(group.trajectories, in_order)) for group in groups]
@@ -208,7 +210,7 @@ class TrainedRanks(RankGroup[TrainedT]):
     def row_memory(self, num_tokens: int) -> RowMemory:
         """Returns the estimated peak memory of a rank for a row of `num_tokens` tokens, see
         `TrainEngine.row_memory`."""
-        return ray.get(self.workers[0].row_memory.remote(num_tokens))
+        return results([self.workers[0].row_memory.remote(num_tokens)])[0]
 
 
 class PolicyRanks(TrainedRanks[PolicyWorker]):
@@ -223,7 +225,7 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
 
     def weight_bytes(self) -> int:
         """Returns the bytes that `send_weights` sends."""
-        return ray.get(self.workers[0].weight_bytes.remote())
+        return results([self.workers[0].weight_bytes.remote()])[0]
 
     def send_weights(
         self, version: int, probe: Probe | None = None, adapter_seed: int | None = None

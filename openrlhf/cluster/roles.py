@@ -27,6 +27,8 @@ from openrlhf.data.store import SampleStore
 from openrlhf.training.schedule import num_updates
 from openrlhf.types import Metrics
 
+# bounded .result(): watch.py ends calls to processes that make no progress; long waits are reported.
+
 
 @dataclass(kw_only=True, slots=True)
 class Roles:

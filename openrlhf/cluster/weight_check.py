@@ -28,7 +28,7 @@ from openrlhf.backends.weight_sync.stored_weights import (
 )
 from openrlhf.cluster.deaths import describe_cause
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
-from openrlhf.cluster.pending import Handle
+from openrlhf.cluster.pending import Handle, results
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.models.vision import image_reader
@@ -90,7 +90,7 @@ class WeightCheck:
         for ref in ready:
             number, member = self.asked.pop(ref)
             try:
-                answer = ray.get(ref)
+                (answer,) = results([ref])
             except RayError as error:
                 if not self.engines.report(number, member, error):
                     raise
@@ -118,10 +118,10 @@ class WeightCheck:
         can be read back."""
         engine, policy = self.engines.members[number], present(self.policy)
         try:
-            unwritten = ray.get(engine.unwritten_parameters.remote())
-            sent = policy.weight_sketches().result()
+            (unwritten,) = results([engine.unwritten_parameters.remote()])
+            sent = policy.weight_sketches().result()  # bounded: by watch.py
             lengths = {name: sketch.length for name, sketch in sent.items()}
-            stored = ray.get(engine.layer_sketches.remote(lengths))
+            (stored,) = results([engine.layer_sketches.remote(lengths)])
         except RayError as error:
             return f"Its layers could not be read back: {describe_cause(error)}"
         return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))

@@ -11,6 +11,7 @@ from ray.actor import ActorHandle
 
 from openrlhf.cluster.launch import node_names
 from openrlhf.cluster.layout import aligned
+from openrlhf.cluster.pending import results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.device import DEVICE_TYPE, VISIBLE_DEVICES
 
@@ -33,7 +34,7 @@ def placement_table(members: Mapping[str, Sequence[ActorHandle]], places: Mappin
         role: [process.__ray_call__.remote(_location) for process in own] for role, own in members.items()
     }
     names = node_names()
-    rows = [row for role, locations in asked.items() for row in _rows(role, ray.get(locations), names)]
+    rows = [row for role, locations in asked.items() for row in _rows(role, results(locations), names)]
     head = ("role", "ranks", "node", "devices", "processes")
     return "\n".join(["placement:", *aligned([head, *rows])])
 

@@ -248,7 +248,7 @@ def _lock(entry: Path) -> BaseFileLock:
         lock.acquire(timeout=_PATIENCE)
     except Timeout:
         notify(f"waiting for another process, which tokenises the same rows into {entry}")
-        lock.acquire()
+        lock.acquire()  # bounded: the system frees it when its owner dies
     return lock
 
 

@@ -117,7 +117,7 @@ class VerifiersExecutor(OpenAIAgentExecutor):
             environment = vf.load_environment(self.config)
             async with environment.serving():
                 served.set_result(environment)
-                await over.wait()
+                await over.wait()  # bounded: an idle server
         except Exception as error:
             if served.done():
                 raise

@@ -94,7 +94,7 @@ class SequenceParallel:
         work = dist.all_to_all_single(received, x, of, to, group=self.group, async_op=True)
 
         def wait() -> Tensor:
-            present(work).wait()
+            present(work).wait()  # bounded: timeout of the group
             return received
 
         return wait

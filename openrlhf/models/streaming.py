@@ -42,13 +42,13 @@ class TransformersStream:
         thread = threading.Thread(target=compute, name="answer", daemon=True)
         thread.start()
         try:
-            while (token := tokens.get()) is not None:
+            while (token := tokens.get()) is not None:  # bounded: the thread's error is put too
                 if isinstance(token, BaseException):
                     raise token
                 yield token
         finally:
             stopped.set()
-            thread.join()
+            thread.join()  # bounded: it stops at its next token
 
     def close(self) -> None:
         pass

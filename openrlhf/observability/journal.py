@@ -112,14 +112,14 @@ class Journal:
 
     def flush(self) -> None:
         """Waits until everything is written."""
-        self._jobs.join()
+        self._jobs.join()  # bounded: by the disk; the thread survives errors
         self._raise_error()
 
     def close(self) -> None:
         """Waits until everything is written, and ends the thread."""
         if self._thread is not None:
             self._jobs.put(None)
-            self._thread.join()
+            self._thread.join()  # bounded: likewise
             self._thread = None
         self._raise_error()
 
@@ -137,7 +137,7 @@ class Journal:
     def _work(self) -> None:
         """Writes jobs until the end. After an error it only empties the queue, so that `write` never
         blocks."""
-        while job := self._jobs.get():
+        while job := self._jobs.get():  # bounded: an idle thread
             try:
                 if not self._is_off:
                     self._write(job)

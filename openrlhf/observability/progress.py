@@ -419,7 +419,7 @@ def waiting(
         yield
     finally:
         ended.set()
-        thread.join()
+        thread.join()  # bounded: it prints one line
     if phase.elapsed >= WAIT_PATIENCE:
         _remember(name, phase.elapsed)
 
@@ -436,7 +436,7 @@ def _report_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience:
     if is_terminal:
         with _TerminalBars(stream, transient=True) as bars:
             bars.show(phase)
-            ended.wait()
+            ended.wait()  # bounded: by the wait that it shows
         return
     _print_plain(phase.line(), stream)
     while not ended.wait(LINE_EVERY):

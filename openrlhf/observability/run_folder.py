@@ -31,6 +31,9 @@ from openrlhf.files import write_atomically
 
 REDACTED = "<redacted>"
 
+GIT_TIMEOUT = 30.0
+"""Seconds that git has to compare the files of a repository with its commit."""
+
 OWN_FILES = (
     "config.yaml",
     "argv.txt",
@@ -220,11 +223,15 @@ def _environment() -> dict[str, Any]:
 
 
 def _git_commit(directory: Path) -> str | None:
-    """Returns the commit, with "-dirty" if files differ from it. None outside a repository or without git."""
+    """Returns the commit, with "-dirty" if files differ from it. None outside a repository, without git, or
+    where git does not answer."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    answer = subprocess.run(command, check=False, capture_output=True, text=True)
+    try:
+        answer = subprocess.run(command, check=False, capture_output=True, text=True, timeout=GIT_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return None
     return answer.stdout.strip() or None
 
 

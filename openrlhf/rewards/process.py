@@ -117,7 +117,7 @@ class RewardProcess:
         with suppress(ProcessLookupError):  # no process group: it died early, or the whole group has ended
             os.killpg(process.pid, signal.SIGKILL)
         process.kill()
-        process.join()
+        process.join()  # bounded: it was killed
         return process.exitcode
 
     async def ready(self) -> Connection:
@@ -157,7 +157,7 @@ class RewardProcess:
         for end in (pipe.fileno(), death):
             loop.add_reader(end, ready.set)
         try:
-            await ready.wait()
+            await ready.wait()  # bounded: the caller's timeout
         finally:
             for end in (pipe.fileno(), death):
                 loop.remove_reader(end)
@@ -200,7 +200,7 @@ def _die_with_parent() -> None:
     """Kills the process group when the parent dies, even during a call that never ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # multiprocessing has started this process
-    wait([parent.sentinel])
+    wait([parent.sentinel])  # bounded: a thread that waits for the end
     os.killpg(0, signal.SIGKILL)
 
 

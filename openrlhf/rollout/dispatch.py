@@ -211,7 +211,7 @@ class Dispatcher(Generic[EngineT]):
         while self._thread.is_alive() and not done.done():
             wait([done], timeout=0.5)
         if done.done():
-            done.result()
+            done.result()  # bounded: it is done
 
     def lose(self, number: int) -> None:
         """Puts the prompts of a dead engine at the front of the queue, and sends the engine nothing until
@@ -235,9 +235,9 @@ class Dispatcher(Generic[EngineT]):
         room."""
         try:
             while True:
-                self._events.get()()
+                self._events.get()()  # bounded: an idle thread
                 while not self._events.empty():
-                    self._events.get()()
+                    self._events.get()()  # bounded: an idle thread
                 self._advance()
         except _Stop:
             return
@@ -301,7 +301,7 @@ class Dispatcher(Generic[EngineT]):
             return
         error = future.exception()
         if error is None:
-            self._on_sampled(request, load, future.result())
+            self._on_sampled(request, load, future.result())  # bounded: it is done
         elif not self._is_replaced(load.number, engine, error):
             raise error
 
@@ -332,7 +332,7 @@ class Dispatcher(Generic[EngineT]):
 
     def _on_scored(self, requests: Sequence[_Request], future: Future[list[PromptGroup]]) -> None:
         self._is_scoring = False
-        self._hand_out(zip(requests, future.result(), strict=True))
+        self._hand_out(zip(requests, future.result(), strict=True))  # bounded: it is done
 
     def _hand_out(self, groups: Iterable[tuple[_Request, PromptGroup]]) -> None:
         for request, group in groups:

@@ -102,7 +102,7 @@ class QueueOfEpisode:
         self.put_nowait(result)
 
     def put_nowait(self, result: Any) -> None:
-        _results.get().append(result)
+        _results.get().append(result)  # bounded: a variable, no wait
 
 
 class EngineOfEpisode:
@@ -111,7 +111,7 @@ class EngineOfEpisode:
 
     def generate(self, prompt: Any, sampling_params: Any, *others: Any, **more: Any) -> "Answer":
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
-        return Answer(_engine.get(), list(token_ids), sampling_params)
+        return Answer(_engine.get(), list(token_ids), sampling_params)  # bounded: a variable, no wait
 
 
 class Answer:

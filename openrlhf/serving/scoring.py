@@ -129,7 +129,7 @@ class ScoreQueue:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.join()  # bounded: it ends with its current round
 
     def _work(self) -> None:
         while jobs := self._take():

@@ -26,6 +26,8 @@ from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.schedule import num_batches, training_schedule
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
+# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 
 STATE_VERSION = 2

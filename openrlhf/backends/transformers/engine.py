@@ -114,7 +114,7 @@ class TransformersEngine:
                 return await asyncio.shield(answering)
             except asyncio.CancelledError:
                 stopped.set()
-                await asyncio.wait({answering})
+                await asyncio.wait({answering})  # bounded: one token
                 raise
 
     def progress(self) -> tuple[int, bool]:
@@ -191,7 +191,7 @@ class TransformersEngine:
         return
 
     async def start_weight_update(self) -> None:
-        await self.turn.acquire()
+        await self.turn.acquire()  # bounded: requests end
         self.received, self.checksum = {}, Checksum()
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:

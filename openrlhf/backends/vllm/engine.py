@@ -402,7 +402,7 @@ class VLLMEngine:
                 text = f"a vLLM engine did not answer a control call for {self.options.timeout:.0f} s"
                 raise RunError(ErrorCode.ENGINE_FAILED, text)
         with _converted_errors():
-            return task.result()
+            return task.result()  # bounded: it is done
 
     def _note_answer(self, call: asyncio.Future) -> None:
         self.num_calls -= 1

@@ -34,7 +34,7 @@ class VLLMStream:
         # A thread reads, because Ctrl-C could interrupt the main thread in the middle of a message.
         threading.Thread(target=self._listen, name="vllm messages", daemon=True).start()
         try:
-            kind, value = self._messages.get()
+            kind, value = self._messages.get()  # bounded: the process's end is a message too
         except KeyboardInterrupt:
             os.killpg(self._process.pid or 0, signal.SIGKILL)
             raise
@@ -45,16 +45,16 @@ class VLLMStream:
         """Yields the tokens of the answer. Closing the generator stops generation. Raises RunError if the
         engine fails."""
         self._connection.send((prompt, seed, params))
-        kind, value = self._messages.get()
+        kind, value = self._messages.get()  # bounded: the process's end is a message too
         try:
             while kind == "tokens":
                 yield from value
-                kind, value = self._messages.get()
+                kind, value = self._messages.get()  # bounded: the process's end is a message too
         finally:
             if kind == "tokens":
                 self._connection.send(_STOP)
                 while kind == "tokens":
-                    kind, value = self._messages.get()
+                    kind, value = self._messages.get()  # bounded: the process's end is a message too
         if kind == "error":
             raise RunError(ErrorCode.ENGINE_FAILED, f"the vLLM engine failed: {value}")
 

@@ -278,7 +278,7 @@ class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
 
 
 def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
-    work.wait()
+    work.wait()  # bounded: timeout of the group
     return bucket, buffer
 
 

@@ -49,7 +49,7 @@ class GlooTransfer:
                 self._wait_for_receivers()
                 self.in_flight = {i: broadcast(group, buffer) for i, group in self.groups.items()}
             self._wait_for_receivers()
-            received.result()
+            received.result()  # bounded: the engines' `timeout`
         self.client.finish_weight_update()
 
     def _wait_for_receivers(self) -> None:
@@ -57,7 +57,7 @@ class GlooTransfer:
         connection broke, because it died or failed."""
         for i, work in self.in_flight.items():
             try:
-                work.wait()
+                work.wait()  # bounded: timeout of the group
             except RuntimeError as error:
                 self._drop([i])
                 print(f"weight sync: the connection to inference engine {i} broke: {error}", file=sys.stderr)
@@ -124,6 +124,6 @@ def open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
             i: _gloo_group(store, str(1 + i * size), 0, 1 + size, devices[i % len(devices)])
             for i in range(client.num_engines)
         }
-        joined.result()
+        joined.result()  # bounded: the engines' `timeout`
     client.ends_with_first = False
     return GlooTransfer(source, client, groups, meeting.bucket_bytes)

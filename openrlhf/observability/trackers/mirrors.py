@@ -91,7 +91,7 @@ class _Mirror:
 
     def _work(self) -> None:
         failures, last = 0, ""
-        while job := self._jobs.get():
+        while job := self._jobs.get():  # bounded: an idle thread
             if self._off:
                 continue
             # A mirror uses disks, networks and services; training goes on whatever it raises.
