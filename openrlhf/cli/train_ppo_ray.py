@@ -15,7 +15,16 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.errors import catch_signals, describe, notify, noting_position, short_errors
+from openrlhf.errors import (
+    EXIT_FAILURE,
+    ErrorCode,
+    RunError,
+    catch_signals,
+    describe,
+    notify,
+    noting_position,
+    short_errors,
+)
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
@@ -113,6 +122,7 @@ def train(
     """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
     from openrlhf.cluster.deaths import explaining_deaths, is_lost_process
+    from openrlhf.cluster.head import guard
     from openrlhf.cluster.roles import start_roles
     from openrlhf.cluster.whereabouts import placement_table
     from openrlhf.observability.progress import waiting
@@ -129,6 +139,7 @@ def train(
         trainer.observer.message(_memory_of_rows(config, roles))
         watch = roles.watch(config)
         watch.start()
+        guard_ended = guard(partial(end_without_head, trainer))
         try:
             with (
                 noting_position(partial(position, trainer)),
@@ -141,10 +152,26 @@ def train(
                     if roles.critic and config.critic.save_value_network:
                         roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
         finally:
+            guard_ended.set()
             watch.close()
             trainer.observer.close()
     finally:
         roles.end()
+
+
+def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
+    """Ends this process with a message, because Ray's head at this address is gone. Calls to Ray would never
+    return. After a signal to the whole process group, the run ends by that signal."""
+    from openrlhf.cluster.deaths import logs_folder
+
+    if trainer.stop.is_requested:
+        return
+    text = (
+        f"Ray's process gcs_server at {address} was killed (out of memory?) or crashed.\n"
+        f"Its log is {logs_folder()}/gcs_server.out. A cluster of `ray start` must be started again."
+    )
+    notify(f"error: {describe(RunError(ErrorCode.CLUSTER, text))}\n{position(trainer, False)}")
+    os._exit(EXIT_FAILURE)
 
 
 def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:

@@ -119,7 +119,12 @@ def _failure(actor: str, reason: str) -> RunError:
 
 def _log(pid: str) -> str:
     """Returns the path of a process's stderr log, or a glob pattern if the log is on another machine."""
-    node = ray._private.worker._global_node
-    folder = Path(node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs")
+    folder = logs_folder()
     here = sorted(folder.glob(f"worker-*-{pid}.err"))
     return str(here[0] if here else folder / f"worker-*-{pid}.err")
+
+
+def logs_folder() -> Path:
+    """Returns the folder of Ray's logs on this machine."""
+    node = ray._private.worker._global_node
+    return Path(node.get_logs_dir_path() if node else "/tmp/ray/session_latest/logs")

@@ -27,6 +27,7 @@ from ray.runtime_env import RuntimeEnv
 
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
+from openrlhf.cluster.reaper import start_reaper
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError
 
@@ -170,6 +171,7 @@ def _start_here() -> None:
     _use_own_token()
     store = None if on_gpu else OBJECT_STORE_BYTES
     _stay_on_loopback()
+    start_reaper()
     ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""

@@ -7,6 +7,7 @@ The thread needs no call to its actor, which may be busy for hours.
 import json
 import os
 import platform
+import signal
 import sys
 import threading
 import time
@@ -18,6 +19,8 @@ from dataclasses import asdict, dataclass
 import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
+
+from openrlhf.cluster.head import guard
 
 BEAT = 5.0
 """Seconds between two beats."""
@@ -40,7 +43,9 @@ class Beat:
 
 
 def start_pulse(progress: Callable[[], Progress]) -> None:
-    """Starts the thread of this actor's process."""
+    """Starts the thread of this actor's process. The process ends when Ray's head is gone: Ray would wait a
+    minute for the head, and then for child processes."""
+    guard(lambda address: os.kill(os.getpid(), signal.SIGKILL))
     arguments = Board(), ray.get_runtime_context().get_actor_id(), progress
     threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
 

@@ -104,7 +104,11 @@ def kill(title: str) -> Callable[[psutil.Process], None]:
     """Returns a function that kills the last process of the run with this title by `kill -9`."""
 
     def end(run: psutil.Process) -> None:
-        found = [p for p in run.children(recursive=True) if " ".join(p.cmdline()).startswith(title)]
+        found = [
+            p
+            for p in run.children(recursive=True)
+            if p.name() == title or " ".join(p.cmdline()).startswith(title)
+        ]
         found[-1].kill()
 
     return end
@@ -137,6 +141,28 @@ def test_a_run_that_loses_a_process(
     left = last_checkpoint(tmp_path) if saved else " --ckpt.save_steps N "
     assert where.startswith("in step ") and left in where
     assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("cpu_engines")
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_run_whose_ray_loses_its_head(task: TaskFiles, tmp_path: Path, engine: str) -> None:
+    """It ends within half a minute, before Ray does, and no process is left."""
+    command = rl(task, tmp_path, f"--actor.num_gpus_per_node 1 --rollout.engine {engine}")
+    code, _, err = interrupt(command, tmp_path, kill("gcs_server"), steps=1)
+    assert code == 1
+    first, log, where = err[err.index("error: ") :].splitlines()
+    assert first.startswith("error: Ray's process gcs_server at 127.0.0.1:") and first.endswith(" [cluster]")
+    assert Path(log.removeprefix("Its log is ").partition(". ")[0]).exists()
+    assert where.startswith("in step ")
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("cpu_engines")
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_a_run_whose_own_process_is_killed_leaves_none(task: TaskFiles, tmp_path: Path, engine: str) -> None:
+    command = rl(task, tmp_path, f"--actor.num_gpus_per_node 1 --rollout.engine {engine}")
+    code, _, _ = interrupt(command, tmp_path, psutil.Process.kill, steps=1)
+    assert code == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,47 @@
+"""Notices the death of Ray's head, the process gcs_server. Without it a cluster does no work, and Ray ends
+its processes only after a minute, engines later."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import ray
+
+POLL = 5.0
+"""Seconds between looks at the head's port, and the longest time that one takes."""
+
+LIMIT = 15.0
+"""Seconds without a process that listens at the head's port, after which the head is gone."""
+
+
+def guard(end: Callable[[str], object]) -> threading.Event:
+    """Starts a thread that calls `end` once the head is gone, with its address. Returns an event that ends
+    the thread."""
+    ended = threading.Event()
+    arguments = ray.get_runtime_context().gcs_address, end, ended
+    threading.Thread(target=_guard, args=arguments, name="head", daemon=True).start()
+    return ended
+
+
+def _guard(address: str, end: Callable[[str], object], ended: threading.Event) -> None:
+    last = time.monotonic()
+    while not ended.wait(POLL):
+        if not is_refused(address):
+            last = time.monotonic()
+        elif time.monotonic() - last >= LIMIT and not ended.is_set():
+            end(address)
+            return
+
+
+def is_refused(address: str) -> bool:
+    """Tells whether a machine answers that no process listens at this address, host:port. A head that does
+    not answer may be busy, or its network down: Ray then decides."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=POLL).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
