@@ -1,6 +1,6 @@
 """Reward function that returns the fraction of digits in the answer, and on some calls kills or stops the
 engine that calls it. OPENRLHF_TEST_KILLS names a file with one byte for each call so far; without the file
-nothing is killed."""
+nothing is killed. OPENRLHF_TEST_KILLED_ON lists the numbers of these calls."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-KILLED_ON = (4, 20)
+KILLED_ON = [int(number) for number in os.environ.get("OPENRLHF_TEST_KILLED_ON", "4,20").split(",")]
 """Calls on which the engine dies."""
 TITLE = os.environ.get("OPENRLHF_TEST_VICTIM", "ray::EngineActor")
 SIGNAL = signal.Signals[os.environ.get("OPENRLHF_TEST_SIGNAL", "SIGKILL")]

@@ -1,9 +1,9 @@
 """Engines that are killed while they sample: they are replaced, and the run samples the same tokens."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from killing_reward import KILLED_ON
 from test_rl import COMMON, train
 
 from openrlhf.observability.journal import read_journal
@@ -54,18 +54,49 @@ def test_a_run_that_loses_engines(
     victim: str,
     flags: str,
 ) -> None:
+    monkeypatch.setenv("OPENRLHF_TEST_VICTIM", victim)
+    check_lossy_run(task, tmp_path, monkeypatch, capfd, f"{engines} {flags}", (4, 20))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags", ["", "--train.async_enable --train.async_queue_size 1"], ids=["sync", "async"]
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_twenty_deaths(
+    task: TaskFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+    seed: int,
+    flags: str,
+) -> None:
+    """Five in each run: an engine that dies more often in ten minutes ends the run."""
+    engine = f"--rollout.engine transformers --vllm.num_engines 1 --train.seed {seed}"
+    check_lossy_run(task, tmp_path, monkeypatch, capfd, f"{engine} {flags}", (3, 9, 15, 21, 27))
+
+
+def check_lossy_run(
+    task: TaskFiles,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture,
+    flags: str,
+    killed_on: Sequence[int],
+) -> None:
+    """Trains with and without deaths on these calls of the reward function, and compares."""
     calls = tmp_path / "calls"
     monkeypatch.setenv("OPENRLHF_TEST_KILLS", str(calls))
-    monkeypatch.setenv("OPENRLHF_TEST_VICTIM", victim)
-    whole = train(task, tmp_path / "whole", f"{FLAGS} {engines} {flags}", reward=REWARD)
+    monkeypatch.setenv("OPENRLHF_TEST_KILLED_ON", ",".join(map(str, killed_on)))
+    whole = train(task, tmp_path / "whole", f"{FLAGS} {flags}", reward=REWARD)
     calls.write_bytes(b"")
-    lossy = train(task, tmp_path / "lossy", f"{FLAGS} {engines} {flags}", reward=REWARD)
+    lossy = train(task, tmp_path / "lossy", f"{FLAGS} {flags}", reward=REWARD)
     err = capfd.readouterr().err
-    assert calls.stat().st_size > KILLED_ON[-1]
-    assert err.count(" (restart ") == len(KILLED_ON)
+    assert calls.stat().st_size > killed_on[-1]
+    assert err.count(" (restart ") == len(killed_on)
     a, b = sampled(tmp_path / "whole"), sampled(tmp_path / "lossy")
     assert a.keys() == b.keys() and len(a) == 2 * 16
-    if not flags:  # an asynchronous run may sample with newer weights
+    if "async" not in flags:  # an asynchronous run may sample with newer weights
         assert a == b
         for step, metrics in whole.items():
             same = {name for name in metrics if name.startswith(("policy/", "rollout/", "grad_norm"))}
