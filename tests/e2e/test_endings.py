@@ -143,8 +143,9 @@ def test_a_run_that_loses_a_process(
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_engines")
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_run_whose_ray_loses_its_head(task: TaskFiles, tmp_path: Path, engine: str) -> None:
     """It ends within half a minute, before Ray does, and no process is left."""
     command = rl(task, tmp_path, f"--actor.num_gpus_per_node 1 --rollout.engine {engine}")
@@ -157,8 +158,9 @@ def test_a_run_whose_ray_loses_its_head(task: TaskFiles, tmp_path: Path, engine:
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cpu_engines")
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_a_run_whose_own_process_is_killed_leaves_none(task: TaskFiles, tmp_path: Path, engine: str) -> None:
     command = rl(task, tmp_path, f"--actor.num_gpus_per_node 1 --rollout.engine {engine}")
     code, _, _ = interrupt(command, tmp_path, psutil.Process.kill, steps=1)
