@@ -35,6 +35,7 @@ def reap(owner: int) -> None:
     started = descendants(owner, {})
     while not select.select([gone], [], [], POLL)[0]:
         started = descendants(owner, started)
+    started = descendants(owner, started)  # those of the last second
     time.sleep(GRACE)
     for pid, since in started.items():
         if _stat(pid)[1] == since:  # otherwise the number belongs to another process by now

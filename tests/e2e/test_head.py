@@ -4,11 +4,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+
+from openrlhf.cluster.reaper import POLL
 
 DRIVER = """
 import subprocess, sys
@@ -76,6 +79,7 @@ def test_the_death_of_the_head_ends_all_processes(driver: subprocess.Popen, tmp_
 
 def test_the_death_of_the_driver_ends_all_processes(driver: subprocess.Popen) -> None:
     processes = started(driver)
+    time.sleep(2 * POLL)
     driver.kill()
     assert driver.wait(timeout=45) == -signal.SIGKILL
     assert psutil.wait_procs(processes, timeout=20)[1] == []
