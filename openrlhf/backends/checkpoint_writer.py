@@ -164,7 +164,7 @@ class HashedFile(io.RawIOBase):
         if not self._file.closed:
             self._file.close()
             self._pieces.put(None)
-            self._hashing.join()
+            self._hashing.join()  # bounded: it hashes the pieces that are left
 
     def _write(self, left: memoryview) -> None:
         try:
@@ -175,7 +175,7 @@ class HashedFile(io.RawIOBase):
             raise
 
     def _compute(self) -> None:
-        while (piece := self._pieces.get()) is not None:
+        while (piece := self._pieces.get()) is not None:  # bounded: `close` puts None
             self._hash.update(piece)
 
 
