@@ -1,5 +1,5 @@
-"""Whole jobs that are killed or told to stop at random moments and resumed, until they end. Their samples,
-metrics and weights are then compared with those of a job that nobody disturbed."""
+"""Runs whole jobs that are killed or told to stop at random moments and resumed until they end, and compares
+their samples, metrics and weights with those of an undisturbed job."""
 
 import json
 import os
@@ -112,7 +112,7 @@ class Job:
 
 @dataclass
 class Started:
-    """A job that runs, and all the processes that it has had."""
+    """A running job, and all processes that it has had."""
 
     pid: int
     poll: Callable[[], int | None]
@@ -140,7 +140,8 @@ class Started:
             self.family |= {p.pid: p for p in (me, *me.children(recursive=True))}
 
     def kill(self) -> None:
-        """Ends all processes of the job by SIGKILL at one moment: none reacts to the end of another."""
+        """Ends all processes of the job by SIGKILL at the same moment, so that none reacts to the end of
+        another."""
         self.look()
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for process in self.family.values():
@@ -153,15 +154,15 @@ class Started:
 
 @dataclass(kw_only=True)
 class Found:
-    """Counts of disturbances, and the differences that chains of disturbed and resumed jobs showed."""
+    """Counts of disturbances, and the differences that disturbed and resumed jobs showed."""
 
     disturbed: int = 0
     inside: int = 0
     """Disturbances during a save."""
     compared: int = 0
-    """Jobs that came to their end, and were compared with the undisturbed one."""
+    """Number of jobs that came to their end and were compared with the undisturbed one."""
     wrong: list[str] = field(default_factory=list)
-    """Differences from the undisturbed job, and checkpoints that are not as they should be."""
+    """Differences from the undisturbed job, and faults of checkpoints."""
 
     def __str__(self) -> str:
         wrong = f"; WRONG: {'; '.join(self.wrong[:5])}" if self.wrong else ""
@@ -253,7 +254,8 @@ def _at_random(job: Job, rng: random.Random, in_save: bool) -> Started:
 
 
 def _check_checkpoint(job: Job, code: int | None, found: Found) -> None:
-    """Checks that a whole checkpoint of the last two steps is there, and after a signal one of the last."""
+    """Checks that a complete checkpoint of the last two steps exists, and after a signal one of the last
+    step."""
     others = [str(job.checkpoints.parent / "_critic")] if job.is_rl else []
     others = [path for path in others if Path(path).exists()]
     tag, skipped = CheckpointFolder(str(job.checkpoints), CkptConfig(load_enable=True), others).find()
@@ -265,8 +267,8 @@ def _check_checkpoint(job: Job, code: int | None, found: Found) -> None:
 
 
 def _compare(whole: Job, job: Job, found: Found) -> None:
-    """Compares metrics (those that do not measure time and memory), samples and weights. Of an asynchronous
-    job, whose versions of weights depend on time, only which samples were trained on."""
+    """Compares samples, weights, and metrics except for times and memory. Of an asynchronous job, whose
+    weight versions depend on timing, only the samples that were trained on are compared."""
     found.compared += 1
     if job.kind == "async ppo":
         one, other = (Counter(sample[:2] for sample in _samples(each)) for each in (whole, job))

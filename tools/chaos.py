@@ -1,4 +1,4 @@
-"""Injects faults in numbers, and prints what became of them: `make chaos`.
+"""Injects many faults into jobs, and prints a table of the outcomes: `make chaos`.
 
     python tools/chaos.py [--only damages kills-sft ...] [--kills 50] [--rl-kills 3] [--stops 200]
 
@@ -26,7 +26,7 @@ class Member(NamedTuple):
     """A row of the table."""
 
     target: str
-    """Its number in the list of targets."""
+    """Number of the row in the list of targets."""
     what: str
     tests: tuple[str, ...]
 
@@ -95,7 +95,7 @@ def _options() -> argparse.Namespace:
 
 
 def _figure(cases: list[ET.Element]) -> str:
-    """Returns the figures that the tests recorded, or how many of them passed."""
+    """Returns the figures that the tests recorded, or the number of tests that passed."""
     figures = [
         p.get("value", "") for case in cases for p in case.iter("property") if p.get("name") == "figure"
     ]

@@ -1,4 +1,5 @@
-"""Jobs that are killed, stopped or run out of disk at random moments. `make chaos` runs them in numbers."""
+"""Jobs that are killed, told to stop or run out of disk at random moments. `make chaos` runs them many
+times."""
 
 import os
 from collections.abc import Callable

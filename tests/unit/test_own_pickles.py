@@ -1,4 +1,4 @@
-"""Checkpoint files hold only known types; of another one nothing is run."""
+"""Checkpoint files may contain known types only; code of any other type is not run."""
 
 import os
 import pickle

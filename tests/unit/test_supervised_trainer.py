@@ -285,7 +285,7 @@ def test_a_rank_without_an_observer_completes_nothing(tmp_path):
 
 
 class Slow(Engine):
-    """Engine whose checkpoints are on the disk `steps` steps after they were begun, or never."""
+    """Engine whose checkpoints are on the disk `steps` steps after the save began, or never."""
 
     begun: str | None = None
     fails = False

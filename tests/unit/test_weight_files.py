@@ -1,4 +1,4 @@
-"""A model's files are looked at before it is loaded: cut or missing weights, and tokens without an
+"""A model's files are checked before it is loaded: truncated or missing weights, and tokens without an
 embedding."""
 
 import json
