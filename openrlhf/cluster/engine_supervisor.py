@@ -87,7 +87,7 @@ class EngineSupervisor:
 
     @property
     def loaded(self) -> list[int]:
-        """Numbers of the engines that serve or are to receive their first weights."""
+        """Numbers of the engines that serve or wait for their first weights."""
         ready = State.SERVING, State.LOADED
         return [i for i, place in enumerate(self._places) if place.state in ready]
 
@@ -111,7 +111,7 @@ class EngineSupervisor:
         return True
 
     def give_up(self, number: int, member: Handle, reason: str) -> None:
-        """Has an engine replaced. `reason`: what is wrong with its process `member`."""
+        """Plans the replacement of an engine. `reason`: the fault of its process `member`."""
         with self._lock:
             place = self._places[number]
             if self.members[number] is not member or place.state is State.WAITING or self.failure:

@@ -1,4 +1,4 @@
-"""Notices the death of Ray's head, the process gcs_server. Without it a cluster does no work, and Ray ends
+"""Detects the death of Ray's head, the process gcs_server. Without it a cluster does no work, and Ray ends
 its processes only after a minute, engines later."""
 
 import socket
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import ray
 
 POLL = 5.0
-"""Seconds between looks at the head's port, and the longest time that one takes."""
+"""Polling interval of the head's port in seconds, and timeout of one poll."""
 
 LIMIT = 15.0
 """Seconds without a process that listens at the head's port, after which the head is gone."""

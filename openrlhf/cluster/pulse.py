@@ -83,14 +83,14 @@ class Board:
         return None if text is None else Beat(**json.loads(text))
 
     def ask_for_stacks(self) -> None:
-        """Makes every process write its stacks with its next beat."""
+        """Requests that every process writes its stacks with its next beat."""
         self.put(STACKS_WANTED, "1")
 
     def read_stacks(self, actor: str) -> str | None:
         return self.get(f"stacks/{actor}")
 
     def clear(self) -> None:
-        """Removes everything that the run's processes have written."""
+        """Removes all entries of this run's processes."""
         internal_kv._internal_kv_del(self.prefix, del_by_prefix=True)
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import cache
 
 POLL = 1.0
-"""Seconds between looks at the processes that the run has started."""
+"""Seconds between two scans of the processes that the run has started."""
 
 GRACE = 2.0
 """Seconds that these processes have to end by themselves."""

@@ -20,7 +20,7 @@ NOTICE = 20.0
 limit."""
 
 STACKS_WAIT = 4 * BEAT
-"""Seconds that processes have to write their stacks."""
+"""Maximum time in seconds for processes to write their stacks."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Seen:
     number: int = 0
     progress: int = 0
     is_noted: bool = False
-    """Whether a line about it is on the screen."""
+    """True if a line about the process was printed."""
     last: Beat | None = None
 
 
@@ -61,7 +61,7 @@ class Watch:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread, before Ray is left."""
+        """Ends the thread. Must be called before Ray shuts down."""
         self._closed.set()
         self._thread.join(timeout=STACKS_WAIT)
 
@@ -73,14 +73,14 @@ class Watch:
                 say(f"the processes of the run cannot be watched: {first_line(error)}")
 
     def look(self) -> None:
-        """Reads the beats once, and acts on them."""
+        """Reads all beats once, and reports or gives up processes without progress."""
         for role, members in self._processes().items():
             for index, member in enumerate(members):
                 if member is not None and (reason := self._silence(role, index, member)):
                     self._give_up(role, index, member, reason)
 
     def _silence(self, role: str, index: int, member: ActorHandle) -> str:
-        """Returns the reason for which a process is given up; empty if it is not."""
+        """Returns the reason to give up a process; empty if there is none."""
         now, actor = time.monotonic(), member._actor_id.hex()
         seen = self._seen.setdefault(actor, _Seen(now, now))
         beat = self._board.read_beat(actor)

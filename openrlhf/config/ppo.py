@@ -320,8 +320,9 @@ class RolloutConfig:
     timeout: Positive = 3600.0
     """Seconds without any finished prompt after which the run stops and lists what it waits for."""
     engine_timeout: Positive = 300.0
-    """Seconds after which an engine is replaced that does not answer, has requests and samples no token, or
-    does not answer one call of a weight sync. An engine that samples tokens may take any time."""
+    """Maximum time, seconds, without an answer of an engine, without a token from an engine that has
+    requests, or of one call of a weight sync; after it the engine is replaced. An engine that samples tokens
+    may take any time."""
     stop: tuple[str, ...] | None = None
     """Stop strings, in training and evaluation: a response ends with the token that completes one. A single
     word on the command line is split at its commas; YAML takes any text. None: only stop tokens end a
@@ -428,8 +429,8 @@ class TrainConfig(BatchesConfig):
     placement_timeout: Positive | None = None
     """Seconds that the run waits for GPUs of a cluster that are in use. None: no limit."""
     max_restarts: CountOrZero = 0
-    """Number of times that the run starts again, from its newest checkpoint, after a rank died or its engines
-    could not be replaced. 0: it ends."""
+    """Number of times that the run restarts from its newest checkpoint after a rank died or an engine could
+    not be replaced. 0: the run ends."""
     async_enable: bool = False
     """Asynchronous training: sample the next batches while the models train on the current one."""
     async_queue_size: CountOrZero = 1

@@ -242,8 +242,8 @@ class BatchesConfig(SeedConfig):
     """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
     (docs/models.md)."""
     rank_timeout: Positive = 1800.0
-    """Seconds after which a rank ends the run that does not answer, or has work and makes no progress. Also
-    the limit of a collective operation."""
+    """Maximum time, seconds, without an answer of a rank, or without progress of a rank that has work; after
+    it the run ends. Also the limit of a collective operation."""
     grace_seconds: PositiveOrZero = 300.0
     """Maximum time, seconds, after Ctrl-C or SIGTERM to complete the current step and save a checkpoint, for
     runs with ckpt.save_steps. The exit code is then 75. 0: the run ends immediately."""

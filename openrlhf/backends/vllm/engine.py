@@ -390,7 +390,7 @@ class VLLMEngine:
     async def _bounded(self, call: Awaitable) -> Any:
         """Returns the result of a control-plane call. Raises EngineDied if the engine dies, because the call
         would never return, and RunError after `options.timeout` seconds. The call then counts as under way
-        for ever, so that a watch on `progress` gives up the engine."""
+        forever, so that the watch of `progress` gives up the engine."""
         task, deadline = asyncio.ensure_future(call), time.monotonic() + self.options.timeout
         self.num_calls += 1
         task.add_done_callback(self._note_answer)
