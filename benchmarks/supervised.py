@@ -41,7 +41,7 @@ from functools import cached_property
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -396,6 +396,9 @@ class Examples(list):
     def __init__(self, examples: list, lengths: Sequence[int]) -> None:
         super().__init__(examples)
         self.lengths = lengths
+
+    def sequences(self, i: int) -> NoReturn:
+        raise NotImplementedError("rows are laid by lengths alone")
 
 
 def frozen_log_probs(setting: Setting) -> Callable[[PackedRow], Tensor]:

@@ -98,6 +98,11 @@ class TrainEngine(Protocol):
         ...
 
     @property
+    def trains_on_prefixes(self) -> bool:
+        """True if training passes compute common prefixes of a row's sequences once: they have no noise."""
+        ...
+
+    @property
     def steps(self) -> int:
         """Number of optimizer steps done, including those before a resume."""
         ...

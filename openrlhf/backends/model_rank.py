@@ -25,7 +25,7 @@ from openrlhf.faults import fault
 from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
-from openrlhf.models.dropout import enable_checkpointing, has_noise, set_training
+from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
 from openrlhf.models.lora import (
     adapter_weights,
     base_weights,
@@ -144,6 +144,13 @@ class TrainedRank(ModelRank):
             enable_checkpointing(
                 module.model, reentrant=reentrant, dropout=self.plain_training, on_host=on_host
             )
+
+    @property
+    def trains_on_prefixes(self) -> bool:
+        """True if training passes compute common prefixes of a row's sequences once: they have no noise."""
+        reading = reading_of(self.module.model)
+        is_random = reading.has_noise and self.plain_training
+        return reading.shares_prefixes and not is_random and not has_adapter_dropout(self.module)
 
     @property
     @abstractmethod

@@ -19,7 +19,7 @@ from openrlhf.cluster.pending import Gathered, Handle, first, names, results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
-from openrlhf.data.prefixes import parts_of_related
+from openrlhf.data.prefixes import identities, parts_of_related
 from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.training.schedule import mean_metrics
 from openrlhf.training.worker import (
@@ -68,7 +68,9 @@ class RankGroup(Generic[WorkerT]):
         if self.config.ds.kernels.share_prefixes == "false":
             ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
         else:
-            ranks = parts_of_related(batch.token_ids, batch.lengths.tolist(), self.data_parallel_size)
+            routing = batch.routing if self.replays_routing else None
+            token_ids = identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)
+            ranks = parts_of_related(token_ids, batch.lengths.tolist(), self.data_parallel_size)
         refs = self.run(method, [(self.select(batch, sequences),) for sequences in ranks])
         return Gathered(refs, lambda answers: batch.put_together(ranks, self.of_leaders(answers)))
 

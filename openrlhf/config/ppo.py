@@ -31,6 +31,7 @@ from openrlhf.config.choices import (
     PositiveOrZero,
     ProximalPolicyName,
     Range,
+    Shuffle,
     Steps,
     SyncBackend,
 )
@@ -415,6 +416,10 @@ class TrainConfig(BatchesConfig):
 
     max_epochs: Count = 1
     """Passes over the samples of each RL step (PPO epochs)."""
+    shuffle: Shuffle = "sample"
+    """Assignment of samples to the optimizer steps of an RL step. sample: each sample by itself, at random.
+    group: all samples of a prompt in the same optimizer step, whose rows compute the prompt once. It needs a
+    train.batch_size of at least rollout.n_samples_per_prompt."""
     num_episodes: Count = 1
     """Epochs: passes over the prompts."""
     max_steps: Count | None = None

@@ -9,6 +9,7 @@ import numpy as np
 
 from openrlhf.data.order import epoch_order
 from openrlhf.data.packing import estimated_cost, pack_to_budget, partition
+from openrlhf.data.prefixes import Related
 from openrlhf.data.store import Kept
 from openrlhf.types import Image
 
@@ -33,6 +34,10 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int, /) -> Any: ...
+
+    def sequences(self, i: int, /) -> tuple[np.ndarray, ...]:
+        """Returns the token ids of each sequence of an item."""
+        ...
 
 
 class TokenisedDataset(Dataset, Kept, Protocol):
@@ -64,7 +69,9 @@ class Windows(Generic[RowT]):
     items are dealt to `data_size` ranks with about equal work, and `collate` packs them into rows of
     `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item has its own row). Every
     rank gets the same number of rows, padded with empty ones, because ranks meet in collectives at each row.
-    The result depends on the arguments alone, so ranks agree without communication.
+    Items with common prefixes are side by side if models read those once; `max_tokens` and the work of a rank
+    then count them as in `rows_of_related`. The result depends on the arguments alone, so ranks agree without
+    communication.
     """
 
     def __init__(
@@ -79,10 +86,11 @@ class Windows(Generic[RowT]):
         data_size: int,
         seed: int,
         shuffle: bool = True,
+        shares_prefixes: bool = False,
     ) -> None:
         """Exactly one of `micro_batch_size` and `max_tokens` must be given. `data_rank` of `data_size` is
         this rank's coordinate along the data dimension of its mesh; ranks with the same coordinate get the
-        same rows."""
+        same rows. `shares_prefixes`: True if models read the common prefixes of a row once."""
         if (micro_batch_size is None) == (max_tokens is None):
             raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
         self._dataset = dataset
@@ -94,6 +102,7 @@ class Windows(Generic[RowT]):
         self._data_size = data_size
         self._seed = seed
         self._shuffle = shuffle
+        self._shares_prefixes = shares_prefixes
 
     def __len__(self) -> int:
         """Returns the number of steps of an epoch."""
@@ -118,12 +127,33 @@ class Windows(Generic[RowT]):
 
     def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
         """Returns the item indices of each row of each rank; a row without items is padding."""
+        related = self._related(batch)
+        has_equal_ranks = self._micro_batch_size is not None
         lengths = [self._dataset.lengths[i] for i in batch]
-        costs = [estimated_cost(length) for length in lengths]
-        of_rank = partition(costs, self._data_size, equal_size=self._micro_batch_size is not None)
-        rows = [[[batch[i] for i in row] for row in self._rows(mine, lengths)] for mine in of_rank]
+        if related is None:
+            costs = [estimated_cost(length) for length in lengths]
+            of_rank = partition(costs, self._data_size, equal_size=has_equal_ranks)
+            laid = [self._rows(mine, lengths) for mine in of_rank]
+        else:
+            laid = [
+                related.rows(mine, max_tokens=self._max_tokens, max_items=self._micro_batch_size or 1)
+                for mine in related.parts(self._data_size, equal_size=has_equal_ranks)
+            ]
+        rows = [[[batch[i] for i in row] for row in mine] for mine in laid]
         num_rows = max(len(mine) for mine in rows)
         return [mine + [[]] * (num_rows - len(mine)) for mine in rows]
+
+    def _related(self, batch: Sequence[int]) -> Related | None:
+        """Returns the common prefixes of these items, None where models read them in every sequence."""
+        if not self._shares_prefixes:
+            return None
+        sequences = [self._dataset.sequences(i) for i in batch]
+        token_ids = [x for of_item in sequences for x in of_item]
+        return Related.of(
+            np.concatenate(token_ids),
+            [len(x) for x in token_ids],
+            sequences_per_item=len(sequences[0]),
+        )
 
     def _rows(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         if (size := self._micro_batch_size) is not None:
@@ -154,3 +184,6 @@ class FirstItems:
 
     def __getitem__(self, i: int, /) -> Any:
         return self._dataset[range(self._count)[i]]
+
+    def sequences(self, i: int, /) -> tuple[np.ndarray, ...]:
+        return self._dataset.sequences(range(self._count)[i])

@@ -49,6 +49,10 @@ class LabelledSamples:
         """Digest of the images, see `SampleStore`."""
         return self.samples.images_digest
 
+    def sequences(self, i: int) -> tuple[np.ndarray, ...]:
+        """See `SampleStore`."""
+        return self.samples.sequences(i)
+
     def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
         """Sets the reader of images, as in `SampleStore`."""
         self.samples.read_images_with(read, images_digest)
@@ -91,6 +95,10 @@ class TwoSamples(LabelledSamples, ABC):
         """Total tokens of both samples of each item."""
         both = np.asarray(self.samples.lengths, dtype=np.int64).reshape(-1, 2).sum(1)
         return array("q", both.tobytes())
+
+    def sequences(self, i: int) -> tuple[np.ndarray, ...]:
+        """See `SampleStore`."""
+        return self.samples.token_ids(2 * i), self.samples.token_ids(2 * i + 1)
 
     def with_reference(self, log_probs: np.ndarray) -> Self:
         """Returns a copy with reference log-probs. log_probs: (items, 2) summed log-probs under the reference

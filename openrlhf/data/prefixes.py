@@ -1,13 +1,16 @@
 """Finds common prefixes of sequences, and puts sequences that share one into the same row, where a model
 computes the shared tokens once (models/prefixes.py)."""
 
-from collections.abc import Sequence
+import bisect
+import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from openrlhf.data.packing import pack_to_budget, partition
+from openrlhf.types import Image
 
 FEWEST_TOKENS = 4
 """Minimum length of a common prefix for sharing it to pay off, in tokens."""
@@ -42,6 +45,96 @@ class Neighbours(NamedTuple):
         return cls(order, _common(cells, starts, sizes, order))
 
 
+class Related:
+    """The common prefixes of items; each item has one sequence or several."""
+
+    def __init__(
+        self, order: np.ndarray, common: np.ndarray, lengths: Sequence[int], sequences_per_item: int
+    ) -> None:
+        """`order`, `common`: see `Neighbours`. `lengths`: number of tokens of each sequence, item after
+        item."""
+        shared = np.where(common >= FEWEST_TOKENS, common, 0)
+        self._shared = [0, *shared.tolist()]
+        """Length of the common prefix of each sequence in `order` and the one before it."""
+        self._sizes = np.asarray(lengths)[order].tolist()
+        places = order.argsort().reshape(-1, sequences_per_item)
+        self._places = places.tolist()
+        """Indices in `order` of the sequences of each item."""
+        self.order: list[int] = places[:, 0].argsort().tolist()
+        """The items in an order in which those whose first sequences have a common prefix are neighbours."""
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray, lengths: Sequence[int], *, sequences_per_item: int = 1) -> Self | None:
+        """Compares sequences; see `rows_of_related`. Returns None if sharing does not pay off."""
+        cells, sizes = token_ids[:, None], np.asarray(lengths)
+        if len(sizes) < 2 or not some_begin_alike(cells, sizes):
+            return None
+        order, common = Neighbours.of(cells, sizes)
+        if common[common >= FEWEST_TOKENS].sum() < SMALLEST_FRACTION * len(cells):
+            return None
+        return cls(order, common, lengths, sequences_per_item)
+
+    def tokens(self, items: Iterable[int], *, repeated: float = 0.0) -> float:
+        """Returns the number of tokens in the prefix tree of these items. A repetition of a token counts
+        `repeated`."""
+        places = sorted(place for i in items for place in self._places[i])
+        saved = sum(self._in_common(a, b) for a, b in pairwise(places))
+        return sum(self._sizes[place] for place in places) - (1 - repeated) * saved
+
+    def rows(self, items: Iterable[int], *, max_tokens: int | None, max_items: int) -> list[list[int]]:
+        """Groups these items into rows; see `rows_of_related`. `max_items`: items of a row if `max_tokens` is
+        None."""
+        chosen = set(items)
+        ordered = [i for i in self.order if i in chosen]
+        if max_tokens is None:
+            return [ordered[i : i + max_items] for i in range(0, len(ordered), max_items)]
+        rows: list[list[int]] = []
+        places: list[int] = []
+        tokens = 0.0
+        for i in ordered:
+            wider, more = self._with(places, i)
+            if rows and tokens + more <= max_tokens:
+                rows[-1].append(i)
+                places, tokens = wider, tokens + more
+            else:
+                rows.append([i])
+                places, tokens = self._with([], i)
+        in_order = sorted(chosen)
+        sizes = [math.ceil(self.tokens([i], repeated=REPEATED_TOKEN)) for i in in_order]
+        packed = pack_to_budget(sizes, max_tokens)
+        return rows if len(rows) <= len(packed) else [[in_order[i] for i in row] for row in packed]
+
+    def parts(self, k: int, *, equal_size: bool = False) -> list[list[int]]:
+        """Divides the items into `k` parts; see `parts_of_related`. `equal_size`: numbers of items differ by
+        at most one."""
+        sizes = [self.tokens([i]) for i in range(len(self.order))]
+        divided = partition(sizes, k, equal_size=equal_size)
+        first = [self._places[i][0] for i in self.order]
+        common = [0, *(self._in_common(a, b) for a, b in pairwise(first))]
+        to_read = np.ones(len(first)) if equal_size else np.array(sizes)[self.order] - common
+        order = np.array(self.order)
+        middle = to_read.cumsum() - to_read / 2
+        part_of = np.minimum((middle * k / to_read.sum()).astype(int), k - 1)
+        together = [sorted(order[part_of == part].tolist()) for part in range(k)]
+        return min(together, divided, key=lambda parts: max(map(self.tokens, parts)))
+
+    def _with(self, places: Sequence[int], item: int) -> tuple[list[int], float]:
+        """Adds an item to a row, given as the sorted indices in `order` of its sequences. Returns the longer
+        row, and the number of tokens by which it grows."""
+        places, more = [*places], 0.0
+        for place in self._places[item]:
+            at = bisect.bisect(places, place)
+            before = self._in_common(places[at - 1], place) if at else 0
+            after = self._in_common(place, places[at]) if at < len(places) else 0
+            more += self._sizes[place] - (1 - REPEATED_TOKEN) * max(before, after)
+            places.insert(at, place)
+        return places, more
+
+    def _in_common(self, a: int, b: int) -> int:
+        """Returns the length of the common prefix of the sequences at the indices a < b of `order`."""
+        return min(self._shared[a + 1 : b + 1])
+
+
 def rows_of_related(
     token_ids: np.ndarray, lengths: Sequence[int], *, max_tokens: int | None, max_sequences: int
 ) -> list[list[int]] | None:
@@ -52,26 +145,10 @@ def rows_of_related(
     max_tokens: limit of a row. A common prefix counts once, its repetitions `REPEATED_TOKEN` a token. A
         longer sequence has a row of its own. None: rows have `max_sequences`.
     """
-    related = _related(token_ids, lengths) if max_tokens is not None or max_sequences > 1 else None
+    related = Related.of(token_ids, lengths) if max_tokens is not None or max_sequences > 1 else None
     if related is None:
         return None
-    rows: list[list[int]] = []
-    tokens = 0.0
-    for i, shared in zip(*related, strict=True):
-        more = lengths[i] - shared * (1 - REPEATED_TOKEN)
-        if max_tokens is None:
-            fits = len(rows[-1]) < max_sequences if rows else False
-        else:
-            fits = bool(rows) and tokens + more <= max_tokens
-        if fits:
-            rows[-1].append(i)
-            tokens += more
-        else:
-            rows.append([i])
-            tokens = float(lengths[i])
-    if max_tokens is not None and len(rows) > len(pack_to_budget(lengths, max_tokens)):
-        return None
-    return rows
+    return related.rows(range(len(lengths)), max_tokens=max_tokens, max_items=max_sequences)
 
 
 def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> list[list[int]]:
@@ -80,36 +157,36 @@ def parts_of_related(token_ids: np.ndarray, lengths: Sequence[int], k: int) -> l
 
     Sequences with a common prefix share a part, unless the largest part would then have more tokens to
     compute than in a division by lengths alone."""
-    divided = partition(lengths, k)
-    related = _related(token_ids, lengths) if k > 1 else None
-    if related is None:
-        return divided
-    order, shared = related
-    place = {i: rank for rank, i in enumerate(order)}
-    to_read = np.array(lengths)[order] - shared
-    middle = to_read.cumsum() - to_read / 2
-    part_of = np.minimum((middle * k / to_read.sum()).astype(int), k - 1)
-    together = [sorted(np.array(order)[part_of == part].tolist()) for part in range(k)]
-
-    def cost(part: Sequence[int]) -> int:
-        """Returns the number of tokens to compute in a part."""
-        saved = (min(shared[a + 1 : b + 1]) for a, b in pairwise(sorted(place[i] for i in part)))
-        return sum(lengths[i] for i in part) - sum(saved)
-
-    return min(together, divided, key=lambda parts: max(map(cost, parts)))
+    related = Related.of(token_ids, lengths) if k > 1 else None
+    return partition(lengths, k) if related is None else related.parts(k)
 
 
-def _related(token_ids: np.ndarray, lengths: Sequence[int]) -> tuple[list[int], list[int]] | None:
-    """Returns the order of `Neighbours`, and the number of tokens that each sequence shares with the one
-    before it; None if sharing does not pay off."""
-    cells, sizes = token_ids[:, None], np.asarray(lengths)
-    if len(sizes) < 2 or not some_begin_alike(cells, sizes):
-        return None
-    order, common = Neighbours.of(cells, sizes)
-    shared = np.where(common >= FEWEST_TOKENS, common, 0)
-    if shared.sum() < SMALLEST_FRACTION * len(cells):
-        return None
-    return order.tolist(), [0, *shared.tolist()]
+def identities(
+    token_ids: np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
+    *,
+    images: Sequence[tuple[Image, ...]] = (),
+    routing: np.ndarray | None = None,
+) -> np.ndarray:
+    """Returns one number for each token, (N,), for the comparison of sequences. Tokens have different numbers
+    if they differ, if their sequences have different images, or if they are routed to different experts.
+
+    token_ids: (N,), see `rows_of_related`.
+    images: images of each sequence; empty if there are none.
+    routing: (N, M, K) experts of each token, see `Trajectory.routing`.
+    """
+    numbers = token_ids.astype(np.int64)
+    if images:
+        known: dict[tuple[bytes, ...], int] = {}
+        of_sequences = [known.setdefault(tuple(x.data for x in own), len(known)) for own in images]
+        numbers += np.repeat(np.array(of_sequences), lengths) << 32
+    if routing is not None:
+        experts = routing.reshape(len(numbers), -1)
+        factors = np.random.default_rng(0).integers(1 << 62, size=experts.shape[1]) | 1
+        for column, factor in zip(experts.T, factors, strict=True):
+            # The sum is modulo 2^64. Different experts have the same sum with a probability of about 2^-62.
+            numbers += column.astype(np.int64) * factor
+    return numbers
 
 
 def _sorted(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -121,12 +198,20 @@ def _sorted(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray) -> np.ndar
 
 
 def _common(cells: np.ndarray, starts: np.ndarray, sizes: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """Returns the length of the common prefix of each two neighbours in `order`."""
+    """Returns the length of the common prefix of each two neighbours in `order`. It compares a few tokens of
+    all neighbours first, then more of those that are still equal."""
     shorter = np.minimum(sizes[order[:-1]], sizes[order[1:]])
-    border = shorter.cumsum()
-    within = np.arange(border[-1]) - np.repeat(border - shorter, shorter)
-    one, other = (np.repeat(starts[of], shorter) + within for of in (order[:-1], order[1:]))
-    differs = np.where((cells[one] != cells[other]).any(1), within, within.size)
-    common, some = np.zeros_like(shorter), shorter > 0
-    common[some] = np.minimum.reduceat(differs, (border - shorter)[some])
-    return np.minimum(common, shorter)
+    common = np.zeros_like(shorter)
+    equal, begin, width = np.flatnonzero(shorter), 0, 64
+    while len(equal):
+        count = np.minimum(shorter[equal] - begin, width)
+        border = count.cumsum()
+        within = np.arange(border[-1]) - np.repeat(border - count, count)
+        one, other = (np.repeat(starts[of][equal] + begin, count) + within for of in (order[:-1], order[1:]))
+        differs = np.where((cells[one] != cells[other]).any(1), within, within.size)
+        found = np.minimum(np.minimum.reduceat(differs, border - count), count)
+        common[equal] += found
+        begin += width
+        equal = equal[(found == width) & (shorter[equal] > begin)]
+        width *= 4
+    return common

@@ -70,6 +70,15 @@ class SampleStore:
             images=self._read_images(int(self._rows[i])) if self._read_images else (),
         )
 
+    def token_ids(self, i: int) -> np.ndarray:
+        """Returns the token ids (L,) of sample i, without a copy."""
+        return self._complete()[0][self._starts[i] : self._starts[i + 1]]
+
+    def sequences(self, i: int) -> tuple[np.ndarray, ...]:
+        """Returns the token ids of each sequence of item i. Sequences that begin with the same numbers may be
+        read once where they are in one row."""
+        return (self.token_ids(i),)
+
     def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
         """Makes samples carry the images that `read` returns for their row number, read anew on each access.
         Requires samples appended with their rows."""

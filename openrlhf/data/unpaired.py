@@ -42,6 +42,11 @@ class UnpairedDataset(TwoSamples):
             ref_log_probs=self.ref_of(i),
         )
 
+    def sequences(self, i: int) -> tuple[np.ndarray, ...]:
+        """See `SampleStore`. Mismatched answers are in a row of their own, so their numbers are negative."""
+        sample, mismatched = super().sequences(i)
+        return sample, -1 - mismatched
+
 
 def build_unpaired(
     rows: Rows,

@@ -158,7 +158,7 @@ def packed_attention(
     if packing.shard.sharing.splits_heads(query.shape[1], key.shape[1]):
         return _with_own_heads(attend, query, key, value, s_aux, packing), None
     if packing.branches is not None:
-        raise CannotPack("sequence parallelism supports common prefixes only in mode `ulysses`")
+        raise CannotPack("only --ds.sequence_parallel_mode ulysses supports common prefixes")
     sharing = packing.shard.sharing
     if sharing.mode != "allgather":
         reason = why_no_ring(query, value, window=window, softcap=softcap, sinks=s_aux, dropout=dropout)

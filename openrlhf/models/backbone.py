@@ -16,7 +16,7 @@ from openrlhf.models.dropout import is_noisy
 from openrlhf.models.prefixes import Branches, PrefixTree, tree_of
 from openrlhf.models.router_replay import Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
-from openrlhf.models.vision import ImageReader, inputs_of_row, with_blank
+from openrlhf.models.vision import ImageReader, positions_of_row, with_blank
 from openrlhf.types import Image, PackedRow, present
 
 STATEFUL = {"linear_attention", "conv"}
@@ -124,7 +124,11 @@ def _common_prefixes(model: PreTrainedModel, row: PackedRow) -> PrefixTree | Non
     reading = reading_of(model)
     if not reading.shares_prefixes:
         return None
-    tree = tree_of(row, with_routing=reading.replay is not None and row.routing is not None)
+    tree = tree_of(
+        row,
+        with_routing=reading.replay is not None and row.routing is not None,
+        patch_id=None if reading.images is None else reading.images.patch_id,
+    )
     return None if tree is None or is_noisy(model, has_noise=reading.has_noise) else tree
 
 
@@ -137,22 +141,30 @@ def in_one_pass(
     """Computes `hidden_states` by one forward pass."""
     attention = model.config._attn_implementation
     assert attention is not None  # set by models/loading.py
-    of_row, device = row.lengths, row.token_ids.device
-    if tree is not None:
-        row = tree.of_row(row)
-    reader, num_tokens = reading_of(model).images, len(row.token_ids)
-    tokens = slice(num_tokens)
+    device, reader = row.token_ids.device, reading_of(model).images
+    num_tokens = len(row.token_ids if tree is None else tree.places)
+    tokens = slice(num_tokens) if sharing is None else slice(None)
+    positions = None
     if reader is not None:
+        if not row.images and tree is not None:
+            tree = tree.longer(reader.blank.length, reader.blank.images)
         row = with_blank(row, reader)
+        positions = positions_of_row(backbone_of(model), row, reader)
+    of_row = row.lengths
+    if tree is not None:
+        if positions is not None:
+            positions = positions[..., torch.from_numpy(tree.places).to(device, non_blocking=True)]
+        row = tree.of_row(row)
+    num_own = len(row.token_ids)
     if sharing is not None:
-        row, tokens = sharing.padded(row), slice(None)
-    num_more = len(row.token_ids) - num_tokens
+        row = sharing.padded(row)
+    num_more = len(row.token_ids) - num_own
     branches = None if tree is None else Branches.of(tree, of_row, num_more, device)
     output = _read(
         model,
         row.routing,
         sharing,
-        **_inputs(model, row, sharing),
+        **_inputs(model, row, sharing, positions),
         **({} if sharing else _state_borders(model, row.lengths, row.token_ids.device)),
         **packing_kwargs(attention, row.lengths, device, sharing, branches),
     )
@@ -182,11 +194,16 @@ def _state_borders(
     }
 
 
-def _inputs(model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None) -> dict[str, Tensor]:
-    """Returns the inputs of transformers' forward for a row, or for this rank's slice of it."""
+def _inputs(
+    model: PreTrainedModel, row: PackedRow, sharing: SequenceParallel | None, positions: Tensor | None
+) -> dict[str, Tensor]:
+    """Returns the inputs of transformers' forward for a row, or for this rank's slice of it. `positions`: the
+    positions in a row with images."""
     reader = reading_of(model).images
     if reader is not None:
-        return {"input_ids": row.token_ids[None]} | inputs_of_row(backbone_of(model), row, reader)
+        images = [image for of_sequence in row.images for image in of_sequence]
+        inputs = {"input_ids": row.token_ids[None]} | reader.inputs(row.token_ids, images)
+        return inputs | {"position_ids": present(positions)}
     tokens = {"input_ids": row.token_ids, "position_ids": row.position_ids}
     return {name: (x if sharing is None else sharing.own(x))[None] for name, x in tokens.items()}
 

@@ -40,11 +40,12 @@ def set_training(module: nn.Module, *, dropout: bool) -> None:
 def is_noisy(module: nn.Module, *, has_noise: bool) -> bool:
     """Returns whether the next pass of `module` answers differently each time. `has_noise`: of its
     configuration."""
-    return (module.training and has_noise) or any(
-        isinstance(child, nn.Dropout) and child.training and child.p > 0
-        for noise in _adapter_dropout(module)
-        for child in noise.modules()
-    )
+    return (module.training and has_noise) or any(child.training for child in _noisy_adapters(module))
+
+
+def has_adapter_dropout(module: nn.Module) -> bool:
+    """Returns whether adapters of `module` have dropout in training."""
+    return bool(_noisy_adapters(module))
 
 
 def enable_checkpointing(
@@ -60,6 +61,15 @@ def enable_checkpointing(
         if not dropout:
             checkpoint = partial(_as_in_evaluation, layer, checkpoint)
         layer._gradient_checkpointing_func = checkpoint
+
+
+def _noisy_adapters(module: nn.Module) -> list[nn.Dropout]:
+    return [
+        child
+        for noise in _adapter_dropout(module)
+        for child in noise.modules()
+        if isinstance(child, nn.Dropout) and child.p > 0
+    ]
 
 
 def _adapter_dropout(module: nn.Module) -> list[nn.Module]:

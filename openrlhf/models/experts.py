@@ -45,7 +45,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
         if torch.is_grad_enabled() == with_grad:
             num_tokens = len(args[0].token_ids)  # later tokens are those of dummy passes
             # A token of a common prefix counts as often as it is in the row.
-            of_row = slice(num_tokens) if trees[0] is None else trees[0].of_row
+            of_row = slice(num_tokens) if trees[0] is None else trees[0].of_row[:num_tokens]
             layers = (torch.cat(layer) for layer in zip(*passes, strict=True))
             sharing = reading_of(model).sharing
             logits = tuple((sharing.gathered(x) if sharing else x)[of_row] for x in layers)

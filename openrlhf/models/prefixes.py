@@ -8,7 +8,9 @@ independently. In attention, the queries are a sequence's own tokens, and the ke
 in float32 or wider. Another index expands the tree's hidden states to the row.
 
 The repeated keys and values take as much memory as without sharing; everything else shrinks with the number
-of tokens.
+of tokens. They are held for the backward pass. Computing each layer's attention again instead would keep
+10 to 20 % fewer bytes and take 5 to 30 % longer (shapes `pairs 1` and `update` of benchmarks/prefixes.py,
+whose bytes fall to 80 % and 27 % by sharing); gradient checkpointing does it for all of a layer.
 """
 
 from collections.abc import Sequence
@@ -22,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from openrlhf.data.prefixes import FEWEST_TOKENS, SMALLEST_FRACTION, Neighbours, some_begin_alike
 from openrlhf.models.sequence_parallel import Packing
-from openrlhf.types import PackedRow, present
+from openrlhf.types import Image, PackedRow, present
 
 
 class PrefixTree(NamedTuple):
@@ -31,6 +33,8 @@ class PrefixTree(NamedTuple):
     places: np.ndarray  # (M,) index in the row of each token of the tree
     index: np.ndarray  # (N,) index in the tree of each token of the row
     own: np.ndarray  # (B,) number of tokens of each sequence that it shares with no earlier one
+    images: tuple[tuple[Image, ...], ...] = ()
+    """Images whose patches are among each sequence's own tokens; empty if the row has none."""
 
     def of_row(self, row: PackedRow) -> PackedRow:
         """Returns a row of the tree's tokens: its sequences are the own tokens of the row's sequences that
@@ -43,7 +47,18 @@ class PrefixTree(NamedTuple):
             action_mask=row.action_mask[places],
             actions=row.actions,
             lengths=tuple(self.own[self.own > 0].tolist()),
+            images=tuple(of for of, own in zip(self.images, self.own, strict=False) if own > 0),
             routing=None if routing is None else routing[places],
+        )
+
+    def longer(self, num_tokens: int, images: tuple[Image, ...]) -> Self:
+        """Returns the tree of the row with one more sequence, the only one with images, which has nothing in
+        common with the others."""
+        return type(self)(
+            places=np.concatenate([self.places, len(self.index) + np.arange(num_tokens)]),
+            index=np.concatenate([self.index, len(self.places) + np.arange(num_tokens)]),
+            own=np.concatenate([self.own, [num_tokens]]),
+            images=((),) * len(self.own) + (images,),
         )
 
 
@@ -99,15 +114,39 @@ class _Repeated(torch.autograd.Function):
         return total.to(grad.dtype), None
 
 
-def tree_of(row: PackedRow, *, with_routing: bool) -> PrefixTree | None:
+def tree_of(row: PackedRow, *, with_routing: bool, patch_id: int | None = None) -> PrefixTree | None:
     """Returns the prefix tree of a row; None if sharing does not pay off. `with_routing`: shared tokens must
-    also be routed to the same experts."""
+    also be routed to the same experts. `patch_id`: id of the token that represents a patch of an image."""
     row = row.host or row
+    if row.images:
+        return _tree_with_images(row, patch_id)
     cells = row.token_ids.cpu().numpy()[:, None]
     if with_routing:
         routing = present(row.routing).cpu().numpy()
         cells = np.concatenate([cells, routing.reshape(len(routing), -1)], axis=1)
     return prefix_tree(cells, row.lengths)
+
+
+def _tree_with_images(row: PackedRow, patch_id: int | None) -> PrefixTree | None:
+    """Returns the prefix tree of a row with images. Patches of different images are different tokens there.
+    None also if the patches of an image are not consecutive, or follow those of another image directly."""
+    token_ids, sizes = row.token_ids.cpu().numpy(), np.asarray(row.lengths)
+    starts = sizes.cumsum() - sizes
+    is_patch = token_ids == patch_id
+    is_first = is_patch & ~np.concatenate([[False], is_patch[:-1]])
+    is_first[starts] = is_patch[starts]
+    if np.add.reduceat(is_first.astype(int), starts).tolist() != [len(images) for images in row.images]:
+        return None
+    known: dict[bytes, int] = {}
+    numbers = [known.setdefault(image.data, len(known) + 1) for images in row.images for image in images]
+    of_token = np.where(is_patch, np.array(numbers)[is_first.cumsum() - 1], 0)
+    tree = prefix_tree(np.stack([token_ids, of_token], axis=1), row.lengths)
+    if tree is None:
+        return None
+    is_own = iter(np.isin(np.flatnonzero(is_first), tree.places).tolist())
+    return tree._replace(
+        images=tuple(tuple(image for image in images if next(is_own)) for images in row.images)
+    )
 
 
 def prefix_tree(cells: np.ndarray, lengths: Sequence[int]) -> PrefixTree | None:

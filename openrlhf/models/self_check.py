@@ -280,18 +280,17 @@ def why_slices_differ(run: Callable, model: PreTrainedModel, sharing: SequencePa
 
 def why_not_shared(run: Callable, model: PreTrainedModel) -> str:
     """Returns why common prefixes of a row's sequences cannot be read once, "" where they can."""
-    reading = reading_of(model)
     if model.config._attn_implementation != PACKED:
         return "only --ds.attn_implementation auto supports common prefixes"
-    if reading.images is not None:
-        return "its rows have images"
     if has_states(model):
         return "some layers carry a state along the row"
     try:
         error = _error_of_sharing(run, model)
     except (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError):
         raise  # an error of the machine, not of the model
-    except (CannotPack, TypeError, AttributeError, RuntimeError) as error:
+    except CannotPack as error:
+        return str(error)
+    except (TypeError, AttributeError, RuntimeError) as error:
         return f"it fails with {type(error).__name__}: {first_line(error)}"
     if not error <= MAX_ERROR[model.dtype]:
         return f"its hidden states or gradients differ from those of whole rows (relative error {error:.2g})"
@@ -302,7 +301,7 @@ def _error_of_sharing(run: Callable, model: PreTrainedModel) -> float:
     """Returns the relative error of hidden states, and of the gradient of the embeddings, of a row whose
     common prefixes are read once."""
     reading, probe = reading_of(model), _probe(model)
-    row, tree = _related(model, probe.a, probe.b)
+    row, tree = _related(model, LONGEST)
     sharing = reading.sharing
     expected = run(lambda: in_one_pass(model, row))[tree.places]
     found = run(
@@ -316,29 +315,42 @@ def _error_of_sharing(run: Callable, model: PreTrainedModel) -> float:
     error = _error(found[: len(expected)][branches], expected[branches])
     if reading.gathers or sharing is not None:
         return error
-    row, tree = _related(model, *(_first(sample, max(LENGTHS)) for sample in (probe.a, probe.b)))
+    row, tree = _related(model, max(LENGTHS))
     index = torch.from_numpy(tree.index).to(row.token_ids.device)
     of_row, found = (run(lambda x=x: _gradient(model, row, x, index)) for x in (None, tree))
     expected = torch.zeros_like(found).index_add(0, index, of_row)
-    common = index.bincount() > 1
+    common = (index.bincount() > 1) & expected.any(-1)  # patches are no embeddings
     return max(error, _error(found[common], expected[common]))
 
 
-def _related(model: PreTrainedModel, a: Sample, b: Sample) -> tuple[PackedRow, PrefixTree]:
+def _related(model: PreTrainedModel, longest: int) -> tuple[PackedRow, PrefixTree]:
     """Returns a row of sequences that begin like others, and its tree: a branch of a branch, a beginning of
-    another sequence, and equal ones."""
-    x, y = a.token_ids, b.token_ids
+    another sequence, and equal ones. If the model reads images, they follow the same image, and the first one
+    also another image. `longest`: largest number of tokens of a sequence without its image.
+
+    Raises CannotPack if sequences with images have no tree."""
+    probe, reader = _probe(model), reading_of(model).images
+    image, other = (None, None) if reader is None else map(reader.noise, SHAPES)
+    x, y = (
+        sample.token_ids[0 if before is None else before.length :][:longest]
+        for sample, before in ((probe.a, image), (probe.b, other))
+    )
     half, most = len(x) // 2, len(x) * 3 // 4
     branch = torch.cat([x[:half], y])[: len(x)]
     twig = torch.cat([branch[:most], x])[: len(x)]
     sequences = (x, branch, twig, x[:most], branch)
-    row = _row(model, *(Sample(token_ids=ids, action_mask=torch.zeros_like(ids).bool()) for ids in sequences))
-    return row, present(tree_of(row, with_routing=False))
+    if reader is None or image is None or other is None:
+        row = _row(model, *map(_without_actions, sequences))
+        return row, present(tree_of(row, with_routing=False))
+    row = _row(model, *(_after_image(image, ids) for ids in sequences), _after_image(other, x))
+    tree = tree_of(row, with_routing=False, patch_id=reader.patch_id)
+    if tree is None:
+        raise CannotPack("the patches of an image are not consecutive tokens")
+    return row, tree
 
 
-def _first(sample: Sample, num_tokens: int) -> Sample:
-    ids, mask = sample.token_ids[:num_tokens], sample.action_mask[:num_tokens]
-    return Sample(token_ids=ids, action_mask=mask)
+def _without_actions(token_ids: Tensor) -> Sample:
+    return Sample(token_ids=token_ids, action_mask=torch.zeros_like(token_ids).bool())
 
 
 def _gradient(model: PreTrainedModel, row: PackedRow, tree: PrefixTree | None, index: Tensor) -> Tensor:

@@ -14,10 +14,9 @@ from openrlhf.types import PackedRow
 
 
 class Lesson(NamedTuple):
-    """The teacher's distributions at the actions of a row; under sequence parallelism, at the actions of this
-    rank's slice."""
+    """The teacher's distributions at the actions of a row."""
 
-    hidden: Tensor  # (a, H) inputs of the teacher's head, one for each action
+    hidden: Tensor  # (A, H) inputs of the teacher's head, one for each action
     head: LinearHead
 
 
@@ -26,8 +25,11 @@ class TeacherModel(RowModel):
     teacher's logits."""
 
     def forward(self, row: PackedRow) -> Tensor:
-        """Returns the hidden states (a, H) that predict the actions, see `Lesson`."""
-        return action_states(self.model, row, row.actions - 1).hidden
+        """Returns the hidden states (A, H) that predict the actions. Under sequence parallelism ranks gather
+        them: if only one of teacher and student shares common prefixes, their slices have different
+        actions."""
+        states = action_states(self.model, row, row.actions - 1)
+        return states.whole(states.hidden)
 
 
 def linear_head(model: PreTrainedModel) -> LinearHead:
@@ -59,7 +61,7 @@ class StudentModel(RowModel):
         log_probs, divergence = head_of(self.model)(
             states.hidden,
             row.token_ids[row.actions[states.own]],
-            lesson,
+            lesson._replace(hidden=lesson.hidden[states.own]),
             scale=scale,
             softcap=softcap,
             temperature=temperature,

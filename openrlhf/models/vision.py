@@ -100,17 +100,17 @@ def with_blank(row: PackedRow, reader: ImageReader) -> PackedRow:
         row,
         token_ids=torch.cat([row.token_ids, blank.token_ids]),
         position_ids=torch.cat([row.position_ids, blank.position_ids]),
+        action_mask=torch.cat([row.action_mask, blank.action_mask]),
         lengths=row.lengths + blank.lengths,
         images=((),) * len(row.lengths) + blank.images,
     )
 
 
-def inputs_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> dict[str, Tensor]:
-    """Returns the inputs of `backbone`, besides token ids, for a row with at least one image."""
-    inputs = reader.inputs(row.token_ids, [image for images in row.images for image in images])
+def positions_of_row(backbone: nn.Module, row: PackedRow, reader: ImageReader) -> Tensor:
+    """Returns the positions (..., N) of the tokens of a row with at least one image, as `backbone` takes
+    them."""
     counts_places = hasattr(backbone, "get_rope_index")
-    positions = _positions(backbone, row, reader) if counts_places else row.position_ids[None]
-    return inputs | {"position_ids": positions}
+    return _positions(backbone, row, reader) if counts_places else row.position_ids[None]
 
 
 def _positions(backbone: Any, row: PackedRow, reader: ImageReader) -> Tensor:

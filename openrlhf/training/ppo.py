@@ -13,6 +13,7 @@ from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
 from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
+from openrlhf.data.prefixes import identities
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.journal import Trained
@@ -208,7 +209,9 @@ class PPOTrainer(Generic[PolicyT]):
         metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
         self.check_mismatch(metrics)
         batch = replace(batch, teacher_log_probs=None)
-        schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories))
+        by_prompt = self.config.train.shuffle == "group"
+        groups = [t.group for t in finished] if by_prompt else None
+        schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories), groups)
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
         metrics |= updated.metrics
@@ -272,10 +275,16 @@ class PPOTrainer(Generic[PolicyT]):
         )
         raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
 
-    def schedules(self, batch: Batch, trained_on: Sequence[int], num_sampled: int) -> dict[str, Schedule]:
+    def schedules(
+        self,
+        batch: Batch,
+        trained_on: Sequence[int],
+        num_sampled: int,
+        groups: Sequence[tuple[int, int]] | None = None,
+    ) -> dict[str, Schedule]:
         """Returns a schedule of `train.max_epochs` passes over the sequences `trained_on` for each learner.
-        Each learner has its own random order."""
-        train = self.config.train
+        Each learner has its own random order. `groups`: see `training_schedule`."""
+        train, shares = self.config.train, self.config.ds.kernels.share_prefixes != "false"
         return {
             name: training_schedule(
                 batch.lengths.tolist(),
@@ -284,7 +293,15 @@ class PPOTrainer(Generic[PolicyT]):
                 epochs=train.max_epochs,
                 num_ranks=model.data_parallel_size,
                 seed=(train.seed, model.num_updates),
-                batch=None if self.config.ds.kernels.share_prefixes == "false" else batch,
+                token_ids=identities(
+                    batch.token_ids,
+                    batch.lengths,
+                    images=batch.images,
+                    routing=batch.routing if name == "policy" else None,
+                )
+                if shares
+                else None,
+                groups=groups,
             )
             for name, model in self.learners.items()
         }

@@ -1,12 +1,14 @@
 """Assigns samples to optimizer steps and ranks, and computes the number of steps."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+
+import numpy as np
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
 from openrlhf.data.prefixes import parts_of_related
-from openrlhf.types import Batch, Metrics
+from openrlhf.types import Metrics
 
 
 def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -42,28 +44,44 @@ def training_schedule(
     epochs: int,
     num_ranks: int,
     seed: tuple,
-    batch: Batch | None = None,
+    token_ids: np.ndarray | None = None,
+    groups: Sequence[Hashable] | None = None,
 ) -> list[list[list[int]]]:
     """Returns, for each optimizer step and rank, the indices of the samples to train on: [step][rank][i].
     Each epoch contains each of `trained_on` once, in a new random order. Batch sizes differ by at most one
     sample and are never 0; with fewer samples than `num_batches` there are fewer batches. The ranks of a
-    batch get about the same number of tokens. batch: the samples, for models that read common prefixes once;
-    if an epoch is one optimizer step, samples with common prefixes then go to one rank where that costs no
-    time."""
+    batch get about the same number of tokens.
+
+    token_ids: a number for each token of all samples (see `identities`), for models that read common prefixes
+        once. Samples with common prefixes then go to one rank where that costs no time.
+    groups: the group of each sample. All samples of a group are then in one batch. Batches have about equally
+        many groups, and there are at most as many batches as groups.
+    """
     rng = random.Random(repr(seed))
+    units = [[i] for i in trained_on] if groups is None else _grouped(trained_on, groups)
+    starts = np.cumsum([0, *lengths])
     steps = []
-    num_batches = min(num_batches, len(trained_on))
+    num_batches = min(num_batches, len(units))
     for _ in range(epochs):
-        order = rng.sample(trained_on, len(trained_on))
+        order = rng.sample(units, len(units))
         for b in range(num_batches):
-            of_step = order[b::num_batches]
+            of_step = [i for unit in order[b::num_batches] for i in unit]
             sizes = [lengths[i] for i in of_step]
-            if batch is None or num_batches > 1:
+            if token_ids is None:
                 parts = partition(sizes, num_ranks)
             else:
-                parts = parts_of_related(batch.select(of_step).token_ids, sizes, num_ranks)
+                of_tokens = np.concatenate([token_ids[starts[i] : starts[i + 1]] for i in of_step])
+                parts = parts_of_related(of_tokens, sizes, num_ranks)
             steps.append([[of_step[i] for i in part] for part in parts])
     return steps
+
+
+def _grouped(trained_on: Sequence[int], groups: Sequence[Hashable]) -> list[list[int]]:
+    """Returns the samples of each group, in order."""
+    of_groups: dict[Hashable, list[int]] = {}
+    for i in trained_on:
+        of_groups.setdefault(groups[i], []).append(i)
+    return [*of_groups.values()]
 
 
 def mean_metrics(steps: Sequence[Metrics]) -> Metrics:

@@ -143,6 +143,10 @@ class Task(ABC, Generic[ConfigT]):
 class Run(Generic[ConfigT]):
     """The parts of a supervised command on one rank."""
 
+    shares_prefixes = False
+    """True if the model reads common prefixes once. Rows are then laid accordingly, unless they have
+    images."""
+
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
         """Builds the run, and locks its folders until `held` is closed."""
         from openrlhf.observability.progress import waiting
@@ -179,6 +183,8 @@ class Run(Generic[ConfigT]):
                 skip_nonfinite=config.train.on_nonfinite == "skip_step",
                 mesh=self.mesh,
             )
+        self.shares_prefixes = self.engine.trains_on_prefixes and not config.data.reads_images
+        self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
 
     def _build_model(self) -> "RowModel":
         from openrlhf.models.lora import prepare_for_training
@@ -201,7 +207,14 @@ class Run(Generic[ConfigT]):
 
     def lay_out(self, dataset: "Dataset", *, batch_size: int, shuffle: bool) -> "Windows[Row]":
         """Returns this rank's part of the optimizer steps of an epoch."""
-        return lay_out(self.task, dataset, batch_size=batch_size, shuffle=shuffle, mesh=self.mesh)
+        return lay_out(
+            self.task,
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            mesh=self.mesh,
+            shares_prefixes=self.shares_prefixes,
+        )
 
     def in_order(self, dataset: "Dataset") -> "Windows[Row]":
         """Returns batches that contain every item once, in order."""
@@ -410,10 +423,16 @@ def load_tokenizer_of(
 
 
 def lay_out(
-    task: Task, dataset: "Dataset", *, batch_size: int, shuffle: bool, mesh: "ProcessMesh | None" = None
+    task: Task,
+    dataset: "Dataset",
+    *,
+    batch_size: int,
+    shuffle: bool,
+    mesh: "ProcessMesh | None" = None,
+    shares_prefixes: bool = False,
 ) -> "Windows[Row]":
     """Returns the optimizer steps of an epoch: the part of this rank of `mesh`, or all of it if `mesh` is
-    None."""
+    None. `shares_prefixes`: see `Windows`."""
     from openrlhf.data.batches import Windows
 
     train = task.config.train
@@ -428,6 +447,7 @@ def lay_out(
         data_size=mesh.data if mesh else 1,
         seed=train.seed,
         shuffle=shuffle,
+        shares_prefixes=shares_prefixes,
     )
 
 

@@ -33,7 +33,7 @@ from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
 from openrlhf.data.batches import Windows
 from openrlhf.data.packing import pack_to_budget
-from openrlhf.data.prefixes import rows_of_related
+from openrlhf.data.prefixes import identities, rows_of_related
 from openrlhf.data.store import SampleStore
 from openrlhf.faults import fault
 from openrlhf.files import exporting
@@ -146,13 +146,16 @@ class ModelWorker(Worker, Generic[ModelT]):
     model: ModelT
     """The engine around the model. Set by `start`."""
 
-    def ids_of(self, batch: Batch) -> np.ndarray | None:
-        """Returns the batch's token ids if the model reads common prefixes once, else None."""
-        return batch.token_ids if self.model.shares_prefixes else None
+    def identities(self, batch: Batch) -> np.ndarray:
+        """Returns a number for each token of the batch; see the function `identities`."""
+        replays = reading_of(self.model.module.model).replay is not None
+        routing = batch.routing if replays else None
+        return identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)
 
     def forward(self, batch: Batch) -> np.ndarray:
         """Returns the results of `read` for the actions of the batch, (A,)."""
-        groups = self.row_groups(batch.lengths.tolist(), self.ids_of(batch))
+        token_ids = self.identities(batch) if self.model.shares_prefixes else None
+        groups = self.row_groups(batch.lengths.tolist(), token_ids)
         rows = [PackedRow.of_batch(batch.select(group)) for group in groups]
         answers = [answer.numpy() for answer in self.model.forward(rows, self.read)]
         release_cached_memory()
@@ -200,8 +203,12 @@ class RewardWorker(Worker):
         for model, reader, (mean, std) in zip(self.models, self.readers, self.statistics, strict=True):
             samples = [reader(t) for t in trajectories]
             shares = samples and model.shares_prefixes
-            token_ids = np.concatenate([s.token_ids for s in samples]) if shares else None
-            groups = self.row_groups([s.length for s in samples], token_ids)
+            lengths = [s.length for s in samples]
+            token_ids = None
+            if shares:
+                ids, images = np.concatenate([s.token_ids for s in samples]), [s.images for s in samples]
+                token_ids = identities(ids, lengths, images=images)
+            groups = self.row_groups(lengths, token_ids)
             rows = [PackedRow.of([samples[i] for i in group]) for group in groups if group]
             answers = model.forward(rows or [PackedRow.empty()], lambda model, row: model(row))
             order = [i for group in groups for i in group]
@@ -300,7 +307,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         train, of_window = self.config.train, batch.select(window)
         groups = row_groups(
             of_window.lengths.tolist(),
-            self.ids_of(of_window),
+            self.identities(of_window) if self.model.trains_on_prefixes else None,
             max_tokens=self.row_budget(train.max_tokens_per_gpu),
             max_sequences=train.micro_batch_size,
         )
@@ -387,6 +394,7 @@ class PolicyWorker(TrainedWorker):
             data_size=self.mesh.data,
             seed=train.seed,
             shuffle=False,
+            shares_prefixes=self.model.trains_on_prefixes and not self.config.reads_images,
         )
 
     def _seek_texts(self) -> None:

@@ -208,6 +208,7 @@ OURS = {
         "train.max_steps",
         "train.max_turns",
         "train.placement_timeout",
+        "train.shuffle",
         "vllm.keep_cache",
         "vllm.kv_cache_gb",
         "vllm.lora_sync",

@@ -117,6 +117,39 @@ def test_gradient_does_not_depend_on_layout(
     check_equal("ppo-ptx is the sum", seen["ppo-ptx"], both)
 
 
+CHECKPOINTING = {"checkpointing": True}
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options"),
+    [
+        (2, {"stage": 2, "lora_rank": 4, **CHECKPOINTING, "on_host": True}),
+        pytest.param(1, {"stage": 2, "lora_rank": 4, "in_4bit": True}, marks=slow),
+        pytest.param(1, {"stage": 0, **CHECKPOINTING, "reentrant": True}, marks=slow),
+        pytest.param(2, {"stage": 3, **CHECKPOINTING}, marks=slow),
+        pytest.param(2, {"stage": 3, "lora_rank": 4, **CHECKPOINTING, "reentrant": True}, marks=slow),
+        pytest.param(2, {"stage": 3, "backend": "torch", "lora_rank": 4, **CHECKPOINTING}, marks=slow),
+    ],
+)
+def test_common_prefixes_with_adapters_and_layers_that_are_computed_again(
+    task: TaskFiles, run_worker: Callable, num_ranks: int, options: dict[str, Any]
+) -> None:
+    found: dict[str, Gradients] = {}
+    for share in ("false", "true"):
+        (report, *_) = run_worker(
+            "gradients",
+            num_ranks,
+            model=str(task.model),
+            attention="auto",
+            objectives=["sft", "ppo"],
+            share_prefixes=share,
+            **options,
+        )
+        for name, path in report.items():
+            gradients = torch.load(path)
+            check_equal(f"{name}, {share}", gradients, found.setdefault(name.split()[0], gradients))
+
+
 @pytest.mark.parametrize(
     ("backend", "num_ranks", "stage"),
     [

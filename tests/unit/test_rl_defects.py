@@ -125,7 +125,7 @@ class Engine:
     """One rank of a model. Its log-prob (or value) of an action is that token's number times `slope`."""
 
     slope: float = 0.0
-    shares_prefixes = False
+    shares_prefixes = trains_on_prefixes = False
     asked: list[list[PackedRow]] = field(default_factory=list)
     """Rows of each forward."""
     steps: list[list[ExperienceRow]] = field(default_factory=list)
@@ -1040,7 +1040,9 @@ def test_the_reference_of_adapters_is_the_model_without_them():
         if "lora_B" in name:
             parameter.data.normal_()
     answer = lambda rows, read: [read(policy, row).detach() for row in rows]
-    worker.model = SimpleNamespace(forward=answer, module=policy, shares_prefixes=False)
+    worker.model = SimpleNamespace(
+        forward=answer, module=policy, shares_prefixes=False, trains_on_prefixes=False
+    )
     with torch.no_grad():
         expected = before(PackedRow.of_batch(batch)).log_probs.numpy()
     assert worker.forward_unadapted(batch) == pytest.approx(expected, abs=1e-6)

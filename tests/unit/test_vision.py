@@ -196,6 +196,50 @@ def test_the_samples_of_a_prompt_share_its_patches(tiny: Path, monkeypatch: pyte
     assert (first - second).abs().max() < ROUNDING * first.abs().max()
 
 
+def asked(ids: Tensor, image: Image) -> Sample:
+    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) >= len(ids) - 6, images=(image,))
+
+
+def test_a_common_picture_is_read_once(folder: Path) -> None:
+    """Two samples have the same picture, one the same text behind another picture, and one no picture."""
+    module = policy(folder)
+    assert reading_of(module.model).shares_prefixes
+    first, text = samples(folder)[:2]
+    other = first.token_ids.clone()
+    other[-4:] = torch.tensor([5, 9, 11, 6])
+    made = [asked(first.token_ids, noise((56, 56))), text, asked(other, noise((56, 56)))]
+    made.append(asked(other, Image("another", encoded(PILImage.new("RGB", (56, 56), "red")).data)))
+    read: list[int] = []
+    tower = next(m for name, m in module.model.named_modules() if name.endswith("visual"))
+    tower.register_forward_pre_hook(lambda module, args: read.append(len(args[0])))
+    found = []
+    for shared in (False, True):
+        reading_of(module.model).shares_prefixes = shared
+        module.zero_grad()
+        log_probs = module(PackedRow.of(made)).log_probs
+        weights = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(1))
+        (log_probs * weights).sum().backward()
+        found.append((log_probs, {name: p.grad for name, p in module.model.named_parameters()}))
+    assert 3 * read[1] == 2 * read[0]
+    (whole, expected), (shared, gradients) = found
+    assert (shared - whole).norm() < LAYERS * ROUNDING * whole.norm()
+    for name, gradient in gradients.items():
+        assert expected[name].norm() > 0, name
+        assert (gradient - expected[name]).norm() < 4 * LAYERS * ROUNDING * expected[name].norm(), name
+
+
+def test_texts_are_read_once_beside_the_blank_picture(folder: Path) -> None:
+    module, text = policy(folder), samples(folder)[1]
+    ids = torch.cat([text.token_ids, text.token_ids[:3]])
+    mask = torch.arange(len(ids)) >= len(text.token_ids)
+    row = PackedRow.of([text, Sample(token_ids=ids, action_mask=mask), text])
+    found = []
+    for shared in (True, False):
+        reading_of(module.model).shares_prefixes = shared
+        found.append(module(row).log_probs.detach())
+    assert (found[0] - found[1]).norm() < LAYERS * ROUNDING * found[1].norm()
+
+
 def test_what_is_frozen(folder: Path) -> None:
     module = policy(folder)
     freeze_vision(module.model)

@@ -12,12 +12,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
+from transformers import PreTrainedModel
 
 from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
-from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.tensor_parallel import whole
@@ -33,11 +35,37 @@ BEGINNINGS = {7: (3, 15), 2: (3, 10), 8: (7, 11), 5: (2, 9)}
 
 
 def policy(spec: dict) -> PolicyModel:
-    return PolicyModel(
-        load_causal_lm(
-            spec["model"], flag="--model", dtype=spec.get("dtype", "fp32"), attention=spec["attention"]
-        )
+    ds = options_of(spec)
+    model = load_causal_lm(
+        spec["model"],
+        flag="--model",
+        dtype=spec.get("dtype", "fp32"),
+        attention=spec["attention"],
+        in_4bit=ds.load_in_4bit,
     )
+    fill_adapters(prepare_for_training(model, ds))
+    return PolicyModel(model)
+
+
+def options_of(spec: dict) -> DeepSpeedConfig:
+    return DeepSpeedConfig(
+        zero_stage=spec["stage"],
+        param_dtype="fp32",
+        sequence_parallel_mode=spec.get("mode", "auto"),
+        share_prefixes=spec.get("share_prefixes", "auto"),
+        load_in_4bit=spec.get("in_4bit", False),
+        activation_offload=spec.get("on_host", False),
+        lora=LoraConfig(rank=spec.get("lora_rank", 0), alpha=8),
+    )
+
+
+def fill_adapters(model: PreTrainedModel) -> None:
+    """Fills the second factors of adapters, which begin as zeros and would hide the gradients of the
+    first."""
+    random = torch.Generator().manual_seed(5)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            param.data.copy_(0.1 * torch.randn(param.shape, generator=random))
 
 
 def critic(spec: dict) -> ValueModel:
@@ -120,20 +148,18 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
         lambda: build(spec),
         backend=spec.get("backend", "deepspeed"),
         optim=OptimConfig(max_norm=0.0),
-        ds=DeepSpeedConfig(
-            zero_stage=spec["stage"],
-            param_dtype="fp32",
-            sequence_parallel_mode=spec.get("mode", "auto"),
-            share_prefixes=spec.get("share_prefixes", "auto"),
-        ),
+        ds=options_of(spec),
         total_steps=1,
         mesh=mesh,
+        gradient_checkpointing=spec.get("checkpointing", False),
+        reentrant=spec.get("reentrant", False),
     )
     found: dict[str, torch.Tensor] = {}
 
     def look() -> None:
         for name, param in engine.module.model.named_parameters():
-            found[name] = full_gradient(param)
+            if param.requires_grad:
+                found[name] = full_gradient(param)
 
     before_steps(engine, look)
     batch = experiences()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from workers.gradients import before_steps, full_gradient
+from workers.gradients import before_steps, fill_adapters, full_gradient
 
 from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine as build_engine_of
@@ -38,10 +38,7 @@ def build_engine(spec: dict, case: dict) -> TrainEngine:
             in_4bit=ds.load_in_4bit,
         )
         prepare_for_training(model, ds)
-        random = torch.Generator().manual_seed(5)
-        for name, param in model.named_parameters():
-            if "lora_B" in name:  # zeros would hide the gradients of A
-                param.data.copy_(0.1 * torch.randn(param.shape, generator=random))
+        fill_adapters(model)
         return PolicyModel(model)
 
     seed_everything(7, deterministic=False)
