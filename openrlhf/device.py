@@ -41,9 +41,19 @@ def compute_capability() -> str:
 def gpu_bytes() -> int | None:
     """Returns the memory in bytes of this machine's smallest GPU, from nvidia-smi, which starts nothing on
     the GPU. None without an NVIDIA GPU."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    return min((int(mib) << 20 for mib in _nvidia_smi("memory.total") if mib.isdecimal()), default=None)
+
+
+def gpu_names() -> list[str]:
+    """Returns the name of each of this machine's NVIDIA GPUs, from nvidia-smi."""
+    return _nvidia_smi("name")
+
+
+def _nvidia_smi(field: str) -> list[str]:
+    """Returns a field of each NVIDIA GPU; empty without one."""
+    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
     try:
         answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT)
     except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return None
-    return min((int(mib) << 20 for mib in answer.stdout.split() if mib.isdecimal()), default=None)
+        return []
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -73,20 +73,20 @@ def load_causal_lm(
 def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> int:
     """Returns the bytes of the model's weights in `dtype`, computed from its configuration. Raises UsageError
     if there is no configuration."""
-    model = _without_weights(path, flag, images=images)
+    model = without_weights(path, flag, images=images)
     return sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
 
 
 def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False) -> int:
     """Returns the number of parameters of adapters of this rank at every linear layer except the head, from
     the model's configuration alone."""
-    model = _without_weights(path, flag, images=images)
+    model = without_weights(path, flag, images=images)
     head, linear = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
     layers = [layer for layer in model.modules() if isinstance(layer, linear) and layer is not head]
     return sum(rank * sum(layer.weight.shape) for layer in layers)
 
 
-def _without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
+def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
     """Builds the model from its configuration on torch's meta device."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):

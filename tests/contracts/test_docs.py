@@ -35,6 +35,7 @@ OPTIONS = {
     *("cap-add", "device", "network", "security-opt", "ulimit"),  # options of docker
     *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
     *("budget", "out"),  # options of benchmarks/gpu.py
+    *("cluster", "json", "prompt_tokens", "rates", "response_tokens", "rows"),  # options of openrlhf plan
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {

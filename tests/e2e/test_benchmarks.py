@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_every_benchmark_is_here() -> None:
     names = {"agents", "balance", "controller", "gpu", "learning", "parallel", "prefixes", "rl_step"}
-    names |= {"rollout", "supervised", "weight_sync"}
+    names |= {"plan", "rollout", "supervised", "weight_sync"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
 
@@ -42,6 +42,14 @@ def test_prefixes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert "| demo | 219 / 408 |" in done.stdout and "| nothing | 1024 / 1024 |" in done.stdout
+
+
+@pytest.mark.slow
+def test_plan() -> None:
+    command = [sys.executable, str(BENCHMARKS / "plan.py"), "--sizes", "1M"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^largest error: \d", done.stdout, re.MULTILINE), done.stdout
 
 
 @pytest.mark.slow

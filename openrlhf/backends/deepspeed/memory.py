@@ -17,12 +17,14 @@ def row_memory(
     memory in bytes; None: on a CPU."""
     size, stage = ITEM_BYTES[ds.param_dtype], ds.zero_stage
     own = shape.trainable // ranks
+    # Master weights and Adam's two moments; at stage 0 the weights in float32 are their own master.
+    state = 8 if ds.param_dtype == "fp32" and stage == 0 else 12
     whole = min(shape.weight_bytes, MAX_LIVE_PARAMETERS * size)
     on_gpu = gpu is not None
     return RowMemory(
         weights=shape.weight_bytes // ranks + whole if stage == 3 else shape.weight_bytes,
         gradients=_gradients(shape, ds, own, on_gpu),
-        optimizer=0 if on_gpu and ds.adam_offload else 12 * (own if stage > 0 else shape.trainable),
+        optimizer=0 if on_gpu and ds.adam_offload else state * (own if stage > 0 else shape.trainable),
         activations=max(
             activations(shape, tokens, size, checkpointing, gpu, on_host=on_gpu and ds.activation_offload),
             4 * own,  # during the optimizer step: gradients in float32

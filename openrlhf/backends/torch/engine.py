@@ -36,8 +36,9 @@ from openrlhf.backends.model_rank import (
     held,
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
-from openrlhf.backends.row_memory import RowMemory, activations
+from openrlhf.backends.row_memory import RowMemory
 from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, storage_of
+from openrlhf.backends.torch.memory import row_memory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
@@ -136,25 +137,13 @@ class TorchEngine(TrainedRank):
                 yield name, held(tensor)
 
     def row_memory(self, num_tokens: int) -> RowMemory:
-        """Estimates this rank's peak memory from the documentation of `fully_shard`: float32 shards, plus the
-        parameters and gradients that are gathered at a time."""
-        shape, ranks, size = self.shape(), self.mesh.size, self.dtype.itemsize
-        own, layer = shape.trainable // ranks, shape.trainable // max(shape.layers, 1)
-        gathered = shape.weight_bytes // 4 * size
-        if self.ds.zero.stage == 3:  # at a time: two layers, and the parameters outside of layers
-            gathered = min(gathered, (2 * layer + 2 * shape.vocabulary * shape.hidden) * size)
-        return RowMemory(
-            weights=shape.weight_bytes // ranks + (gathered if self.is_sharded else 0),
-            gradients=4 * own + (4 * layer if self.is_sharded else 0),
-            optimizer=8 * own,
-            activations=activations(
-                shape,
-                num_tokens,
-                size,
-                self.checkpoints_layers,
-                self.gpu_bytes(),
-                on_host=self.ds.offloading.activations_on_host and DEVICE_TYPE == "cuda",
-            ),
+        return row_memory(
+            self.shape(),
+            self.ds,
+            ranks=self.mesh.size,
+            tokens=num_tokens,
+            checkpointing=self.checkpoints_layers,
+            gpu=self.gpu_bytes(),
         )
 
     def weights(

@@ -1,0 +1,279 @@
+"""Errors of the memory that `openrlhf plan` predicts, against the tensors that a training process holds.
+
+    weights        the model's parameters; at stage 3 a rank's part
+    gradients      tensors that the backward passes leave behind for the optimizer
+    optimizer      other tensors that are alive between optimizer steps: master weights and Adam's moments
+    activations    peak of forward and backward pass of the model alone, without its gradients
+    all            peak of the process, with the buffers of a step, against the whole prediction
+
+The process is one rank of `DeepSpeedEngine`, or of PyTorch alone, on the CPU. Its second optimizer step, of
+two rows, is measured. Tensors are found by the garbage collector, and the peak by the storages that torch's
+operators allocate. Exits with an error if a term that is at least a hundredth of the whole differs by more
+than `--limit`.
+
+    python benchmarks/plan.py
+"""
+
+import openrlhf  # noqa: F401  first: transformers may need its mending of CUDA builds
+
+# isort: split
+import argparse
+import gc
+import multiprocessing
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+
+from openrlhf.backends.build import ENGINES, build_engine
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.backends.row_memory import ModelShape
+from openrlhf.config.choices import BackendName, ParamDtype
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.models.attention import PACKED
+from openrlhf.models.dropout import enable_checkpointing
+from openrlhf.models.policy import PolicyModel
+from openrlhf.planning.memory import training_memory
+from openrlhf.planning.models import model_size
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.types import LossNorm, PackedRow, Sample
+
+TERMS = ("weights", "gradients", "optimizer", "activations", "all")
+SMALLEST_SHARE = 0.01
+"""Share of the whole below which a term's error is not judged."""
+
+
+class Size(NamedTuple):
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    vocabulary: int
+    tokens: int
+    """Tokens of a row."""
+
+
+SIZES = {
+    "1M": Size(4, 128, 384, 4, 1024, 512),
+    "10M": Size(6, 320, 896, 5, 4096, 512),
+    "100M": Size(10, 768, 2048, 12, 16384, 256),
+    "500M": Size(16, 1344, 4608, 21, 32000, 128),
+}
+
+
+class Way(NamedTuple):
+    size: str
+    dtype: ParamDtype = "bf16"
+    stage: int = 2
+    checkpointing: bool = False
+    family: str = "llama"
+    backend: BackendName = "deepspeed"
+
+
+WAYS = (
+    Way("1M"),
+    Way("1M", "fp32", 0),
+    Way("1M", "fp32", 2),
+    Way("1M", stage=0),
+    Way("1M", stage=1),
+    Way("1M", stage=3),
+    Way("1M", checkpointing=True),
+    Way("1M", family="qwen3"),
+    Way("1M", family="qwen3_moe"),
+    Way("1M", "fp32", backend="torch"),
+    Way("10M"),
+    Way("10M", "fp32", 2, True),
+    Way("10M", stage=3),
+    Way("100M"),
+    Way("100M", "fp32", 0),
+    Way("100M", stage=3, checkpointing=True),
+    Way("500M", checkpointing=True),
+    Way("500M", "fp32", 0),
+)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of storages that torch's operators allocate in the context, and their peak, with and
+    without gradients of parameters."""
+
+    def __init__(self, parameters: Sequence[Any]) -> None:
+        super().__init__()
+        self.alive = self.peak = self.peak_without_gradients = 0
+        self.parameters, self.known = parameters, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        own = {id(x.untyped_storage()) for x in args if isinstance(x, Tensor)}
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(x, Tensor) and id(x.untyped_storage()) not in self.known | own:
+                self._count(x.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        size, key = storage.nbytes(), id(storage)
+        self.known.add(key)
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        if self.alive > self.peak_without_gradients:
+            gradients = sum(p.grad.nbytes for p in self.parameters if p.grad is not None)
+            self.peak_without_gradients = max(self.peak_without_gradients, self.alive - gradients)
+
+        def freed() -> None:
+            self.alive -= size
+            self.known.discard(key)
+
+        weakref.finalize(storage, freed)
+
+
+def held(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Returns the bytes of each storage behind the tensors, by its address."""
+    storages = [x.untyped_storage() for x in tensors if x.layout is torch.strided and x.device.type == "cpu"]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
+
+
+def all_held() -> dict[int, int]:
+    gc.collect()
+    return held(x for x in gc.get_objects() if issubclass(type(x), Tensor))
+
+
+def config_of(way: Way) -> Any:
+    size = SIZES[way.size]
+    sizes: dict[str, Any] = {
+        "hidden_size": size.hidden,
+        "intermediate_size": size.intermediate,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.heads,
+        "vocab_size": size.vocabulary,
+    }
+    if way.family == "llama":
+        return LlamaConfig(**sizes)
+    sizes["head_dim"] = size.hidden // size.heads
+    if way.family == "qwen3":
+        return Qwen3Config(**sizes)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": size.intermediate // 2}
+    return Qwen3MoeConfig(**sizes, **experts)
+
+
+def row_of(size: Size, seed: int) -> PackedRow:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, size.vocabulary, (size.tokens,), generator=generator)
+    return PackedRow.of([Sample(token_ids=tokens, action_mask=torch.arange(size.tokens) > 0)])
+
+
+def predicted_shape(config: Any, ds: DeepSpeedConfig) -> ModelShape:
+    """Returns the sizes that a plan reads from the model's config.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        return model_size(folder, "--model.model_name_or_path").shape_of_rank(ds, trained=True)
+
+
+def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
+    """Returns (number of parameters, predicted bytes, measured bytes)."""
+    size, config = SIZES[way.size], config_of(way)
+    ds = DeepSpeedConfig(zero_stage=way.stage, param_dtype=way.dtype)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[way.dtype]
+
+    def build() -> PolicyModel:
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model.set_attn_implementation(PACKED)
+        return PolicyModel(model)
+
+    said = training_memory(predicted_shape(config, ds), ds, way.backend, size.tokens, way.checkpointing)
+    init_distributed()
+    row = row_of(size, 1)
+    activations = pass_bytes(build(), row, way.checkpointing)
+    before = all_held()
+    engine: Any = build_engine(
+        build,
+        backend=way.backend,
+        mesh=ProcessMesh(),
+        optim=OptimConfig(),
+        ds=ds,
+        total_steps=10,
+        gradient_checkpointing=way.checkpointing,
+    )
+    rows = [row, row_of(size, 2)]
+    engine.train_step(rows, SFTObjective())
+    own = {key: n for key, n in all_held().items() if key not in before}
+    parameters = list(engine.module.parameters())
+    weights = held(getattr(p, "ds_tensor", p) for p in parameters)
+    gradients, step = {}, engine._step
+
+    def step_and_look() -> Any:
+        nonlocal gradients
+        gradients = {key: n for key, n in all_held().items() if key not in before | own}
+        return step()
+
+    engine._step = step_and_look
+    with Allocations(parameters) as work:
+        engine.train_step(rows, SFTObjective())
+    found = {
+        "weights": sum(weights.values()),
+        "gradients": sum(gradients.values()),
+        "optimizer": sum(n for key, n in own.items() if key not in weights),
+        "activations": activations,
+        "all": sum(own.values()) + work.peak,
+    }
+    leave_distributed()
+    said["all"] = sum(said.values())
+    said["activations"] += said.pop("logits")
+    return engine.shape().trainable, said, found
+
+
+def pass_bytes(model: PolicyModel, row: PackedRow, checkpointing: bool) -> int:
+    """Returns the peak of a forward and a backward pass, without gradients of parameters."""
+    if checkpointing:
+        enable_checkpointing(model.model, reentrant=False, dropout=True)
+    with Allocations(list(model.parameters())) as work:
+        loss, _ = SFTObjective()(model.train(), row, LossNorm(len(row.actions), 1))
+        loss.backward()
+    return work.peak_without_gradients
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
+    parser.add_argument("--limit", type=float, default=0.1, help="largest relative error (default: 0.1)")
+    options = parser.parse_args()
+    print("| model | dtype | ZeRO | checkpointing | backend | tokens | " + " | ".join(TERMS) + " | s |")
+    print("|" + "---|" * 12)
+    worst = 0.0
+    import_module(ENGINES["deepspeed"][0])  # before processes are forked
+    for way in (way for way in WAYS if way.size in options.sizes):
+        began = time.perf_counter()
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+            count, said, found = pool.submit(measure, way).result()
+        cells = []
+        for name in TERMS:
+            error = said[name] / found[name] - 1 if found[name] else float(said[name] > 0)
+            judged = max(said[name], found[name]) >= SMALLEST_SHARE * found["all"]
+            worst = max(worst, abs(error) if judged else 0)
+            cells.append(f"{error:+.1%} of {found[name] / 2**20:,.1f} MiB")
+        facts = (
+            f"{way.family} {count / 1e6:,.1f}M",
+            way.dtype,
+            str(way.stage),
+            "yes" if way.checkpointing else "no",
+            way.backend,
+            str(SIZES[way.size].tokens),
+        )
+        print(f"| {' | '.join([*facts, *cells])} | {time.perf_counter() - began:.0f} |", flush=True)
+    print(f"largest error: {worst:.1%}")
+    return int(worst > options.limit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

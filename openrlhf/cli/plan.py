@@ -1,0 +1,120 @@
+"""Predicts a training run from its configuration, without weights, GPUs or Ray: placement, batches, memory
+and time. Start it like the run: with the command and its flags, or with a YAML file of flags."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.run_files import command_and_flags
+from openrlhf.config.command import Command
+from openrlhf.config.commands import PPO
+from openrlhf.errors import short_errors
+from openrlhf.hub import choose_hub
+
+if TYPE_CHECKING:
+    from openrlhf.planning.hardware import Cluster
+    from openrlhf.planning.plan import Assumed
+
+
+def parser(prog: str, description: str | None) -> ArgumentParser:
+    """Returns the parser of the options that describe the hardware and the data."""
+    made = ArgumentParser(
+        prog=prog,
+        description=description,
+        usage=f"{prog} RUN.yaml|COMMAND [flags of the run] [--cluster NODESxGPUSxKIND] [...]",
+        allow_abbrev=False,
+    )
+    made.add_argument(
+        "--cluster",
+        metavar="NODESxGPUSxKIND",
+        help="cluster, such as 8x8xH100-80GB or 8xA100-40GB (default: this machine)",
+    )
+    made.add_argument("--prompt_tokens", type=_count, metavar="N", help="mean tokens of a prompt")
+    made.add_argument(
+        "--response_tokens",
+        type=_count,
+        metavar="N",
+        help="mean tokens of a response; in supervised learning of a sequence (default: half of the maximum)",
+    )
+    made.add_argument(
+        "--rows", type=_count, metavar="N", help="rows of the dataset (default: counted in .jsonl files)"
+    )
+    made.add_argument(
+        "--rates", type=Path, metavar="FILE", help="gpu_report.json of benchmarks/gpu.py, whose rates to use"
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    own = parser("openrlhf plan", __doc__)
+    own.add_argument("--json", action="store_true", help="print the plan as JSON")
+    with short_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        if not words or words[0] in ("--help", "-h"):
+            own.print_help()
+            return
+        options, rest = own.parse_known_args(words)
+        command, flags = command_and_flags(rest, "openrlhf plan")
+        cluster = cluster_of_options(options)
+        sys.exit(run(command, flags, cluster, options))
+
+
+def run(command: Command, flags: Sequence[str], cluster: "Cluster", options: argparse.Namespace) -> int:
+    """Prints the plan. Returns 0 if the run fits, else 1."""
+    from openrlhf.planning.plan import plan_run, suggestion
+    from openrlhf.planning.view import as_data, show
+
+    config = configuration(command, flags, cluster)
+    choose_hub(config.use_ms)
+    assumed = assumed_of(options)
+    plan = plan_run(command, config, cluster, assumed)
+    suggested = None if plan.fits else suggestion(command, config, cluster, assumed)
+    if options.json:
+        print(json.dumps(as_data(plan, config, suggested), indent=2))
+    else:
+        show(plan, config, suggested, sys.stdout)
+    return 0 if plan.fits else 1
+
+
+def configuration(command: Command, flags: Sequence[str], cluster: "Cluster") -> Any:
+    """Parses the flags of a run. Unset placement flags are chosen for the cluster."""
+    from openrlhf.config.parse import parse
+
+    if command.name != PPO.name:
+        return parse(command, flags).config
+    from openrlhf.cli.train_ppo_ray import resolve
+
+    choose = partial(_resolve_for, resolve, cluster.gpus)
+    return parse(command, flags, resolve=choose).config
+
+
+def _resolve_for(resolve: Any, gpus: Sequence[int], config: Any, explicit: Any, _: Sequence[int]) -> Any:
+    return resolve(config, explicit, gpus)
+
+
+def cluster_of_options(options: argparse.Namespace) -> "Cluster":
+    from openrlhf.planning.hardware import cluster_of, this_machine, with_measured
+
+    cluster = cluster_of(options.cluster) if options.cluster else this_machine()
+    return with_measured(cluster, options.rates) if options.rates else cluster
+
+
+def assumed_of(options: argparse.Namespace) -> "Assumed":
+    from openrlhf.planning.plan import Assumed
+
+    return Assumed(prompt=options.prompt_tokens, response=options.response_tokens, rows=options.rows)
+
+
+def _count(text: str) -> int:
+    if (count := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
+    return count
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The command and the flags of a run that words describe: `RUN.yaml ...` or `COMMAND ...`."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.command import Command
+from openrlhf.config.commands import DPO, KD, KTO, PPO, PRM, RM, SFT
+from openrlhf.config.fields import fields_of
+from openrlhf.config.options import PREFIX
+from openrlhf.errors import ErrorCode, UsageError
+
+TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
+"""Commands that train."""
+
+
+def command_and_flags(words: Sequence[str], prog: str) -> tuple[Command, list[str]]:
+    """Returns the command and its flags. A file after the command, or in its place, stands for `--config
+    FILE`; without a command the keys of the file must belong to exactly one. Raises UsageError if the
+    command remains unknown."""
+    names = {command.name: command for command in TRAINING}
+    first, rest = (words[0], list(words[1:])) if words else ("", [])
+    if first in names:
+        files = [rest.pop(0)] if rest and _is_file(rest[0]) else []
+        return names[first], [*(word for file in files for word in ("--config", file)), *rest]
+    if _is_file(first):
+        return _command_of(first, prog), ["--config", first, *rest]
+    text = f"expects a YAML file of flags, or one of {', '.join(names)} with its flags"
+    raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=repr(first) if first else "")
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def _command_of(file: str, prog: str) -> Command:
+    """Returns the only training command that has all keys of the file."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(ErrorCode.NOT_FOUND, error.strerror or str(error), flag=prog, value=file) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = f"not YAML: {' '.join(str(error).split())[:200]}"
+        raise UsageError(ErrorCode.UNREADABLE, text, flag=prog, value=file) from error
+    keys = {*_keys(tree, "")}
+    found = [command for command in TRAINING if all(_has(command, key) for key in keys)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(command.name for command in found or TRAINING)
+    why = "is a file of several commands" if found else "has keys that no single command has"
+    text = f"{why}; name the command ({names}): {prog} {(found or TRAINING)[0].name} {file}"
+    raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=file)
+
+
+def _keys(node: Any, prefix: str) -> Iterator[str]:
+    if not isinstance(node, dict):
+        yield prefix.rstrip(".")
+        return
+    for key, value in node.items():
+        yield from _keys(value, f"{prefix}{str(key).replace('-', '_')}.")
+
+
+def _has(command: Command, key: str) -> bool:
+    fields = fields_of(command.config_type)
+    is_section = any(name.startswith(f"{key}.") for name in fields)
+    is_option = command is PPO and key.startswith(PREFIX.rstrip("."))
+    return not key or key in fields or key in command.old_flags or is_section or is_option

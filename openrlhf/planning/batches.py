@@ -1,0 +1,131 @@
+"""The arithmetic of a run's batches: prompts, samples, optimizer steps and rows."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrlhf.backends.row_memory import most_tokens
+from openrlhf.config.checks import split_spec
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.planning.hardware import Cluster
+from openrlhf.training.schedule import prompts_of_steps
+
+SEQUENCES: Mapping[str, int] = {"rm": 2, "dpo": 2, "kto": 2}
+"""Sequences of an item of each command, if it is not 1: chosen and rejected, or an answer and a mismatched
+one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Tokens of a sample: assumptions about the data, and limits of the flags."""
+
+    prompt: int
+    """Mean tokens of a prompt."""
+    response: int
+    """Mean tokens of a response; of the whole sequence in supervised learning."""
+    longest: int
+    """Largest number of tokens of a response."""
+    assumed: bool
+    """False if the user gave the means."""
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batches:
+    """Numbers of a step of a run; in supervised learning a step is one optimizer step."""
+
+    prompts: int
+    """Prompts of a step; items of a batch in supervised learning."""
+    samples: int
+    """Sequences of a step."""
+    updates: int
+    """Optimizer steps of a step."""
+    batch_size: int
+    """Samples of an optimizer step."""
+    ranks: int
+    """Data-parallel copies of the trained model."""
+    samples_per_rank: float
+    """Samples of an optimizer step on one copy."""
+    row_tokens: int
+    """Largest number of tokens of a row, over the ranks that share it."""
+    rows_per_rank: int
+    """Rows, the micro-batches, of an optimizer step on one copy, at mean lengths."""
+    steps: int | None
+    """Steps of the run; None if the number of rows is unknown."""
+    rows: int | None
+    """Rows of the dataset; None if unknown."""
+
+
+def lengths_of(max_len: int, longest: int | None, prompt: int | None, response: int | None) -> Lengths:
+    """Returns the lengths of samples of a run. Means that are not given are assumed: prompts have what a
+    maximum response leaves of `max_len`, at least an eighth of it, and responses half of what they may have.
+    `longest`: the flag rollout.max_new_tokens."""
+    assumed = prompt is None or response is None
+    prompt = prompt or max(max_len - (longest or max_len), max_len // 8)
+    most = min(longest or max_len, max_len - prompt)
+    return Lengths(prompt=prompt, response=response or max(1, most // 2), longest=most, assumed=assumed)
+
+
+def ppo_batches(config: PPOConfig, lengths: Lengths, rows: int | None) -> Batches:
+    ranks, batch = config.data_parallel_size, min(config.train.batch_size, config.samples_per_step)
+    return Batches(
+        prompts=config.rollout.batch_size,
+        samples=config.samples_per_step,
+        updates=config.updates_per_step,
+        batch_size=batch,
+        ranks=ranks,
+        samples_per_rank=batch / ranks,
+        row_tokens=most_tokens(config.train, config.data.max_len, config.ds.parallel.sequence),
+        rows_per_rank=_rows(config, batch / ranks, lengths.total),
+        steps=None if rows is None else len(prompts_of_steps(config, rows)),
+        rows=rows,
+    )
+
+
+def supervised_batches(
+    config: SupervisedConfig, cluster: Cluster, lengths: Lengths, rows: int | None, *, sequences: int
+) -> Batches:
+    ds, batch = config.ds, config.train.batch_size
+    ranks = max(1, cluster.devices // (ds.parallel.sequence * ds.parallel.tensor))
+    steps = None if rows is None else math.ceil(rows / batch) * config.train.max_epochs
+    if steps is not None and config.train.max_steps is not None:
+        steps = min(steps, config.train.max_steps)
+    return Batches(
+        prompts=batch,
+        samples=sequences * batch,
+        updates=1,
+        batch_size=batch,
+        ranks=ranks,
+        samples_per_rank=batch / ranks,
+        row_tokens=most_tokens(config.train, sequences * config.data.max_len, ds.parallel.sequence),
+        rows_per_rank=_rows(config, batch / ranks, sequences * lengths.total),
+        steps=steps,
+        rows=rows,
+    )
+
+
+def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> int:
+    """Returns ceil(samples * tokens / budget) with a token budget, else ceil(samples / micro-batch)."""
+    if not config.train.dynamic_batch_enable:
+        return math.ceil(samples / config.train.micro_batch_size)
+    budget = config.train.max_tokens_per_gpu * config.ds.parallel.sequence
+    return math.ceil(samples / max(1, budget // tokens))
+
+
+def rows_of(spec: str, most: int) -> int | None:
+    """Counts the rows of local .jsonl files by their lines, at most `most` of each and in all. Returns None
+    if another dataset is among them."""
+    files = [Path(item) for item in split_spec(spec)]
+    if not files or not all(file.suffix == ".jsonl" and file.is_file() for file in files):
+        return None
+    return min(most, sum(min(most, _lines(file)) for file in files))
+
+
+def _lines(file: Path) -> int:
+    with file.open("rb") as stream:
+        return sum(1 for line in stream if line.strip())
