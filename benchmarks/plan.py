@@ -180,7 +180,7 @@ def predicted_shape(config: Any, ds: DeepSpeedConfig) -> ModelShape:
 def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
     """Returns (number of parameters, predicted bytes, measured bytes)."""
     size, config = SIZES[way.size], config_of(way)
-    ds = DeepSpeedConfig(zero_stage=way.stage, param_dtype=way.dtype)
+    ds = DeepSpeedConfig(zero_stage=way.stage, param_dtype=way.dtype, bucket_mb=1 if way.stage == 3 else None)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[way.dtype]
 
     def build() -> PolicyModel:
@@ -208,6 +208,10 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
     own = {key: n for key, n in all_held().items() if key not in before}
     parameters = list(engine.module.parameters())
     weights = held(getattr(p, "ds_tensor", p) for p in parameters)
+    # Stage 3 keeps one buffer of gradients from step to step.
+    zero = getattr(getattr(engine, "engine", None), "optimizer", None)
+    buffer = getattr(zero, "grad_partitions_flat_buffer", None)
+    lasting = {} if buffer is None else held([buffer])
     gradients, step = {}, engine._step
 
     def step_and_look() -> Any:
@@ -220,8 +224,8 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
         engine.train_step(rows, SFTObjective())
     found = {
         "weights": sum(weights.values()),
-        "gradients": sum(gradients.values()),
-        "optimizer": sum(n for key, n in own.items() if key not in weights),
+        "gradients": sum((gradients | lasting).values()),
+        "optimizer": sum(n for key, n in own.items() if key not in weights | lasting),
         "activations": activations,
         "all": sum(own.values()) + work.peak,
     }

@@ -28,6 +28,8 @@ class ModelShape:
     """Number of elements of a token's keys over all heads. Values have the same size."""
     normed_heads: bool
     """True if queries and keys are normalized."""
+    experts: int = 0
+    """Number of experts that compute a token; 0 without experts."""
 
     @classmethod
     def of(cls, config: Any, *, weight_bytes: int, trainable: int, normed_heads: bool) -> Self:
@@ -40,16 +42,18 @@ class ModelShape:
         hidden, heads = number("hidden_size"), number("num_attention_heads")
         size = number("head_dim") or hidden // max(heads, 1)
         intermediate = number("moe_intermediate_size", "intermediate_size") or 4 * hidden
+        experts = number("num_experts_per_tok") or 0
         return cls(
             weight_bytes=weight_bytes,
             trainable=trainable,
             vocabulary=number("vocab_size"),
             layers=number("num_hidden_layers"),
             hidden=hidden,
-            intermediate=intermediate * max(number("num_experts_per_tok"), 1),
+            intermediate=intermediate * max(experts, 1),
             queries=heads * size,
             keys=(number("num_key_value_heads") or heads) * size,
             normed_heads=normed_heads,
+            experts=experts,
         )
 
 
@@ -88,7 +92,8 @@ def layer_bytes(shape: ModelShape, size: int) -> int:
     heads = (shape.queries + shape.keys) * (4 + size) if shape.normed_heads else 0
     attention = (3 * shape.queries + 2 * shape.keys) * size  # the output before and after projection
     mlp = 4 * shape.intermediate * size  # gate, its activation, the up projection, the product
-    return norms + heads + attention + mlp
+    copies = 2 * shape.experts * shape.hidden * size  # inputs and outputs of each expert
+    return norms + heads + attention + mlp + copies
 
 
 def activations(
@@ -97,7 +102,8 @@ def activations(
     """Returns the peak memory of activations in bytes: what all layers keep, plus the maximum of recomputing
     one layer and computing the head."""
     layer = layer_bytes(shape, size)
-    again = 3 * shape.intermediate * size  # gradients of an MLP, which exist beside the layer's activations
+    # Gradients of a layer's MLP and of its norm, in float32, which exist beside its activations.
+    again = 3 * shape.intermediate * size + 4 * shape.hidden
     if checkpointing:
         kept, again = shape.layers * (0 if on_host else shape.hidden * size), layer + again
     else:
@@ -113,7 +119,8 @@ def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
     weights = shape.vocabulary * shape.hidden
     logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
     if gpu is None:
-        return 3 * 4 * weights + logits  # weights in float32, their gradient, and a copy of it
+        # Half precision: weights in float32, their gradient, and a copy of it. Float32: the gradient alone.
+        return (3 if size < 4 else 1) * 4 * weights + logits
     rounded = (
         size if size < 4 else 0
     )  # bytes per element of a low-precision copy, first of a chunk's logits, then of the gradient

@@ -17,6 +17,7 @@ COMMANDS = {
     "kd": ("train_kd", "knowledge distillation from a teacher model"),
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
     "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
+    "check": ("check", "check a training run before it starts, and list everything that is wrong"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
     "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),

@@ -11,6 +11,8 @@ import pytest
 from ray.scripts.scripts import cli
 
 from openrlhf.cli import data, main
+from openrlhf.cli import plan as planning
+from openrlhf.cli.run_files import command_and_flags
 from openrlhf.cli.train_ppo_ray import plan, resolve
 from openrlhf.cluster import environment
 from openrlhf.config.commands import COMMANDS, PPO
@@ -35,7 +37,7 @@ OPTIONS = {
     *("cap-add", "device", "network", "security-opt", "ulimit"),  # options of docker
     *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
     *("budget", "out"),  # options of benchmarks/gpu.py
-    *("cluster", "json", "prompt_tokens", "rates", "response_tokens", "rows"),  # options of openrlhf plan
+    *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {
@@ -94,6 +96,8 @@ def test_command_is_understood(
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
         case ["openrlhf", "data", "preview", command, *flags]:
             check_flags(command, data._take_own(flags)[2])
+        case ["openrlhf", "plan" | "check" as command, *flags]:
+            check_plan(command, flags)
         case ["openrlhf", command, *flags]:
             check_flags(command, flags)
         case ["python" | "torchrun" | "deepspeed", *_] if modules := [
@@ -129,6 +133,16 @@ def check_flags(name: str, flags: list[str]) -> None:
         parse(command, flags)
     except SystemExit as stop:
         assert stop.code == 0, f"openrlhf {name}"
+
+
+def check_plan(name: str, words: list[str]) -> None:
+    """Parses the options of `plan` or `check`, and the flags of the run."""
+    parser = planning.parser(f"openrlhf {name}", None)
+    if name == "check":
+        parser.add_argument("--no_color", action="store_true")
+    options, rest = parser.parse_known_args(words)
+    command, flags = command_and_flags(rest, name)
+    planning.configuration(command, flags, planning.cluster_of_options(options))
 
 
 def check_options(program: Path, words: list[str]) -> None:

@@ -141,7 +141,7 @@ def test_sixteen_bytes_of_a_parameter_in_mixed_precision(folders: dict[str, str]
     assert parts["buffers"] == 2 * 10**9 + 2 * 500_000_000
     # The inputs of 32 layers, and one layer recomputed with the gradients of its MLP.
     kept = 8192 * 32 * 4096 * 2
-    layer = 2 * 4096 * 8 + (3 * 4096 + 2 * 1024) * 2 + 4 * 14336 * 2 + 3 * 14336 * 2
+    layer = 2 * 4096 * 8 + (3 * 4096 + 2 * 1024) * 2 + 4 * 14336 * 2 + 3 * 14336 * 2 + 4 * 4096
     assert parts["activations"] + parts["logits"] == kept + max(
         8192 * layer,
         8192 * 4096 * 14 + 4 * 128256 * 4096 + max(logits_bytes(80 * 2**30) * 3 // 2, 128256 * 4096 * 2),

@@ -1,0 +1,368 @@
+"""Checks a training run before it starts, and lists everything that is wrong with it: files and models, masks
+of the loss in colour, stop tokens, the chat template, the reward function, disks, ports, versions, memory."""
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.cli.data import TASKS, shows_colours
+from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parser
+from openrlhf.cli.run_files import command_and_flags
+from openrlhf.config.command import Command
+from openrlhf.config.fields import with_values
+from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
+from openrlhf.errors import ErrorCode, UsageError, describe, readable, short_errors
+from openrlhf.hub import choose_hub
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.observability.preview import Preview
+    from openrlhf.planning.hardware import Cluster
+    from openrlhf.planning.plan import Assumed
+    from openrlhf.types import Prompt
+
+ROWS = 64
+"""Rows of each dataset that are read."""
+SAMPLES = 3
+"""Samples that are shown."""
+REWARD_FLAG = "--reward.remote_url"
+
+
+@dataclass
+class Check:
+    """A run that is checked, and the problems found so far."""
+
+    command: Command
+    config: Any
+    screen: "Preview"
+    problems: list[Exception] = field(default_factory=list)
+
+    @contextmanager
+    def part(self, title: str) -> Iterator[None]:
+        """Prints a title. A problem that is raised inside is printed, kept, and ends only this part."""
+        self.screen.line(f"\n{title}")
+        before = len(self.problems)
+        try:
+            yield
+        except ValueError as error:
+            self.problems.append(error)
+        for problem in self.problems[before:]:
+            self.screen.line(f"  wrong: {readable(describe(problem))}")
+
+    def say(self, text: str) -> None:
+        self.screen.line(f"  {text}")
+
+    def ask(self, flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
+        """Calls a check of a flag unless the flag already has a problem."""
+        if any(getattr(problem, "flag", "") == flag for problem in self.problems):
+            return
+        try:
+            check(*args, **options)
+        except ValueError as error:
+            self.problems.append(error)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    own = parser("openrlhf check", __doc__)
+    own.add_argument("--no_color", action="store_true", help="mark learned tokens with brackets")
+    with short_errors():
+        words = list(sys.argv[1:] if argv is None else argv)
+        if not words or words[0] in ("--help", "-h"):
+            own.print_help()
+            return
+        options, rest = own.parse_known_args(words)
+        command, flags = command_and_flags(rest, "openrlhf check")
+        cluster = cluster_of_options(options)
+        config = configuration(command, flags, cluster)
+        coloured = not options.no_color and shows_colours()
+        sys.exit(run(command, config, cluster, assumed_of(options), coloured=coloured))
+
+
+def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *, coloured: bool) -> int:
+    """Prints all checks. Returns 0 if nothing is wrong, else 1."""
+    from openrlhf.observability.preview import Preview
+
+    choose_hub(config.use_ms)
+    check = Check(command, config, Preview(sys.stdout, coloured=coloured))
+    with check.part("versions"):
+        _versions(check)
+    with check.part("files and models"):
+        _files(check)
+    if isinstance(config, PPOConfig):
+        _rl_data(check)
+    else:
+        _supervised_data(check)
+    with check.part("disks"):
+        _disks(check)
+    with check.part("ports"):
+        _ports(check)
+    with check.part(f"plan for {cluster}"):
+        _plan(check, cluster, assumed)
+    return _verdict(check)
+
+
+def _verdict(check: Check) -> int:
+    count = len(check.problems)
+    if not count:
+        check.screen.line("\nnothing is wrong")
+        return 0
+    check.screen.line(f"\n{'one problem' if count == 1 else f'{count} problems'}:")
+    for problem in check.problems:
+        check.screen.line(readable(f"error: {describe(problem)}"))
+    return 1
+
+
+def _versions(check: Check) -> None:
+    from openrlhf.cli.installation import requirements
+
+    for found in requirements():
+        if found.problem:
+            check.problems.append(found.problem)
+    check.say("the installed packages are those that every change is tested with, unless named here")
+
+
+def _files(check: Check) -> None:
+    from openrlhf.training.start import check_output
+
+    config = check.config
+    check.ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
+    if isinstance(config, PPOConfig):
+        from openrlhf.cli.rl_checks import check_files
+        from openrlhf.device import DEVICE_TYPE
+        from openrlhf.observability.trackers.load import trackers_of
+
+        check.ask("--logger.trackers", trackers_of, config.logger)
+        check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
+    else:
+        from openrlhf.training.task import check_files as check_task
+
+        check_task(_task(check))
+
+
+def _task(check: Check) -> Any:
+    """Returns the task of a supervised command, with the first rows of its dataset and without the cache."""
+    module, name = TASKS[check.command.name]
+    few = with_values(
+        check.config,
+        {"data.max_samples": min(ROWS, check.config.data.max_samples), "data.cache_enable": False},
+    )
+    return getattr(import_module(f"openrlhf.cli.{module}"), name)(few)
+
+
+def _supervised_data(check: Check) -> None:
+    from openrlhf.training.task import build_train_set, load_tokenizer_of
+
+    config, tokenizer = check.config, None
+    is_chat = getattr(config.data, "apply_chat_template", False)
+    with check.part("samples: tokens with a loss are green, or in brackets"):
+        tokenizer = load_tokenizer_of(config)
+        check.screen.first_tokens(tokenizer, is_chat=is_chat)
+        dataset = build_train_set(_task(check), tokenizer)
+        for i in range(min(SAMPLES, len(dataset))):
+            check.screen.item(i + 1, dataset[i], tokenizer)
+    if tokenizer is not None:
+        with check.part("stop tokens"):
+            _stops(check, tokenizer, config.model.model_name_or_path, is_chat=is_chat)
+
+
+def _rl_data(check: Check) -> None:
+    from openrlhf.models.loading import policy_tokenizer
+
+    config, tokenizer, prompts = check.config, None, []
+    is_chat = config.data.apply_chat_template
+    with check.part("prompts: nothing in them is learned, the responses are"):
+        tokenizer = policy_tokenizer(config)
+        check.screen.first_tokens(tokenizer, is_chat=is_chat)
+        prompts = _show_prompts(check, tokenizer)
+    if tokenizer is not None:
+        with check.part("stop tokens"):
+            _stops(check, tokenizer, config.actor.model_name_or_path, is_chat=is_chat)
+        if is_chat:
+            with check.part("chat template: answers stay as they were sampled when the chat goes on"):
+                _keeps_answers(check, tokenizer)
+    with check.part("rewards"):
+        _rewards(check, prompts)
+
+
+def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
+    import torch
+
+    from openrlhf.data.encode import encode_prompts
+    from openrlhf.training.rl_data import build_prompt_datasets
+    from openrlhf.types import Sample
+
+    config = check.config
+    most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
+    found, _, _ = build_prompt_datasets(with_values(config, most))
+    prompts = list(found.without_images[:SAMPLES])
+    is_chat = config.data.apply_chat_template
+    encoded = encode_prompts((prompt.text for prompt in prompts), tokenizer, is_chat=is_chat)
+    for number, token_ids in enumerate(encoded, start=1):
+        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        check.screen.item(number, Sample(token_ids=torch.tensor(token_ids), action_mask=mask), tokenizer)
+    return prompts
+
+
+def _stops(check: Check, tokenizer: "PreTrainedTokenizerBase", path: str, *, is_chat: bool) -> None:
+    """Prints the tokens that end a response. They must include the one that the chat template writes after an
+    answer, or answers never end."""
+    from openrlhf.models.loading import stop_token_ids
+    from openrlhf.text import decode
+
+    ids = stop_token_ids(path, tokenizer)
+    check.say(", ".join(f"{number} {decode(tokenizer, [number])!r}" for number in ids) or "none")
+    if not ids:
+        text = "the model has no token that ends a response. Set eos_token in its tokenizer."
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=ACTOR_FLAG, value=path)
+    if is_chat:
+        end = _end_of_answer(tokenizer)
+        if end and not set(end) & set(ids):
+            text = (
+                f"the chat template ends an answer with {decode(tokenizer, end)!r}, which has no stop token: "
+                "answers would never end.\nAdd the token to eos_token_id in generation_config.json."
+            )
+            raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template", value=path)
+
+
+def _end_of_answer(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Returns the tokens that the chat template writes after the last answer."""
+    from openrlhf.agents.chat_stream import MARK, ChatStream
+
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": MARK}]
+    after = ChatStream(tokenizer).render(messages, answering=False).partition(MARK)[2]
+    return tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+
+
+def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
+    from openrlhf.agents.chat_stream import TemplateProblem, probe
+
+    try:
+        remarks = probe(tokenizer, with_tools=False)
+    except TemplateProblem as problem:
+        if not check.config.train.agent:  # a single answer is all that such a run samples
+            check.say(f"not for agents of several turns: {problem}")
+            return
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, str(problem), flag="--train.agent_func_path") from problem
+    for remark in remarks or ["yes"]:
+        check.say(remark)
+
+
+# ---- rewards
+
+
+def _rewards(check: Check, prompts: "list[Prompt]") -> None:
+    """Calls the reward function with a right, a wrong and an empty answer of the first prompt."""
+    config = check.config
+    if config.train.agent:
+        check.say("an agent gives the rewards; `openrlhf agent try` plays one episode")
+        return
+    if servers := config.reward.servers:
+        for url in servers:
+            _reach(check, url)
+        return
+    if not config.reward_function:
+        check.say("reward models or a teacher give the rewards; they were not loaded")
+        return
+    if not prompts:
+        check.say("not called, because there are no prompts")
+        return
+    prompt = prompts[0]
+    label = "" if prompt.label is None else str(prompt.label)
+    answers = {"right": label, "right, boxed": f"\\boxed{{{label}}}", "wrong": "I do not know.", "empty": ""}
+    if not label:
+        answers = {name: answers[name] for name in ("wrong", "empty")}
+    rewards = asyncio.run(_called(config, prompt, list(answers.values())))
+    for (name, answer), reward in zip(answers.items(), rewards, strict=True):
+        check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
+    if len({reward.reward for reward in rewards}) == 1:
+        check.say(
+            "note: all answers have the same reward. If the right answer needs another form than the label, "
+            "this is no problem."
+        )
+
+
+async def _called(config: PPOConfig, prompt: "Prompt", answers: Sequence[str]) -> list[Any]:
+    """Returns the reward of each answer. Raises UsageError if a call fails."""
+    from openrlhf.agents.base import RewardError
+    from openrlhf.rewards.function import RewardFunction
+
+    function = str(config.reward_function)
+    limits = {"timeout": config.reward.timeout, "memory_gb": config.reward.memory_gb}
+    source = RewardFunction(function, batch_size=len(answers), **limits)
+    try:
+        calls = (source(prompt.text + answer, prompt.text, prompt.label) for answer in answers)
+        return list(await asyncio.gather(*calls))
+    except RewardError as error:
+        raise UsageError(ErrorCode.USER_CODE, str(error), flag=REWARD_FLAG, value=function) from error
+    finally:
+        source.close()
+
+
+def _reach(check: Check, url: str) -> None:
+    """Connects to a reward server."""
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=3).close()
+    except OSError as error:
+        text = f"the reward server does not answer: {error}.\nStart it before the run."
+        check.problems.append(UsageError(ErrorCode.NOT_FOUND, text, flag=REWARD_FLAG, value=url))
+    else:
+        check.say(f"{url} accepts connections")
+
+
+# ---- the machine
+
+
+def _disks(check: Check) -> None:
+    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.training.start import check_places, check_space
+
+    config = check.config
+    check_places(config)
+    is_rl = isinstance(config, PPOConfig)
+    folder = f"{config.ckpt.folder}/_actor" if is_rl else config.ckpt.folder
+    others = [f"{config.ckpt.folder}/_critic"] if is_rl and config.uses_critic else []
+    many_steps = (config.ckpt.max_num + 1) * max(1, config.ckpt.save_steps)
+    check_space(config, CheckpointFolder(folder, config.ckpt, others), many_steps)
+    check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
+
+
+def _ports(check: Check) -> None:
+    """Checks that this machine's name leads to an address of its own, and that ports are free on it."""
+    name = socket.gethostname()
+    try:
+        with socket.create_server((socket.gethostbyname(name), 0)) as server:
+            check.say(f"{name} is {server.getsockname()[0]}, with free ports")
+    except OSError as error:
+        text = (
+            f"the name of this machine leads to no address of its own ({error}), so ranks cannot meet.\n"
+            "Add the name to /etc/hosts."
+        )
+        raise UsageError(ErrorCode.CLUSTER, text, value=name) from error
+
+
+def _plan(check: Check, cluster: "Cluster", assumed: "Assumed") -> None:
+    from openrlhf.planning.plan import plan_run, suggestion
+    from openrlhf.planning.view import batch_lines, binding_lines
+
+    plan = plan_run(check.command, check.config, cluster, assumed)
+    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, assumed)
+    lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
+    for line in lines:
+        check.say(line)
+    if not plan.fits:
+        text = f"the run does not fit on {cluster}; `openrlhf plan` shows why.\n{lines[-1]}"
+        raise UsageError(ErrorCode.RESOURCES, text)
+
+
+if __name__ == "__main__":
+    main()

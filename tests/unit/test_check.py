@@ -1,0 +1,102 @@
+"""`openrlhf check`: a run that is right, and one in which much is wrong, all of it listed at once."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import refusals
+
+from openrlhf.cli import check
+from openrlhf.cli.installation import requirements
+from openrlhf.errors import ErrorCode
+from openrlhf.tasks.tiny_model import tiny_chat_model
+
+REWARD = """\
+def reward_func(queries, prompts, labels):
+    return {'rewards': [%s for q, p, l in zip(queries, prompts, labels)]}
+"""
+RIGHT = "float(l in q.removeprefix(p))"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_chat_model(tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=1)
+
+
+@pytest.fixture
+def words(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    rows = ({"input": f"{n}+1=?", "answer": str(n + 1)} for n in range(10))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("reward.py").write_text(REWARD % RIGHT)
+    flags = {
+        "actor.model_name_or_path": model,
+        "data.prompt_dataset": "rows.jsonl",
+        "data.label_key": "answer",
+        "data.apply_chat_template": "true",
+        "data.max_len": 64,
+        "reward.remote_url": "reward.py",
+        "algo.advantage.estimator": "group_norm",
+        "rollout.batch_size": 4,
+        "rollout.n_samples_per_prompt": 2,
+        "train.batch_size": 8,
+        "ckpt.output_dir": "ckpt",
+    }
+    return ["ppo", *(word for key, value in flags.items() for word in (f"--{key}", str(value)))]
+
+
+def checked(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    with pytest.raises(SystemExit) as stop:
+        check.main(words)
+    return stop.value.code, capsys.readouterr().out
+
+
+def test_a_run_that_is_right(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = checked(words, capsys)
+    assert code == 0, text
+    assert text.endswith("nothing is wrong\n")
+    assert "--- sample 1: " in text and "0+1=?" in text
+    assert "  right        1        '1'\n" in text
+    assert "  wrong        0        'I do not know.'\n" in text
+    assert "  empty        0        ''\n" in text
+    assert "step: 4 prompts x 2 samples = 8 samples" in text
+
+
+def test_all_problems_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text(REWARD % "1 / 0")
+    Path("file").write_text("")
+    code, text = checked([*words, "--logger.run_dir", "file/run", "--data.label_key", "none"], capsys)
+    assert code == 1
+    found = refusals.printed(text)
+    assert {refusal.code for refusal in found} >= {ErrorCode.NOT_WRITABLE, ErrorCode.MISSING_COLUMN}
+    assert f"{len(found)} problems:" in text
+
+
+def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text(REWARD % "1 / 0")
+    code, text = checked(words, capsys)
+    assert code == 1
+    assert [refusal.code for refusal in refusals.printed(text)] == [ErrorCode.USER_CODE]
+    assert "ZeroDivisionError" in text
+
+
+def test_a_template_whose_answers_never_end(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    template = "{% for m in messages %}{{ m.content }} + {% endfor %}"
+    code, text = checked([*words, "--data.tokenizer_chat_template", template], capsys)
+    assert code == 1
+    assert ErrorCode.CHAT_TEMPLATE in {refusal.code for refusal in refusals.printed(text)}
+
+
+def test_a_supervised_run(model: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = f"sft --model.model_name_or_path {model} --data.dataset rows.jsonl --data.output_key answer"
+    flags += " --data.apply_chat_template --data.max_len 64 --train.batch_size 4 --ckpt.output_dir ckpt"
+    code, text = checked([*flags.split(), "--no_color"], capsys)
+    assert code == 0, text
+    assert "--- sample 1: " in text and "⟦" in text
+
+
+def test_packages_are_those_of_the_metadata() -> None:
+    found = {package.name: package for package in requirements()}
+    assert {"torch", "transformers", "ray", "rich"} <= found.keys()
+    assert not [package for package in found.values() if package.problem]
