@@ -51,7 +51,8 @@ class Check:
         try:
             yield
         except ValueError as error:
-            self.problems.append(error)
+            if str(error) not in map(str, self.problems):
+                self.problems.append(error)
         for problem in self.problems[before:]:
             self.screen.line(f"  wrong: {readable(describe(problem))}")
 

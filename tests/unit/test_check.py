@@ -66,11 +66,12 @@ def test_a_run_that_is_right(words: list[str], capsys: pytest.CaptureFixture[str
 def test_all_problems_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text(REWARD % "1 / 0")
     Path("file").write_text("")
-    code, text = checked([*words, "--logger.run_dir", "file/run", "--data.label_key", "none"], capsys)
+    code, text = checked([*words, "--logger.run_dir", "file/run", "--data.label_key", "solution"], capsys)
     assert code == 1
     found = refusals.printed(text)
     assert {refusal.code for refusal in found} >= {ErrorCode.NOT_WRITABLE, ErrorCode.MISSING_COLUMN}
-    assert f"{len(found)} problems:" in text
+    listed = text.partition(" problems:\n")
+    assert len(refusals.printed(listed[2])) == int(listed[0].rpartition("\n")[2])
 
 
 def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
