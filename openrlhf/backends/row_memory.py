@@ -119,8 +119,8 @@ def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
     weights = shape.vocabulary * shape.hidden
     logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
     if gpu is None:
-        # Half precision: weights in float32, their gradient, and a copy of it. Float32: the gradient alone.
-        return (3 if size < 4 else 1) * 4 * weights + logits
+        # The gradient in float32; in half precision also weights in float32 and a copy of the gradient.
+        return (4 if size == 4 else 8 + size) * weights + logits
     rounded = (
         size if size < 4 else 0
     )  # bytes per element of a low-precision copy, first of a chunk's logits, then of the gradient
