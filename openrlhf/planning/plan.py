@@ -33,7 +33,7 @@ Remedy = tuple[Change, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """What the user said about the data; None where nothing was said."""
+    """Facts that the user gave about the data; None where none was given."""
 
     prompt: int | None = None
     """Mean tokens of a prompt."""

@@ -44,7 +44,7 @@ class Phase:
     name: str
     seconds: float
     bound: str
-    """What takes the time."""
+    """Resource or event that the phase waits for."""
 
 
 def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
