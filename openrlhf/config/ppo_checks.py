@@ -445,8 +445,8 @@ RULES = (
         "train.shuffle",
         lambda c: c.train.shuffle == "group" and c.train.batch_size < c.rollout.n_samples_per_prompt,
         lambda c: (
-            f"group keeps the {c.rollout.n_samples_per_prompt} samples of a prompt (rollout.n_samples_per_"
-            f"prompt) in one optimizer step of train.batch_size {c.train.batch_size}; raise it, or use sample"
+            f"group keeps all {c.rollout.n_samples_per_prompt} samples of a prompt (rollout.n_samples_per_"
+            f"prompt) in one optimizer step; raise train.batch_size {c.train.batch_size}, or use sample"
         ),
     ),
     # router replay

@@ -90,7 +90,7 @@ class Windows(Generic[RowT]):
     ) -> None:
         """Exactly one of `micro_batch_size` and `max_tokens` must be given. `data_rank` of `data_size` is
         this rank's coordinate along the data dimension of its mesh; ranks with the same coordinate get the
-        same rows. `shares_prefixes`: True if models read the common prefixes of a row once."""
+        same rows. `shares_prefixes`: True if models compute common prefixes of a row once."""
         if (micro_batch_size is None) == (max_tokens is None):
             raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
         self._dataset = dataset
@@ -144,7 +144,7 @@ class Windows(Generic[RowT]):
         return [mine + [[]] * (num_rows - len(mine)) for mine in rows]
 
     def _related(self, batch: Sequence[int]) -> Related | None:
-        """Returns the common prefixes of these items, None where models read them in every sequence."""
+        """Returns the common prefixes of these items; None if models do not share them."""
         if not self._shares_prefixes:
             return None
         sequences = [self._dataset.sequences(i) for i in batch]

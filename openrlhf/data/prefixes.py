@@ -46,7 +46,7 @@ class Neighbours(NamedTuple):
 
 
 class Related:
-    """The common prefixes of items; each item has one sequence or several."""
+    """The common prefixes of items, each of which has one or several sequences."""
 
     def __init__(
         self, order: np.ndarray, common: np.ndarray, lengths: Sequence[int], sequences_per_item: int

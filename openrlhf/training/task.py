@@ -144,7 +144,7 @@ class Run(Generic[ConfigT]):
     """The parts of a supervised command on one rank."""
 
     shares_prefixes = False
-    """True if the model reads common prefixes once. Rows are then laid accordingly, unless they have
+    """True if the model computes common prefixes once. Rows are then filled accordingly, unless they have
     images."""
 
     def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
