@@ -227,7 +227,7 @@ class _LinearLogProbs(torch.autograd.Function):
 
         for rows in chunks(len(hidden), ctx.chunk):
             add(rows)
-        return *grads.result(), *[None] * 7  # bounded: a sum, no wait
+        return *grads.totals(), *[None] * 7
 
 
 class _LogProbsForward(torch.autograd.Function):
@@ -263,7 +263,7 @@ class _LogProbsForward(torch.autograd.Function):
     def backward(ctx, grad):
         grads, ctx.grads = ctx.grads, None  # scaled in place, so they can be used only once
         grads.scale((grad if ctx.summed else grad[:, None]) * ctx.scale)
-        return *grads.result(), *[None] * 7  # bounded: a sum, no wait
+        return *grads.totals(), *[None] * 7
 
 
 def _restrict_to_support(logits: Tensor, kept: Tensor | None, rows: slice, vocabulary: Vocabulary) -> Tensor:
@@ -342,7 +342,7 @@ class HeadGradients:
             if grad is not None:
                 grad.mul_(factor)
 
-    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def totals(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of hidden, weight and bias, each in the dtype of its tensor. The gradient of
         hidden is summed over the shards of the vocabulary."""
         hidden = None if self.hidden is None else self.vocabulary.total(self.hidden)

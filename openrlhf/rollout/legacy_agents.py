@@ -65,6 +65,7 @@ def has_step(module: ModuleType) -> bool:
 
 CONSTRUCTOR_ARGUMENTS = ("max_steps", "max_length", "llm_engine", "hf_tokenizer", "result_queue")
 
+# bounded .get(): of context variables, which never wait.
 _engine: ContextVar[Engine] = ContextVar("engine")
 _results: ContextVar[list] = ContextVar("results")
 
@@ -102,7 +103,7 @@ class QueueOfEpisode:
         self.put_nowait(result)
 
     def put_nowait(self, result: Any) -> None:
-        _results.get().append(result)  # bounded: a variable, no wait
+        _results.get().append(result)
 
 
 class EngineOfEpisode:
@@ -111,7 +112,7 @@ class EngineOfEpisode:
 
     def generate(self, prompt: Any, sampling_params: Any, *others: Any, **more: Any) -> "Answer":
         token_ids = prompt["prompt_token_ids"] if isinstance(prompt, Mapping) else prompt
-        return Answer(_engine.get(), list(token_ids), sampling_params)  # bounded: a variable, no wait
+        return Answer(_engine.get(), list(token_ids), sampling_params)
 
 
 class Answer:
