@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.data.cache import digest, file_digest, sampled_digest
-from openrlhf.errors import ErrorCode, UsageError, first_line
+from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
 from openrlhf.models.backbone import reading_of
@@ -283,33 +283,29 @@ def check_same_vocabulary(
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raises UsageError if `path` has no model configuration, if a file of weights is not whole, or if the
-    tokenizer has tokens without an embedding. Loads no weights."""
+    """Raises UsageError if `path` has no model configuration, or if a file of weights is not whole. Prints a
+    note on tokens without an embedding. Loads no weights."""
     config = load_config(path, flag)
     if Path(path).is_dir():
         check_weight_files(path, flag)
     if any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
-        check_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
+        note_missing_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
 
 
-def check_embeddings(
+def note_missing_embeddings(
     tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig, path: str, flag: str
 ) -> None:
-    """Raises UsageError if the tokenizer has tokens, other than the pad token, for which the model has no
-    embedding."""
+    """Prints a note if the tokenizer has a token, other than the pad token, for which the model has no
+    embedding. Some models have such tokens and never use them."""
     size = getattr(config.get_text_config(), "vocab_size", None)
-    if size is None:
-        return
-    without = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= size)
-    without = [(i, token) for i, token in without if i != tokenizer.pad_token_id]
-    if without:
-        i, token = without[0]
-        text = (
-            f"its tokenizer has {len(tokenizer)} tokens, and the model embeds {size}: it has no embedding of "
-            f"{token!r}, token {i}.\nName the model that the tokenizer belongs to, or add rows to the "
-            "embeddings with transformers' resize_token_embeddings."
+    ids = {i: token for token, i in tokenizer.get_vocab().items() if i >= size} if size else {}
+    ids.pop(tokenizer.pad_token_id, None)
+    if ids:
+        first = min(ids)
+        notify(
+            f"note: {flag} {path}: its tokenizer has {len(tokenizer)} tokens, and the model embeds {size}: a "
+            f"text with {ids[first]!r} (token {first}) ends the run"
         )
-        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
 
 
 def check_room(model_config: PreTrainedConfig, config: Any, *keys: str, path: str) -> None:
