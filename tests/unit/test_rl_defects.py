@@ -1011,7 +1011,9 @@ def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temp
     batch = Batch.of([trajectory(0.0, [2, 3, 4]), trajectory(1.0, [7, 8])])
     worker = worker_class(config, 0, Mesh())
     worker.model = SimpleNamespace(
-        forward=lambda rows, read: [read(policy, row) for row in rows], shares_prefixes=False
+        forward=lambda rows, read: [read(policy, row) for row in rows],
+        shares_prefixes=False,
+        trains_on_prefixes=False,
     )
     expected = []
     with torch.no_grad():
@@ -1040,9 +1042,7 @@ def test_the_reference_of_adapters_is_the_model_without_them():
         if "lora_B" in name:
             parameter.data.normal_()
     answer = lambda rows, read: [read(policy, row).detach() for row in rows]
-    worker.model = SimpleNamespace(
-        forward=answer, module=policy, shares_prefixes=False, trains_on_prefixes=False
-    )
+    worker.model = SimpleNamespace(forward=answer, module=policy, shares_prefixes=False)
     with torch.no_grad():
         expected = before(PackedRow.of_batch(batch)).log_probs.numpy()
     assert worker.forward_unadapted(batch) == pytest.approx(expected, abs=1e-6)
