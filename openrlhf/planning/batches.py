@@ -1,4 +1,4 @@
-"""The arithmetic of a run's batches: prompts, samples, optimizer steps and rows."""
+"""Computes the sizes of a run's batches: prompts, samples, optimizer steps and rows."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Lengths:
     longest: int
     """Largest number of tokens of a response."""
     assumed: bool
-    """False if the user gave the means."""
+    """True if the mean lengths are assumptions; False if the user gave them."""
 
     @property
     def total(self) -> int:

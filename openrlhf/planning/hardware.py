@@ -23,7 +23,7 @@ CPU_MEMORY_RATE = 20e9
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """Device of one kind. Rates are peaks of the data sheet; links count one direction."""
+    """A kind of device. Rates are peaks of the data sheet; those of links count one direction."""
 
     name: str
     memory: float

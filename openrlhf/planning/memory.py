@@ -46,7 +46,7 @@ graphs. An assumption."""
 CPU_CACHE = 2**28
 """Bytes of an engine's KV cache on a CPU without vllm.kv_cache_gb."""
 FITS = 0.95
-"""Fraction of a device's memory that a run may be planned to fill; allocators fragment."""
+"""Maximum fraction of a device's memory that a plan fills, because allocators fragment."""
 
 TRAINED = ("actor", "critic")
 
@@ -70,7 +70,7 @@ class Demand:
 
     @property
     def share(self) -> float:
-        """Fraction of the device that is taken."""
+        """Fraction of the device's memory that is in use."""
         return self.total / self.capacity
 
     @property
@@ -238,7 +238,7 @@ class _Group:
         ]
 
     def reads(self, role: str) -> bool:
-        """Says whether the role computes log-probs, values or scores before an update."""
+        """Tells whether the role computes log-probs, values or scores before an update."""
         if role == "actor":
             return not self.config.skips_old_log_probs
         return role != ENGINES
