@@ -35,6 +35,7 @@ MEMBERS = {
     "kills-sft": Member("T2", "kill -9 of SFT, resumed", (f"{JOBS}[sft]",)),
     "kills-dpo": Member("T2", "kill -9 of DPO, resumed", (f"{JOBS}[dpo]",)),
     "kills-rm": Member("T2", "kill -9 of a reward model, resumed", (f"{JOBS}[rm]",)),
+    "kills-later": Member("T2", "kill -9 of SFT with --ckpt.async_save", (f"{JOBS}[sft saving later]",)),
     "kills-ppo": Member("T2", "kill -9 of PPO, resumed", (f"{JOBS}[ppo]",)),
     "kills-async": Member("T2", "kill -9 of asynchronous PPO, resumed", (f"{JOBS}[async ppo]",)),
     "stops": Member("T3", "SIGTERM to SFT, resumed", (f"{JOBS}[stop]",)),

@@ -30,7 +30,7 @@ RL_JOBS = ("ppo", "async ppo")
         pytest.param("sft", kill, 3, 1, id="sft-sample"),
         *(
             pytest.param(kind, kill, SUPERVISED, SUPERVISED // 4, id=kind, marks=slow)
-            for kind in ("sft", "dpo", "rm")
+            for kind in ("sft", "dpo", "rm", "sft saving later")
         ),
         *(pytest.param(kind, kill, RL, -(-RL // 3), id=kind, marks=slow) for kind in RL_JOBS),
         pytest.param("sft", stop, 2, 1, id="stop-sample"),
