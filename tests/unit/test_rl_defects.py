@@ -39,7 +39,7 @@ from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.cli.train_ppo_ray import build_trainer
-from openrlhf.cluster import rank_groups
+from openrlhf.cluster import pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, place
@@ -111,6 +111,7 @@ class Handle:
     def __init__(self, worker: Any) -> None:
         self.worker = worker
         self.sent: list[tuple[str, tuple]] = []
+        self._actor_id = SimpleNamespace(hex=lambda: "00")
 
     def __getattr__(self, name: str) -> SimpleNamespace:
         def remote(*args):
@@ -162,7 +163,8 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(options=lambda **options: actor)
 
     monkeypatch.setattr(rank_groups.ray, "remote", remote)
-    monkeypatch.setattr(rank_groups.ray, "get", lambda refs: refs)
+    monkeypatch.setattr(rank_groups, "results", list)
+    monkeypatch.setattr(pending, "results", list)
 
 
 def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:

@@ -15,7 +15,7 @@ def process(node: str, devices: str, pid: int) -> SimpleNamespace:
 
 
 def test_there_is_a_line_for_each_role_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whereabouts.ray, "get", list)
+    monkeypatch.setattr(whereabouts, "results", list)
     names = {"a": "10.0.0.1 (node-1)", "b": "10.0.0.2 (node-2)"}
     monkeypatch.setattr(whereabouts, "node_names", lambda: names)
     members = {
