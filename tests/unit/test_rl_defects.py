@@ -39,7 +39,7 @@ from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.cli.train_ppo_ray import build_trainer
-from openrlhf.cluster import pending, rank_groups
+from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
 from openrlhf.cluster.placement import Bundles, place
@@ -165,6 +165,7 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_groups.ray, "remote", remote)
     monkeypatch.setattr(rank_groups, "results", list)
     monkeypatch.setattr(pending, "results", list)
+    monkeypatch.setattr(actors, "start_pulse", lambda progress: None)  # it would start Ray
 
 
 def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:
