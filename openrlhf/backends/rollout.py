@@ -5,7 +5,7 @@ backends/weight_sync/sender.py.
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -82,6 +82,8 @@ class EngineOptions:
     keep_cache: bool = False
     """Requests that are in flight during a weight sync keep their KV cache, which the old weights
     computed."""
+    speculation: Mapping[str, Any] | None = None
+    """vLLM's configuration of speculative decoding. None: off."""
 
     @property
     def num_workers(self) -> int:

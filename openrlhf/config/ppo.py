@@ -274,6 +274,10 @@ class VllmConfig(EngineMemoryConfig):
     sync."""
     enable_sleep: bool = False
     """Engines free the GPU while the models train. Only with train.colocate_all."""
+    speculative: str | None = None
+    """Speculative decoding: vLLM's speculative_config as a JSON object, or METHOD:TOKENS, such as ngram:3.
+    Engines propose several tokens and check them in one pass. Samples follow the same distribution, but a
+    seed gives other tokens. None: off."""
     gpu_memory_utilization: PositiveFraction = 0.95
     """Fraction of the GPU's memory that an engine may use. With train.colocate_all, at most 0.95 of what the
     models leave free."""

@@ -1,5 +1,6 @@
 """Checks of the flags of `train_ppo_ray` against each other."""
 
+import importlib.util
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -14,6 +15,7 @@ from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
+from openrlhf.config.speculation import parse_speculation
 from openrlhf.errors import ErrorCode, UsageError
 
 
@@ -592,15 +594,38 @@ def _balance(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, checks.HIDDEN_ROUTERS.format(f"{role}.aux_loss_coef"), ErrorCode.UNSUPPORTED)
 
 
+def _speculation(config: PPOConfig) -> Iterator[Problem]:
+    """Refuses a configuration of speculative decoding that cannot be read, whose package is not installed, or
+    with which another feature does not work. vLLM checks the rest when an engine starts."""
+    if (text := config.vllm.speculative) is None:
+        return
+    key = "vllm.speculative"
+    try:
+        speculation = parse_speculation(text)
+    except ValueError as error:
+        yield Problem(key, str(error), ErrorCode.INVALID_VALUE)
+        return
+    if speculation.get("method") == "suffix" and importlib.util.find_spec("arctic_inference") is None:
+        text = "needs the package arctic-inference: pip install arctic-inference; or use ngram:3"
+        yield Problem(key, text, ErrorCode.MISSING_PACKAGE)
+    if config.algo.router_replay:
+        text = (
+            "with --algo.router_replay the routing of rejected tokens would be recorded; remove one of them"
+        )
+        yield Problem(key, text, ErrorCode.UNSUPPORTED)
+
+
 def _engine(config: PPOConfig) -> Iterator[Problem]:
     """Refuses vLLM where it is not installed, and with other engines features that only vLLM's have."""
     if config.rollout.engine == "vllm":
         yield from checks.vllm("rollout.engine")
+        yield from _speculation(config)
         return
     features = {
         "vllm.tensor_parallel_size": config.vllm.tensor_parallel_size > 1,
         "vllm.pipeline_parallel_size": config.vllm.pipeline_parallel_size > 1,
         "vllm.lora_sync": _sends_adapters(config),
+        "vllm.speculative": config.vllm.speculative is not None,
         "algo.router_replay": config.algo.router_replay,
         "data.max_images_per_prompt": config.reads_images,
     }

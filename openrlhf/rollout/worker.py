@@ -14,6 +14,7 @@ from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.speculation import parse_speculation
 from openrlhf.data.pictures import decoded
 from openrlhf.models.loading import policy_processor, stop_token_ids
 from openrlhf.models.lora import adapted_layers
@@ -146,6 +147,7 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         returns_routing=config.algo.router_replay,
         keep_cache=config.vllm.keep_cache,
         timeout=config.rollout.engine_timeout,
+        speculation=None if (text := config.vllm.speculative) is None else parse_speculation(text),
         float32_head=on_gpu,  # on CPUs vLLM converts the whole head at every step: 7 times slower
     )
 

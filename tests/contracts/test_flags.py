@@ -213,6 +213,7 @@ OURS = {
         "vllm.kv_cache_gb",
         "vllm.lora_sync",
         "vllm.pipeline_parallel_size",
+        "vllm.speculative",
         "vllm.sync_bucket_mb",
         "vllm.sync_check_steps",
     },

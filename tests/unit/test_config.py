@@ -668,6 +668,21 @@ CHECKS = [
         "data.max_images_per_prompt",
     ),
     (PPO, "--vllm.keep_cache", "conflict", "--vllm.keep_cache", "--train.partial_rollout_enable"),
+    (PPO, "--vllm.speculative ngram", "invalid-value", "--vllm.speculative ngram", "ngram:3"),
+    (
+        PPO,
+        "--vllm.speculative ngram:3 --algo.router_replay --vllm.enable_prefix_caching",
+        "unsupported",
+        "--vllm.speculative ngram:3",
+        "--algo.router_replay",
+    ),
+    (
+        PPO,
+        "--vllm.speculative ngram:3 --rollout.engine transformers",
+        "unsupported",
+        "--vllm.speculative ngram:3",
+        "rollout.engine transformers",
+    ),
     (
         PPO,
         f"{WITH_IMAGES} --train.async_enable --train.partial_rollout_enable --vllm.keep_cache",

@@ -1,4 +1,5 @@
 import asyncio
+import json
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -6,10 +7,17 @@ from typing import get_args
 import pytest
 import torch
 from refusals import refused
+from vllm.config import SpeculativeConfig
 from vllm.config.lora import MaxLoRARanks
 
 from openrlhf.backends.rollout import EngineOptions
-from openrlhf.backends.vllm.engine import VLLMEngine, _lora_arguments, engine_environment
+from openrlhf.backends.vllm.engine import (
+    VLLMEngine,
+    _lora_arguments,
+    _refusals_of_speculation,
+    _speculation_of,
+    engine_environment,
+)
 from openrlhf.backends.vllm.weight_receiver import CheckedRay, WorkerExtension
 from openrlhf.backends.weight_sync.checksum import Checksum
 from openrlhf.completions import SamplingParams
@@ -20,6 +28,7 @@ from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
+from openrlhf.types import present
 
 FLAGS = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_gb": 2.0}
 
@@ -270,3 +279,24 @@ def test_adapters_are_merged_unless_they_are_to_stay_apart(tmp_path):
     assert engine_options(replace(config, vllm=apart), on_gpu=False).lora is None
     options = engine_options(replace(adapted, vllm=apart), on_gpu=False)
     assert options.lora == adapted.ds.lora and options.keep_cache
+
+
+def test_a_draft_model_is_loaded_even_while_the_policy_has_no_weights():
+    config = PPOConfig(vllm=VllmConfig(speculative="ngram:3"))
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    assert _speculation_of(engine_options(config, on_gpu=False, from_files=True)) == ngram
+    without = _speculation_of(engine_options(config, on_gpu=False))
+    assert without == ngram | {"draft_load_config": {"load_format": "auto"}}
+    assert _speculation_of(engine_options(PPOConfig(), on_gpu=False)) is None
+
+
+def test_what_vllm_refuses_names_the_flag():
+    options = engine_options(PPOConfig(vllm=VllmConfig(speculative="ngrm:3")), on_gpu=False)
+    speculation = present(options.speculation)
+    flag = {"flag": "--vllm.speculative", "value": json.dumps(speculation)}
+    with refused(ErrorCode.UNSUPPORTED, **flag) as refusal, _refusals_of_speculation(options):
+        SpeculativeConfig(**speculation)
+    assert "vLLM refuses it: Input should be " in str(refusal.value)
+    without = engine_options(PPOConfig(), on_gpu=False)
+    with pytest.raises(ValueError, match="other"), _refusals_of_speculation(without):
+        raise ValueError("other")

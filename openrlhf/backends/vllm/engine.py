@@ -5,6 +5,7 @@
 
 import asyncio
 import gc
+import json
 import os
 import time
 import uuid
@@ -23,7 +24,7 @@ from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.sections import LoraConfig
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.hub import model_folder
 from openrlhf.text import image_data
 from openrlhf.types import present
@@ -105,6 +106,34 @@ def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
     }
 
 
+def _speculation_of(options: EngineOptions) -> dict[str, Any] | None:
+    """Returns vLLM's arguments for speculative decoding. A draft model is loaded from its files even if the
+    policy waits for its weights."""
+    if options.speculation is None:
+        return None
+    speculation = dict(options.speculation)
+    if not options.load_weights:
+        speculation.setdefault("draft_load_config", {"load_format": "auto"})
+    return speculation
+
+
+@contextmanager
+def _refusals_of_speculation(options: EngineOptions) -> Iterator[None]:
+    """Converts the ValueError with which vLLM refuses to start to UsageError, if speculative decoding is
+    on."""
+    try:
+        yield
+    except ValueError as error:
+        if options.speculation is None:
+            raise
+        reason = str(error)
+        if (listed := getattr(error, "errors", None)) is not None:  # pydantic's
+            reason = "; ".join(each["msg"].removeprefix("Value error, ") for each in listed())
+        text = f"vLLM refuses it: {first_line(ValueError(reason))}\nChange it, or remove it."
+        value = json.dumps(options.speculation)
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--vllm.speculative", value=value) from error
+
+
 def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_experts: int) -> None:
     """Sets each answer's routing, in a dtype that can represent `types.own_choice` besides all experts.
     `recorded`: answer index -> routing, if vLLM does not return the routing itself."""
@@ -170,45 +199,48 @@ class VLLMEngine:
         kv_cache_gb = options.kv_cache_gb
         if kv_cache_gb is None and not options.on_gpu:
             kv_cache_gb = CPU_KV_CACHE_GB
-        self.llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=model_folder(options.model, weights=options.load_weights),
-                trust_remote_code=False,
-                load_format="auto" if options.load_weights else "dummy",
-                dtype=dtypes[options.dtype],
-                max_model_len=options.max_len,
-                seed=options.seed,
-                tensor_parallel_size=options.tensor_parallel_size,
-                pipeline_parallel_size=options.pipeline_parallel_size,
-                enable_prefix_caching=options.enable_prefix_caching,
-                enable_return_routed_experts=options.returns_routing and not self.records_routing,
-                max_num_seqs=options.max_num_seqs,
-                limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
-                # Otherwise mean and standard deviation of pixels are buffers of the model. No weight sync
-                # sends them, so a model that starts with random weights would keep random values.
-                mm_device_do_normalize=False,
-                # On a CPU there are no graphs to capture, and compiling takes longer than it saves.
-                enforce_eager=options.enforce_eager or not options.on_gpu,
-                # Chunked prefill rewinds the random state of a request, which CPU generators do not support.
-                enable_chunked_prefill=None if options.on_gpu else False,
-                max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
-                enable_sleep_mode=options.enable_sleep and options.on_gpu,
-                gpu_memory_utilization=memory_fraction(options.gpu_memory_utilization, free_fraction),
-                kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
-                disable_log_stats=True,
-                use_tqdm_on_load=False,
-                generation_config="vllm",
-                hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
-                # Log-probs of the sampling distribution: after temperature, top-k and top-p.
-                logprobs_mode="processed_logprobs",
-                max_logprobs=options.max_logprobs,
-                worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
-                weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
-                **_lora_arguments(options.lora),
-            ),
-            # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.
-            usage_context=UsageContext.LLM_CLASS,
+        arguments = AsyncEngineArgs(
+            model=model_folder(options.model, weights=options.load_weights),
+            trust_remote_code=False,
+            load_format="auto" if options.load_weights else "dummy",
+            dtype=dtypes[options.dtype],
+            max_model_len=options.max_len,
+            seed=options.seed,
+            tensor_parallel_size=options.tensor_parallel_size,
+            pipeline_parallel_size=options.pipeline_parallel_size,
+            enable_prefix_caching=options.enable_prefix_caching,
+            enable_return_routed_experts=options.returns_routing and not self.records_routing,
+            max_num_seqs=options.max_num_seqs,
+            limit_mm_per_prompt={"image": options.max_images, "video": 0} if options.max_images else {},
+            # Otherwise mean and standard deviation of pixels are buffers of the model. No weight sync
+            # sends them, so a model that starts with random weights would keep random values.
+            mm_device_do_normalize=False,
+            # On a CPU there are no graphs to capture, and compiling takes longer than it saves.
+            enforce_eager=options.enforce_eager or not options.on_gpu,
+            # Chunked prefill rewinds the random state of a request, which CPU generators do not support.
+            enable_chunked_prefill=None if options.on_gpu else False,
+            max_num_batched_tokens=None if options.on_gpu else max(options.max_len, CPU_BATCHED_TOKENS),
+            enable_sleep_mode=options.enable_sleep and options.on_gpu,
+            gpu_memory_utilization=memory_fraction(options.gpu_memory_utilization, free_fraction),
+            kv_cache_memory_bytes=None if kv_cache_gb is None else int(kv_cache_gb * 2**30),
+            disable_log_stats=True,
+            use_tqdm_on_load=False,
+            generation_config="vllm",
+            hf_overrides={"head_dtype": "float32"} if options.float32_head else {},
+            # Log-probs of the sampling distribution: after temperature, top-k and top-p.
+            logprobs_mode="processed_logprobs",
+            max_logprobs=options.max_logprobs,
+            worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
+            weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
+            speculative_config=_speculation_of(options),
+            **_lora_arguments(options.lora),
         )
+        with _refusals_of_speculation(options):
+            self.llm = AsyncLLM.from_engine_args(
+                arguments,
+                # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.
+                usage_context=UsageContext.LLM_CLASS,
+            )
         self._count_outputs()
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
             await self._bounded(self.llm.collective_rpc("make_stage_buffers"))

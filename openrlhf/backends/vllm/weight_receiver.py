@@ -372,6 +372,8 @@ for _name, _engine in BACKENDS.items():
     WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
 if current_platform.is_cpu():
     from openrlhf.backends.vllm.image_attention import patch_image_attention
+    from openrlhf.backends.vllm.speculation import patch_sampler
 
     _repack_experts_on_reload()
     patch_image_attention()
+    patch_sampler()

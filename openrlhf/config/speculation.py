@@ -1,0 +1,41 @@
+"""Parses `--vllm.speculative`, vLLM's configuration of speculative decoding."""
+
+import json
+from typing import Any
+
+SHORT_FORM = "METHOD:TOKENS, such as ngram:3"
+
+
+def parse_speculation(text: str) -> dict[str, Any]:
+    """Parses vLLM's `speculative_config`: a JSON object, or METHOD:TOKENS. Raises ValueError with the remedy
+    for other texts, and for configurations that do not keep the distribution of samples."""
+    config = _parse_json(text) if text.lstrip().startswith("{") else _parse_short(text)
+    if not config.keys() & {"method", "model"}:
+        raise ValueError(f'names no "method" and no draft "model"; add one, or write {SHORT_FORM}')
+    tokens = config.get("num_speculative_tokens")
+    if tokens is not None and (type(tokens) is not int or tokens < 1):
+        raise ValueError(
+            f'"num_speculative_tokens" is {json.dumps(tokens)}; it must be an integer of at least 1'
+        )
+    if config.get("rejection_sample_method") == "synthetic":
+        raise ValueError(
+            '"rejection_sample_method": "synthetic" accepts tokens at random, so that samples do not follow '
+            "the policy; remove it"
+        )
+    return config
+
+
+def _parse_json(text: str) -> dict[str, Any]:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"is no JSON object ({error}); quote it for the shell, or write {SHORT_FORM}"
+        ) from None
+
+
+def _parse_short(text: str) -> dict[str, Any]:
+    method, colon, tokens = text.partition(":")
+    if not (method and colon and tokens.isdecimal()):
+        raise ValueError(f"is neither a JSON object nor {SHORT_FORM}")
+    return {"method": method, "num_speculative_tokens": int(tokens)}
