@@ -25,6 +25,7 @@ from openrlhf.errors import (
     noting_position,
     short_errors,
 )
+from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
@@ -54,9 +55,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     with short_errors():
         catch_signals()
+        clock = StartClock() if RESTARTS in os.environ else process_clock()
         config = parse(PPO, argv, resolve=resolve, inspect=problems_outside, plan=plan).config
+        clock.add("checks", clock.total)
         try:
-            run(config, argv)
+            run(config, argv, clock)
         except Exception as error:
             restart_after(error, config, argv)
             raise
@@ -81,16 +84,17 @@ def restart_after(error: Exception, config: PPOConfig, argv: Sequence[str]) -> N
     os.execv(sys.executable, [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *argv, *resume])
 
 
-def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
-    """Trains, and writes the policy to `ckpt.output_dir`."""
+def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
+    """Trains, and writes the policy to `ckpt.output_dir`. `clock`: began with the start of the run."""
     from openrlhf.cluster.disks import check_disks
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
     from openrlhf.training.schedule import prompts_of_steps
 
+    clock = clock or StartClock()
     check_places(config)
-    with waiting("starting Ray"):
+    with waiting("starting Ray"), clock.stage("Ray"):
         start_ray()
     catch_signals()  # again: Ray has replaced the handlers
     try:
@@ -98,13 +102,14 @@ def run(config: PPOConfig, argv: Sequence[str] = ()) -> None:
         with naming_logs(), ExitStack() as held:
             places = place(config, layout)
             check_disks(config, places)
-            data = build_data(config)
+            with clock.stage("data"):
+                data = build_data(config)
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, data)
             lock_folders(config, checkpoints, held)
             check_space(config, checkpoints, len(prompts_of_steps(config, len(data.prompts))))
             tag = choose_checkpoint(config, checkpoints)
-            train(config, argv, layout, places, data, checkpoints, tag)
+            train(config, argv, layout, places, data, checkpoints, tag, clock)
     finally:
         stop_ray()
     publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
@@ -118,6 +123,7 @@ def train(
     data: RLData,
     checkpoints: "CheckpointFolder",
     tag: str | None,
+    clock: StartClock,
 ) -> None:
     """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
@@ -131,12 +137,13 @@ def train(
     engines = "1 rollout engine" if config.num_engines == 1 else f"{config.num_engines} rollout engines"
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
-        roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts)
+        roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts, clock)
     try:
         if table := placement_table(roles.processes, places):
             print(table, file=sys.stderr, flush=True)
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
         trainer.observer.message(_memory_of_rows(config, roles))
+        trainer.observer.started(clock)
         watch = roles.watch(config)
         watch.start()
         guard_ended = guard(partial(end_without_head, trainer))

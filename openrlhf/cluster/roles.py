@@ -1,6 +1,7 @@
 """Starts all roles of a run: engines and models."""
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -10,7 +11,7 @@ from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.cluster.engine_memory import free_fraction
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
-from openrlhf.cluster.pending import Gathered
+from openrlhf.cluster.pending import STALL, Gathered
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.pulse import Board
 from openrlhf.cluster.rank_groups import (
@@ -24,6 +25,7 @@ from openrlhf.cluster.rank_groups import (
 from openrlhf.cluster.watch import Watch, say
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
+from openrlhf.observability.startup import StartClock
 from openrlhf.training.schedule import num_updates
 from openrlhf.types import Metrics
 
@@ -107,10 +109,13 @@ def start_roles(
     on_gpu: bool,
     num_prompts: int,
     texts: SampleStore | None,
+    clock: StartClock | None = None,
 ) -> Roles:
     """Creates and loads all engines and models. `places`: bundles of each role, see `placement.place`.
     `num_prompts`: prompts per episode, which determines the length of learning rate schedules. `texts`:
-    pre-training texts of PPO-ptx; None: no texts."""
+    pre-training texts of PPO-ptx; None: no texts. `clock`: gets the seconds until all engines and until all
+    models have loaded."""
+    began = time.monotonic()
     reward = RewardRanks(config, places["reward"]) if "reward" in places else None
     rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
     roles = Roles(rollout=rollout, policy=PolicyRanks(config, places["actor"]), reward=reward)
@@ -129,16 +134,33 @@ def start_roles(
         )
     # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
     engines_come_last = config.engines_colocated and on_gpu
-    starting = [] if engines_come_last else [rollout.start()]
+    engines = [] if engines_come_last else [rollout.start()]
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)
-    starting.append(roles.policy.start(updates, ray.put(texts)))
+    models = [roles.policy.start(updates, ray.put(texts))]
     if roles.critic:
-        starting.append(roles.critic.start(num_updates(config, num_prompts)))
+        models.append(roles.critic.start(num_updates(config, num_prompts)))
     reference = None if isinstance(roles.reference, Unadapted) else roles.reference
-    starting += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
-    for start in starting:
-        start.result()
+    models += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
+    _wait_for({"engines": engines, "models": models}, began, clock)
     if engines_come_last:
-        rollout.start(roles.free_fraction(config.vllm.num_gpus)).result()
+        began = time.monotonic()
+        _wait_for({"engines": [rollout.start(roles.free_fraction(config.vllm.num_gpus))]}, began, clock)
     rollout.sleep_between()
     return roles
+
+
+def _wait_for(starts: Mapping[str, Sequence[Gathered]], began: float, clock: StartClock | None) -> None:
+    """Waits for all starts. `starts`: pending starts by the stage of the clock that they belong to; `began`:
+    time.monotonic() at which their processes were created."""
+    pending = {name: [ref for start in own for ref in start.refs] for name, own in starts.items() if clock}
+    while clock and (refs := [ref for own in pending.values() for ref in own]):
+        done, _ = ray.wait(refs, timeout=STALL)
+        if not done:  # `result` reports who waits for whom
+            break
+        ray.get(done)  # raises at once what made a start fail: other ranks may wait for this one for ever
+        name = next(name for name, own in pending.items() if done[0] in own)
+        pending[name].remove(done[0])
+        if not pending[name]:
+            clock.add(name, time.monotonic() - began)
+    for start in (start for own in starts.values() for start in own):
+        start.result()

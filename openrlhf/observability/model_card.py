@@ -108,7 +108,7 @@ def _metrics_table(run: RunFolder) -> str:
         last |= {
             name: (value, step)
             for name, value in metrics.items()
-            if not name.startswith(("timing/", "memory/"))
+            if not name.startswith(("timing/", "memory/", "start/"))
         }
     rows = [f"| {name} | {value:.4g} | {step} |" for name, (value, step) in sorted(last.items())]
     return "\n".join(["| metric | last value | step |", "|---|---|---|", *rows])

@@ -13,6 +13,7 @@ from openrlhf.observability.journal import Decode, Journal, Trained, response_of
 from openrlhf.observability.progress import Phase, Progress
 from openrlhf.observability.report import few_samples, print_samples, shorten, write_report
 from openrlhf.observability.run_folder import RunFolder, to_json
+from openrlhf.observability.startup import StartClock
 from openrlhf.observability.trackers.base import TrackedRun
 from openrlhf.observability.trackers.load import open_trackers
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
@@ -49,9 +50,16 @@ class Observer:
         self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, report=self.message)
         run = TrackedRun(folder=folder, logger=logger, resume_step=resume_step)
         self.trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
+        self._of_start: Metrics = {}
+        """Metrics of the run's start, until the first row of metrics has them."""
 
     def start(self, total_steps: int, done: int = 0) -> None:
         self.progress.start(total_steps, done=done)
+
+    def started(self, clock: StartClock) -> None:
+        """Prints where the start of the run spent its time, and adds it to the next row of metrics."""
+        self.message(clock.line())
+        self._of_start = clock.metrics()
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
@@ -69,7 +77,8 @@ class Observer:
         for text in self.health.check(metrics):
             self._warn(step, text)
         if step == 0 or is_due(step, self.logger.logging_steps):
-            self.trackers.log(step, metrics)
+            self.trackers.log(step, metrics | self._of_start)
+            self._of_start = {}
 
     def log_rollouts(
         self,

@@ -20,6 +20,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, Stopped, UsageError, catch_signals, noting_position, short_errors
 from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
+from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.training.publish import publish
 from openrlhf.training.start import (
     check_output,
@@ -147,11 +148,14 @@ class Run(Generic[ConfigT]):
     """True if the model computes common prefixes once. Rows are then filled accordingly, unless they have
     images."""
 
-    def __init__(self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack) -> None:
-        """Builds the run, and locks its folders until `held` is closed."""
+    def __init__(
+        self, task: Task[ConfigT], argv: Sequence[str], held: ExitStack, clock: StartClock | None = None
+    ) -> None:
+        """Builds the run, and locks its folders until `held` is closed. `clock`: measures the stages."""
         from openrlhf.observability.progress import waiting
 
-        with waiting("loading libraries, connecting to the other ranks"):
+        self.clock = clock = clock or StartClock()
+        with waiting("loading libraries, connecting to the other ranks"), clock.stage("libraries"):
             from openrlhf.backends.build import build_engine
             from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
             from openrlhf.training.supervised import total_steps
@@ -164,13 +168,14 @@ class Run(Generic[ConfigT]):
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
         seed_everything(config.train.seed, config.train.full_determinism_enable)
-        self.tokenizer = load_tokenizer_of(config)
-        self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
+        with clock.stage("data"):
+            self.tokenizer = load_tokenizer_of(config)
+            self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = total_steps(config.train, len(self.windows))
         self.checkpoints = self._checkpoints()
         self.tag = self._choose_checkpoint(held)
-        with waiting("loading the model", key=config.model.model_name_or_path):
+        with waiting("loading the model", key=config.model.model_name_or_path), clock.stage("model"):
             self.engine = build_engine(
                 self._build_model,
                 backend=config.train.backend,
@@ -279,6 +284,7 @@ class Run(Generic[ConfigT]):
                     f"--train.batch_size {config.train.batch_size}"
                 )
             trainer.observer.message(self._memory_of_rows())
+            trainer.observer.started(self.clock)
         with noting_position(partial(position, trainer)), trainer.stop.deferred(grace_of(config)):
             try:
                 trainer.fit()
@@ -369,7 +375,7 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
         catch_signals()
         stopped = None
         try:
-            run(task_type(config), argv)
+            run(task_type(config), argv, process_clock())
         except Stopped as stop:
             if not stop.is_at_boundary:
                 raise
@@ -381,17 +387,19 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
             raise stopped
 
 
-def run(task: Task, argv: Sequence[str] = ()) -> None:
-    """Trains on every rank and writes the model to `ckpt.output_dir`. The process group stays open."""
+def run(task: Task, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
+    """Trains on every rank and writes the model to `ckpt.output_dir`. The process group stays open. `clock`:
+    began with the start of the run."""
+    clock = clock or StartClock()
     choose_hub(task.config.use_ms)
     from openrlhf.observability.progress import checking
 
     check_places(task.config)
     check_output(task.config, resumes=task.config.ckpt.load_enable)
-    with checking():
+    with checking(), clock.stage("checks"):
         check_files(task)
     with ExitStack() as held:
-        Run(task, argv, held).train()
+        Run(task, argv, held, clock).train()
 
 
 def check_files(task: Task) -> None:

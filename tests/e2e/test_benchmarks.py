@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_every_benchmark_is_here() -> None:
     names = {"agents", "balance", "controller", "gpu", "learning", "parallel", "prefixes", "rl_step"}
-    names |= {"plan", "rollout", "supervised", "weight_sync"}
+    names |= {"plan", "rollout", "start", "supervised", "weight_sync"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
 
@@ -27,6 +27,16 @@ def test_supervised() -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"^SFT: 4 samples, \d+ tokens, 1 rounds$", done.stdout, re.MULTILINE), done.stdout
     assert re.search(r"^bare +\d+ ", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+def test_start() -> None:
+    command = [sys.executable, str(BENCHMARKS / "start.py"), "--runs", "1", "--commands", "sft"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^\| sft \| [\d.]+ \| checks \d+, .* \| driver ", done.stdout, re.MULTILINE), (
+        done.stdout
+    )
 
 
 def test_balance() -> None:

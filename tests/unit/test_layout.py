@@ -45,6 +45,7 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
+from openrlhf.observability.startup import StartClock
 
 COUNTS = st.integers(1, 4)
 
@@ -411,3 +412,22 @@ def test_engines_start_last_where_models_share_their_gpus(
     roles.start_roles(config, {name: name for name in ("actor", "ref", ENGINES)}, on_gpu, 8, None)
     told = [step if step[0] == ENGINES or "started" in step else step[0] for step in Started.log[:-1]]
     assert told == order and Started.log[-1] == "give way"
+
+
+def test_a_start_that_fails_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has failed keeps the others waiting for ever."""
+
+    def get(refs: list[str]) -> None:
+        if "failed" in refs:
+            raise RuntimeError("out of memory")
+
+    clock = StartClock()
+    monkeypatch.setattr(roles.ray, "wait", lambda refs, timeout: ([refs[0]], refs[1:]))
+    monkeypatch.setattr(roles.ray, "get", get)
+    starts = {
+        "engines": [SimpleNamespace(refs=["engine"])],
+        "models": [SimpleNamespace(refs=["failed", "waits"])],
+    }
+    with pytest.raises(RuntimeError, match="out of memory"):
+        roles._wait_for(starts, 0.0, clock)
+    assert clock.stages.keys() == {"engines"}
