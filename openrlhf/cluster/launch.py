@@ -172,6 +172,8 @@ def _start_here() -> None:
     store = None if on_gpu else OBJECT_STORE_BYTES
     _stay_on_loopback()
     start_reaper()
+    # Workers that Ray starts in advance lack the variables of a run's processes: none of them would be used.
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
