@@ -11,7 +11,7 @@ from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.cluster.engine_memory import free_fraction
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
-from openrlhf.cluster.pending import STALL, Gathered
+from openrlhf.cluster.pending import STALL, Gathered, results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.pulse import Board
 from openrlhf.cluster.rank_groups import (
@@ -157,7 +157,7 @@ def _wait_for(starts: Mapping[str, Sequence[Gathered]], began: float, clock: Sta
         done, _ = ray.wait(refs, timeout=STALL)
         if not done:  # `result` reports who waits for whom
             break
-        ray.get(done)  # raises at once what made a start fail: other ranks may wait for this one for ever
+        results(done)  # raises at once what made a start fail: other ranks may wait for this one for ever
         name = next(name for name, own in pending.items() if done[0] in own)
         pending[name].remove(done[0])
         if not pending[name]:

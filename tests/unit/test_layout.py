@@ -417,7 +417,7 @@ def test_engines_start_last_where_models_share_their_gpus(
 def test_a_start_that_fails_ends_the_wait_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that has failed keeps the others waiting for ever."""
 
-    def get(refs: list[str]) -> None:
+    def get(refs: list[str], timeout: float) -> None:
         if "failed" in refs:
             raise RuntimeError("out of memory")
 
