@@ -1,4 +1,5 @@
 import itertools
+import os
 import pickle
 import threading
 import time
@@ -16,11 +17,18 @@ from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
 from openrlhf.backends.weight_sync import checksum as checksums
 from openrlhf.backends.weight_sync import gloo
-from openrlhf.backends.weight_sync.buckets import ALIGNMENT, Bucket, TensorMeta, plan_buckets
+from openrlhf.backends.weight_sync.buckets import (
+    ALIGNMENT,
+    Bucket,
+    TensorMeta,
+    max_bucket_bytes,
+    plan_buckets,
+)
 from openrlhf.backends.weight_sync.checksum import CPU_CHUNK_ROWS, PLACES, Checksum
 from openrlhf.backends.weight_sync.client import EnginesFailedError
-from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
+from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
+from openrlhf.backends.weight_sync.shared_memory import SharedMemory, open_memory
 from openrlhf.errors import ErrorCode
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
@@ -180,6 +188,10 @@ class Weights:
         return [(name, t.dtype, tuple(t.shape)) for name, t in self.parts[part].items()]
 
 
+UNSEEN = ["/proc/0/fd/0", "openrlhf-0"]
+"""The address of memory of another machine."""
+
+
 class Receivers:
     """Inference engines in threads, and their control plane. They speak the protocol of vLLM's workers."""
 
@@ -189,7 +201,9 @@ class Receivers:
     def __init__(self, count: int, workers: int = 1) -> None:
         self.num_engines, self.workers_per_engine = count, workers
         self.calls: list[str] = []
-        self.groups: dict[int, object] = {}
+        self.connections: dict[int, Connection] = {}
+        self.apart: set[int] = set()
+        """Workers that cannot see the trainer's memory."""
         self.failures: dict[int, str] = {}
         self.dead: set[int] = set()
         self.loaded: list[dict[str, Tensor]] = [{} for _ in range(count * workers)]
@@ -203,7 +217,9 @@ class Receivers:
 
         def join(worker: int) -> None:
             name = str(info["rank_offset"] + worker // size * size)
-            self.groups[worker] = gloo_group(*meeting, name, 1 + worker % size, 1 + size)
+            place = {"name": name, "rank": 1 + worker % size, "world_size": 1 + size}
+            memory = UNSEEN if worker in self.apart else info["memory"]
+            self.connections[worker] = Connection(*meeting, **place, memory=memory)
 
         self._all(join)
 
@@ -222,7 +238,8 @@ class Receivers:
                     for meta, view in bucket.views(buffer):
                         self.loaded[worker][meta.name] = self.damage(engine, meta.name, view)
             except RuntimeError as error:
-                self.groups.pop(worker, None)
+                if worker in self.connections:
+                    self.connections.pop(worker).close()
                 self.failures[engine] = str(error)
 
         self._all(receive)
@@ -233,10 +250,7 @@ class Receivers:
         if "data" in update:
             yield Bucket(tuple(metas)), torch.frombuffer(bytearray(update["data"]), dtype=torch.uint8)
             return
-        for bucket in plan_buckets(metas, update["bucket_bytes"]):
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            broadcast(self.groups[worker], buffer).wait()
-            yield bucket, buffer
+        yield from self.connections[worker].received(plan_buckets(metas, update["bucket_bytes"]))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.calls.append(f"finish {self.version}")
@@ -260,11 +274,14 @@ class Receivers:
 def sender_of(
     weights: Weights, receivers: Receivers, rank: int = 0, backend: str = "gloo", **options
 ) -> WeightSender:
+    """`backend`: "tcp" is gloo between machines that share no memory."""
     meeting = {"address": "127.0.0.1", "port": free_port(), "rank": rank}
+    if backend == "tcp":
+        backend, receivers.apart = "gloo", {*range(len(receivers.loaded))}
     return WeightSender(weights, receivers, backend=backend, **meeting, **options)
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["gloo", "ray"])
+BACKENDS = pytest.mark.parametrize("backend", ["gloo", "tcp", "ray"])
 
 
 @BACKENDS
@@ -352,9 +369,70 @@ def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expecte
     weights = Weights({str(i): torch.zeros(1 << 18) for i in range(100)})  # 1 MiB each
     receivers = Receivers(1)
     sender = sender_of(weights, receivers, bucket_bytes=asked)
-    with patch.object(gloo, "broadcast", wraps=gloo.broadcast) as broadcasts:
+    with patch.object(gloo.GlooTransfer, "_send", autospec=True, side_effect=gloo.GlooTransfer._send) as sent:
         sender.send(1)
-    assert broadcasts.call_count == expected and len(receivers.loaded[0]) == 100
+    assert sent.call_count == expected and len(receivers.loaded[0]) == 100
+
+
+def test_engines_on_other_machines_receive_beside_those_that_share_memory():
+    """Of an engine with two workers, one of which cannot see the memory, both receive over TCP."""
+    weights = Weights({name: torch.randn(1 << 18) for name in "abcd"})  # 1 MiB each
+    receivers = Receivers(3, workers=2)
+    receivers.apart = {2, 3, 5}
+    sender = sender_of(weights, receivers, bucket_bytes=1 << 20)
+    assert {i for i, c in receivers.connections.items() if c.memory is not None} == {0, 1}
+    for version in (1, 2):
+        weights.tensors["c"] += version
+        sender.send(version)
+        for loaded in receivers.loaded:
+            assert all(torch.equal(loaded[name], t) for name, t in weights.tensors.items())
+
+
+def test_shared_buffers_are_not_filled_before_they_were_read(monkeypatch):
+    weights = Weights({str(i): torch.full((1 << 10,), float(i)) for i in range(12)})
+    receivers = Receivers(2)
+    sender = sender_of(weights, receivers, bucket_bytes=1 << 12)
+    clone = Tensor.clone
+
+    def slow(tensor: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return clone(tensor)
+
+    monkeypatch.setattr(Tensor, "clone", slow)
+    sender.send(1)  # compares checksums
+
+
+def test_shared_memory_can_be_opened_until_it_is_closed():
+    """What is open stays open. No file system has the memory's name, which could remain after a crash."""
+    memory = SharedMemory(1 << 20)
+    same, address = open_memory(memory.address), memory.address
+    memory.tensor[7] = 5
+    assert same[7] == 5 and len(same) == 1 << 20
+    assert "(deleted)" in os.readlink(address[0])
+    memory.close()
+    memory.tensor[8] = 6
+    assert same[8] == 6
+    with pytest.raises(OSError):
+        open_memory(address)
+
+
+def test_shared_memory_is_not_mistaken_for_another_file(tmp_path):
+    (tmp_path / "a").write_bytes(b"a" * 100)
+    with pytest.raises(FileNotFoundError):
+        open_memory([str(tmp_path / "a"), "openrlhf-0"])
+
+
+@pytest.mark.parametrize(("sizes", "capacity", "expected"), [((64, 64), 1000, 128), ((64, 300), 100, 320)])
+def test_size_of_a_shared_buffer(sizes, capacity, expected):
+    tensors = [TensorMeta(str(i), "uint8", (size,)) for i, size in enumerate(sizes)]
+    assert max_bucket_bytes(tensors, capacity) == expected
+    assert max_bucket_bytes([], capacity) == 0
+
+
+@given(METAS, st.integers(1, 2000))
+def test_no_bucket_exceeds_a_shared_buffer(tensors, capacity):
+    size = max_bucket_bytes(tensors, capacity)
+    assert all(b.num_bytes <= size for b in plan_buckets(tensors[1:], capacity))
 
 
 def test_connections_to_many_engines_share_threads():

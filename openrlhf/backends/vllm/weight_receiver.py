@@ -7,7 +7,7 @@ checksum of the loaded weights.
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from vllm.distributed.weight_transfer.base import (
@@ -38,7 +37,7 @@ from openrlhf.backends.vllm import lifeline
 from openrlhf.backends.vllm.routing import RoutingRecorder
 from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
-from openrlhf.backends.weight_sync.gloo import broadcast, gloo_group
+from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
 from openrlhf.backends.weight_sync.stored_weights import Sketch, random_input
 from openrlhf.faults import fault
@@ -164,6 +163,8 @@ class GlooInitInfo(WeightTransferInitInfo):
     rank_offset: int
     """Rank of the engine's first worker among the workers of all engines. It is also the name of the engine's
     group."""
+    memory: list
+    """Address of the trainer's buffers, see `SharedMemory`."""
 
 
 @dataclass
@@ -224,39 +225,33 @@ class RayReceiver(Reloading, WeightTransferEngine[RayInitInfo, RayUpdateInfo]):
 
 
 class GlooReceiver(Reloading, WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives buckets over a private gloo group, for workers on a CPU."""
+    """Receives buckets over a private connection, for workers on a CPU."""
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        parallel, name = self.parallel_config, str(init_info.rank_offset)
-        meeting = init_info.master_address, init_info.master_port
-        self.group = gloo_group(*meeting, name, 1 + parallel.rank, 1 + parallel.world_size)
+        parallel = self.parallel_config
+        self.connection = Connection(
+            init_info.master_address,
+            init_info.master_port,
+            name=str(init_info.rank_offset),
+            rank=1 + parallel.rank,
+            world_size=1 + parallel.world_size,
+            memory=init_info.memory,
+        )
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        tensors = metas_of(update_info.tensors)
+        buckets = plan_buckets(metas_of(update_info.tensors), update_info.bucket_bytes)
         try:
-            for bucket, buffer in self._received(plan_buckets(tensors, update_info.bucket_bytes)):
+            for bucket, buffer in self.connection.received(buckets):
                 self.model.load_weights([(meta.name, view) for meta, view in bucket.views(buffer)])
         except BaseException:
-            self.group = None  # closes the connection, so that the sender does not wait
+            self.connection.close()
             raise
 
-    def _received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yields (bucket, buffer). While one bucket is loaded, the next is received."""
-        assert self.group is not None  # init_transfer_engine comes first
-        in_flight: list[tuple[Bucket, Tensor, dist.Work]] = []
-        for bucket in buckets:
-            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
-            in_flight.append((bucket, buffer, broadcast(self.group, buffer)))
-            if len(in_flight) == 2:
-                yield _arrived(*in_flight.pop(0))
-        for last in in_flight:
-            yield _arrived(*last)
-
     def shutdown(self) -> None:
-        self.group = None
+        pass
 
 
 class CheckedGloo(CheckedLoading, GlooReceiver):
@@ -275,11 +270,6 @@ class CheckedIPC(CheckedLoading, IPCWeightTransferEngine):
     def finish_weight_update(self) -> None:
         super().finish_weight_update()
         self._packed_importer.close()  # with adapters, too: unmaps the trainer's buffer
-
-
-def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
-    work.wait()  # bounded: timeout of the group
-    return bucket, buffer
 
 
 def _tied_heads(model: nn.Module) -> list[ParallelLMHead]:

@@ -58,6 +58,13 @@ def plan_buckets(tensors: list[TensorMeta], capacity: int) -> list[Bucket]:
     return [Bucket(tuple(b)) for b in buckets if b]
 
 
+def max_bucket_bytes(tensors: list[TensorMeta], capacity: int) -> int:
+    """Returns an upper bound of the size of the buckets in which `plan_buckets` puts the tensors, or some of
+    them."""
+    sizes = [_aligned(t.num_bytes) for t in tensors]
+    return max([*sizes, min(sum(sizes), _aligned(capacity))])
+
+
 def as_json(tensors: Iterable[TensorMeta]) -> list[list]:
     return [[t.name, t.dtype, list(t.shape)] for t in tensors]
 

@@ -1,18 +1,22 @@
-"""Weight transfer over TCP: buckets are broadcast with gloo in private process groups."""
+"""Weight transfer on CPUs. Engines on the trainer's machine read buckets from memory that they share with it.
+To other engines buckets are broadcast over TCP. Trainer and engines meet in private gloo process groups."""
 
 import datetime
 import socket
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from openrlhf.backends.weight_sync.buckets import as_json
+from openrlhf.backends.weight_sync.buckets import Bucket, as_json, max_bucket_bytes
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
-from openrlhf.backends.weight_sync.source import WeightSource, filled_buckets
+from openrlhf.backends.weight_sync.shared_memory import SharedMemory, open_memory
+from openrlhf.backends.weight_sync.source import WeightSource, buffers, filled_buckets
 
 SENDING_THREADS = 8
 """Maximum number of threads with which rank 0 sends. Connections to engines share them."""
@@ -20,8 +24,8 @@ TIMEOUT = datetime.timedelta(seconds=300)
 
 
 class GlooTransfer:
-    """Broadcasts buckets over one private process group per engine, so that no engine waits for another one
-    that has failed."""
+    """Sends buckets over one private process group per engine, so that no engine waits for another one that
+    has failed."""
 
     def __init__(
         self,
@@ -29,10 +33,13 @@ class GlooTransfer:
         client: EngineClient,
         groups: Mapping[int, dist.ProcessGroup],
         bucket_bytes: int,
+        memory: Tensor | None = None,
+        sharing: Set[int] = frozenset(),
     ) -> None:
-        """`groups`: engine index -> process group; empty on ranks other than 0."""
+        """`groups`: engine index -> process group; empty on ranks other than 0. `memory`: two buffers,
+        (2, bytes) uint8, which the engines `sharing` have mapped."""
         self.source, self.client, self.groups = source, client, dict(groups)
-        self.bucket_bytes = bucket_bytes
+        self.bucket_bytes, self.memory, self.sharing = bucket_bytes, memory, sharing
         self.in_flight: dict[int, dist.Work] = {}
 
     def send_weights(self) -> None:
@@ -45,34 +52,103 @@ class GlooTransfer:
         with ThreadPoolExecutor(1) as thread:
             update = {"tensors": as_json(self.source.tensors), "bucket_bytes": self.bucket_bytes}
             received = thread.submit(self.client.update_weights, update)
-            for _, buffer in filled_buckets(self.source, self.bucket_bytes):
-                self._wait_for_receivers()
-                self.in_flight = {i: broadcast(group, buffer) for i, group in self.groups.items()}
-            self._wait_for_receivers()
+            for _, buffer in filled_buckets(self.source, self.bucket_bytes, self.memory):
+                self._wait_for_receivers(self.in_flight)
+                self.in_flight = {i: self._send(i, buffer) for i in self.groups}
+                self._wait_for_receivers(self.sharing)  # they have read the buffer that is filled next
+            self._wait_for_receivers(self.in_flight)
             received.result()  # bounded: the engines' `timeout`
         self.client.finish_weight_update()
 
-    def _wait_for_receivers(self) -> None:
-        """Waits until the engines have received the last bucket. Drops the group of an engine whose
+    def _send(self, engine: int, buffer: Tensor) -> dist.Work:
+        """Starts sending a bucket. If the engine shares memory, it only meets the trainer, which shows both
+        that the bucket is complete and that the engine has read the bucket before it."""
+        group = self.groups[engine]
+        return group.barrier() if engine in self.sharing else broadcast(group, buffer)
+
+    def _wait_for_receivers(self, engines: Iterable[int]) -> None:
+        """Waits for the last bucket's transfers to the engines. Drops the group of an engine whose
         connection broke, because it died or failed."""
-        for i, work in self.in_flight.items():
+        for i in self.in_flight.keys() & set(engines):
             try:
-                work.wait()  # bounded: timeout of the group
+                self.in_flight.pop(i).wait()
             except RuntimeError as error:
                 self._drop([i])
                 print(f"weight sync: the connection to inference engine {i} broke: {error}", file=sys.stderr)
-        self.in_flight = {}
 
     def _drop(self, engines: Iterable[int]) -> None:
         for i in engines:
             self.groups.pop(i, None)
 
 
-def gloo_group(address: str, port: int, name: str, rank: int, world_size: int) -> dist.ProcessGroup:
-    """Creates a private process group. All groups of a trainer use the store of its rank 0, under different
-    `name`s."""
-    store = _store(address, port, is_master=False)
-    return _gloo_group(store, name, rank, world_size, _gloo_device(store))
+class Connection:
+    """The connection of an engine's worker to the trainer's rank 0."""
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        *,
+        name: str,
+        rank: int,
+        world_size: int,
+        memory: list[str],
+    ) -> None:
+        """`name`: name of the process group in the store of rank 0, which all groups use; `rank`: of the
+        worker in it, from 1. `memory`: address of the trainer's buffers, see `SharedMemory`."""
+        store = _store(address, port, is_master=False)
+        found = _opened(memory, store)
+        self.group = _gloo_group(store, name, rank, world_size, _gloo_device(store))
+        self.memory = found if _all_have(self.group, found is not None) else None
+
+    def received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
+        """Yields (bucket, buffer). The buffer is the caller's. While it loads one bucket, the next is on its
+        way."""
+        return self._broadcast(buckets) if self.memory is None else self._shared(buckets, self.memory)
+
+    def close(self) -> None:
+        """Ends the connection, so that the trainer does not wait for this worker."""
+        del self.group
+
+    def _shared(self, buckets: Sequence[Bucket], memory: Tensor) -> Iterator[tuple[Bucket, Tensor]]:
+        for bucket, buffer in zip(buckets, buffers(memory.view(2, -1), buckets), strict=True):
+            self.group.barrier().wait()  # bounded: timeout of the group
+            yield bucket, buffer.clone()
+
+    def _broadcast(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
+        in_flight: list[tuple[Bucket, Tensor, dist.Work]] = []
+        for bucket in buckets:
+            buffer = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            in_flight.append((bucket, buffer, broadcast(self.group, buffer)))
+            if len(in_flight) == 2:
+                yield _arrived(*in_flight.pop(0))
+        for last in in_flight:
+            yield _arrived(*last)
+
+
+def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, Tensor]:
+    work.wait()  # bounded: timeout of the group
+    return bucket, buffer
+
+
+def _opened(memory: list[str], store: dist.TCPStore) -> Tensor | None:
+    """Maps the trainer's memory. Returns None if that is impossible, and says why if the trainer has the same
+    network address."""
+    try:
+        return open_memory(memory)
+    except OSError as error:
+        if _address_towards(store.host, store.port) == store.host:
+            print(f"weight sync: weights come over TCP, not through memory: {error}", file=sys.stderr)
+        return None
+
+
+def _all_have(group: dist.ProcessGroup, mine: bool) -> bool:
+    """Returns True if the answer of all members of the group is True. Collective."""
+    answer = torch.tensor([mine], dtype=torch.uint8)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MIN
+    group.allreduce([answer], options).wait()  # bounded: timeout of the group
+    return bool(answer)
 
 
 def broadcast(group: dist.ProcessGroup, tensor: Tensor) -> dist.Work:
@@ -114,16 +190,19 @@ def open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
     if meeting.rank != 0:
         return GlooTransfer(source, client, {}, meeting.bucket_bytes)
     store = _store(meeting.address, meeting.port, is_master=True)
+    size = client.workers_per_engine
     info = {"master_address": meeting.address, "master_port": meeting.port, "rank_offset": 1}
+    buffers_bytes = 2 * max_bucket_bytes(source.tensors, meeting.bucket_bytes)
     client.ends_with_first = True
-    with ThreadPoolExecutor(1) as thread:  # the engines block until rank 0 joins
-        joined = thread.submit(client.init_weight_transfer_engine, info)
-        size = client.workers_per_engine
+    # The engines block until rank 0 joins.
+    with closing(SharedMemory(buffers_bytes)) as memory, ThreadPoolExecutor(1) as thread:
+        joined = thread.submit(client.init_weight_transfer_engine, info | {"memory": memory.address})
         devices = [_gloo_device(store) for _ in range(min(client.num_engines, SENDING_THREADS))]
         groups = {
             i: _gloo_group(store, str(1 + i * size), 0, 1 + size, devices[i % len(devices)])
             for i in range(client.num_engines)
         }
-        joined.result()  # bounded: the engines' `timeout`
+        sharing = {i for i, group in groups.items() if _all_have(group, True)}
+        joined.result()
     client.ends_with_first = False
-    return GlooTransfer(source, client, groups, meeting.bucket_bytes)
+    return GlooTransfer(source, client, groups, meeting.bucket_bytes, memory.tensor.view(2, -1), sharing)

@@ -5,9 +5,10 @@
     client.finish_weight_update(v)   engines hold version v, drop their caches and resume
     check                            engines must have loaded exactly what was sent
 
-The transport `gloo` broadcasts over TCP, and `ray` passes buckets to the control plane. `nccl` and `ipc` are
-vLLM's own, and import vLLM. With `nccl` all engines are in one process group, so the failure of one breaks
-it. With the others the remaining engines finish their update before EnginesFailedError is raised.
+The transport `gloo` shares memory with engines on its machine and broadcasts to others over TCP. `ray` passes
+buckets to the control plane. `nccl` and `ipc` are vLLM's own, and import vLLM. With `nccl` all engines are in
+one process group, so the failure of one breaks it. With the others the remaining engines finish their update
+before EnginesFailedError is raised.
 """
 
 from collections.abc import Mapping, Sequence

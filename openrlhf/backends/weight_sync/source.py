@@ -62,11 +62,17 @@ class WeightSource:
         return self._metadata[part]
 
 
-def filled_buckets(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket, Tensor]]:
+def filled_buckets(
+    source: WeightSource, capacity: int, memory: Tensor | None = None
+) -> Iterator[tuple[Bucket, Tensor]]:
     """Yields all weights of `source` as (bucket, buffer). There are two buffers, so a buffer is overwritten
-    by the second bucket after it."""
+    by the second bucket after it.
+
+    `memory`: the two buffers, (2, bytes) uint8; None: new memory."""
     stream, buckets = iter(source), plan_buckets(source.tensors, capacity)
-    for bucket, buffer in zip(buckets, _two_buffers(buckets), strict=True):
+    if memory is None:
+        memory = torch.empty(2, max((b.num_bytes for b in buckets), default=0), dtype=torch.uint8)
+    for bucket, buffer in zip(buckets, buffers(memory, buckets), strict=True):
         for meta, view in bucket.views(buffer):
             name, tensor = next(stream)
             assert name == meta.name, (name, meta.name)
@@ -76,8 +82,10 @@ def filled_buckets(source: WeightSource, capacity: int) -> Iterator[tuple[Bucket
         raise AssertionError("more weights than the metadata announced")
 
 
-def _two_buffers(buckets: Sequence[Bucket]) -> Iterator[Tensor]:
-    """Yields a buffer for each bucket, from two that alternate: one is filled while the other is sent."""
-    size = max((bucket.num_bytes for bucket in buckets), default=0)
-    memory = cycle(torch.empty(2, size, dtype=torch.uint8))
-    return (buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, memory, strict=False))
+def buffers(memory: Tensor, buckets: Sequence[Bucket]) -> Iterator[Tensor]:
+    """Yields a buffer for each bucket, from two that alternate: one is filled while the other is sent.
+
+    `memory`: the two buffers, (2, bytes) uint8."""
+    return (
+        buffer[: bucket.num_bytes] for bucket, buffer in zip(buckets, cycle(memory.unbind()), strict=False)
+    )
