@@ -375,7 +375,7 @@ def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expecte
 
 
 def test_engines_on_other_machines_receive_beside_those_that_share_memory():
-    """Of an engine with two workers, one of which cannot see the memory, both receive over TCP."""
+    """Both workers of an engine receive over TCP if one of them cannot see the memory."""
     weights = Weights({name: torch.randn(1 << 18) for name in "abcd"})  # 1 MiB each
     receivers = Receivers(3, workers=2)
     receivers.apart = {2, 3, 5}
@@ -403,7 +403,7 @@ def test_shared_buffers_are_not_filled_before_they_were_read(monkeypatch):
 
 
 def test_shared_memory_can_be_opened_until_it_is_closed():
-    """What is open stays open. No file system has the memory's name, which could remain after a crash."""
+    """Open memory stays open. It has no name in a file system, which could remain after a crash."""
     memory = SharedMemory(1 << 20)
     same, address = open_memory(memory.address), memory.address
     memory.tensor[7] = 5

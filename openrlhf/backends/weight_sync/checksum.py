@@ -38,9 +38,7 @@ class Checksum:
     def add(self, name: str, tensor: Tensor) -> None:
         by_place = torch.zeros(2, PLACES, dtype=torch.int64, device=tensor.device)
         for rows in _rows_of_words(tensor.detach().contiguous().view(-1).view(torch.uint8)):
-            words: Any = (
-                rows.numpy() if rows.device.type == "cpu" else rows
-            )  # NumPy is faster than torch
+            words: Any = rows.numpy() if rows.device.type == "cpu" else rows  # NumPy is faster than torch
             by_place[0] += torch.as_tensor(words.sum(0))
             by_place[1] += torch.as_tensor((words >> 32).sum(0))
         places = torch.arange(1, 2 * PLACES + 1, device=tensor.device).view(2, PLACES)
