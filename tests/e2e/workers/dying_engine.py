@@ -74,7 +74,7 @@ def main(spec: dict) -> None:
     seconds = time.monotonic() - started
     survivor = engines[1 - spec["dies"]]
     probe = probe_of(AutoTokenizer.from_pretrained(spec["model"]), 128)
-    log_probs = ray.get(survivor.log_probs.remote(probe))
+    log_probs = ray.get(survivor.probe.remote(probe)).log_probs
     found = {
         "told": told,
         "seconds": seconds,
