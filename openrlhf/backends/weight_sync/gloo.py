@@ -71,7 +71,7 @@ class GlooTransfer:
         connection broke, because it died or failed."""
         for i in self.in_flight.keys() & set(engines):
             try:
-                self.in_flight.pop(i).wait()
+                self.in_flight.pop(i).wait()  # bounded: timeout of the group
             except RuntimeError as error:
                 self._drop([i])
                 print(f"weight sync: the connection to inference engine {i} broke: {error}", file=sys.stderr)
@@ -203,6 +203,6 @@ def open_gloo(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
             for i in range(client.num_engines)
         }
         sharing = {i for i, group in groups.items() if _all_have(group, True)}
-        joined.result()
+        joined.result()  # bounded: the engines' `timeout`
     client.ends_with_first = False
     return GlooTransfer(source, client, groups, meeting.bucket_bytes, memory.tensor.view(2, -1), sharing)
