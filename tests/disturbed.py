@@ -149,7 +149,8 @@ class Started:
             for process in self.family.values():
                 with suppress(psutil.NoSuchProcess):
                     process.send_signal(number)
-        psutil.wait_procs(self.family.values(), timeout=20)
+        others = [process for pid, process in self.family.items() if pid != self.pid]
+        psutil.wait_procs(others, timeout=20)  # it would take the exit code of the first process
         while self.poll() is None:
             time.sleep(0.01)
 
