@@ -63,6 +63,15 @@ def main() -> None:
     options = _options()
     mutants = _chosen(load(), options)
     start = time.monotonic()
+    if options.runs is not None:
+        from mutants.runs import (
+            RUNS,
+            summary,
+            try_in_runs,
+        )  # imports the package, which tests import in forks
+
+        print(summary(try_in_runs(mutants, options.runs or list(RUNS))))
+        return
     _preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         pool = ProcessPoolExecutor(options.jobs, mp_context=FORK, initializer=_copy, initargs=(folder,))
@@ -85,6 +94,13 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Runs the tests against silent bugs that they must catch.")
     parser.add_argument("--only", nargs="+", metavar="ID", help="only the mutants with these ids")
     parser.add_argument("--class", dest="group", help="only the mutants whose class contains this text")
+    parser.add_argument("--reported", action="store_true", help="the mutants that other frameworks reported")
+    parser.add_argument(
+        "--runs",
+        nargs="*",
+        metavar="RUN",
+        help="tries them in whole runs, without tests: sft, rl, async, lora",
+    )
     parser.add_argument("--sample", type=int, metavar="N", help="a random choice of N mutants")
     parser.add_argument("--seed", default="", help="text that determines the sample, such as a commit's hash")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
@@ -99,6 +115,8 @@ def _chosen(mutants: list[Mutant], options: argparse.Namespace) -> list[Mutant]:
         mutants = [mutant for mutant in mutants if mutant.id in options.only]
     if options.group:
         mutants = [mutant for mutant in mutants if options.group in mutant.group]
+    if options.reported:
+        mutants = [mutant for mutant in mutants if mutant.threads]
     if options.sample and options.sample < len(mutants):
         mutants = random.Random(options.seed).sample(mutants, options.sample)
     return mutants or sys.exit("error: no mutant matches --only and --class")

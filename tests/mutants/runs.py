@@ -1,0 +1,209 @@
+"""Mutants in whole runs, without tests: which of them stop a run, or make it warn by name?
+
+    python -m mutants.run --runs [sft rl async lora] [--reported] [--only ID ...] [--sample 12 --seed COMMIT]
+
+A mutant is put into a copy of the package, which trains a tiny model: supervised, and by RL in step with
+sampling, ahead of sampling, and with adapters. The first of these runs that stops or warns of something that
+the unchanged package does not warn of catches the mutant. A mutant whose function no run executes is not
+counted.
+"""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+
+from mutants.catalogue import ROOT, Mutant, mutated
+
+from openrlhf.config.commands import PPO, SFT
+from openrlhf.tasks.prepare import TaskFiles, prepare
+
+LIMIT = 900.0
+"""Seconds after which a run counts as stopped."""
+SIZES = {"num_pretrain": 200, "num_sft": 200, "num_prompts": 64, "num_eval": 16}
+"""Rows of the files of word problems."""
+CODE = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\]$", re.MULTILINE)
+"""Code of an error, behind its first line."""
+SFT_FLAGS = (
+    "--data.output_key output --data.apply_chat_template --data.max_len 256 --data.max_samples 80 "
+    "--train.batch_size 8 --train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-3"
+)
+RL_FLAGS = (
+    "--data.apply_chat_template --data.label_key label --data.max_len 96 --rollout.max_new_tokens 12 "
+    "--rollout.batch_size 8 --rollout.n_samples_per_prompt 4 --rollout.temperature 0.9 "
+    "--train.batch_size 16 --train.micro_batch_size 4 --train.max_epochs 2 --train.max_steps 3 "
+    "--algo.advantage.estimator group_norm --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 "
+    "--actor.num_gpus_per_node 1 --train.colocate_all --rollout.engine transformers"
+)
+COMMON = "--ds.param_dtype fp32 --train.backend torch"
+RUNS = {
+    "sft": SFT_FLAGS,
+    "rl": RL_FLAGS,
+    "async": f"{RL_FLAGS} --train.async_enable --algo.advantage.is_correction_enable",
+    "lora": f"{RL_FLAGS} --ds.lora.rank 4 --ds.lora.alpha 8",
+}
+RECORDER = """
+import os
+import sys
+import threading
+
+file = os.environ.get("EXECUTED_FUNCTIONS")
+seen, package = {}, os.path.dirname(os.path.abspath(__file__)) + "/openrlhf/"
+
+
+def note(frame, event, argument):
+    code = frame.f_code
+    if id(code) not in seen:
+        seen[id(code)] = code
+        if code.co_filename.startswith(package):
+            with open(file, "a") as log:
+                log.write(code.co_filename.removeprefix(package) + ":" + code.co_qualname + "\\n")
+
+
+if file:
+    sys.setprofile(note)
+    threading.setprofile(note)
+"""
+"""The file sitecustomize.py, with which each process of a run writes the functions that it executes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Outcome of a mutant in the runs."""
+
+    mutant: Mutant
+    outcome: str
+    """`stopped`, `warned`, `crashed` (an error without a code), `SURVIVED`, or `not executed` by any run."""
+    by: str = ""
+    """The run, and the code of its error or the metric of its warning."""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a run ended."""
+
+    stopped: str
+    """Code of the error; `crash` for an error without one, "" for a run that ended as it should."""
+    warnings: frozenset[str]
+    """Metrics of its warnings."""
+
+
+class Trial:
+    """A copy of the package, and the files with which it trains."""
+
+    def __init__(self, folder: Path, names: Sequence[str]) -> None:
+        """`names`: the runs to try."""
+        self.folder, self.names = folder, names
+        shutil.copytree(ROOT / "openrlhf", folder / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
+        (folder / "sitecustomize.py").write_text(RECORDER)
+        shutil.copy2(ROOT / "tests" / "e2e" / "digits_reward.py", folder / "reward.py")
+        self.files: TaskFiles = prepare(folder / "task", seed=0, **SIZES)
+
+    @cache  # noqa: B019  one object in a process
+    def usual(self, name: str) -> tuple[frozenset[str], list[str]]:
+        """Returns the warnings of a run of the unchanged package, and the functions that it executes. Raises
+        RuntimeError if it stops."""
+        functions = self.folder / f"{name}.functions"
+        ended = self.run(name, {"EXECUTED_FUNCTIONS": str(functions)})
+        if ended.stopped:
+            log = (self.folder / f"{name}.log").read_text()[-3000:]
+            raise RuntimeError(f"{name} of the unchanged package stopped with {ended.stopped}:\n{log}")
+        executed = {line.replace("<locals>.", "") for line in functions.read_text().splitlines()}
+        return ended.warnings, sorted(executed)
+
+    def executes(self, name: str, mutant: Mutant) -> bool:
+        """Returns whether a run executes the mutant's function, or one of its class or module."""
+        place = f"{mutant.path.removeprefix('openrlhf/')}:{mutant.function}".removesuffix(":")
+        return any(
+            function == place or (function.startswith(place) and function[len(place)] in ".:")
+            for function in self.usual(name)[1]
+        )
+
+    def verdict(self, mutant: Mutant) -> Verdict:
+        names = [name for name in self.names if self.executes(name, mutant)]
+        file, start = self.folder / mutant.path, time.monotonic()
+        original = file.read_text()
+        file.write_text(mutated(mutant, self.folder))
+        try:
+            for name in names:
+                ended = self.run(name)
+                outcome = "crashed" if ended.stopped == "crash" else "stopped" if ended.stopped else "warned"
+                if by := ended.stopped or ", ".join(sorted(ended.warnings - self.usual(name)[0])):
+                    seconds = time.monotonic() - start
+                    return Verdict(mutant=mutant, outcome=outcome, by=f"{name}: {by}", seconds=seconds)
+        finally:
+            file.write_text(original)
+        outcome = "SURVIVED" if names else "not executed"
+        return Verdict(mutant=mutant, outcome=outcome, seconds=time.monotonic() - start)
+
+    def run(self, name: str, variables: Mapping[str, str] = MappingProxyType({})) -> Ended:
+        """Trains with the package as it is now. `variables`: environment variables of the run."""
+        out = self.folder / name
+        shutil.rmtree(out, ignore_errors=True)
+        environment = os.environ | variables | {"PYTHONPATH": str(self.folder), "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"OMP_NUM_THREADS": "1", "OPENRLHF_CACHE": str(out / "cache")}
+        with open(f"{out}.log", "w") as log:
+            try:
+                code = subprocess.run(
+                    self.command(name, out), cwd=self.folder, env=environment, stdout=log, stderr=log,
+                    stdin=subprocess.DEVNULL, timeout=LIMIT,
+                ).returncode  # fmt: skip
+            except subprocess.TimeoutExpired:
+                code = 1
+        codes = CODE.findall(Path(log.name).read_text(errors="replace"))
+        health = out / "run" / "health.jsonl"
+        texts = (
+            [json.loads(line)["text"] for line in health.read_text().splitlines()] if health.exists() else []
+        )
+        return Ended(
+            stopped=(codes[-1] if codes else "crash") if code else "",
+            warnings=frozenset(text.split()[0] for text in texts),
+        )
+
+    def command(self, name: str, out: Path) -> list[str]:
+        files, places = self.files, f"--logger.run_dir {out / 'run'} --ckpt.output_dir {out / 'model'}"
+        if name == "sft":
+            command = SFT
+            inputs = f"--model.model_name_or_path {files.model} --data.dataset {files.sft} "
+            inputs += f"--eval.dataset {files.sft} --eval.max_samples 16"
+        else:
+            command = PPO
+            inputs = f"--actor.model_name_or_path {files.model} --data.prompt_dataset {files.prompts} "
+            inputs += f"--reward.remote_url {self.folder / 'reward.py'} --eval.dataset {files.eval} "
+            inputs += "--eval.steps 2 --eval.n_samples_per_prompt 1 --eval.temperature 0"
+        flags = shlex.split(f"{inputs} {places} {RUNS[name]} {COMMON}")
+        return [sys.executable, "-m", "openrlhf.cli.main", command.name, *flags]
+
+
+def try_in_runs(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Verdict]:
+    """Tries the mutants one after the other in the runs with these names, and prints each verdict."""
+    with tempfile.TemporaryDirectory(prefix="runs-") as folder:
+        trial, verdicts = Trial(Path(folder), names), []
+        for mutant in mutants:
+            verdicts.append(verdict := trial.verdict(mutant))
+            print(f"{verdict.outcome:12} {verdict.seconds:6.0f} s  {mutant.id}  {verdict.by}", flush=True)
+    return verdicts
+
+
+def summary(verdicts: Sequence[Verdict]) -> str:
+    """Formats the numbers of mutants by class and outcome, and the survivors."""
+    tried = [verdict for verdict in verdicts if verdict.outcome != "not executed"]
+    lines = ["", "| class | executed | stopped or warned | crashed | survived |", "|---|---|---|---|---|"]
+    groups = sorted({verdict.mutant.group for verdict in tried})
+    for name, of_group in [*((g, [v for v in tried if v.mutant.group == g]) for g in groups), ("all", tried)]:
+        outcomes = [verdict.outcome for verdict in of_group]
+        named = outcomes.count("stopped") + outcomes.count("warned")
+        counts = len(of_group), named, outcomes.count("crashed"), outcomes.count("SURVIVED")
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
+    return "\n".join(lines)
