@@ -292,7 +292,7 @@ def _compare(whole: Job, job: Job, found: Found) -> None:
 
 
 def _metrics(job: Job) -> list[dict[str, float]]:
-    measured = ("timing", "memory", "throughput", "health")
+    measured = ("timing", "start", "memory", "throughput", "health")
     return [
         {name: value for name, value in json.loads(row).items() if not name.startswith(measured)}
         for row in job.rows()

@@ -94,7 +94,7 @@ def mistaken(rng: random.Random, good: Sequence[str], keys: Sequence[str], folde
                 )
                 kinds = (f"{key}: 2026-01-01\n", f"{key}: !!binary aGVsbG8=\n", f"{key}: 0o17\n")
                 text = rng.choice((*YAML, *own, *kinds))
-                (folder / "mistaken.yaml").write_bytes(text.encode("utf-8", "surrogateescape"))
+                (folder / "mistaken.yaml").write_bytes(text.encode("utf-8", "surrogatepass"))
                 argv += ["--config", str(folder / "mistaken.yaml")]
     return argv
 
