@@ -197,7 +197,11 @@ def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[Fil
         return None
     files = [place]
     if place.is_dir() and not is_saved_dataset(path.name for path in place.glob("*")):
-        names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+        try:
+            names = sorted(str(path.relative_to(place)) for path in place.rglob("*") if path.is_file())
+        except OSError as error:
+            text = f"the folder cannot be read: {error}.\nName a folder that contains only the data set."
+            raise UsageError(ErrorCode.UNREADABLE, text, flag=flag, value=place) from error
         files = [place / name for name in _of_split(names, place=place, split=split, flag=flag)]
     return [File(path, str(path), flag) for path in files]
 

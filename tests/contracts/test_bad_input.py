@@ -467,6 +467,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer = load_tokenizer(str(folder), flag="--x")
     tokenizer.add_tokens(["<new>"])
     tokenizer.save_pretrained(folder)
+    LlamaConfig.from_pretrained(folder, vocab_size=len(tokenizer)).save_pretrained(folder)
     return str(folder)
 
 

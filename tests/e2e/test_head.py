@@ -65,6 +65,7 @@ def started(driver: subprocess.Popen) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_the_death_of_the_head_ends_all_processes(driver: subprocess.Popen, tmp_path: Path) -> None:
     processes = started(driver)
     next(process for process in processes if process.name() == "gcs_server").kill()

@@ -2,7 +2,6 @@
 
 import ast
 import os
-import pickle
 from datetime import timedelta
 from pathlib import Path
 
@@ -99,7 +98,7 @@ class Evil:
 def test_random_states_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"num_ranks": 1, "python": Evil()}, tmp_path / "random_state_0.pt")
-    with pytest.raises(pickle.UnpicklingError):
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path / "random_state_0.pt"):
         load_random_state(tmp_path, 0, 1)
     assert not (tmp_path / "owned").exists()
 

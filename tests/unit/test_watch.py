@@ -131,4 +131,8 @@ def test_stacks_of_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(run.watch._closed, "wait", lambda seconds: False)
     text = run.watch.write_stacks().read_text()
     assert "== engine 0\nit does not answer" in text and "== rank 0 of policy\nin forward" in text
-    assert "== the driver\nthread MainThread:" in text and "test_stacks_of_all_processes" in stacks()
+    assert (
+        "== the driver\nthread " in text
+        and "thread MainThread:\n" in text
+        and "test_stacks_of_all_processes" in stacks()
+    )
