@@ -41,15 +41,6 @@ CPU_KV_CACHE_GB = 0.25
 CPU_BATCHED_TOKENS = 4096
 """Maximum number of tokens in one step of an engine on a CPU, unless `max_len` is larger."""
 
-ALLOCATOR = (
-    "glibc.malloc.hugetlb=1",
-    f"glibc.malloc.mmap_threshold={1 << 30}",
-    f"glibc.malloc.trim_threshold={1 << 30}",
-)
-"""Settings of an engine's allocator on a CPU. A weight sync allocates every layer anew, and the kernel would
-spend most of its time on clearing pages. Pages of 2 MiB cut the time of writing to new memory to a third.
-Where the allocator reuses memory, of which it keeps up to 1 GiB, it is a fourteenth."""
-
 TAGS = frozenset({"weights", "kv_cache"})
 """The parts of an engine that can sleep, by vLLM's names."""
 
@@ -83,7 +74,8 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
         # The default pins every engine to the first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind" if options.num_workers == 1 else bind,
         "TORCH_COMPILE_DISABLE": "1",
-        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", ":".join(ALLOCATOR)),
+        # Pages of 2 MiB cut the time of writing to new memory, of which a weight sync takes much, to a third.
+        "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
     }
 
 
