@@ -9,6 +9,9 @@ from typing import Any, Self
 
 from openrlhf.algorithms.logprobs import logits_bytes
 
+ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+"""Bytes per element of each dtype of `--ds.param_dtype`."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:

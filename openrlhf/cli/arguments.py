@@ -1,4 +1,5 @@
-"""Argument parser of the commands that have no configuration class: demo, rollouts and agent."""
+"""Argument parser of the commands that have no configuration class of their own: demo, rollouts, agent,
+plan and check."""
 
 import argparse
 import re

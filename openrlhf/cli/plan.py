@@ -5,7 +5,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,18 +49,23 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
     return made
 
 
+def parsed(own: ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, Command, list[str]]:
+    """Separates the options of `own` from the run's command and its flags. Without any, or with --help as the
+    first word, prints the help and exits."""
+    words = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if words[0] in ("--help", "-h"):
+        own.print_help()
+        sys.exit()
+    options, rest = own.parse_known_args(words)
+    return options, *command_and_flags(rest, own.prog)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     own = parser("openrlhf plan", __doc__)
     own.add_argument("--json", action="store_true", help="print the plan as JSON")
     with short_errors():
-        words = list(sys.argv[1:] if argv is None else argv)
-        if not words or words[0] in ("--help", "-h"):
-            own.print_help()
-            return
-        options, rest = own.parse_known_args(words)
-        command, flags = command_and_flags(rest, "openrlhf plan")
-        cluster = cluster_of_options(options)
-        sys.exit(run(command, flags, cluster, options))
+        options, command, flags = parsed(own, argv)
+        sys.exit(run(command, flags, cluster_of_options(options), options))
 
 
 def run(command: Command, flags: Sequence[str], cluster: "Cluster", options: argparse.Namespace) -> int:
@@ -89,12 +93,8 @@ def configuration(command: Command, flags: Sequence[str], cluster: "Cluster") ->
         return parse(command, flags).config
     from openrlhf.cli.train_ppo_ray import resolve
 
-    choose = partial(_resolve_for, resolve, cluster.gpus)
+    choose = lambda config, explicit, _: resolve(config, explicit, cluster.gpus)
     return parse(command, flags, resolve=choose).config
-
-
-def _resolve_for(resolve: Any, gpus: Sequence[int], config: Any, explicit: Any, _: Sequence[int]) -> Any:
-    return resolve(config, explicit, gpus)
 
 
 def cluster_of_options(options: argparse.Namespace) -> "Cluster":

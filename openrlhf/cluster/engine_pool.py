@@ -19,7 +19,7 @@ from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
 from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
-from openrlhf.cluster.pending import Gathered, Handle, first, names
+from openrlhf.cluster.pending import Gathered, Handle, actor_names, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.pulse import start_pulse
 from openrlhf.cluster.weight_check import WeightCheck
@@ -125,7 +125,7 @@ class EnginePool:
             **placed, runtime_env={"env_vars": env_vars}, max_concurrency=MAX_CALLS
         )
         member: Handle = actor.remote(self.config, self.options, self.files, environment.private())
-        names[member._actor_id.hex()] = f"engine {index}"
+        actor_names[member._actor_id.hex()] = f"engine {index}"
         return member
 
     @property

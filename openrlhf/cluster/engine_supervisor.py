@@ -5,7 +5,6 @@ place. The new engine serves once the pool has sent it the current weights and c
 probe. An engine that dies more than MAX_RESTARTS times in WINDOW seconds ends the run.
 """
 
-import sys
 import threading
 import time
 from collections import deque
@@ -19,7 +18,7 @@ from ray.exceptions import RayError
 
 from openrlhf.cluster.deaths import describe_cause, is_death
 from openrlhf.cluster.pending import Handle, results
-from openrlhf.errors import ErrorCode, RunError
+from openrlhf.errors import ErrorCode, RunError, notify
 
 MAX_RESTARTS, WINDOW = 5, 600.0
 """Largest number of restarts of one engine within that many seconds."""
@@ -137,9 +136,7 @@ class EngineSupervisor:
             return
         place.due = now + (0 if count == 1 else 2.0 ** (count - 1))
         again = f"restart {count} of at most {MAX_RESTARTS} in {WINDOW / 60:.0f} minutes"
-        _print_to_stderr(
-            f"engine {number} is replaced, and its prompts are sampled again ({again}): {reason}"
-        )
+        notify(f"engine {number} is replaced, and its prompts are sampled again ({again}): {reason}")
 
     def begin_restarts(self) -> None:
         """Starts the successors that are due. Returns at once. Raises the error that ends the run."""
@@ -173,9 +170,7 @@ class EngineSupervisor:
             if place.state is State.WAITING:
                 return False
             place.state = State.SERVING
-        _print_to_stderr(
-            f"engine {number} serves again, {time.monotonic() - place.deaths[-1]:.0f} s after its death"
-        )
+        notify(f"engine {number} serves again, {time.monotonic() - place.deaths[-1]:.0f} s after its death")
         return True
 
     def take_restarts(self) -> int:
@@ -201,7 +196,3 @@ class Answers:
                 if not self.supervisor.report(number, member, error):
                     raise
         return found
-
-
-def _print_to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

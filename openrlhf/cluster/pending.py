@@ -1,6 +1,5 @@
 """Pending results of calls to Ray actors: implements `Pending` of backends/base.py."""
 
-import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -8,6 +7,8 @@ from typing import Any, Generic, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayTaskError
+
+from openrlhf.errors import notify
 
 ResultT = TypeVar("ResultT")
 
@@ -17,7 +18,7 @@ Handle = Any
 STALL = 600.0
 """Seconds of a wait after which a line says who waits for whom, again each time they have passed."""
 
-names: dict[str, str] = {}
+actor_names: dict[str, str] = {}
 """Maps the id of an actor to its name in messages."""
 
 
@@ -51,8 +52,8 @@ def results(refs: Sequence[ray.ObjectRef]) -> list:
 
 def _report(refs: list[ray.ObjectRef], seconds: float) -> None:
     _, missing = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-    whom = sorted({names.get(ref.task_id().actor_id().hex(), "a task of Ray") for ref in missing})
+    whom = sorted({actor_names.get(ref.task_id().actor_id().hex(), "a task of Ray") for ref in missing})
     caller = next(f for f in reversed(traceback.extract_stack()) if f.filename != __file__)
     place = f"{caller.name} in {caller.filename}:{caller.lineno}"
     text = f"waiting for {seconds:.0f} s for {', '.join(whom)}: {len(missing)} of {len(refs)} calls ({place})"
-    print(text, file=sys.stderr, flush=True)
+    notify(text)

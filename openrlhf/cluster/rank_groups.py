@@ -15,7 +15,7 @@ from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
 from openrlhf.cluster.engine_client import RayEngineClient
-from openrlhf.cluster.pending import Gathered, Handle, first, names, results
+from openrlhf.cluster.pending import Gathered, Handle, actor_names, first, results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
@@ -57,7 +57,7 @@ class RankGroup(Generic[WorkerT]):
             for rank in range(self.mesh.size)
         ]
         role = self.worker_class.__name__.removesuffix("Worker").lower()
-        names.update({w._actor_id.hex(): f"rank {i} of {role}" for i, w in enumerate(self.workers)})
+        actor_names.update({w._actor_id.hex(): f"rank {i} of {role}" for i, w in enumerate(self.workers)})
 
     @property
     def data_parallel_size(self) -> int:

@@ -22,9 +22,10 @@ from openrlhf.cluster.rank_groups import (
     RewardRanks,
     Unadapted,
 )
-from openrlhf.cluster.watch import Watch, say
+from openrlhf.cluster.watch import Watch
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
+from openrlhf.errors import notify
 from openrlhf.observability.startup import StartClock
 from openrlhf.training.schedule import num_updates
 from openrlhf.types import Metrics
@@ -87,7 +88,7 @@ class Roles:
             if role == ENGINES:
                 self.rollout.give_up(index, member, reason)
             else:
-                say(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
+                notify(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
                 ray.kill(member)
 
         engines, ranks = config.rollout.engine_timeout, config.train.rank_timeout

@@ -2,7 +2,6 @@
 reported on the screen, and given up after its limit. An engine is then replaced, and a rank ends the run. A
 process that makes progress is never given up, however long its work takes."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
-from openrlhf.errors import first_line
+from openrlhf.errors import first_line, notify
 
 NOTICE = 20.0
 """Seconds without an answer until a line on the screen says so; without progress, at least a third of the
@@ -70,7 +69,7 @@ class Watch:
             try:
                 self.look()
             except RayError as error:  # the store may be gone for a while
-                say(f"the processes of the run cannot be watched: {first_line(error)}")
+                notify(f"the processes of the run cannot be watched: {first_line(error)}")
 
     def look(self) -> None:
         """Reads all beats once, and reports or gives up processes without progress."""
@@ -95,12 +94,12 @@ class Watch:
             text = f"{name} has work, and made no progress"
         if since < notice:
             if seen.is_noted:
-                say(f"{name} goes on")
+                notify(f"{name} goes on")
             seen.is_noted = False
             return ""
         text += f" for {since:.0f} s"
         if not seen.is_noted:
-            say(f"{text}; it is given up after {limit:.0f} s")
+            notify(f"{text}; it is given up after {limit:.0f} s")
         seen.is_noted = True
         if since < limit:
             return ""
@@ -133,7 +132,3 @@ def name_of(role: str, index: int, beat: Beat | None) -> str:
     """Returns the name of a process for messages."""
     name = f"engine {index}" if role == "engines" else f"rank {index} of {role}"
     return name if beat is None else f"{name} (process {beat.pid} on {beat.host})"
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -8,9 +8,8 @@ independently. In attention, the queries are a sequence's own tokens, and the ke
 in float32 or wider. Another index expands the tree's hidden states to the row.
 
 The repeated keys and values take as much memory as without sharing; everything else shrinks with the number
-of tokens. They are held for the backward pass. Computing each layer's attention again instead would keep
-10 to 20 % fewer bytes and take 5 to 30 % longer (shapes `pairs 1` and `update` of benchmarks/prefixes.py,
-whose bytes fall to 80 % and 27 % by sharing); gradient checkpointing does it for all of a layer.
+of tokens. They are held for the backward pass: computing each layer's attention again would save little of
+what sharing leaves, and gradient checkpointing does it for all of a layer.
 """
 
 from collections.abc import Sequence

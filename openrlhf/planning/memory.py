@@ -23,7 +23,7 @@ from openrlhf.algorithms.logprobs import logits_bytes
 from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS
 from openrlhf.backends.deepspeed.memory import row_memory as deepspeed_memory
 from openrlhf.backends.rollout import USABLE_FRACTION
-from openrlhf.backends.row_memory import ModelShape, activations, layer_bytes, most_tokens
+from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape, activations, layer_bytes, most_tokens
 from openrlhf.backends.torch.memory import row_memory as torch_memory
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
 from openrlhf.cluster.layout import ENGINES, Layout
@@ -31,7 +31,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.hardware import Cluster
-from openrlhf.planning.models import ITEM_BYTES, ModelSize
+from openrlhf.planning.models import ModelSize
 
 Parts = Mapping[str, float]
 """Maps a part of a device's memory to its bytes."""
@@ -251,8 +251,8 @@ class _Group:
 
     def together(self, active: Mapping[str, Parts]) -> dict[str, float]:
         """Returns the memory of these roles at work, of the others at rest, and of all libraries."""
-        resting = (self.at_rest(role) for role in self.roles if role not in active)
-        needs = {**dict(zip([r for r in self.roles if r not in active], resting, strict=True)), **active}
+        resting = {role: self.at_rest(role) for role in self.roles if role not in active}
+        needs: dict[str, Parts] = {**resting, **active}
         scaled = ({n: self.processes(role) * x for n, x in parts.items()} for role, parts in needs.items())
         return combined([*scaled, _libraries(self.gpu, len(self.roles))])
 
@@ -333,11 +333,9 @@ class _Group:
         others = [role for role in self.roles if role != ENGINES]
         held = [sum(self.at_rest(role).values()) + LIBRARIES for role in others]
         free = 1 - sum(held) / self.cluster.kind.memory
-        share = (
-            min(vllm.gpu_memory_utilization, USABLE_FRACTION * free)
-            if others
-            else (vllm.gpu_memory_utilization)
-        )
+        share = vllm.gpu_memory_utilization
+        if others:
+            share = min(share, USABLE_FRACTION * free)
         return share * self.cluster.kind.memory - self.engine_weights() - ENGINE_WORK - LIBRARIES
 
     def sync(self) -> dict[str, Parts]:

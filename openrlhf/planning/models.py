@@ -4,10 +4,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-from openrlhf.backends.row_memory import ModelShape
+from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape
 from openrlhf.config.sections import DeepSpeedConfig
 
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 NF4_BYTES = 0.5 + 1 / 64 + 4 / 16384
 """Bytes of a weight in NF4 with double quantization (QLoRA, https://arxiv.org/abs/2305.14314, section 3):
 half a byte, an 8-bit scale for each 64 weights, and a float32 scale for each 256 of these."""

@@ -22,8 +22,7 @@ from openrlhf.planning.hardware import Cluster
 from openrlhf.planning.memory import Demand, ppo_memory, supervised_memory, tightest
 from openrlhf.planning.models import ModelSize, model_size
 from openrlhf.planning.time import Phase, ppo_time, step_seconds, supervised_time
-
-MODEL_FLAG = "--model.model_name_or_path"
+from openrlhf.training.task import MODEL_FLAG
 
 Change = tuple[str, Any]
 """A flag's key and its new value."""

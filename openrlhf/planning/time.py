@@ -8,13 +8,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from openrlhf.backends.row_memory import ITEM_BYTES
 from openrlhf.cluster.layout import ENGINES, Layout
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.batches import Batches, Lengths
 from openrlhf.planning.hardware import Cluster
 from openrlhf.planning.memory import TRAINED, engine_cache
-from openrlhf.planning.models import ITEM_BYTES, ModelSize
+from openrlhf.planning.models import ModelSize
 
 TRAIN_MFU = 0.4
 """Share of the data sheet's FLOP/s that forward and backward passes of dense models reach on packed rows.

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import refusals
 
-from openrlhf.cli import check
-from openrlhf.cli.installation import requirements
+from openrlhf.cli import check, installation
+from openrlhf.cli.installation import mismatches, requirements
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
@@ -97,7 +97,9 @@ def test_a_supervised_run(model: Path, words: list[str], capsys: pytest.CaptureF
     assert "--- sample 1: " in text and "⟦" in text
 
 
-def test_packages_are_those_of_the_metadata() -> None:
-    found = {package.name: package for package in requirements()}
-    assert {"torch", "transformers", "ray", "rich"} <= found.keys()
-    assert not [package for package in found.values() if package.problem]
+def test_packages_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"torch", "transformers", "ray", "rich"} <= {requirement.name for requirement in requirements()}
+    assert not [*mismatches()]
+    monkeypatch.setattr(installation, "_version", {"torch": "1.0"}.get)
+    found = {problem.value: problem for problem in mismatches()}
+    assert "1.0" in found["torch"].text and "not installed" in found["ray"].text and "vllm" not in found

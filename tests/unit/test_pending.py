@@ -36,8 +36,8 @@ class Call:
 def test_a_long_wait_says_who_waits_for_whom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setitem(pending.names, "a", "rank 0 of policy")
-    monkeypatch.setitem(pending.names, "b", "rank 1 of policy")
+    monkeypatch.setitem(pending.actor_names, "a", "rank 0 of policy")
+    monkeypatch.setitem(pending.actor_names, "b", "rank 1 of policy")
     calls = [Call("a", 1), Call("b", 2)]
     cluster = Cluster({calls[0]: 1.0, calls[1]: 2.5 * STALL})
     monkeypatch.setattr(pending, "ray", cluster)

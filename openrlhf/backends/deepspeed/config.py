@@ -2,11 +2,9 @@
 
 from typing import Any
 
+from openrlhf.backends.row_memory import ITEM_BYTES
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
-
-ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes per element of each dtype."""
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:

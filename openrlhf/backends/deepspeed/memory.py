@@ -1,7 +1,7 @@
 """Estimates a rank's memory under DeepSpeed at each ZeRO stage."""
 
-from openrlhf.backends.deepspeed.config import ITEM_BYTES, bucket_elements
-from openrlhf.backends.row_memory import ModelShape, RowMemory, activations
+from openrlhf.backends.deepspeed.config import bucket_elements
+from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape, RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig
 
 MAX_LIVE_PARAMETERS = 10**9

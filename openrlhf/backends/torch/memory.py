@@ -1,10 +1,7 @@
-"""Estimate of a rank's memory under PyTorch's `fully_shard`."""
+"""Estimates a rank's memory under PyTorch's `fully_shard`."""
 
-from openrlhf.backends.row_memory import ModelShape, RowMemory, activations
+from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape, RowMemory, activations
 from openrlhf.config.sections import DeepSpeedConfig
-
-ITEM_BYTES = {"bf16": 2, "fp32": 4}
-"""Bytes per element of each dtype in which a model may compute."""
 
 
 def row_memory(
