@@ -107,6 +107,14 @@ def their(folder: Path, auto=AutoModelForCausalLM, **options):
     return auto.from_pretrained(folder, dtype=torch.float32, **options)
 
 
+@torch.no_grad()
+def plain_log_prob(folder: Path, answer: Answer) -> float:
+    """Returns the log-prob of an answer by transformers' own forward pass of the sequence alone."""
+    ids = torch.tensor([answer.prompt + answer.answer])
+    log_probs = their(folder).eval()(ids).logits[0, :-1].log_softmax(-1)
+    return float(log_probs.gather(1, ids[0, 1:, None])[-len(answer.answer) :].sum())
+
+
 def trainer(trainer_type, config_type, rows: list[dict], folder: Path, **models) -> Any:
     """Builds a TRL trainer on the CPU. Its data only has to be there; losses are computed on the tests'
     batches."""
@@ -254,6 +262,8 @@ def test_kto(folders, kto_trainer, mismatched_seed, sign):
             reference=ask,
         )
         loss, metrics = objective(policy, row, norm_of(row))
+    plain = [plain_log_prob(folders["policy"], x) - plain_log_prob(folders["reference"], x) for x in others]
+    assert estimate == pytest.approx(sum(plain) / len(plain), abs=1e-4)
     assert sign * estimate > 0.2
     assert kto_trainer._metrics["eval"]["kl"][-1] == pytest.approx(max(0.0, estimate), abs=1e-4)
     assert metrics["kto/kl"].item() == pytest.approx(max(0.0, estimate))
