@@ -20,6 +20,7 @@ COMMANDS = {
     "check": ("check", "check a training run before it starts, and list everything that is wrong"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
+    "bisect": ("bisect", "find the first difference between two recorded runs"),
     "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),
     "batch_inference": ("batch_inference", "answer the prompts of a dataset, or score its answers"),
     "chat": ("interactive_chat", "chat with a model"),

@@ -1,0 +1,191 @@
+"""Finds the first difference between two recorded runs: settings, then step by step in causal order."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.config.resume import Change, change_of
+from openrlhf.observability.journal import num_samples, read_table
+from openrlhf.replay.differences import NUMBER, ORDER, Compared, compare_metrics, compare_rollouts, same
+from openrlhf.replay.recorded import RecordedRun
+
+CAUSES = {
+    ORDER: "the runs train on other prompts, or in another order: look at the flags data.*, --train.seed, "
+    "--rollout.batch_size and at the dataset",
+    NUMBER: "the runs train on other numbers of samples: look at the flags rollout.* and at filtering",
+    **dict.fromkeys(
+        ("prompt", "label", "source", "images"), "the dataset, the template or the flags of columns differ"
+    ),
+    "seed": "the seeds of sampling follow from --train.seed, epoch, prompt and sample",
+    "weight_versions": "the tokens were sampled with other weights: in asynchronous training the speed of "
+    "engines and trainer decides it",
+    "token_ids": "the log-probs before this token are equal, and the choice is another one: seeds, sampling "
+    "parameters or the agent differ, or after feedback the environment",
+    "rollout_log_probs": "the engine computes other numbers for equal tokens: its weights, version, kernels "
+    "or batches differ",
+    "action_ranges": "the agent marks other tokens as actions",
+    **dict.fromkeys(
+        ("finish_reason", "truncated", "turn_starts", "outcome", "error"), "the agent or its limits differ"
+    ),
+    **dict.fromkeys(
+        ("score", "reward", "turn_rewards", "extra_logs"),
+        "equal samples get other answers from the reward source",
+    ),
+    "log_probs": "the policy computes other log-probs of equal samples: its weights (from the update of the "
+    "step before), its kernels or its rows differ",
+    "ref_log_probs": "the reference computes other log-probs of equal samples: its weights or kernels differ",
+    "values": "the critic computes other values of equal samples: its weights (from the update of the step "
+    "before) or its kernels differ",
+    **dict.fromkeys(
+        ("advantages", "returns"),
+        "equal rewards and log-probs give other advantages: estimator, KL coefficient or penalties differ",
+    ),
+    "optimizer_steps": "equal samples are learned from in another order: look at --train.batch_size and "
+    "--train.shuffle",
+    "ranks": "equal samples are learned from on other ranks: their number or the packing differs",
+}
+"""Quantity -> meaning of its difference if everything before it is equal."""
+METRIC = (
+    "everything recorded before the update is equal: the loss, the gradient or the optimizer differs, or the "
+    "order of supervised data, which no file records"
+)
+TENSOR = "everything recorded before is equal: the optimizer differs, in ways that no metric shows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One record of a step that two runs share."""
+
+    step: int
+    name: str
+    """The record: rollouts, filtered rollouts, metrics, evaluation, or checkpoint of a model."""
+    found: Sequence[Compared]
+
+    @property
+    def differing(self) -> list[Compared]:
+        return [compared for compared in self.found if not compared.is_equal]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Differences between the flags, data and machines of two runs: name -> values of both."""
+
+    learned: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Flags that decide what is learned."""
+    other: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Flags of placement, memory, kernels, logging and saving. Some of them change the last bits."""
+    environment: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Versions, machine, variables and commits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bisection:
+    """The result of comparing two runs."""
+
+    settings: Settings
+    equal: Sequence[Stage]
+    """The stages before the first difference."""
+    first: Stage | None
+    """The first stage that differs; None if all are equal."""
+    later: Stage | None
+    """The first checkpoint after it that both runs have; None without one."""
+    alone: dict[str, list[int]]
+    """Steps that only one of the runs has, by the name of the record and the run."""
+
+    @property
+    def are_equal(self) -> bool:
+        return self.first is None and not self.alone
+
+
+def bisect(a: RecordedRun, b: RecordedRun) -> Bisection:
+    """Compares two runs of the same command until the first difference."""
+    equal: list[Stage] = []
+    first = later = None
+    for stage in stages(a, b):
+        if stage.differing:
+            first = stage
+            break
+        equal.append(stage)
+    if first is not None and not first.name.startswith("checkpoint"):
+        later = next(checkpoint_stages(a, b, first.step), None)
+    return Bisection(settings=settings(a, b), equal=equal, first=first, later=later, alone=_alone(a, b))
+
+
+def settings(a: RecordedRun, b: RecordedRun) -> Settings:
+    """Compares flags and environments, and the checksums of data and models that checkpoints record."""
+    flags = _changed(a.flags, b.flags)
+    decides = lambda key: change_of(a.command, key) is not Change.FREE
+    data = _changed(a.contents, b.contents)
+    return Settings(
+        learned={f"--{key}": values for key, values in flags.items() if decides(key)} | data,
+        other={f"--{key}": values for key, values in flags.items() if not decides(key)},
+        environment=_changed(a.environment, b.environment),
+    )
+
+
+def _changed(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    keys = dict.fromkeys([*a, *b])
+    return {key: (a.get(key), b.get(key)) for key in keys if not same(a.get(key), b.get(key))}
+
+
+def stages(a: RecordedRun, b: RecordedRun) -> Iterator[Stage]:
+    """Yields the comparisons of everything that both runs recorded, in causal order."""
+    checkpoints = _common(a.checkpoints(), b.checkpoints())
+    journals = {name: _common(a.rollouts(name), b.rollouts(name)) for name in ("filtered", "step", "eval")}
+    metrics = _common(a.metrics, b.metrics)
+    for step in sorted({*checkpoints, *metrics, *(s for steps in journals.values() for s in steps)}):
+        for name in ("filtered", "step"):
+            if step in journals[name]:
+                yield _rollouts(a, b, name, step)
+        if step in metrics:
+            found = [*compare_metrics(a.metrics[step], b.metrics[step])]
+            yield Stage(step=step, name="metrics", found=found)
+        if step in checkpoints:
+            yield from checkpoint_stages(a, b, step, last=step)
+        if step in journals["eval"]:
+            yield _rollouts(a, b, "eval", step)
+
+
+def _rollouts(a: RecordedRun, b: RecordedRun, name: str, step: int) -> Stage:
+    tables = [read_table(run.rollouts(name)[step]) for run in (a, b)]
+    kept = any(len(table) != num_samples(table) for table in tables)
+    title = {"step": "rollouts", "filtered": "filtered rollouts", "eval": "evaluation"}[name]
+    return Stage(step=step, name=title, found=[*compare_rollouts(*tables, kept=kept)])
+
+
+def checkpoint_stages(a: RecordedRun, b: RecordedRun, first: int, last: int | None = None) -> Iterator[Stage]:
+    """Yields the comparisons of the models of each common checkpoint from step `first` to `last`."""
+    from openrlhf.replay.tensors import compare_checkpoints
+
+    own, others = a.checkpoints(), b.checkpoints()
+    for step in _common(own, others):
+        if step >= first and (last is None or step <= last):
+            for model in _common(own[step], others[step]):
+                found = [*compare_checkpoints(own[step][model], others[step][model])]
+                yield Stage(step=step, name=f"checkpoint of the {model}", found=found)
+
+
+def _common(a: Any, b: Any) -> list:
+    return [key for key in a if key in b]
+
+
+def _alone(a: RecordedRun, b: RecordedRun) -> dict[str, list[int]]:
+    """Returns the steps whose metrics or rollouts only one run has."""
+    found = {}
+    for name in ("metrics", "step"):
+        own, others = (set(run.metrics if name == "metrics" else run.rollouts()) for run in (a, b))
+        title = "metrics" if name == "metrics" else "rollouts"
+        for run, steps in (("first", own - others), ("second", others - own)):
+            if steps:
+                found[f"{title} of the {run} run"] = sorted(steps)
+    return found
+
+
+def cause_of(stage: Stage) -> str:
+    """Returns the meaning of the first difference of a stage if everything before it is equal."""
+    quantity = stage.differing[0].quantity
+    if stage.name.startswith("checkpoint"):
+        return TENSOR
+    if stage.name == "metrics":
+        return METRIC
+    return CAUSES.get(quantity, "")

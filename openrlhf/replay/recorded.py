@@ -1,0 +1,118 @@
+"""Reads a run from its folder: flags, metrics, rollouts and checkpoints."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.journal import journal_steps
+from openrlhf.observability.run_folder import read_jsonl
+from openrlhf.training.checkpoints import ORIGIN
+
+MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
+"""Prefixes of metrics that are measured, and therefore differ between equal runs."""
+_MODULE = re.compile(r"openrlhf\.cli\.train_(\w+)")
+_TAG = re.compile(r"global_step(\d+)")
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A run that has ended. Nothing is written to its folder."""
+
+    path: Path
+    """The run folder (`logger.run_dir`)."""
+
+    @cached_property
+    def flags(self) -> dict[str, Any]:
+        """Values of all flags by key. Raises UsageError if the folder has no configuration."""
+        file = self.path / "config.yaml"
+        if not file.is_file():
+            runs = sorted(str(found.parent) for found in self.path.glob("**/config.yaml"))[:10]
+            hint = f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
+            raise UsageError(ErrorCode.NOT_FOUND, f"has no config.yaml; {hint}", value=self.path)
+        try:
+            return dict(_leaves(yaml.safe_load(file.read_text(encoding="utf-8")), ""))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            text = f"not YAML: {' '.join(str(error).split())[:200]}"
+            raise UsageError(ErrorCode.UNREADABLE, text, value=file) from error
+
+    @property
+    def command(self) -> str:
+        """Name of the command, as in `openrlhf NAME`; "" if argv.txt does not name it."""
+        file = self.path / "argv.txt"
+        found = _MODULE.findall(file.read_text(encoding="utf-8")) if file.is_file() else []
+        return found[-1].removesuffix("_ray") if found else ""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine and variables by name; empty if the folder has none."""
+        file = self.path / "env.json"
+        return dict(_leaves(yaml.safe_load(file.read_text(encoding="utf-8")), "")) if file.is_file() else {}
+
+    @cached_property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """Metrics of each logged step, without those that are measured."""
+        file = self.path / "metrics.jsonl"
+        rows = read_jsonl(file) if file.is_file() else ()
+        return {
+            row["step"]: {k: v for k, v in row.items() if k != "step" and not k.startswith(MEASURED)}
+            for row in rows
+        }
+
+    def rollouts(self, name: str = "step") -> dict[int, Path]:
+        """Returns step -> journal. `name`: step, filtered or eval."""
+        return journal_steps(self.path / "rollouts", name)
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder that `ckpt.path` and `ckpt.output_dir` name."""
+        return self.located(self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints")
+
+    @property
+    def working_directory(self) -> Path:
+        """The folder that relative paths of the run start at, where `logger.run_dir` tells it; otherwise the
+        current one."""
+        run_name = self.flags.get("logger.wandb.run_name")
+        named = Path(self.flags.get("logger.run_dir") or f"{self.flags['ckpt.output_dir']}/runs/{run_name}")
+        whole = self.path.resolve()
+        if not named.is_absolute() and whole.parts[-len(named.parts) :] == named.parts:
+            return Path(*whole.parts[: -len(named.parts)])
+        return Path.cwd()
+
+    def located(self, path: str | Path) -> Path:
+        """Returns a path of the run's flags as an absolute one."""
+        return self.working_directory / path
+
+    def checkpoints(self) -> dict[int, dict[str, Path]]:
+        """Returns step -> model -> folder of each checkpoint. The only model of a supervised run is called
+        `model`, those of an RL run `actor` and `critic`."""
+        found: dict[int, dict[str, Path]] = {}
+        for model, place in (("model", ""), ("actor", "_actor"), ("critic", "_critic")):
+            for folder in (self.checkpoint_folder / place).glob("global_step*"):
+                if folder.is_dir() and (match := _TAG.fullmatch(folder.name)):
+                    found.setdefault(int(match[1]), {})[model] = folder
+        return dict(sorted(found.items()))
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Checksums of the data and models that the last checkpoint records, by name; empty without one."""
+        for models in reversed(self.checkpoints().values()):
+            for folder in models.values():
+                if (file := folder / ORIGIN).is_file():
+                    return json.loads(file.read_bytes())["origin"]["contents"]
+        return {}
+
+
+def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of everything in a tree that is no mapping."""
+    if not isinstance(node, Mapping) or not node:
+        yield prefix.removesuffix("."), node
+        return
+    for key, value in node.items():
+        yield from _leaves(value, f"{prefix}{key}.")

@@ -1,0 +1,113 @@
+"""Prints comparisons of runs."""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from openrlhf.observability.progress import clean_text, format_number
+from openrlhf.replay.bisect import Bisection, Settings, Stage, cause_of
+from openrlhf.replay.differences import Compared, shown
+
+WIDTH = 118
+"""Columns of the tables where stdout is no terminal."""
+MOST_ROWS = 30
+"""Maximum number of quantities of a table that differ and are shown."""
+
+
+class Screen:
+    """The output of a comparison, on a terminal or in a file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        width = shutil.get_terminal_size().columns if stream.isatty() else WIDTH
+        self._console = Console(file=stream, width=width, highlight=False)
+
+    def say(self, text: str, style: str = "") -> None:
+        self._console.print(Text(clean_text(text), style=style), soft_wrap=True)
+
+    def stage(self, stage: Stage) -> None:
+        """Prints what differs in a stage, and the number of quantities that are equal."""
+        self.table(f"{stage.name} of step {stage.step}", stage.found)
+
+    def table(self, title: str, found: Sequence[Compared]) -> None:
+        differing = [compared for compared in found if not compared.is_equal]
+        made = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for name in ("quantity", "differs in", "largest", "first difference"):
+            made.add_column(name, justify="right" if name == "largest" else "left", overflow="fold")
+        for compared in differing[:MOST_ROWS]:
+            largest = "" if compared.largest is None else format_number(compared.largest)
+            cells = (compared.quantity, compared.number, largest, compared.first)
+            made.add_row(*(Text(clean_text(cell)) for cell in cells))
+        if differing:
+            self._console.print(made)
+        else:
+            self.say(f"\n{title}")
+        if len(differing) > MOST_ROWS:
+            self.say(f"{len(differing) - MOST_ROWS} more differ")
+        equal = [compared.quantity for compared in found if compared.is_equal]
+        if equal:
+            self.say(f"equal: {_listed(equal)}")
+
+    def bisection(self, result: Bisection, names: tuple[str, str]) -> None:
+        """Prints the result of comparing two runs. `names`: their folders."""
+        self.say(f"first run   {names[0]}\nsecond run  {names[1]}")
+        self.settings(result.settings)
+        self.say(f"\nequal: {_summary(result.equal) or 'nothing that both runs recorded'}")
+        for record, steps in result.alone.items():
+            self.say(f"only in the {record}: {_steps(steps)}", "yellow")
+        if result.first is None:
+            self.say("\nno difference in what both runs recorded", "bold green")
+            return
+        first = result.first.differing[0]
+        place = f"step {result.first.step}, {result.first.name}, {first.quantity}: {first.first}"
+        self.say(f"\nfirst difference: {place}", "bold red")
+        if cause := cause_of(result.first):
+            self.say(f"meaning: {cause}")
+        self.stage(result.first)
+        if result.later is not None:
+            self.stage(result.later)
+
+    def settings(self, settings: Settings) -> None:
+        titles = {
+            "flags and data that decide what is learned": settings.learned,
+            "other flags (some of them change the last bits)": settings.other,
+            "environment": settings.environment,
+        }
+        if not any(titles.values()):
+            self.say("\nflags and environment: equal")
+        for title, changed in titles.items():
+            if changed:
+                self._pairs(title, changed)
+
+    def _pairs(self, title: str, changed: Mapping[str, tuple[Any, Any]]) -> None:
+        made = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for name in ("", "first run", "second run"):
+            made.add_column(name, overflow="fold")
+        for name, values in changed.items():
+            made.add_row(*(Text(clean_text(cell)) for cell in (name, *map(shown, values))))
+        self._console.print(made)
+
+
+def _summary(stages: Sequence[Stage]) -> str:
+    """Returns the steps of each kind of record."""
+    steps: dict[str, list[int]] = {}
+    for stage in stages:
+        steps.setdefault(stage.name, []).append(stage.step)
+    return "; ".join(f"{name} of {_steps(own)}" for name, own in steps.items())
+
+
+def _steps(steps: Sequence[int]) -> str:
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    if list(steps) == list(range(steps[0], steps[-1] + 1)):
+        return f"steps {steps[0]} to {steps[-1]}"
+    return f"steps {', '.join(map(str, steps))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Joins names; of more than MOST_ROWS names only the first ones."""
+    more = f" and {len(names) - MOST_ROWS} more" if len(names) > MOST_ROWS else ""
+    return ", ".join(names[:MOST_ROWS]) + more
