@@ -30,7 +30,7 @@ Every flag of `openrlhf ppo` is accepted and has the same meaning, for example -
 ONE_SEQUENCE = "all requests form one token sequence"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf agent")
     trying = parser.add_subparsers(required=True, metavar="try").add_parser(
         "try", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -40,8 +40,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     trying.add_argument("--prompt", required=True, help="text of the prompt")
     trying.add_argument("--label", default="", help="ground truth for the reward (default: empty)")
     trying.add_argument("--samples", type=int, default=1, metavar="N", help="episodes to play (default: 1)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors(), TemporaryDirectory() as folder:
-        options, flags = parser.parse_known_args(argv)
+        options, flags = make_parser().parse_known_args(argv)
         config, prompt = prepare(options, flags, Path(folder))
         group = asyncio.run(play(config, prompt))
         report(config, group)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.cli.data import TASKS, shows_colours
 from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
 from openrlhf.config.command import Command
@@ -69,11 +70,15 @@ class Check:
             self.problems.append(error)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     own = parser("openrlhf check", __doc__)
     own.add_argument("--no_color", action="store_true", help="mark learned tokens with brackets")
+    return own
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        options, command, flags = parsed(own, argv)
+        options, command, flags = parsed(make_parser(), argv)
         cluster = cluster_of_options(options)
         config = configuration(command, flags, cluster)
         coloured = not options.no_color and shows_colours()

@@ -37,7 +37,7 @@ NEEDED_GB = 4
 """GiB of GPU memory for the tiny model's trainer and engine, including the CUDA contexts of two processes."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,10 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="RL steps (default: 30)")
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="output folder (default: demo)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     # The models are so small that a second thread only slows them down. Must be set before torch is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
-        options = parser.parse_args(argv)
+        options = make_parser().parse_args(argv)
         _check_packages()
         _engine_memory()  # raises before anything starts if memory is short
         run(options.folder / f"seed{options.seed}", options.seed, options.steps)

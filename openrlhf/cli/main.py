@@ -26,6 +26,7 @@ COMMANDS = {
     "chat": ("interactive_chat", "chat with a model"),
     "serve_rm": ("serve_rm", "serve a reward model over HTTP"),
     "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),
+    "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
 """Command -> (module of `openrlhf.cli`, summary for `--help`)."""
 

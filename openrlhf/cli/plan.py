@@ -60,11 +60,15 @@ def parsed(own: ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Na
     return options, *command_and_flags(rest, own.prog)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     own = parser("openrlhf plan", __doc__)
     own.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return own
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        options, command, flags = parsed(own, argv)
+        options, command, flags = parsed(make_parser(), argv)
         sys.exit(run(command, flags, cluster_of_options(options), options))
 
 

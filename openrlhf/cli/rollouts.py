@@ -23,7 +23,7 @@ MOST_LISTED = 20
 """Maximum number of names that an error lists."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf rollouts", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
     parser.add_argument("--step", type=int, metavar="N", help="RL step (default: the last)")
@@ -39,8 +39,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="samples of a training step (default), of an evaluation, or dropped by dynamic filtering",
     )
     parser.add_argument("--limit", type=_count, default=8, metavar="N", help="samples to print (default: 8)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        run(parser.parse_args(argv))
+        run(make_parser().parse_args(argv))
 
 
 def run(options: argparse.Namespace) -> None:

@@ -49,6 +49,11 @@ class Field:
         return f"{next(filter(None, docs), '')} {_summary(self.type)}".strip()
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The named values of the flag; empty if its values have no names."""
+        return tuple(dict.fromkeys(_choices(self.type)))
+
+    @property
     def values(self) -> str:
         """Description of the values that may follow the flag."""
         return _describe(self.type)
@@ -181,6 +186,18 @@ def _describe(type_: Any) -> str:
             return f"{_describe(args[0])} ..."
         return " ".join(_describe(arg) for arg in args)
     return {int: "INT", float: "FLOAT", str: "TEXT", bool: "BOOL"}[type_]
+
+
+def _choices(type_: Any) -> Iterator[str]:
+    if isinstance(type_, OneOf):
+        yield from type_.names
+    elif type_ is bool:
+        yield from ("true", "false")
+    elif get_origin(type_) is Literal:
+        yield from get_args(type_)
+    else:
+        for arg in get_args(type_):
+            yield from _choices(arg)
 
 
 def _summary(type_: Any) -> str:
