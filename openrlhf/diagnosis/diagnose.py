@@ -1,0 +1,97 @@
+"""All checks of a run, and their findings in order."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.gap import gap_findings
+from openrlhf.diagnosis.memory import memory_findings
+from openrlhf.diagnosis.policy import policy_findings
+from openrlhf.diagnosis.record import RunRecord
+from openrlhf.diagnosis.rewards import reward_findings
+from openrlhf.diagnosis.speed import speed_findings
+from openrlhf.diagnosis.stalls import stall_findings
+
+CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
+    stall_findings,
+    gap_findings,
+    reward_findings,
+    policy_findings,
+    memory_findings,
+    speed_findings,
+)
+
+SIGNS = (
+    "rollout/reward_mean",
+    "reward/zero_std_fraction",
+    "rollout/failed_ratio",
+    "rollout/truncated_rate",
+    "rollout/duplicate_ratio",
+    "policy/entropy",
+    "mismatch/abs_diff_mean",
+    "grad_norm",
+    "timing/step_total",
+)
+"""Metrics that show why a run is healthy."""
+COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
+WIDTH = 110
+
+
+def diagnose(run: RunRecord) -> list[Finding]:
+    """Returns the causes of what is wrong with a run, from the surest on; none for a healthy run."""
+    found = [finding for check in CHECKS for finding in check(run)]
+    return sorted(found, key=lambda finding: -finding.score)
+
+
+def state_of(run: RunRecord) -> str:
+    """Describes how far the run is, and whether it lives."""
+    text = f"{run.path}: {len(run.rows)} rows of metrics, last step {run.last_step}"
+    if run.process is not None:
+        return f"{text}; running (process {run.process.pid})"
+    if run.owner is not None and not run.owner.is_here:
+        return f"{text}; started on {run.owner.host}, whose processes cannot be seen from here"
+    return f"{text}; not running"
+
+
+def signs_of(run: RunRecord) -> Iterator[str]:
+    """Yields the figures that speak for a healthy run."""
+    scores = [name for name in run.names("eval/") if name.endswith("_score_mean")]
+    losses = [name for name in run.names("") if name.endswith(("/loss", "/accuracy"))]
+    for name in (*scores, *SIGNS, *losses):
+        if len(series := run.series(name)):
+            yield series.describe()
+
+
+def as_json(run: RunRecord, findings: list[Finding]) -> str:
+    data: dict[str, Any] = {
+        "run": str(run.path),
+        "last_step": run.last_step,
+        "running": run.process is not None,
+        "healthy": not findings,
+        "findings": [finding.as_data() for finding in findings],
+        "signs": list(signs_of(run)),
+    }
+    return json.dumps(data, indent=2)
+
+
+def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
+    """Prints the findings, or why the run is healthy."""
+    console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+    say = lambda text, style="", indent=0: console.print(
+        Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
+    )
+    say(state_of(run))
+    for number, finding in enumerate(findings, start=1):
+        say(f"\n{number}. {finding.title} ({finding.confidence})", COLORS[finding.confidence])
+        for line in finding.evidence:
+            say(f"- {line}", indent=3)
+        say(f"remedy: {finding.remedy}", "green", indent=3)
+    if not findings:
+        say("\nhealthy: no cause for concern was found", "bold green")
+        for line in signs_of(run):
+            say(f"- {line}", indent=3)

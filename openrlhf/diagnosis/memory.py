@@ -1,0 +1,62 @@
+"""Causes in memory: peaks near the capacity of the device, and peaks that grow."""
+
+from collections.abc import Iterator
+
+from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.record import RunRecord
+
+NEAR = 0.95
+"""Share of a device from which the next allocation may fail."""
+GROWTH = 1.3
+
+RELIEF = {
+    "generate": "lower --vllm.gpu_memory_utilization",
+    "logprobs": "lower --rollout.micro_batch_size or --rollout.max_tokens_per_gpu",
+    "update": "lower --train.micro_batch_size or --train.max_tokens_per_gpu, or set "
+    "--actor.gradient_checkpointing_enable",
+    "sync": "lower --vllm.sync_bucket_mb",
+}
+"""Phase -> what makes it use less memory."""
+
+
+def memory_findings(run: RunRecord) -> Iterator[Finding]:
+    capacity = _capacity(run)
+    for name in run.names("memory/"):
+        series, phase = run.series(name), name.removeprefix("memory/").removesuffix("_gb")
+        if not len(series):
+            continue
+        peak = float(series.values.max())
+        remedy = RELIEF.get(phase, "see `openrlhf plan` with the run's config.yaml")
+        if capacity and peak > NEAR * capacity:
+            at = series.steps[int(series.values.argmax())]
+            yield Finding(
+                cause="memory",
+                title=f"memory is nearly full in {phase}",
+                score=0.8,
+                evidence=(f"{name} reaches {peak:.3g} of {capacity:.3g} GiB at step {at}",),
+                remedy=remedy,
+            )
+        elif series.trend > 5 and series.end > GROWTH * series.start and series.end - series.start > 0.5:
+            length = run.series("rollout/total_length_mean")
+            longer = len(length) > 0 and length.end > 1.3 * length.start
+            yield Finding(
+                cause="memory",
+                title=f"memory of {phase} grows{' with the length of the samples' if longer else ''}",
+                score=0.4 if longer else 0.65,
+                evidence=(series.describe(), *([length.describe()] if longer else ())),
+                remedy=remedy
+                if longer
+                else "look for a list that grows in the reward function or agent; " + remedy,
+            )
+
+
+def _capacity(run: RunRecord) -> float | None:
+    """Returns GiB of the device, if the run was on this machine; None otherwise."""
+    if run.owner is None or not run.owner.is_here:
+        return None
+    import psutil
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(0).total_memory / 2**30
+    return psutil.virtual_memory().total / 2**30

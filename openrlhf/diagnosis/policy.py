@@ -1,0 +1,144 @@
+"""Causes in the policy: entropy collapse, truncated answers, and the run's own warnings."""
+
+from collections.abc import Iterator
+
+from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.record import RunRecord, Series
+from openrlhf.diagnosis.rewards import RECENT
+from openrlhf.diagnosis.samples import answers_of
+from openrlhf.observability.health import RULES, Rule
+
+COLLAPSED = 0.02
+"""Entropy in nats per token below which a policy hardly varies its answers."""
+LOST = 0.2
+"""Fraction of the initial entropy below which it has collapsed."""
+TRUNCATED = 0.3
+
+COVERED = {
+    "reward/zero_std_fraction": "flat-reward",
+    "rollout/failed_ratio": "failed-samples",
+    "eval/failed_ratio": "failed-samples",
+    "rollout/truncated_rate": "truncation",
+    "policy/entropy": "entropy-collapse",
+    "mismatch/abs_diff_mean": "gap",
+    "mismatch/ess": "gap",
+}
+"""Metric of a health rule -> cause of the finding that explains it."""
+
+
+def policy_findings(run: RunRecord) -> Iterator[Finding]:
+    yield from _entropy(run)
+    yield from _truncation(run)
+    yield from _loss(run)
+    yield from _rules(run)
+
+
+def _entropy(run: RunRecord) -> Iterator[Finding]:
+    entropy = run.series("policy/entropy")
+    source = entropy.name
+    if len(entropy) < 2:
+        entropy, source = _estimated(run), "mean -log p of the sampled tokens (an estimate of the entropy)"
+    if len(entropy) < 2:
+        return
+    start, end = float(entropy.values[0]), entropy.last(max(1, len(entropy) // 10))
+    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED:
+        return
+    first = next(i for i, value in enumerate(entropy.values) if value < max(COLLAPSED, LOST * start))
+    duplicates = run.series("rollout/duplicate_ratio")
+    evidence = [
+        f"{source}: {start:.3g} nats at step {entropy.steps[0]}, {end:.3g} at step {entropy.steps[-1]}; "
+        f"below {max(COLLAPSED, LOST * start):.2g} since step {entropy.steps[first]}"
+    ]
+    if len(duplicates):
+        evidence.append(f"rollout/duplicate_ratio is {duplicates.last(RECENT):.0%}")
+    yield Finding(
+        cause="entropy-collapse",
+        title="entropy collapse: the policy hardly varies its answers",
+        score=0.9 if end < COLLAPSED else 0.7,
+        evidence=tuple(evidence),
+        remedy="raise --actor.entropy_coef, the upper bound of --actor.eps_clip_low_high or "
+        "--rollout.temperature, or lower --actor.adam.lr; resume from a checkpoint before the collapse",
+    )
+
+
+def _estimated(run: RunRecord) -> Series:
+    """Returns the mean of -log p over the actions of at most nine steps, evenly spaced."""
+    import numpy as np
+
+    steps = sorted(run.journal)
+    chosen = sorted({steps[round(i * (len(steps) - 1) / 8)] for i in range(9)}) if steps else []
+    found = {step: answers.surprise for step in chosen if (answers := answers_of(run.journal[step]))}
+    return Series("rollouts", np.array(list(found)), np.array(list(found.values())))
+
+
+def _truncation(run: RunRecord) -> Iterator[Finding]:
+    rate = run.series("rollout/truncated_rate")
+    recent = rate.last(RECENT)
+    if not recent > TRUNCATED:
+        return
+    length, repetition = run.series("rollout/response_length_mean"), run.series("rollout/repetition_ratio")
+    limit = run.flag("rollout.max_new_tokens") or run.flag("data.max_len")
+    evidence = [
+        f"{recent:.0%} of the answers reach their token limit in the last {min(RECENT, len(rate))} steps "
+        f"({rate.describe()})",
+        f"{length.describe()}; limit {limit} tokens" if len(length) else f"limit {limit} tokens",
+    ]
+    if repetition.last(RECENT) > 0.5:
+        evidence.append(f"answers repeat themselves: rollout/repetition_ratio {repetition.last(RECENT):.2f}")
+        remedy = "answers do not end because they loop: raise --algo.kl.init_coef or lower --actor.adam.lr"
+    elif recent > 0.95 and rate.start > 0.95:
+        evidence.append("this is so from the first step on: the model may never write its stop token")
+        remedy = "check the stop tokens with `openrlhf check`, set --rollout.stop, or raise "
+        remedy += "--rollout.max_new_tokens"
+    else:
+        remedy = "raise --rollout.max_new_tokens or --data.max_len, or set --reward.overlong_buffer_len"
+    yield Finding(
+        cause="truncation",
+        title="truncation: answers run out of tokens",
+        score=min(0.95, 0.5 + recent / 2),
+        evidence=tuple(evidence),
+        remedy=remedy,
+    )
+
+
+def _loss(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding if the loss of supervised learning rises, on training or evaluation data."""
+    if run.names("rollout/"):
+        return
+    for series in (run.series(name) for name in run.names("") if name.endswith("loss")):
+        if series.trend < 3 or series.end < 1.1 * series.start:
+            continue
+        held_out = series.name.startswith("eval")
+        yield Finding(
+            cause="loss-rises",
+            title=f"{series.name} rises{' on held-out data: the model overfits' if held_out else ''}",
+            score=0.7,
+            evidence=(series.describe(),),
+            remedy="train for fewer --train.max_epochs, or on more data"
+            if held_out
+            else "lower --adam.lr, raise --lr_warmup_ratio, and look for wrong rows: `openrlhf data preview`",
+        )
+
+
+def _rules(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding for each health rule that fired and that no other finding explains."""
+    for rule in RULES:
+        fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
+        if fired and rule.metric not in COVERED:
+            yield _of_rule(run, rule, fired)
+
+
+def _of_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
+    series = run.series(rule.metric)
+    still = len(series) > 0 and rule.holds(float(series.values[-1]))
+    evidence = [f"warned at step {', '.join(map(str, fired[:5]))}: {rule.condition}"]
+    if len(series):
+        evidence.append(f"{series.describe()}; last value {series.values[-1]:.3g}")
+    meaning, _, remedy = rule.text.partition(". ")
+    return Finding(
+        cause="unhealthy",
+        title=f"{rule.metric} {'is' if still else 'was'} unhealthy: {meaning}",
+        score=0.7 if still else 0.35,
+        evidence=tuple(evidence),
+        remedy=remedy or rule.text,
+    )

@@ -1,0 +1,174 @@
+"""Reads the folder of a run: metrics as series over steps, warnings, configuration, rollouts, and whether the
+run is alive."""
+
+import math
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import yaml
+
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.journal import journal_steps
+from openrlhf.observability.lock import LOCK
+from openrlhf.observability.run_folder import read_jsonl
+
+FEWEST = 8
+"""Number of steps below which a series has no trend."""
+START_SLACK = 5.0
+"""Seconds by which the clocks of a lock and of a process may differ."""
+_OWNER = re.compile(r"process (\d+) on (\S+), since (\S+ \S+) UTC")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """Values of a metric at the steps that report it."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def quarter(self) -> int:
+        """Number of values in a quarter, at least 1."""
+        return max(1, len(self) // 4)
+
+    @property
+    def start(self) -> float:
+        """Mean of the first quarter."""
+        return float(self.values[: self.quarter].mean()) if len(self) else math.nan
+
+    @property
+    def end(self) -> float:
+        """Mean of the last quarter."""
+        return float(self.values[-self.quarter :].mean()) if len(self) else math.nan
+
+    @property
+    def trend(self) -> float:
+        """Difference of `end` and `start` in standard errors; 0 for fewer than FEWEST values."""
+        if len(self) < FEWEST:
+            return 0.0
+        first, last = self.values[: self.quarter], self.values[-self.quarter :]
+        error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / self.quarter)
+        difference = self.end - self.start
+        return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+
+    def last(self, count: int) -> float:
+        """Returns the mean of the last `count` values; NaN without any."""
+        return float(self.values[-count:].mean()) if len(self) else math.nan
+
+    def describe(self) -> str:
+        """Returns the change as text: "rollout/reward_mean 0.21 -> 0.84 (steps 1 to 120)"."""
+        return f"{self.name} {self.start:.3g} -> {self.end:.3g} (steps {self.steps[0]} to {self.steps[-1]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that a lock names."""
+
+    pid: int
+    host: str
+    since: datetime
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == platform.node()
+
+    def process(self) -> psutil.Process | None:
+        """Returns the living process on this machine; None if it is dead, elsewhere, or another process got
+        its number."""
+        try:
+            found = psutil.Process(self.pid) if self.is_here else None
+        except psutil.NoSuchProcess:
+            return None
+        too_late = self.since.timestamp() + START_SLACK
+        return found if found is not None and found.create_time() <= too_late else None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run folder."""
+
+    path: Path
+    rows: Sequence[Mapping[str, Any]]
+    """Rows of metrics.jsonl."""
+    warnings: Sequence[Mapping[str, Any]]
+    """Rows of health.jsonl."""
+    config: Mapping[str, Any]
+    """Tree of config.yaml; empty if the file is missing."""
+    owner: Owner | None
+
+    @classmethod
+    def read(cls, path: Path) -> "RunRecord":
+        """Reads a run folder. Raises UsageError if it has neither metrics nor a configuration."""
+        metrics, config, health = (path / name for name in ("metrics.jsonl", "config.yaml", "health.jsonl"))
+        if not metrics.exists() and not config.exists():
+            runs = sorted(str(found.parent) for found in path.glob("**/metrics.jsonl"))
+            hint = (
+                f"there are {', '.join(runs[:8])}" if runs else "give the folder of a run (--logger.run_dir)"
+            )
+            text = f"has no metrics.jsonl and no config.yaml; {hint}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
+        tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
+        return cls(
+            path=path,
+            rows=list(read_jsonl(metrics)) if metrics.exists() else [],
+            warnings=list(read_jsonl(health)) if health.exists() else [],
+            config=tree if isinstance(tree, dict) else {},
+            owner=_owner(path / LOCK),
+        )
+
+    def series(self, name: str) -> Series:
+        """Returns the finite values of a metric, in the order of steps."""
+        pairs = [(row["step"], float(row[name])) for row in self.rows if _is_number(row.get(name))]
+        finite = [(step, value) for step, value in pairs if math.isfinite(value)]
+        return Series(name, np.array([step for step, _ in finite], int), np.array([v for _, v in finite]))
+
+    def names(self, prefix: str) -> list[str]:
+        """Returns the metrics with this prefix, in the order of their first row."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
+
+    def flag(self, name: str, default: Any = None) -> Any:
+        """Returns the value of a flag such as "rollout.temperature"; the default if it is not recorded."""
+        node: Any = self.config
+        for part in name.split("."):
+            if not isinstance(node, Mapping) or part not in node:
+                return default
+            node = node[part]
+        return default if node is None else node
+
+    @property
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.rows), default=0)
+
+    @cached_property
+    def journal(self) -> dict[int, Path]:
+        """Step -> file of the rollouts that it trained on."""
+        return journal_steps(self.path / "rollouts")
+
+    @cached_property
+    def process(self) -> psutil.Process | None:
+        """The living process of the run on this machine; None if there is none."""
+        return self.owner.process() if self.owner else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def _owner(lock: Path) -> Owner | None:
+    match = _OWNER.match(lock.read_text(encoding="utf-8")) if lock.exists() else None
+    if match is None:
+        return None
+    since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+    return Owner(int(match[1]), match[2], since)

@@ -1,0 +1,190 @@
+"""Causes in the rewards: all equal, failed samples, and rewards that rise while the held-out score falls."""
+
+import math
+from collections.abc import Iterator
+
+from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.record import FEWEST, RunRecord, Series
+from openrlhf.diagnosis.samples import Answers, answers_of
+from openrlhf.observability.failures import commonest_failure, headline
+from openrlhf.observability.journal import read_journal
+
+RECENT = 20
+"""Steps that a judgement about the present state looks at."""
+FLAT = 0.9
+"""Share of samples in groups with equal rewards above which there is hardly anything to learn."""
+FAILED = 0.1
+CLEAR = 3.0
+"""Standard errors from which a change counts as a trend."""
+LABELLED = 0.2
+"""Share of unrewarded answers with the label in them above which the reward function is suspect."""
+
+
+def reward_findings(run: RunRecord) -> Iterator[Finding]:
+    yield from _flat(run)
+    yield from _failed(run)
+    yield from _hacked(run)
+
+
+def _flat(run: RunRecord) -> Iterator[Finding]:
+    mean, std = run.series("rollout/reward_mean"), run.series("rollout/reward_std")
+    share = run.series("reward/zero_std_fraction")
+    if not len(mean) or run.names("teacher/"):
+        return
+    same = len(std) > 0 and not std.values.any() and bool((mean.values == mean.values[0]).all())
+    flat = share.last(RECENT) if len(share) else float(same)
+    if not same and not flat > FLAT:
+        return
+    last = answers_of(max(run.journal.items())[1]) if run.journal else None
+    if same:
+        evidence = [
+            f"the reward is {mean.values[0]:g} for every sample of steps {mean.steps[0]} to {mean.steps[-1]}"
+        ]
+    else:
+        evidence = [
+            f"in the last {min(RECENT, len(share))} steps, {flat:.0%} of the samples are in groups whose "
+            f"rewards are all equal ({share.describe()})",
+            mean.describe(),
+        ]
+    yield Finding(
+        cause="flat-reward",
+        title=f"flat reward: {'all samples have the same reward' if same else 'groups have equal rewards'}",
+        score=0.97 if same else min(0.9, flat),
+        evidence=(*evidence, *_reward_evidence(last)),
+        remedy=_flat_remedy(last, mean),
+    )
+
+
+def _reward_evidence(last: Answers | None) -> Iterator[str]:
+    if last is None:
+        return
+    values = sorted(set(last.rewards))
+    shown = ", ".join(f"{value:g}" for value in values[:5])
+    yield f"rewards of the last step: {shown}{', ...' if len(values) > 5 else ''} ({last.count} samples)"
+    if last.contains_label > LABELLED:
+        yield f"{last.contains_label:.0%} of the answers with the lowest reward contain the label as text"
+    if last.truncated > 0.5:
+        yield f"{last.truncated:.0%} of the answers are truncated, so they may lack the result"
+
+
+def _flat_remedy(last: Answers | None, mean: Series) -> str:
+    if last is not None and last.contains_label > LABELLED:
+        return (
+            "test the reward function of --reward.remote_url with these answers: it does not find a label "
+            'that is there. A number never equals a text (7 == "7" is False).'
+        )
+    if last is not None and last.truncated > 0.5:
+        return "raise --rollout.max_new_tokens: answers end before their result"
+    if mean.end > mean.start and mean.end > 0:
+        return "use harder prompts, or --algo.dynamic_filtering_enable: nearly all prompts are solved"
+    return (
+        "check --data.label_key and the reward function with `openrlhf check`; if they are right, use easier "
+        "prompts, a higher --rollout.n_samples_per_prompt or --algo.dynamic_filtering_enable"
+    )
+
+
+def _failed(run: RunRecord) -> Iterator[Finding]:
+    for name, files in (("rollout/failed_ratio", run.journal), ("eval/failed_ratio", {})):
+        ratio = run.series(name)
+        recent = ratio.last(3)
+        if not recent > FAILED:
+            continue
+        evidence = [f"{name} is {recent:.0%} in the last {min(3, len(ratio))} steps that report it"]
+        for step, path in reversed(files.items()):
+            if failed := [trajectory for trajectory in read_journal(path) if not trajectory.ok]:
+                example, count = commonest_failure(failed)
+                evidence.append(
+                    f"step {step}: {count} of {len(failed)} failures are {example.outcome.value}: "
+                    f"{headline(example)[:240]}"
+                )
+                break
+        yield Finding(
+            cause="failed-samples",
+            title=f"samples of {'the evaluation' if name.startswith('eval') else 'training'} fail",
+            score=0.95,
+            evidence=tuple(evidence),
+            remedy="mend the error, which `openrlhf rollouts RUN --failed` lists; a slow reward function "
+            "needs a higher --reward.timeout, a slow environment a higher --rollout.episode_timeout",
+        )
+
+
+def _hacked(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding if the reward rises while a held-out score falls, with what changed in the answers."""
+    reward = run.series("rollout/reward_mean")
+    scores = [run.series(name) for name in run.names("eval/") if name.endswith("_score_mean")]
+    falling = [score for score in scores if _falls(score)]
+    rises = reward.trend > CLEAR
+    signs = list(_signs(run))
+    if not rises or (not falling and not (not scores and signs)):
+        return
+    evidence = [reward.describe()]
+    for score in falling:
+        best = int(score.values.argmax())
+        evidence.append(
+            f"{score.name} falls from {score.values[best]:.3g} (step {score.steps[best]}) to "
+            f"{score.values[-1]:.3g} (step {score.steps[-1]})"
+        )
+    if not scores:
+        evidence.append("the run has no evaluation, so nothing shows whether the answers are better")
+    kinds = " and ".join(kind for kind, _, _ in signs[:2]) or "no sign in the answers says by what"
+    remedies = [remedy for _, _, remedy in signs[:2]] or [
+        "read samples: `openrlhf rollouts RUN --sort reward`"
+    ]
+    kl = "raise --algo.kl.init_coef, and keep the best checkpoint (--ckpt.best_metric_key)"
+    yield Finding(
+        cause="reward-hacking",
+        title=f"reward rises while the held-out score falls: {kinds}"
+        if falling
+        else f"reward may be hacked: {kinds}",
+        score=(0.9 if signs else 0.75) if falling else 0.4,
+        evidence=(*evidence, *(text for _, text, _ in signs)),
+        remedy="; ".join([*remedies, kl]),
+    )
+
+
+def _falls(score: Series) -> bool:
+    """Tells whether the last values are clearly below the best earlier one."""
+    if len(score) < 3:
+        return False
+    best = float(score.values[:-1].max())
+    recent = score.last(max(1, len(score) // 4))
+    return best - recent > max(0.02, 0.1 * abs(best))
+
+
+def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
+    """Yields (kind, evidence, remedy) for each way in which answers changed that a reward may pay for."""
+    length, correlation = (
+        run.series(f"rollout/{name}") for name in ("response_length_mean", "length_reward_correlation")
+    )
+    if length.trend > CLEAR and length.end > 1.5 * length.start and correlation.last(RECENT) > 0.3:
+        yield (
+            "length",
+            f"{length.describe()}; correlation of length and reward {correlation.last(RECENT):.2f}",
+            "stop paying for length: --reward.overlong_buffer_len penalises it",
+        )
+    for name, kind in (("duplicate_ratio", "duplicates"), ("repetition_ratio", "repetition")):
+        series = run.series(f"rollout/{name}")
+        if series.trend > CLEAR and series.end - series.start > 0.2:
+            yield kind, series.describe(), "raise --rollout.temperature or --actor.entropy_coef"
+    if len(run.journal) < FEWEST:
+        return
+    steps = sorted(run.journal)
+    first, last = answers_of(run.journal[steps[0]]), answers_of(run.journal[steps[-1]])
+    if first is None or last is None:
+        return
+    for kind, before, after, text in (
+        ("n-gram share", first.ngram_share, last.ngram_share, "the commonest 8 tokens in a row are in"),
+        (
+            "format",
+            first.format_share,
+            last.format_share,
+            "the commonest start and end of an answer is that of",
+        ),
+        ("duplicates", first.duplicates, last.duplicates, "an answer of another sample is repeated by"),
+    ):
+        if after - before > 0.3 and not math.isnan(after):
+            yield (
+                kind,
+                f"{text} {before:.0%} of the samples of step {steps[0]} and {after:.0%} of step {steps[-1]}",
+                "read these answers: the reward function pays for what they share",
+            )

@@ -1,0 +1,83 @@
+"""Statistics of the answers of a step, from its rollouts: what answers share, and how sure the policy is."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from openrlhf.observability.journal import read_table
+
+NGRAM = 8
+"""Tokens of the n-grams whose share is counted."""
+EDGE = 4
+"""Tokens at the start and at the end of an answer that are compared as its format."""
+MOST_SAMPLES = 512
+"""Samples of a step that are read."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answers:
+    """Statistics of the answers of a step, each over samples with a reward."""
+
+    count: int
+    length: float
+    """Mean number of actions."""
+    surprise: float
+    """Mean of minus the sampler's log-prob, in nats per action: an estimate of the policy's entropy."""
+    ngram_share: float
+    """Share of the samples that contain the commonest n-gram of actions."""
+    format_share: float
+    """Share of the samples with the commonest first and last EDGE actions."""
+    duplicates: float
+    """Share of the samples whose actions repeat those of another sample of the step."""
+    rewards: tuple[float, ...]
+    truncated: float
+    contains_label: float
+    """Share of the samples with the lowest reward whose answer contains the label; 0 without labels."""
+
+
+def answers_of(path: Path) -> Answers | None:
+    """Reads the rollouts of a step. Returns None if no sample has a reward."""
+    columns = ["reward", "truncated", "token_ids", "action_ranges", "rollout_log_probs", "label", "response"]
+    rows = read_table(path, columns).slice(0, MOST_SAMPLES).to_pylist()
+    rows = [row for row in rows if row["reward"] is not None]
+    if not rows:
+        return None
+    actions = [actions_of(row["token_ids"], row["action_ranges"]) for row in rows]
+    log_probs = np.concatenate([np.asarray(row["rollout_log_probs"], float) for row in rows])
+    rewards = tuple(float(row["reward"]) for row in rows)
+    lowest = [row for row in rows if row["reward"] == min(rewards)]
+    return Answers(
+        count=len(rows),
+        length=float(np.mean([len(ids) for ids in actions])),
+        surprise=float(-log_probs.mean()) if len(log_probs) else 0.0,
+        ngram_share=_commonest({tuple(ids[i : i + NGRAM]) for i in _starts(ids)} for ids in actions),
+        format_share=_commonest({(tuple(ids[:EDGE]), tuple(ids[-EDGE - 1 :]))} for ids in actions),
+        duplicates=1 - len({tuple(ids) for ids in actions}) / len(actions),
+        rewards=rewards,
+        truncated=float(np.mean([row["truncated"] for row in rows])),
+        contains_label=float(np.mean([_has_label(row["label"], row["response"]) for row in lowest])),
+    )
+
+
+def actions_of(token_ids: list[int], ranges: list[dict[str, int]]) -> list[int]:
+    """Returns the tokens that the policy chose."""
+    return [token for span in ranges for token in token_ids[span["start"] : span["end"]]]
+
+
+def _starts(ids: list[int]) -> range:
+    return range(len(ids) - NGRAM + 1)
+
+
+def _commonest(of_samples: Iterable[set]) -> float:
+    """Returns the share of the samples that have the commonest item."""
+    sets = list(of_samples)
+    counts = Counter(item for items in sets for item in items)
+    return max(counts.values(), default=0) / len(sets)
+
+
+def _has_label(label: str | None, response: str | None) -> bool:
+    wanted = (label or "").strip('"')
+    return bool(wanted) and wanted not in ("null", "[]", "{}") and wanted in (response or "")

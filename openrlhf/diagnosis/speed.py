@@ -1,0 +1,117 @@
+"""Causes of slow steps: the phase that takes longer than usual or grows, and ranks with more work than
+others."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.record import FEWEST, RunRecord, Series
+from openrlhf.observability.journal import read_table
+
+SLOW = 2.0
+"""A step is slow if it takes this multiple of the median, and a phase grows if its time does."""
+UNEVEN = 1.5
+"""Ratio of the largest to the mean number of tokens of a rank from which ranks are uneven."""
+
+REMEDIES = {
+    "generate": "look at rollout/response_length_max: one long answer holds a step up. --train.async_enable "
+    "samples while the models train; --rollout.max_new_tokens limits answers; more engines: "
+    "--vllm.num_engines",
+    "logprobs": "raise --rollout.micro_batch_size, or --train.dynamic_batch_enable with "
+    "--rollout.max_tokens_per_gpu",
+    "update": "raise --train.micro_batch_size, or --train.dynamic_batch_enable with "
+    "--train.max_tokens_per_gpu",
+    "sync": "raise --vllm.sync_bucket_mb, and look at the network (docs/clusters.md)",
+    "evaluate": "raise --eval.steps, or limit --eval.max_samples",
+    "save": "set --ckpt.async_save, raise --ckpt.save_steps, or use a faster disk",
+}
+"""Phase -> what makes it faster."""
+
+
+def speed_findings(run: RunRecord) -> Iterator[Finding]:
+    total = run.series("timing/step_total")
+    if len(total) < FEWEST:
+        return
+    phases = [run.series(name) for name in run.names("timing/") if name not in (total.name, "timing/overlap")]
+    yield from _slow_steps(total, phases)
+    for phase in phases:
+        yield from _growth(run, phase, total)
+    yield from _uneven_ranks(run)
+
+
+def _name(phase: Series) -> str:
+    return phase.name.removeprefix("timing/")
+
+
+def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
+    """Yields a finding if single steps take much longer than the median, and which phase makes them slow."""
+    median = float(np.median(total.values))
+    slow = total.steps[(total.values > SLOW * median) & (total.values > median + 1)]
+    slow = slow[slow > total.steps[0]]  # the first step warms up
+    if not len(slow):
+        return
+    excess: dict[str, float] = {}
+    for phase in phases:
+        usual, at = float(np.median(phase.values)), dict(zip(phase.steps, phase.values, strict=True))
+        rare = len(phase) < len(total) / 2  # such as evaluations: its usual share of a step is none
+        extra = [at[step] - (0 if rare else usual) for step in slow if step in at]
+        excess[_name(phase)] = sum(max(0.0, seconds) for seconds in extra)
+    late, seconds = max(excess.items(), key=lambda item: item[1]) if excess else ("an unknown phase", 0.0)
+    lost = float((total.values[np.isin(total.steps, slow)] - median).sum())
+    named = ", ".join(map(str, slow[:6])) + (", ..." if len(slow) > 6 else "")
+    yield Finding(
+        cause="slow-steps",
+        title=f"{len(slow)} of {len(total)} steps are slow: {late} takes the time",
+        score=min(0.9, 0.4 + lost / float(total.values.sum())),
+        evidence=(
+            f"steps {named} take more than {SLOW:g} times the median of {median:.3g} s",
+            f"{late} accounts for {seconds:.3g} s of the {lost:.3g} s that they lose",
+        ),
+        remedy=REMEDIES.get(late, "compare the steps' samples: `openrlhf rollouts RUN --step N`"),
+    )
+
+
+def _growth(run: RunRecord, phase: Series, total: Series) -> Iterator[Finding]:
+    """Yields a finding if a phase takes ever longer."""
+    share = float(phase.values.sum() / total.values.sum())
+    if phase.trend < 3 or phase.end < SLOW * phase.start or share < 0.1:
+        return
+    floor = float(np.percentile(phase.values, 10))
+    length = run.series("rollout/response_length_mean")
+    evidence = [f"{phase.describe()}, {share:.0%} of the run; its 10th percentile is {floor:.3g} s"]
+    longer = len(length) > 0 and length.end > 1.3 * length.start
+    if longer:
+        evidence.append(f"answers became longer: {length.describe()}")
+    yield Finding(
+        cause="slow-steps",
+        title=f"{_name(phase)} becomes slower{', with longer answers' if longer else ''}",
+        score=0.5 if longer else 0.65,
+        evidence=tuple(evidence),
+        remedy=REMEDIES.get(_name(phase), "look for another program on the machine, or a full disk"),
+    )
+
+
+def _uneven_ranks(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding if one rank trains on many more tokens than the others."""
+    shares = []
+    for step, path in list(run.journal.items())[-3:]:
+        table = read_table(path, ["ranks", "token_ids"]).to_pylist()
+        tokens: Counter[int] = Counter()
+        for row in table:
+            for rank in row["ranks"] or ():
+                tokens[rank] += len(row["token_ids"])
+        if len(tokens) > 1:
+            rank, most = tokens.most_common(1)[0]
+            shares.append((most * len(tokens) / sum(tokens.values()), rank, step))
+    if not shares or min(shares)[0] < UNEVEN:
+        return
+    ratio, rank, step = max(shares)
+    yield Finding(
+        cause="late-rank",
+        title=f"rank {rank} has more to train on than the others, which wait for it",
+        score=0.6,
+        evidence=(f"step {step}: {ratio:.2g} times the mean number of tokens",),
+        remedy="set --train.dynamic_batch_enable, which gives ranks equal work",
+    )

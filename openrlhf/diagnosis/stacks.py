@@ -1,0 +1,174 @@
+"""The stacks of a run's processes, from py-spy or from stacks.txt, and what each process is doing."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+PY_SPY_TIMEOUT = 20.0
+"""Seconds that py-spy has to read the stacks of one process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    function: str
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.function} ({'/'.join(Path(self.file).parts[-2:])}:{self.line})"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """The stack of the thread of a process that does its work."""
+
+    process: str
+    """Name of the process, such as "rank 1 of policy"."""
+    frames: tuple[Frame, ...]
+    """Innermost first; empty if the process did not answer."""
+
+
+COLLECTIVE = re.compile(
+    r"(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter)\w*"
+)
+_IDLE = ("cluster/pulse.py", "cluster/head.py", "cluster/watch.py", "observability/progress.py")
+"""Files of threads that only watch."""
+_PLACES = (
+    ("rewards/", "computes or awaits rewards"),
+    ("agents/", "runs an agent"),
+    ("environments/", "runs an environment"),
+    ("cluster/pending.py", "waits for calls to other processes"),
+    ("weight_sync/", "sends or receives weights"),
+    ("backends/vllm/", "samples"),
+    ("backends/transformers/", "samples"),
+    ("checkpoint_writer.py", "writes a checkpoint"),
+    ("observability/journal.py", "writes rollouts"),
+    ("/vllm/", "samples"),
+)
+"""Part of a file's path -> what a process with a frame there does, from the most specific on."""
+
+
+def doing(stack: Stack) -> str:
+    """Describes what a process does, by its innermost telling frame."""
+    if not stack.frames:
+        return "does not answer"
+    if operation := collective(stack):
+        return f"waits for the other ranks in {operation}"
+    for frame in stack.frames:
+        if text := next((text for part, text in _PLACES if part in frame.file), ""):
+            return f"{text}, in {frame}"
+    own = next((frame for frame in stack.frames if "openrlhf" in frame.file), stack.frames[0])
+    return f"is in {own}"
+
+
+def collective(stack: Stack) -> str:
+    """Returns the collective operation that the process waits in; "" if it waits in none."""
+    for frame in stack.frames:
+        is_wait = any(part in frame.file for part in ("distributed", "deepspeed", "openrlhf/mesh.py"))
+        if is_wait and COLLECTIVE.fullmatch(frame.function.lstrip("_")):
+            return frame.function
+    return ""
+
+
+def of_file(path: Path) -> list[Stack]:
+    """Reads stacks.txt of a run folder: for each process its threads."""
+    found = []
+    for part in re.split(r"^== ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        process, _, text = part.partition("\n")
+        threads = [_frames(thread) for thread in re.split(r"^thread .*:$", text, flags=re.MULTILINE)[1:]]
+        found.append(Stack(process, _working(threads)))
+    return found
+
+
+def of_process(process: psutil.Process) -> list[Stack]:
+    """Returns the stacks of a living run: of its process, and of its Python descendants and Ray actors."""
+    members = [process, *process.children(recursive=True)]
+    known = {member.pid for member in members}
+    members += [found for found in psutil.process_iter() if found.pid not in known and _is_of(found, process)]
+    stacks = [_dump(member, is_driver=member.pid == process.pid) for member in members if _is_python(member)]
+    return [stack for stack in stacks if stack is not None]
+
+
+def _is_of(found: psutil.Process, run: psutil.Process) -> bool:
+    """Tells whether a process is an actor of a cluster that the run joined: an actor of the same user, in the
+    same folder, that started later."""
+    try:
+        is_actor = bool(found.cmdline()) and found.cmdline()[0].startswith("ray::")
+        return is_actor and found.create_time() > run.create_time() and found.cwd() == run.cwd()
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+
+
+def _is_python(process: psutil.Process) -> bool:
+    try:
+        return "python" in Path(process.exe()).name
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+
+
+def _dump(process: psutil.Process, *, is_driver: bool) -> Stack | None:
+    """Returns the stack of a process by py-spy, without frames if it cannot be read; None if it is gone."""
+    try:
+        words = process.cmdline()
+    except psutil.NoSuchProcess:
+        return None
+    name = "the driver" if is_driver else " ".join(words[:1] if words[0].startswith("ray::") else words)[:60]
+    name = f"{name} (process {process.pid})"
+    program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
+    if program is None:
+        return Stack(f"{name}: py-spy is missing", ())
+    command = [program, "dump", "--json", "--pid", str(process.pid)]
+    try:
+        answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        return Stack(name, ())
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.strip().splitlines() or [""]
+        return Stack(f"{name}: {lines[-1]}", ()) if psutil.pid_exists(process.pid) else None
+    threads = [
+        tuple(Frame(frame["name"], frame["filename"], frame["line"]) for frame in thread["frames"])
+        for thread in json.loads(answer.stdout)
+    ]
+    return Stack(name, _working(threads))
+
+
+def _frames(text: str) -> tuple[Frame, ...]:
+    """Reads the lines of `traceback.format_stack`."""
+    found = re.findall(r'File "(.+?)", line (\d+), in (.+)', text)
+    return tuple(Frame(function, file, int(line)) for file, line, function in reversed(found))
+
+
+def _working(threads: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
+    """Returns the frames of the thread that does the work of a process: one with code of openrlhf that does
+    not only watch, else the longest."""
+    own = [thread for thread in threads if any(_is_work(frame) for frame in thread)]
+    own = [thread for thread in own if not any(part in f.file for f in thread for part in _IDLE)]
+    return max(own or threads, key=len, default=())
+
+
+def _is_work(frame: Frame) -> bool:
+    return "openrlhf" in frame.file
+
+
+def waiting(stacks: Sequence[Stack]) -> Iterator[str]:
+    """Yields who waits for whom: the ranks in a collective operation for those that are in none, then what
+    each process does."""
+    ranks = [
+        stack for stack in stacks if "rank" in stack.process.lower() or "policy" in stack.process.lower()
+    ]
+    inside = {stack.process: operation for stack in ranks if (operation := collective(stack))}
+    late = [stack for stack in ranks if stack.process not in inside]
+    if inside and late:
+        yield (
+            f"{', '.join(inside)} wait{'s' * (len(inside) == 1)} in {', '.join(sorted({*inside.values()}))} "
+            f"for {', '.join(stack.process for stack in late)}"
+        )
+    for stack in stacks:
+        yield f"{stack.process} {doing(stack)}"

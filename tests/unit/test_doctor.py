@@ -1,0 +1,234 @@
+"""`openrlhf doctor RUN`: each cause is found in a run that has it, and a healthy run has none."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from refusals import refused
+from run_folders import sample, write_journal, write_run
+
+from openrlhf.cli import doctor
+from openrlhf.diagnosis.diagnose import diagnose
+from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.record import RunRecord
+from openrlhf.diagnosis.stacks import Frame, Stack, doing, of_file, waiting
+from openrlhf.errors import ErrorCode
+
+STEPS = 40
+NOISE = np.random.default_rng(0).normal(size=STEPS) * 0.01
+RISING = list(np.linspace(0.2, 0.8, STEPS) + NOISE)
+HEALTHY = {
+    "rollout/reward_mean": RISING,
+    "rollout/reward_std": [0.4] * STEPS,
+    "reward/zero_std_fraction": [0.3] * STEPS,
+    "rollout/truncated_rate": [0.02] * STEPS,
+    "rollout/duplicate_ratio": [0.1] * STEPS,
+    "rollout/response_length_mean": list(100 + 100 * NOISE),
+    "policy/entropy": list(np.linspace(0.9, 0.6, STEPS)),
+    "mismatch/abs_diff_mean": list(5e-3 + 0.01 * abs(NOISE)),
+    "timing/generate": list(5 + NOISE),
+    "timing/update": list(3 + NOISE),
+    "timing/step_total": list(8 + NOISE),
+    "memory/update_gb": list(1 + 0.1 * NOISE),
+    "eval/default_score_mean": [None if i % 10 else 0.3 + 0.01 * i for i in range(STEPS)],
+}
+ramp = lambda start, end: list(np.linspace(start, end, STEPS) + NOISE)
+
+DEFECTS = {
+    "flat-reward": {"rollout/reward_mean": [0.0] * STEPS, "rollout/reward_std": [0.0] * STEPS},
+    "failed-samples": {"rollout/failed_ratio": [0.3] * STEPS},
+    "reward-hacking": {
+        "eval/default_score_mean": [None if i % 8 else 0.6 - 0.01 * i for i in range(STEPS)],
+        "rollout/response_length_mean": ramp(100, 400),
+        "rollout/length_reward_correlation": [0.8] * STEPS,
+    },
+    "entropy-collapse": {"policy/entropy": list(np.geomspace(1.0, 0.005, STEPS))},
+    "truncation": {"rollout/truncated_rate": ramp(0.1, 0.9)},
+    "gap": {"mismatch/abs_diff_mean": ramp(0.1, 0.3)},
+    "slow-steps": {
+        "timing/save": [30.0 if i in (20, 30) else 0.1 for i in range(STEPS)],
+        "timing/step_total": [38.0 if i in (20, 30) else 8.1 for i in range(STEPS)],
+    },
+    "memory": {"memory/update_gb": ramp(1, 4)},
+}
+
+
+def causes(run: Path) -> list[str]:
+    return [finding.cause for finding in diagnose(RunRecord.read(run))]
+
+
+def test_a_healthy_run_has_no_findings_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", HEALTHY)
+    assert doctor.examine_run(run, as_data=False) == 0
+    out = capsys.readouterr().out
+    assert "healthy" in out
+    assert "rollout/reward_mean 0.2" in out
+
+
+@pytest.mark.parametrize("cause", DEFECTS)
+def test_each_cause_comes_first_in_a_run_that_has_it(cause: str, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY | DEFECTS[cause])
+    assert causes(run)[0] == cause
+
+
+def found(run: Path, cause: str) -> Finding:
+    return next(finding for finding in diagnose(RunRecord.read(run)) if finding.cause == cause)
+
+
+def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "run", HEALTHY | DEFECTS["slow-steps"])
+    with pytest.raises(SystemExit) as stop:
+        doctor.main([str(run)])
+    assert stop.value.code == 1
+    out = capsys.readouterr().out
+    assert "steps 21, 31" in out
+    assert "--ckpt.async_save" in out
+    with pytest.raises(SystemExit):
+        doctor.main([str(run), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert not data["healthy"]
+    assert data["findings"][0]["cause"] == "slow-steps"
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "a", HEALTHY)
+    with refused(ErrorCode.NOT_FOUND, flag="RUN"):
+        RunRecord.read(tmp_path / "runs")
+
+
+def test_rewards_that_miss_a_label_point_to_the_reward_function(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY | DEFECTS["flat-reward"])
+    write_journal(run, STEPS, [sample([1, 2, 3], label='"42"', response="it is 42") for _ in range(4)])
+    finding = found(run, "flat-reward")
+    assert "--reward.remote_url" in finding.remedy
+    assert any("100% of the answers" in text for text in finding.evidence)
+
+
+def test_hacking_names_the_share_of_an_ngram(tmp_path: Path) -> None:
+    changed = {"eval/default_score_mean": DEFECTS["reward-hacking"]["eval/default_score_mean"]}
+    run = write_run(tmp_path / "run", HEALTHY | changed)
+    random = np.random.default_rng(0)
+    for step in range(1, 10):
+        same = [7] * 9 if step > 5 else []
+        rows = [
+            sample([1, *random.integers(10, 90, 12), *same, *random.integers(10, 90, 6)]) for _ in range(8)
+        ]
+        write_journal(run, step, rows)
+    finding = found(run, "reward-hacking")
+    assert "n-gram share" in finding.title
+    assert "eval/default_score_mean falls" in " ".join(finding.evidence)
+
+
+def test_entropy_is_estimated_from_rollouts(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {name: v for name, v in HEALTHY.items() if "entropy" not in name})
+    for step in (1, 20, 40):
+        write_journal(run, step, [sample([1, 2, 3], rollout_log_probs=[-1.0 / step**2] * 2)])
+    assert found(run, "entropy-collapse").score > 0.6
+
+
+def test_a_warning_that_nothing_explains_is_repeated(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY | {"kl/mean": [2.0] * STEPS})
+    text = "kl/mean > 1 for 5 steps (last 2): the policy has left the reference"
+    (run / "health.jsonl").write_text(json.dumps({"step": 5, "text": text}) + "\n")
+    finding = found(run, "unhealthy")
+    assert "kl/mean is unhealthy" in finding.title
+    assert "--algo.kl.init_coef" in finding.remedy
+
+
+def test_the_rank_with_most_tokens_is_late(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY)
+    rows = [sample([1] * (30 if rank else 10), ranks=[rank], optimizer_steps=[1]) for rank in (0, 0, 0, 1)]
+    rows.append(sample([1] * 100, ranks=[1], optimizer_steps=[1]))
+    write_journal(run, STEPS, rows)
+    assert "rank 1" in found(run, "late-rank").title
+
+
+STACKS = """\
+== the driver
+thread MainThread:
+  File "/x/openrlhf/cluster/pending.py", line 20, in result
+    pass
+
+== rank 0 of policy
+thread MainThread:
+  File "/x/openrlhf/training/worker.py", line 300, in update
+    pass
+  File "/y/torch/distributed/distributed_c10d.py", line 3000, in all_reduce
+    pass
+thread pulse:
+  File "/x/openrlhf/cluster/pulse.py", line 60, in _beat
+    pass
+
+== rank 1 of policy
+thread MainThread:
+  File "/x/openrlhf/training/worker.py", line 200, in forward
+    pass
+
+== engine 0
+it does not answer"""
+
+
+def test_stacks_tell_who_waits_for_whom(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY)
+    (run / "stacks.txt").write_text(STACKS)
+    driver, first, second, engine = of_file(run / "stacks.txt")
+    assert doing(driver) == "waits for calls to other processes, in result (cluster/pending.py:20)"
+    assert "all_reduce" in doing(first)
+    assert doing(second) == "is in forward (training/worker.py:200)"
+    assert doing(engine) == "does not answer"
+    assert next(waiting([driver, first, second])) == (
+        "rank 0 of policy waits in all_reduce for rank 1 of policy"
+    )
+    assert causes(run)[0] == "stall"
+
+
+def test_a_reward_is_recognised_in_a_stack() -> None:
+    stack = Stack(
+        "engine 0", (Frame("sleep", "time.py", 1), Frame("score", "/x/openrlhf/rewards/function.py", 5))
+    )
+    assert doing(stack).startswith("computes or awaits rewards")
+
+
+@contextmanager
+def living(run: Path) -> Iterator[int]:
+    """Starts a process that holds the lock of the folder, as its owner says."""
+    program = "import time\ndef wait_for_reward():\n    time.sleep(60)\nwait_for_reward()"
+    with subprocess.Popen([sys.executable, "-c", program]) as process:
+        try:
+            now = datetime.now(UTC)
+            owner = f"process {process.pid} on {platform.node()}, since {now:%Y-%m-%d %H:%M:%S} UTC\n"
+            (run / ".lock").write_text(owner)
+            time.sleep(0.5)
+            yield process.pid
+        finally:
+            process.kill()
+
+
+def test_a_run_that_stands_still_shows_the_stack_of_its_process(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY)
+    with living(run) as pid:
+        assert causes(run) == []
+        an_hour_ago = time.time() - 3600
+        os.utime(run / "metrics.jsonl", (an_hour_ago, an_hour_ago))
+        finding = found(run, "stall")
+    text = " ".join(finding.evidence)
+    assert "since step 40" in text
+    assert f"process {pid}" in text
+    assert "wait_for_reward" in text
+    assert causes(run) == ["killed"]
+
+
+def test_supervised_loss_that_rises(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", {"sft/loss": ramp(1, 3)})
+    assert causes(run) == ["loss-rises"]
