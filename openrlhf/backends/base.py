@@ -89,6 +89,10 @@ class TrainEngine(Protocol):
     """One rank of a model in training. All methods except `steps`, `row_memory` and `has_written` are
     collective."""
 
+    before_step: Callable[[], None] | None
+    """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
+    such as one that reads `gradients`. None in training."""
+
     @property
     def module(self) -> RowModule: ...
 
@@ -115,6 +119,11 @@ class TrainEngine(Protocol):
         `also`: further (rows, objective) pairs of the same step. Their losses are added; each is normalized
         by the totals of its own rows.
         """
+        ...
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns a copy of the unsharded gradient of each trained weight, by its name in the model. Call it
+        from `before_step`."""
         ...
 
     def evaluate(self, rows: Sequence[RowT], objective: Objective[RowT]) -> Metrics:

@@ -35,7 +35,7 @@ from openrlhf.models.lora import (
     save_adapter,
 )
 from openrlhf.models.sequence_parallel import SequenceParallel
-from openrlhf.models.tensor_parallel import whole, whole_shape
+from openrlhf.models.tensor_parallel import joined, whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
 
 ItemT = TypeVar("ItemT")
@@ -115,6 +115,9 @@ class TrainedRank(ModelRank):
     """Whether the run goes on after a step whose loss or gradient is not finite."""
     skipped = 0
     """Number of steps that were skipped in a row."""
+    before_step: Callable[[], None] | None = None
+    """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
+    such as one that reads `gradients`. None in training."""
     _writer: CheckpointWriter | None = None
     """The writer of a checkpoint that is not finished."""
 
@@ -170,6 +173,23 @@ class TrainedRank(ModelRank):
         """Takes one optimizer step. Returns its learning rate and the gradient norm before clipping. Where
         that norm is not finite, weights and optimizer states do not change, while the step counts and the
         schedule goes on. With loss scaling the schedule waits."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns a copy of the unsharded gradient of each trained weight, by its name in the model. Call it
+        from `before_step`. Collective."""
+        found = {}
+        for name, parameter in self.module.model.named_parameters():
+            if parameter.requires_grad:
+                gradient, shard = self._full_gradient(parameter), getattr(parameter, "shard", None)
+                found[name] = (
+                    whole(gradient).clone() if shard is None else joined(gradient, shard.group, shard.dim)
+                )
+        return found
+
+    def _full_gradient(self, parameter: Tensor) -> Tensor:
+        """Returns the gradient of a weight; of a weight that tensor parallelism splits, of this rank's part.
+        Weights that no row has used have zeros. Collective."""
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def _states(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (name, tensor) of what this rank adds to a checkpoint apart from weights: optimizer states,
@@ -227,6 +247,8 @@ class TrainedRank(ModelRank):
             self._backward(loss * self.mesh.data * poison.to(loss.dtype))
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
+        if self.before_step is not None:
+            self.before_step()
         lr, grad_norm = self._step()
         if fault("step.weights"):
             next(weight for _, weight in self._weights() if weight.numel()).view(-1)[0] = math.nan

@@ -31,13 +31,14 @@ SUPERVISED = ("sft", "rm", "dpo", "kto", "prm", "kd")
 WORDS = {
     "plan": ("ppo", *SUPERVISED),
     "check": ("ppo", *SUPERVISED),
+    "verify": ("ppo", *SUPERVISED),
     "data": ("preview",),
     "data preview": SUPERVISED,
     "agent": ("try",),
     "completion": ("bash", "zsh", "fish"),
 }
 """Words so far -> the words that may follow, beside files."""
-LIKE_PPO = ("plan", "check", "agent")
+LIKE_PPO = ("plan", "check", "verify", "agent")
 """Commands that also take the flags of ppo, unless the line names another training command."""
 
 

@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
     "check": ("check", "check a training run before it starts, and list everything that is wrong"),
     "doctor": ("doctor", "name the causes of what is wrong with a run, live or dead, and the remedies"),
+    "verify": ("verify", "prove on this machine that a run's model is trained as transformers computes it"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
     "bisect": ("bisect", "find the first difference between two recorded runs"),

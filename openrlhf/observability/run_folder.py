@@ -68,7 +68,7 @@ class RunFolder:
         folder.rollouts_path.mkdir(exist_ok=True)
         secrets = find_secrets(config_yaml, argv, os.environ)
         _write_keeping_old(folder.path / "config.yaml", redact(config_yaml, secrets))
-        _write_keeping_old(folder.path / "env.json", redact(json.dumps(_environment(), indent=1), secrets))
+        _write_keeping_old(folder.path / "env.json", redact(json.dumps(environment(), indent=1), secrets))
         with open(folder.path / "argv.txt", "a", encoding="utf-8") as file:
             start = f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{', resuming' if resume else ''}\n"
             file.write(start + shlex.join(redact(arg, secrets) for arg in argv) + "\n")
@@ -200,7 +200,9 @@ def _write_keeping_old(path: Path, text: str) -> None:
     write_atomically(path, [text])
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
+    """Returns the versions of Python, the platform and packages, the commit, and the environment variables
+    that change a run, without those whose names are names of secrets."""
     versions = {}
     for name in _DISTRIBUTIONS:
         try:

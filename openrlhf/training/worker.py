@@ -239,7 +239,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         """Takes one optimizer step for each window, and returns the metrics of each."""
         with self._optimizer_present():
             return [
-                self.model.train_step(self._rows(batch, window), objective, *self.auxiliary_objectives())
+                self.model.train_step(self.rows(batch, window), objective, *self.auxiliary_objectives())
                 for window in windows
             ]
 
@@ -299,7 +299,8 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def _checkpoint_folder(self) -> str:
         return f"{self.config.ckpt.folder}/_{self.name}"
 
-    def _rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
+    def rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
+        """Returns the rows of the sequences of a window."""
         return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, window)]
 
     def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:

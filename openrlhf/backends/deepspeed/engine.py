@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
@@ -149,6 +150,10 @@ class DeepSpeedEngine(TrainedRank):
 
     def _backward(self, loss: Tensor) -> None:
         self.engine.backward(loss)
+
+    def _full_gradient(self, parameter: Tensor) -> Tensor:
+        gradient = safe_get_full_grad(parameter)
+        return torch.zeros_like(parameter) if gradient is None else gradient
 
     def _step(self) -> tuple[float, float]:
         lr = self.engine.get_lr()[0]

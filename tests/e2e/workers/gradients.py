@@ -4,17 +4,14 @@ stage."""
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
 from transformers import PreTrainedModel
 
-from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed, seed_everything
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
@@ -22,12 +19,12 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
-from openrlhf.models.tensor_parallel import whole
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, PackedRow
+from openrlhf.verification.layouts import step_with_gradients
 
 LENGTHS = (5, 9, 17, 30, 8, 12, 3, 22, 11, 2)
 BEGINNINGS = {7: (3, 15), 2: (3, 10), 8: (7, 11), 5: (2, 9)}
@@ -128,21 +125,6 @@ def experiences() -> Batch:
     return Batch(lengths=np.array(LENGTHS), num_actions=num_actions, **joined)
 
 
-def before_steps(engine: TrainEngine, look: Callable[[], None]) -> None:
-    """Calls `look` when the gradients are complete, before each later step of the optimizer."""
-    stepper: Any = getattr(engine, "engine", None) or getattr(engine, "optimizer")  # noqa: B009
-    take_step = stepper.step
-    stepper.step = lambda: (look(), take_step())
-
-
-def full_gradient(param: torch.nn.Parameter) -> torch.Tensor:
-    """Returns the gradient as the optimizer is about to see it, gathered by all ranks."""
-    gradient = safe_get_full_grad(param).clone()
-    if hasattr(param, "shard"):
-        gradient.shard = param.shard
-    return whole(gradient)
-
-
 def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> dict[str, torch.Tensor]:
     engine = build_engine(
         lambda: build(spec),
@@ -154,21 +136,12 @@ def gradients(spec: dict, mesh: ProcessMesh, build, parts, order, size: int) -> 
         gradient_checkpointing=spec.get("checkpointing", False),
         reentrant=spec.get("reentrant", False),
     )
-    found: dict[str, torch.Tensor] = {}
-
-    def look() -> None:
-        for name, param in engine.module.model.named_parameters():
-            if param.requires_grad:
-                found[name] = full_gradient(param)
-
-    before_steps(engine, look)
     batch = experiences()
     # Ranks get different numbers of samples, and therefore rows of different numbers of sequences.
     mine = list(order) if mesh.data == 1 else (list(order[:6]), list(order[6:]))[mesh.data_rank]
     groups = [batch.select(mine[k : k + size]) for k in range(0, len(mine), size)]
     (rows, objective), *also = [([make(group) for group in groups], minimised) for minimised, make in parts]
-    engine.train_step(rows, objective, *also)
-    return found
+    return step_with_gradients(engine, rows, objective, *also)[0]
 
 
 def chosen(layouts: Collection[str], place: int, which: str) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from workers.gradients import before_steps, fill_adapters, full_gradient
+from workers.gradients import fill_adapters
 
 from openrlhf.backends.base import TrainEngine
 from openrlhf.backends.build import build_engine as build_engine_of
@@ -19,6 +19,7 @@ from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import PackedRow, Sample
+from openrlhf.verification.layouts import step_with_gradients
 
 
 def build_engine(spec: dict, case: dict) -> TrainEngine:
@@ -91,13 +92,8 @@ def main() -> None:
         with torch.no_grad(), disabled_adapters(engine.module.model):
             found["base log-probs"] = log_probs(engine, everything)
 
-        def look(engine=engine, found=found) -> None:
-            for name, param in engine.module.model.named_parameters():
-                if param.requires_grad:
-                    found.setdefault(f"gradient {name}", full_gradient(param))
-
-        before_steps(engine, look)
-        step = engine.train_step(rows, Compared(engine.module))
+        gradients, step = step_with_gradients(engine, rows, Compared(engine.module))
+        found |= {f"gradient {name}": gradient for name, gradient in gradients.items()}
         losses = [step["sft/loss"]]
         found["log-probs"] = log_probs(engine, everything)
         engine.export(str(folder / "adapter"))

@@ -31,7 +31,7 @@ def of_command(spec: dict, command: str) -> Iterator[tuple[str, dict, dict[str, 
     )
     run = supervised_gradients.started(command, flags)
     layouts = list(supervised_gradients.LAYOUTS)[CHOSEN[spec["layouts"]]]
-    for layout, found, metrics in supervised_gradients.steps(run, layouts):
+    for layout, found, metrics in supervised_gradients.results(run, layouts):
         yield layout, found, {"metrics": metrics}
 
 

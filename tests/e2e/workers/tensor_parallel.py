@@ -7,11 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from workers.gradients import OBJECTIVES, experiences, full_gradient
+from workers.gradients import OBJECTIVES, experiences
 
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.verification.layouts import step_with_gradients
 
 TAG = "first"
 
@@ -40,15 +41,9 @@ def run(spec: dict, case: dict, mesh: ProcessMesh, folder: Path) -> dict:
     rows = [make(batch.select(list(mine[k : k + 3]))) for k in range(0, len(mine), 3)]
     engine = build_engine(spec, case, mesh)
     found, answers = {}, engine.forward(rows, read) if mesh.data == 1 else []
-    take_step = engine.engine.step
-
-    def look() -> None:
-        for name, param in engine.module.model.named_parameters():
-            found[name] = full_gradient(param)
-
-    engine.engine.step = lambda: (look(), take_step())
-    metrics = [engine.train_step(rows, objective)]
-    engine.engine.step = take_step
+    gradients, metrics_of_first = step_with_gradients(engine, rows, objective)
+    found |= gradients
+    metrics = [metrics_of_first]
     engine.save_checkpoint(str(folder), TAG, {})
     metrics.append(engine.train_step(rows, objective))
     held = [p.detach().clone() for p in engine.module.parameters()]

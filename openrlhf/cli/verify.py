@@ -1,0 +1,138 @@
+"""Verifies a setup: the run's own model on this machine, against transformers' own code and against itself in
+other layouts. Start it like the run: with the command and its flags, or with a YAML file of flags. Prints
+what was proved, with errors and bounds, and writes a file for a bug report."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.data import TASKS
+from openrlhf.cli.plan import configuration, parsed
+from openrlhf.config.command import Command
+from openrlhf.config.commands import PPO
+from openrlhf.config.fields import with_values
+from openrlhf.errors import short_errors
+from openrlhf.hub import choose_hub
+
+if TYPE_CHECKING:
+    from openrlhf.verification.report import Finding
+    from openrlhf.verification.subjects import Size, Subject
+
+
+def make_parser() -> ArgumentParser:
+    made = ArgumentParser(
+        prog="openrlhf verify",
+        description=__doc__,
+        usage="openrlhf verify [--config] RUN.yaml|COMMAND [flags of the run] [--rows N] "
+        "[--tokens N] [--layers N] [--out FILE.json]",
+        allow_abbrev=False,
+    )
+    made.add_argument("--rows", type=int, default=8, metavar="N", help="rows to verify on (default: 8)")
+    made.add_argument(
+        "--tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="longest row, tokens, if enough rows are that short (default: 512)",
+    )
+    made.add_argument(
+        "--layers", type=int, metavar="N", help="verify a copy with only the first N layers, which is faster"
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=Path("verification.json"),
+        metavar="FILE",
+        help="report as JSON, with the table beside it as text (default: verification.json)",
+    )
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if argv is None else argv)
+    with short_errors():
+        options, command, flags = parsed(make_parser(), words[1:] if words[:1] == ["--config"] else words)
+        sys.exit(run(command, flags, options))
+
+
+def run(command: Command, flags: Sequence[str], options: argparse.Namespace) -> int:
+    """Runs all checks. Returns 0 if none failed, else 1."""
+    from openrlhf.planning.hardware import this_machine
+
+    config = configuration(command, flags, this_machine())
+    choose_hub(config.use_ms)
+    from openrlhf.backends.distributed import init_distributed
+    from openrlhf.verification.report import Verdict, table, write_report
+    from openrlhf.verification.subjects import Size
+
+    with tempfile.TemporaryDirectory(prefix="openrlhf-verify-") as scratch:
+        init_distributed()
+        config = _with_layers(command, config, options.layers, Path(scratch))
+        subject = subject_of(command, config, Path(scratch), Size(rows=options.rows, tokens=options.tokens))
+        if options.layers is not None:
+            subject.notes["layers"] = f"only the first {options.layers}"
+        findings = list(_shown(subject))
+    print(f"\n{table(findings)}")
+    write_report(options.out, command.name, config, findings, subject.notes)
+    failed = sum(finding.verdict is Verdict.FAILED for finding in findings)
+    proved = sum(finding.verdict is Verdict.PROVED for finding in findings)
+    print(
+        f"\n{proved} proved, {failed} failed, {len(findings) - proved - failed} not checked; attach "
+        f"{options.out} to a bug report"
+    )
+    return 1 if failed else 0
+
+
+def subject_of(command: Command, config: Any, scratch: Path, size: "Size") -> "Subject":
+    """Returns the model to verify, on the run's own rows, or on synthetic ones where those cannot be read."""
+    from openrlhf.verification.subjects import PolicySubject, SupervisedSubject
+
+    if command.name == PPO.name:
+        return PolicySubject(config, size)
+    module, name = TASKS[command.name]
+    return SupervisedSubject(getattr(import_module(f"openrlhf.cli.{module}"), name), config, scratch, size)
+
+
+def _with_layers(command: Command, config: Any, layers: int | None, scratch: Path) -> Any:
+    """Returns the configuration with copies of the models that have only the first layers."""
+    from openrlhf.verification.subjects import cut
+
+    if layers is None:
+        return config
+    keys = ["actor.model_name_or_path" if command.name == PPO.name else "model.model_name_or_path"]
+    if command.name in ("dpo", "kto") and config.ref.model_name_or_path:
+        keys.append("ref.model_name_or_path")
+    changed = {}
+    for key in keys:
+        section, _, field = key.partition(".")
+        path = getattr(getattr(config, section), field)
+        changed[key] = cut(path, layers, scratch / f"{section}-of-{layers}-layers", f"--{key}")
+    return with_values(config, changed)
+
+
+def _shown(subject: "Subject") -> "Iterator[Finding]":
+    """Yields the findings of all checks, and prints each with the time that is left, estimated from the
+    checks so far."""
+    from openrlhf.verification.report import Verdict
+    from openrlhf.verification.trainer import number_of_checks, trainer_checks
+
+    dtype = subject.config.ds.param_dtype
+    total, start = number_of_checks(dtype), time.monotonic()
+    for number, finding in enumerate(trainer_checks(subject, dtype), start=1):
+        elapsed = time.monotonic() - start
+        left = f"about {elapsed / number * (total - number):.0f} s left" if number < total else "done"
+        measured = "" if finding.error is None else f" ({finding.error:.2g}, bound {finding.bound:.2g})"
+        print(f"[{number}/{total}] {finding.check}: {finding.verdict}{measured}; {left}", flush=True)
+        if finding.verdict is Verdict.FAILED:
+            print(f"  {finding.meaning}", flush=True)
+        yield finding
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The losses of the commands in a few lines, on what a plain model answers about one sequence at a time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openrlhf.models.policy import TokenScores
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kto import KTOObjective
+from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.training.objectives.rm import RewardObjective
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.types import Batch, ExperienceRow, LossNorm, Pair, Sample, UnpairedExample, present
+
+Reference = Callable[[Sample], Tensor]
+"""Function from a sequence to the log-probs (A,) of its actions under a reference model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlainLoss:
+    """A loss of sequences that a model reads one at a time."""
+
+    sequences: Sequence[Sample]
+    loss: Callable[[list[Tensor]], Tensor]
+    """Function from the answers about all sequences to the loss. An answer has the log-probs (A,) of the
+    sequence's actions, or with `entropy` (A, 2), log-probs and entropies; of a reward model it is the score
+    () of the last token."""
+    temperature: float = 1.0
+    entropy: bool = False
+    formula: str
+    """Description of the formula."""
+
+
+def plain_loss(objective: Any, items: Any, reference: Reference | None) -> PlainLoss | None:
+    """Returns the plain form of an objective on the items of an optimizer step; None if there is none.
+    `items`: items of the dataset, or the batch of a policy. `reference`: the reference of DPO and KTO."""
+    match objective:
+        case SFTObjective():
+            return plain_sft(items)
+        case RewardObjective():
+            return plain_rm(items)
+        case DPOObjective():
+            return plain_dpo(items, objective, present(reference))
+        case KTOObjective():
+            return plain_kto(items, objective, present(reference))
+        case PolicyObjective():
+            return plain_policy(items, objective)
+    return None
+
+
+def plain_sft(samples: Sequence[Sample]) -> PlainLoss:
+    return PlainLoss(
+        sequences=samples,
+        loss=lambda answers: -torch.cat(answers).mean(),
+        formula="-mean(log-probs of all actions)",
+    )
+
+
+def plain_rm(pairs: Sequence[Pair]) -> PlainLoss:
+    margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
+
+    def loss(answers: list[Tensor]) -> Tensor:
+        chosen, rejected = torch.stack(answers).view(-1, 2).unbind(1)
+        return -F.logsigmoid(chosen - rejected - margins.to(chosen)).mean()
+
+    return PlainLoss(
+        sequences=both_answers(pairs),
+        loss=loss,
+        formula="-mean(log sigmoid(chosen - rejected - margin))",
+    )
+
+
+def plain_dpo(pairs: Sequence[Pair], objective: DPOObjective, reference: Reference) -> PlainLoss:
+    sequences, beta, smoothing = both_answers(pairs), objective.beta, objective.label_smoothing
+    of_reference = [reference(sequence).sum() for sequence in sequences]
+
+    def loss(answers: list[Tensor]) -> Tensor:
+        ratios = [answer.sum() - ref.to(answer) for answer, ref in zip(answers, of_reference, strict=True)]
+        chosen, rejected = torch.stack(ratios).view(-1, 2).unbind(1)
+        h = chosen - rejected
+        if objective.ipo:
+            losses = (h - 1 / (2 * beta)) ** 2
+        else:
+            losses = -(1 - smoothing) * F.logsigmoid(beta * h) - smoothing * F.logsigmoid(-beta * h)
+        nll = torch.stack([-answer.mean() for answer in answers[::2]])
+        return losses.mean() + objective.nll_coef * nll.mean()
+
+    formula = "mean((h - 1 / (2 beta))^2)" if objective.ipo else "-mean(log sigmoid(beta h))"
+    return PlainLoss(sequences=sequences, loss=loss, formula=f"{formula}, h of summed log-probs")
+
+
+def plain_kto(
+    examples: Sequence[UnpairedExample], objective: KTOObjective, reference: Reference
+) -> PlainLoss:
+    count, beta = len(examples), objective.beta
+    sequences = [example.sample for example in examples] + [example.mismatched for example in examples]
+    of_reference = [reference(sequence).sum() for sequence in sequences]
+
+    def loss(answers: list[Tensor]) -> Tensor:
+        ratios = [answer.sum() - ref.to(answer) for answer, ref in zip(answers, of_reference, strict=True)]
+        kl = torch.stack(ratios[count:]).mean().detach().clamp(min=0)
+        losses = []
+        for ratio, example in zip(ratios[:count], examples, strict=True):
+            gain = beta * (ratio - kl)
+            if example.desirable:
+                losses.append(objective.desirable_weight * (1 - gain.sigmoid()))
+            else:
+                losses.append(objective.undesirable_weight * (1 - (-gain).sigmoid()))
+        return torch.stack(losses).mean()
+
+    return PlainLoss(
+        sequences=sequences,
+        loss=loss,
+        formula="mean(w (1 - sigmoid(+-beta (log ratio - kl)))), kl of mismatched answers",
+    )
+
+
+def plain_policy(batch: Batch, objective: PolicyObjective) -> PlainLoss:
+    """Returns PPO's clipped loss in a few lines. Other policy losses, corrections and aggregations come from
+    the objective itself, on plain log-probs."""
+    is_ppo = objective.loss_type == "ppo" and objective.aggregation in (None, "token_mean")
+    is_ppo &= objective.proximal_policy == "recomputed" and objective.correction is None
+    is_ppo &= objective.dual_clip is None and batch.staleness is None
+    row = ExperienceRow.of(batch)
+    norm = LossNorm(row.num_tokens, row.num_sequences)
+
+    def of_formula(answers: list[Tensor]) -> Tensor:
+        answer = torch.cat(answers)
+        log_probs = answer[:, 0] if objective.entropy_coef else answer
+        to = lambda column: present(column).to(log_probs)
+        ratio, advantages = (log_probs - to(row.old_log_probs)).exp(), to(row.advantages)
+        clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages).mean()
+        if objective.kl_coef > 0:
+            d = log_probs - to(row.ref_log_probs)
+            kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[objective.kl_estimator]
+            loss = loss + objective.kl_coef * kl.mean()
+        if objective.entropy_coef:
+            loss = loss - objective.entropy_coef * answer[:, 1].mean()
+        return loss
+
+    def of_objective(answers: list[Tensor]) -> Tensor:
+        answer = torch.cat(answers)
+        device = answer.device
+        scores = TokenScores(answer[:, 0], answer[:, 1])
+        return objective(lambda *_, **__: scores, row.to(device), norm)[0]
+
+    return PlainLoss(
+        sequences=samples_of(batch),
+        loss=of_formula if is_ppo else of_objective,
+        temperature=objective.temperature,
+        entropy=bool(objective.entropy_coef) or not is_ppo,
+        formula="-mean(min(r A, clip(r) A))" if is_ppo else f"{objective.loss_type} as the run computes it",
+    )
+
+
+def both_answers(pairs: Sequence[Pair]) -> list[Sample]:
+    return [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """Returns the sequences of a batch."""
+    lengths = batch.lengths.tolist()
+    ids = torch.from_numpy(batch.token_ids).long().split(lengths)
+    masks = torch.from_numpy(batch.action_mask).split(lengths)
+    return [Sample(token_ids=i, action_mask=m) for i, m in zip(ids, masks, strict=True)]

@@ -1,0 +1,96 @@
+"""The gradient of the same items in several layouts: rows of one and of several items, all in one row, in
+other orders. Everything up to the optimizer step is built by the command's own code."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from openrlhf.backends.base import Objective, TrainEngine
+from openrlhf.types import LossNorm, Metrics
+
+Layout = tuple[bool, Mapping[str, Any]]
+"""Whether the items are shuffled, and changes of the flags `train.*`."""
+
+LAYOUTS: Mapping[str, Layout] = {
+    "one by one": (False, {"micro_batch_size": 1, "dynamic_batch_enable": False}),
+    "shuffled, three in a row": (True, {"micro_batch_size": 3, "dynamic_batch_enable": False}),
+    "300 tokens in a row": (True, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 300}),
+    "all in a row": (False, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 10**6}),
+}
+
+
+class Found(NamedTuple):
+    """An optimizer step as a trainer computes it."""
+
+    layout: str
+    rows: list
+    objective: Objective
+    gradients: dict[str, Tensor]
+    """Gradient of each trained weight, unsharded."""
+    metrics: Metrics
+
+
+TOTAL_LOSS = "verification/loss"
+"""Metric with the whole loss of a step, to which an objective may add terms that its own metrics leave
+out."""
+
+
+def step_with_gradients(
+    engine: TrainEngine, rows: Sequence, objective: Objective, *also: tuple[Sequence, Objective]
+) -> tuple[dict[str, Tensor], Metrics]:
+    """Takes an optimizer step, and returns the gradients that it was taken with, and its metrics with
+    `TOTAL_LOSS`. The learning rate should be 0 if further steps must begin with the same weights."""
+    found: dict[str, Tensor] = {}
+
+    def with_loss(model: Callable, row: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, metrics = objective(model, row, norm)
+        return loss, metrics | {TOTAL_LOSS: loss.detach()}
+
+    engine.before_step = lambda: found.update(engine.gradients())
+    try:
+        return found, engine.train_step(rows, with_loss, *also)
+    finally:
+        engine.before_step = None
+
+
+def steps(
+    run: Any, layouts: Iterable[str] = LAYOUTS, indices: Sequence[int] | None = None
+) -> Iterator[Found]:
+    """Yields the optimizer step of the items at `indices` of a run's training set, all by default, as one
+    batch in each layout. `run`: see training/task.py; its learning rate must be 0."""
+    engine, task = run.engine, run.task
+    objective = task.objective(run)
+    prepare = task.prepare(run, objective) or (lambda rows: objective)
+    items = run.train_set if indices is None else Chosen(run.train_set, indices)
+    train = task.config.train
+    try:
+        for layout in layouts:
+            shuffle, changes = LAYOUTS[layout]
+            task.config = replace(task.config, train=replace(train, **changes))
+            (rows,) = run.lay_out(items, batch_size=len(items), shuffle=shuffle).epoch(0)
+            minimised = prepare(rows)
+            yield Found(layout, rows, minimised, *step_with_gradients(engine, rows, minimised))
+    finally:
+        task.config = replace(task.config, train=train)
+
+
+class Chosen:
+    """The items of a dataset at some indices."""
+
+    def __init__(self, dataset: Any, indices: Sequence[int]) -> None:
+        self._dataset, self._indices = dataset, list(indices)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        return [self._dataset.lengths[i] for i in self._indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, i: int, /) -> Any:
+        return self._dataset[self._indices[i]]
+
+    def sequences(self, i: int, /) -> Any:
+        return self._dataset.sequences(self._indices[i])

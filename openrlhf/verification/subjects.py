@@ -1,0 +1,306 @@
+"""The trained model of a command, as `openrlhf verify` runs it: in one process, at learning rate 0, on a few
+rows of the run's own data."""
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from openrlhf.backends.base import TrainEngine
+from openrlhf.backends.distributed import release_cached_memory, seed_everything
+from openrlhf.config.fields import with_values
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.supervised import RMConfig, SupervisedConfig
+from openrlhf.data.encode import encode_prompts
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import UsageError
+from openrlhf.mesh import Mesh
+from openrlhf.models.loading import load_config, load_tokenizer, model_folder
+from openrlhf.models.scorer import check_reward_model
+from openrlhf.training.models import load_reward_model
+from openrlhf.training.reference import ComparedTask, reference_path
+from openrlhf.training.task import MODEL_FLAG, Run, Task, load_tokenizer_of
+from openrlhf.training.worker import PolicyWorker
+from openrlhf.types import Batch, Sample
+from openrlhf.verification.formulas import Reference
+from openrlhf.verification.layouts import LAYOUTS, Found, step_with_gradients, steps
+from openrlhf.verification.plain import Answer, log_probs_of, score_of
+
+AT_REST = {
+    "train.on_nonfinite": "stop",
+    "ds.lora.dropout": 0.0,
+    "ds.ring_attn_size": 1,
+    "ds.tensor_parallel_size": 1,
+    "ckpt.load_enable": False,
+    "ckpt.save_steps": -1,
+    "logger.trackers": None,
+    "logger.tensorboard_dir": None,
+}
+"""Values with which every step of a run begins with the same weights, needs one process and writes
+nothing."""
+OPTIMIZER_AT_REST = {"adam.lr": 0.0, "adam.weight_decay": 0.0, "muon.lr": 0.0, "max_norm": 0.0}
+
+
+@dataclass(kw_only=True)
+class Running:
+    """The trained model of a command in this process."""
+
+    engine: TrainEngine
+    steps: Callable[[Iterable[str]], Iterator[Found]]
+    """Function from names of layouts to their optimizer steps."""
+    items: Any
+    """Items of the dataset, or the batch of a policy, on which the steps are taken."""
+
+
+@dataclass(kw_only=True)
+class Size:
+    """Amount of data to verify on."""
+
+    rows: int = 8
+    """Rows of the dataset, or samples of a policy."""
+    tokens: int = 512
+    """Longest row in tokens; shorter ones are preferred."""
+
+
+class Subject:
+    """A command whose trained model is verified."""
+
+    config: Any
+    path: str
+    """Model that is trained."""
+    notes: dict[str, str]
+    """Remarks on what was verified, by topic."""
+    size: Size
+
+    @contextmanager
+    def running(self, dtype: str) -> Iterator[Running]:
+        """Builds the model with its training backend in `dtype`; it is gone afterwards."""
+        raise NotImplementedError
+        yield
+
+    def answer(self, entropy: bool, temperature: float) -> Answer:
+        return partial(log_probs_of, temperature=temperature, entropy=entropy)
+
+    def plain_model(self) -> Any:
+        """Loads transformers' own model in float32, apart from the trainer's."""
+        model = AutoModelForCausalLM.from_pretrained(model_folder(self.path), dtype=torch.float32)
+        return model.to(DEVICE_TYPE)
+
+    def reference(self) -> Reference | None:
+        return None
+
+    @property
+    def why_no_plain_model(self) -> str:
+        """Reason why no plain model can be compared; "" if one can."""
+        ds = self.config.ds
+        if ds.lora.rank:
+            return "adapters start at 0, and a plain model has none; layouts are compared with one another"
+        if self.config.data.reads_images:
+            return "rows have images"
+        return "weights are in 4 bits" if ds.precision.in_4bit else ""
+
+
+class SupervisedSubject(Subject):
+    """A supervised command."""
+
+    def __init__(self, task_type: type[Task], config: SupervisedConfig, scratch: Path, size: Size) -> None:
+        values = {
+            **AT_REST,
+            **OPTIMIZER_AT_REST,
+            "model.dropout_enable": False,
+            "data.cache_enable": False,
+            "data.max_samples": min(config.data.max_samples, 8 * size.rows),
+            "eval.dataset": None,
+            "ckpt.output_dir": str(scratch / "output"),
+            "ckpt.path": str(scratch / "checkpoints"),
+        }
+        if hasattr(config, "ref"):
+            values["ref.precompute_enable"] = False
+        config = with_values(config, values)
+        if isinstance(config, RMConfig):
+            config = with_values(config, {"model.model_name_or_path": with_head(config, scratch / "scorer")})
+        self.task_type, self.config, self.path = task_type, config, config.model.model_name_or_path
+        self.size, self.notes = size, {}
+
+    @contextmanager
+    def running(self, dtype: str) -> Iterator[Running]:
+        config = with_values(self.config, {"ds.param_dtype": dtype})
+        with ExitStack() as held:
+            run = Run(self.task_type(config), [], held)
+            chosen = shortest(list(run.train_set.lengths), self.size)
+            items = [run.train_set[i] for i in chosen]
+            yield Running(engine=run.engine, steps=partial(steps, run, indices=chosen), items=items)
+            del run
+        forget_engines()
+
+    def answer(self, entropy: bool, temperature: float) -> Answer:
+        if isinstance(self.config, RMConfig):
+            return score_of
+        return super().answer(entropy, temperature)
+
+    def plain_model(self) -> Any:
+        if not isinstance(self.config, RMConfig):
+            return super().plain_model()
+        config = load_config(self.path, MODEL_FLAG)
+        config.num_labels = 1
+        model = AutoModelForSequenceClassification.from_pretrained(
+            model_folder(self.path), config=config, dtype=torch.float32
+        )
+        return model.to(DEVICE_TYPE)
+
+    def reference(self) -> Reference | None:
+        if not issubclass(self.task_type, ComparedTask):
+            return None
+        path = model_folder(reference_path(self.config))
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE_TYPE)
+
+        def of(sample: Sample) -> torch.Tensor:
+            with torch.no_grad():
+                return log_probs_of(model, sample).double()
+
+        return of
+
+
+def with_head(config: RMConfig, folder: Path) -> str:
+    """Returns the reward model's folder; of a language model that of a copy with a new scalar head."""
+    path, tokenizer = config.model.model_name_or_path, load_tokenizer_of(config)
+    if Path(path).is_dir():
+        try:
+            check_reward_model(path, MODEL_FLAG, config.ds.value_head_prefix)
+            return path
+        except UsageError:
+            pass  # a language model
+    seed_everything(config.train.seed, deterministic=False)
+    whole = with_values(config, {"ds.param_dtype": "fp32"})
+    load_reward_model(whole, path, MODEL_FLAG, tokenizer=tokenizer).model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+class PolicySubject(Subject):
+    """The policy of a reinforcement learning run. Its samples are prompts of the dataset, two answers each;
+    answers are pieces of other prompts, and rewards are random."""
+
+    def __init__(self, config: PPOConfig, size: Size) -> None:
+        at_rest = {f"actor.{key}": value for key, value in OPTIMIZER_AT_REST.items()}
+        more = {"data.max_samples": min(config.data.max_samples, 8 * size.rows), "eval.dataset": None}
+        self.config = with_values(config, {**AT_REST, **at_rest, **more, "train.enable_ema": False})
+        self.path, self.size, self.notes = config.actor.model_name_or_path, size, {}
+        self.notes["answers"] = "pieces of other prompts; advantages are random numbers"
+
+    @contextmanager
+    def running(self, dtype: str) -> Iterator[Running]:
+        worker = PolicyWorker(with_values(self.config, {"ds.param_dtype": dtype}), 0, Mesh())
+        worker.start("127.0.0.1", 0, total_steps=1)
+        batch = self._batch(worker)
+        yield Running(engine=worker.model, steps=partial(policy_steps, worker, batch), items=batch)
+        del worker
+        forget_engines()
+
+    def _batch(self, worker: PolicyWorker) -> Batch:
+        if (batch := getattr(self, "_kept", None)) is None:
+            prompts = prompts_of(self.config, self.size)
+            batch = self._kept = with_columns(sampled(prompts, self.size.rows), worker)
+        return batch
+
+
+def policy_steps(worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LAYOUTS) -> Iterator[Found]:
+    """Yields the policy's optimizer step on a batch in each layout; see `layouts.steps`."""
+    config, objective = worker.config, worker.objective(worker.config.algo.kl.init_coef)
+    try:
+        for layout in layouts:
+            shuffle, changes = LAYOUTS[layout]
+            worker.config = replace(config, train=replace(config.train, **changes))
+            order = np.random.default_rng(0).permutation(len(batch)) if shuffle else range(len(batch))
+            rows = worker.rows(batch, [int(i) for i in order])
+            yield Found(layout, rows, objective, *step_with_gradients(worker.model, rows, objective))
+    finally:
+        worker.config = config
+
+
+def sampled(prompts: list[list[int]], count: int) -> Batch:
+    """Returns a batch of `count` samples, two of each prompt."""
+    used = prompts[: max(1, count // 2)]
+    text = [token for prompt in reversed(prompts) for token in prompt]
+    ids, masks = [], []
+    for i in range(count):
+        prompt = used[i % len(used)]
+        start, length = (37 * i) % max(1, len(text) - 40), 8 + (11 * i) % 24
+        answer = text[start : start + length]
+        ids.append(np.array([*prompt, *answer], np.int32))
+        masks.append(np.arange(len(ids[-1])) >= len(prompt))
+    counts = np.array([int(mask.sum()) for mask in masks])
+    return Batch(
+        token_ids=np.concatenate(ids),
+        action_mask=np.concatenate(masks),
+        lengths=np.array([len(x) for x in ids]),
+        num_actions=counts,
+        rollout_log_probs=np.zeros(int(counts.sum()), np.float32),
+    )
+
+
+def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
+    """Adds log-probs that differ a little from the policy's own, and random advantages."""
+    own, random = worker.forward(batch), np.random.default_rng(0)
+    noise = lambda size: size * random.standard_normal(len(own)).astype(np.float32)
+    return replace(
+        batch,
+        log_probs=own + noise(0.1),
+        rollout_log_probs=own + noise(0.1),
+        ref_log_probs=own + noise(0.3),
+        advantages=noise(1.0),
+        returns=noise(1.0),
+    )
+
+
+def prompts_of(config: PPOConfig, size: Size) -> list[list[int]]:
+    """Returns the shortest of the run's first prompts, as tokens."""
+    from openrlhf.training.rl_data import build_prompt_datasets
+
+    found, _, tokenizer = build_prompt_datasets(config)
+    texts = [prompt.text for prompt in found.without_images]
+    is_chat = config.data.apply_chat_template
+    encoded = [list(ids) for ids in encode_prompts(texts, tokenizer, is_chat=is_chat)]
+    return [encoded[i] for i in shortest([len(ids) for ids in encoded], size)]
+
+
+def shortest(lengths: list[int], size: Size) -> list[int]:
+    """Returns the first `size.rows` indices of items of at most `size.tokens` tokens; of the shortest items
+    if there are fewer."""
+    fitting = [i for i, length in enumerate(lengths) if length <= size.tokens]
+    if len(fitting) < size.rows:
+        fitting = sorted(range(len(lengths)), key=lengths.__getitem__)
+    return sorted(fitting[: size.rows])
+
+
+def forget_engines() -> None:
+    """Frees the memory of engines that are no longer used."""
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    gc.collect()
+    release_cached_memory()
+
+
+def cut(path: str, layers: int, folder: Path, flag: str) -> str:
+    """Writes the model with its first `layers` layers to `folder`, with its tokenizer, and returns it."""
+    config = load_config(path, flag)
+    text = config.get_text_config()
+    whole = text.num_hidden_layers
+    text.num_hidden_layers = layers
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == whole:
+            setattr(text, name, value[:layers])
+    kind = getattr(transformers, (config.architectures or ["AutoModelForCausalLM"])[0])
+    model = kind.from_pretrained(model_folder(path, weights=True), config=config, dtype="auto")
+    model.save_pretrained(folder)
+    load_tokenizer(path, flag=flag).save_pretrained(folder)
+    return str(folder)
