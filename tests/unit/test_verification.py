@@ -243,7 +243,7 @@ def test_the_report_has_everything_and_no_secret(tmp_path: Path, monkeypatch: py
     for part in ("B is broken", "arithmetic", "equal bits", "no GPU", "synthetic", "at the loss"):
         assert part in text
     assert "very-secret-key" not in text + (tmp_path / "v.json").read_text()
-    assert table(findings) in text.replace("[redacted]", "very-secret-key")
+    assert table(findings) in text.replace("<redacted>", "very-secret-key")
 
 
 def test_bounds_follow_from_the_dtype_and_the_sizes() -> None:
