@@ -23,6 +23,7 @@ COMMANDS = {
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
     "bisect": ("bisect", "find the first difference between two recorded runs"),
+    "watch": ("watch", "show a run on one screen: steps, phases, curves, samples, warnings"),
     "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),
     "batch_inference": ("batch_inference", "answer the prompts of a dataset, or score its answers"),
     "chat": ("interactive_chat", "chat with a model"),

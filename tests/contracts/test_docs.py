@@ -36,6 +36,7 @@ OPTIONS = {
     *("node-ip-address", "runtime-env-json"),
     *("cap-add", "device", "network", "security-opt", "ulimit"),  # options of docker
     *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
+    *("once", "width"),  # of openrlhf watch
     *("budget", "out"),  # options of benchmarks/gpu.py
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
 }

@@ -4,9 +4,12 @@ import json
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from openrlhf.observability.run_folder import read_jsonl, to_json
-from openrlhf.types import Metrics
+
+if TYPE_CHECKING:
+    from openrlhf.types import Metrics  # its module imports torch
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +25,7 @@ class JsonlTracker:
     def __init__(self, path: Path):
         self._file, self._path, self._unwritten = _open_to_append(path), path, b""
 
-    def log(self, step: int, metrics: Metrics) -> None:
+    def log(self, step: int, metrics: "Metrics") -> None:
         values = {name: float(value) for name, value in metrics.items()}
         self._write((to_json({"step": step} | values) + "\n").encode())
 
@@ -47,7 +50,7 @@ RENAMED = {"timing/score": "timing/logprobs", "memory/score_gb": "memory/logprob
 """Metric names of earlier versions -> current names."""
 
 
-def read_metrics(path: Path) -> dict[int, Metrics]:
+def read_metrics(path: Path) -> "dict[int, Metrics]":
     """Returns step -> metrics, by their current names. Rows of the same step are merged; NaN and infinities
     are numbers again."""
     steps: dict[int, Metrics] = {}

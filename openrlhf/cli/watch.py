@@ -1,0 +1,122 @@
+"""`openrlhf watch RUN`: shows a run on one screen while it runs, or after its end: steps and remaining time,
+phases, curves, sampling, warnings, and the newest samples. Reads only the run folder."""
+
+import argparse
+import os
+import select
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.errors import short_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console, Group
+
+    from openrlhf.observability.followed_run import FollowedRun
+
+REFRESH = 0.5
+"""Seconds between two frames."""
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="openrlhf watch", description=__doc__, epilog="q or Ctrl-C leaves; the run goes on."
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="run folder, or an output folder: its newest run"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame as text and exit, as without a terminal"
+    )
+    parser.add_argument(
+        "--width",
+        type=_width,
+        metavar="N",
+        help="columns of a printed frame (default: the terminal's, or 120)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with short_errors():
+        options = make_parser().parse_args(argv)
+        from openrlhf.observability.followed_run import FollowedRun, find_run
+
+        run = FollowedRun(find_run(options.run))
+        if options.once or not sys.stdout.isatty():
+            show_once(run, options.width)
+        else:
+            show_live(run)
+
+
+def show_once(run: "FollowedRun", width: int | None) -> None:
+    """Prints one frame."""
+    from rich.console import Console
+
+    is_terminal = sys.stdout.isatty()
+    console = Console(width=width or (None if is_terminal else 120))
+    run.refresh()
+    console.print(_frame(run, console, height=None), highlight=False)
+
+
+def show_live(run: "FollowedRun") -> None:
+    """Shows frames on the terminal until q or Ctrl-C."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    with suppress(KeyboardInterrupt), keys() as pressed:
+        run.refresh()
+        first = _frame(run, console, height=console.height)
+        with Live(first, console=console, screen=True, auto_refresh=False, transient=True) as live:
+            while not pressed(REFRESH):
+                run.refresh()
+                live.update(_frame(run, console, height=console.height), refresh=True)
+
+
+def _frame(run: "FollowedRun", console: "Console", height: int | None) -> "Group":
+    from openrlhf.observability.run_screen import frame
+
+    return frame(run, console.width, height, ascii_only=console.options.ascii_only)
+
+
+@contextmanager
+def keys() -> Iterator[Callable[[float], bool]]:
+    """Yields a function that waits for so many seconds, and returns whether q was pressed meanwhile. The
+    terminal shows no typed keys inside the block."""
+    if not sys.stdin.isatty():
+        yield lambda seconds: bool(time.sleep(seconds))
+        return
+    import termios
+    import tty
+
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor)
+    try:
+        yield lambda seconds: _is_q_pressed(descriptor, seconds)
+    finally:
+        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+
+def _is_q_pressed(descriptor: int, seconds: float) -> bool:
+    """Waits for a key. The end of the input counts as q."""
+    if not select.select([descriptor], [], [], seconds)[0]:
+        return False
+    typed = os.read(descriptor, 64)
+    return not typed or b"q" in typed.lower()
+
+
+def _width(text: str) -> int:
+    if (width := int(text)) < 20:
+        raise argparse.ArgumentTypeError(f"{width} is not at least 20")
+    return width
+
+
+if __name__ == "__main__":
+    main()

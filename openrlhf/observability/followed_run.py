@@ -1,0 +1,285 @@
+"""Follows a run by the files of its folder, live, ended or dead: reads what is new, and writes nothing."""
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import yaml
+
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.lock import LOCK
+from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder
+from openrlhf.observability.trackers.metrics_file import RENAMED
+
+if TYPE_CHECKING:
+    from openrlhf.types import Metrics  # its module imports torch
+
+STEPS_KEPT = 2000
+"""Number of the newest steps whose metrics are kept."""
+TAIL_BYTES = 16 << 20
+"""Bytes at the end of a file of rows that are read first."""
+PROBE_EVERY = 5.0
+"""Seconds between two looks at the lock of the folder."""
+SAMPLE_COLUMNS = ("prompt_id", "prompt", "response", "reward", "outcome", "error", "finish_reason")
+SAMPLES_KEPT = 16
+
+State = Literal["running", "ended", "died", "unknown"]
+Sample = dict[str, Any]
+
+
+class Tail:
+    """Reads the rows that are appended to a file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._inode, self._offset = path, -1, 0
+        self.num_unreadable = 0
+        """Number of complete lines that are no JSON objects."""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Returns whether the file was replaced or cut since the last call, and its new complete rows. Of a
+        large file that is read for the first time, returns the rows of the last `TAIL_BYTES`."""
+        try:
+            with open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                is_new = status.st_ino != self._inode or status.st_size < self._offset
+                if is_new:
+                    self._inode, self._offset = status.st_ino, max(0, status.st_size - TAIL_BYTES)
+                    self.num_unreadable = 0
+                skips_first = is_new and self._offset > 0
+                file.seek(self._offset)
+                content, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            is_new, self._inode, self._offset = self._inode != -1, -1, 0
+            return is_new, []
+        self._offset += len(content) + len(newline)
+        return is_new, list(self._rows(content.split(b"\n")[skips_first:]))
+
+    def _rows(self, lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+        for line in filter(bytes.strip, lines):
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                self.num_unreadable += 1
+
+
+class FollowedRun:
+    """The state of a run. `refresh` reads what is new in its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder(folder)
+        self.steps: dict[int, Metrics] = {}
+        """Step -> metrics, of the newest steps."""
+        self.start: Metrics = {}
+        """Seconds of each stage of the last start, `start/{stage}`."""
+        self.warnings: list[tuple[int, str]] = []
+        """(step, text) of each warning about the run's health."""
+        self.samples: list[Sample] = []
+        """A few samples of the newest file of rollouts: best, worst, failed."""
+        self.samples_file = ""
+        self.samples_error = ""
+        """The reason why the newest samples cannot be read; empty if they can."""
+        self.state: State = "unknown"
+        self._metrics, self._health = Tail(self.folder.metrics_path), Tail(self.folder.health_path)
+        self._config: tuple[int, dict[str, Any]] = (-1, {})
+        self._rollouts = self._probed = -1.0
+
+    def refresh(self) -> None:
+        is_new, rows = self._metrics.read()
+        if is_new:
+            self.steps, self.start = {}, {}
+        for row in rows:
+            self._add(row)
+        for step in list(self.steps)[:-STEPS_KEPT]:
+            del self.steps[step]
+        is_new, rows = self._health.read()
+        self.warnings = [] if is_new else self.warnings
+        self.warnings += [(_integer(row.get("step")), str(row.get("text", ""))) for row in rows]
+        self._read_samples()
+        self._probe()
+
+    @property
+    def num_unreadable(self) -> int:
+        """Number of lines that are no JSON."""
+        return self._metrics.num_unreadable + self._health.num_unreadable
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps, default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of steps of the whole run; None if it is not known."""
+        total = _integer(_inside(self.config, "train").get("max_steps"))
+        return total if total > 0 else None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the last start; {} where it cannot be read."""
+        path = self.folder.path / "config.yaml"
+        try:
+            changed = path.stat().st_mtime_ns
+            if changed != self._config[0]:
+                content = yaml.safe_load(path.read_text(encoding="utf-8"))
+                self._config = changed, content if isinstance(content, dict) else {}
+        except (OSError, ValueError, yaml.YAMLError):
+            self._config = -1, {}
+        return self._config[1]
+
+    @property
+    def model(self) -> str:
+        """Name of the model that is trained; empty if unknown."""
+        sections = (_inside(self.config, name) for name in ("actor", "model"))
+        return next((str(s["model_name_or_path"]) for s in sections if s.get("model_name_or_path")), "")
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last step, or since the start; None if nothing is written."""
+        for name in ("metrics.jsonl", "config.yaml"):
+            try:
+                return max(0.0, time.time() - (self.folder.path / name).stat().st_mtime)
+            except OSError:
+                continue
+        return None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean duration of the last 50 steps. The first step, which compiles and warms up, counts if it is
+        the only one."""
+        found = [metrics.get("timing/step_total", math.nan) for step, metrics in self.steps.items() if step]
+        found = [seconds for seconds in found if math.isfinite(seconds)]
+        recent = found[1:][-50:] or found
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def eta(self) -> float | None:
+        """Estimated remaining seconds; None when unknown, or nothing is left."""
+        total, seconds = self.total_steps, self.seconds_per_step
+        if self.state != "running" or total is None or seconds is None or self.last_step >= total:
+            return None
+        return max(0.0, (total - self.last_step) * seconds - min(self.age or 0.0, seconds))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        step = _integer(row.pop("step", None))
+        metrics = {RENAMED.get(name, name): value for name, value in _numbers(row)}
+        if "start/total" in metrics:
+            self.start = {name: value for name, value in metrics.items() if name.startswith("start/")}
+        self.steps[step] = self.steps.pop(step, {}) | metrics
+
+    def _read_samples(self) -> None:
+        try:
+            changed = self.folder.rollouts_path.stat().st_mtime
+            if changed == self._rollouts:
+                return
+            files = [
+                path for path in self.folder.rollouts_path.glob("*.parquet") if JOURNAL_FILE.match(path.name)
+            ]
+            newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+        except OSError:  # no rollouts, or a file that a resumed run just removed
+            return
+        self._rollouts = changed
+        if newest is None or newest.name.startswith("filtered"):
+            return
+        self.samples_file = newest.name
+        try:
+            self.samples, self.samples_error = read_samples(newest), ""
+        except (OSError, ValueError) as error:
+            self.samples, self.samples_error = [], str(error)
+
+    def _probe(self) -> None:
+        if time.monotonic() - self._probed < PROBE_EVERY and self._probed >= 0:
+            return
+        self._probed = time.monotonic()
+        match is_locked(self.folder.path):
+            case True:
+                self.state = "running"
+            case None:
+                self.state = "unknown"
+            case False:
+                self.state = "ended" if self._has_closed() else "died"
+
+    def _has_closed(self) -> bool:
+        """Returns whether the run wrote its report after its last step, as it does unless it is killed."""
+        try:
+            report = (self.folder.path / "report.html").stat().st_mtime_ns
+            return report >= self.folder.metrics_path.stat().st_mtime_ns
+        except OSError:
+            return False
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Returns whether a living process holds the lock of a run folder; None without a lock, or on a file
+    system without locks. The probe shares the lock for some microseconds."""
+    try:
+        with open(folder / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Returns a few samples of a step's Parquet file, evenly spaced from the best reward to the worst, and
+    failed ones."""
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(path) as file:
+        columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
+        rewards = file.read(["reward"])["reward"].to_pylist()
+        scored = sorted((i for i, r in enumerate(rewards) if r is not None), key=lambda i: -rewards[i])
+        failed = [i for i, r in enumerate(rewards) if r is None][: SAMPLES_KEPT // 4]
+        room = SAMPLES_KEPT - len(failed)
+        spread = [scored[i * (len(scored) - 1) // max(1, room - 1)] for i in range(room)] if scored else []
+        chosen = list(dict.fromkeys(failed[:1] + spread + failed))
+        return file.read(columns).take(chosen).to_pylist()
+
+
+def find_run(path: Path) -> Path:
+    """Returns the run folder that a path names: itself, or the newest run in an output folder. Raises
+    UsageError if there is none."""
+    if not path.is_dir():
+        raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", value=path)
+    if _is_run(path):
+        return path
+    patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
+    runs = {folder for pattern in patterns for folder in path.glob(pattern) if _is_run(folder)}
+    if not runs:
+        text = "has no run; name the folder of a run, or --ckpt.output_dir"
+        raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
+    return max(runs, key=_last_change)
+
+
+def _is_run(folder: Path) -> bool:
+    return (folder / "metrics.jsonl").is_file() or (folder / "argv.txt").is_file()
+
+
+def _last_change(run: Path) -> float:
+    files = [run / "metrics.jsonl", run / "argv.txt"]
+    return max(path.stat().st_mtime for path in files if path.exists())
+
+
+def _inside(config: dict[str, Any], section: str) -> dict[str, Any]:
+    found = config.get(section)
+    return found if isinstance(found, dict) else {}
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        try:
+            yield name, float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue
