@@ -18,6 +18,7 @@ COMMANDS = {
     "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
     "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
     "check": ("check", "check a training run before it starts, and list everything that is wrong"),
+    "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),
     "doctor": ("doctor", "name the causes of what is wrong with a run, live or dead, and the remedies"),
     "verify": ("verify", "prove on this machine that a run's model is trained as transformers computes it"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),

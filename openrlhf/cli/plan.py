@@ -3,8 +3,10 @@ and time. Start it like the run: with the command and its flags, or with a YAML 
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,15 +92,30 @@ def run(command: Command, flags: Sequence[str], cluster: "Cluster", options: arg
 
 
 def configuration(command: Command, flags: Sequence[str], cluster: "Cluster") -> Any:
-    """Parses the flags of a run. Unset placement flags are chosen for the cluster."""
+    """Parses the flags of a run. Unset placement flags are chosen for the cluster. Supervised commands have a
+    rank for each of its devices."""
     from openrlhf.config.parse import parse
 
     if command.name != PPO.name:
-        return parse(command, flags).config
+        with _launched(cluster.devices):
+            return parse(command, flags).config
     from openrlhf.cli.train_ppo_ray import resolve
 
     choose = lambda config, explicit, _: resolve(config, explicit, cluster.gpus)
     return parse(command, flags, resolve=choose).config
+
+
+@contextmanager
+def _launched(ranks: int) -> Iterator[None]:
+    """Sets the variable with which a launcher tells the number of ranks, unless it is set."""
+    if "WORLD_SIZE" in os.environ:
+        yield
+        return
+    os.environ["WORLD_SIZE"] = str(ranks)
+    try:
+        yield
+    finally:
+        del os.environ["WORLD_SIZE"]
 
 
 def cluster_of_options(options: argparse.Namespace) -> "Cluster":

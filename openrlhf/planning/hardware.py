@@ -146,7 +146,12 @@ def this_machine() -> Cluster:
         kind = max(known, key=lambda kind: len(kind.name), default=KINDS[0])
         memory = gpu_bytes() or kind.memory
         return Cluster(nodes=1, per_node=len(names), kind=replace(kind, name=names[0], memory=memory))
-    return Cluster(nodes=1, per_node=1, kind=_cores())
+    return cores(1)
+
+
+def cores(processes: int) -> Cluster:
+    """Returns the cores of this machine, for this number of ranks."""
+    return Cluster(nodes=1, per_node=processes, kind=_cores())
 
 
 def _cores() -> Kind:

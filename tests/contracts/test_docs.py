@@ -39,6 +39,7 @@ OPTIONS = {
     *("once", "width"),  # of openrlhf watch
     *("budget", "out"),  # options of benchmarks/gpu.py
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
+    "keep",  # of openrlhf rehearse
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {
@@ -97,7 +98,7 @@ def test_command_is_understood(
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
         case ["openrlhf", "data", "preview", command, *flags]:
             check_flags(command, data._take_own(flags)[2])
-        case ["openrlhf", "plan" | "check" as command, *flags]:
+        case ["openrlhf", "plan" | "check" | "rehearse" as command, *flags]:
             check_plan(command, flags)
         case ["openrlhf", command, *flags]:
             check_flags(command, flags)
@@ -137,10 +138,12 @@ def check_flags(name: str, flags: list[str]) -> None:
 
 
 def check_plan(name: str, words: list[str]) -> None:
-    """Parses the options of `plan` or `check`, and the flags of the run."""
+    """Parses the options of `plan`, `check` or `rehearse`, and the flags of the run."""
     parser = planning.parser(f"openrlhf {name}", None)
     if name == "check":
         parser.add_argument("--no_color", action="store_true")
+    if name == "rehearse":
+        parser.add_argument("--keep", action="store_true")
     options, rest = parser.parse_known_args(words)
     command, flags = command_and_flags(rest, name)
     planning.configuration(command, flags, planning.cluster_of_options(options))

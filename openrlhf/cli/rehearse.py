@@ -1,0 +1,124 @@
+"""Rehearses a training run on the cores of this machine in minutes: the same flags, data and reward function
+with shrunk models and few ranks. Losses, weight sync, checkpoint, resume, evaluation and export are tried."""
+
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
+from openrlhf.config.command import Command
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import catch_signals, notify, short_errors
+from openrlhf.hub import choose_hub
+
+if TYPE_CHECKING:
+    from openrlhf.planning.hardware import Cluster
+    from openrlhf.planning.plan import Assumed
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    own = parser("openrlhf rehearse", __doc__)
+    own.add_argument("--json", action="store_true", help="print the result as JSON")
+    own.add_argument("--keep", action="store_true", help="keep the folder with the logs and the models")
+    with short_errors():
+        options, command, flags = parsed(own, argv)
+        catch_signals()
+        cluster = cluster_of_options(options)
+        config = configuration(command, flags, cluster)
+        choose_hub(config.use_ms)
+        is_named = options.cluster is not None
+        folder = Path(tempfile.mkdtemp(prefix="openrlhf-rehearsal-"))
+        try:
+            code = run(
+                command,
+                config,
+                *hardware(config, cluster, is_named=is_named),
+                assumed_of(options),
+                folder,
+                as_json=options.json,
+            )
+        finally:
+            if options.keep:
+                notify(f"logs and models: {folder}")
+            else:
+                shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(code)
+
+
+def hardware(config: Any, cluster: "Cluster", *, is_named: bool) -> tuple["Cluster", int]:
+    """Returns the hardware of the real run, and its number of ranks. Where no cluster is named and this
+    machine has no GPU, that is as many GPUs as the flags ask for, and two ranks of a supervised command."""
+    from openrlhf.cluster.layout import demands
+    from openrlhf.planning.hardware import cluster_of
+
+    is_rl = isinstance(config, PPOConfig)
+    if is_named or cluster.kind.on_gpu:
+        return cluster, config.actor.num_gpus if is_rl else cluster.devices
+    needed = sum(demands(config).values()) if is_rl else 2
+    if needed > 1:
+        cluster = cluster_of(f"{math.ceil(needed / 8)}x{min(needed, 8)}xH100")
+        notify(f"note: the plan is for {cluster}; --cluster names other hardware")
+    return cluster, config.actor.num_gpus if is_rl else needed
+
+
+def run(
+    command: Command,
+    config: Any,
+    cluster: "Cluster",
+    ranks: int,
+    assumed: "Assumed",
+    folder: Path,
+    *,
+    as_json: bool,
+) -> int:
+    """Rehearses the run in `folder` and prints the result. Returns 0 if nothing failed, else 1."""
+    from openrlhf.planning.rehearsal.report import as_data, show
+    from openrlhf.planning.rehearsal.stages import Rehearsal
+
+    started = time.monotonic()
+    rehearsal = Rehearsal(
+        command=command,
+        config=config,
+        cluster=cluster,
+        assumed=assumed,
+        ranks=ranks,
+        folder=folder,
+        tell=Progress(started),
+    )
+    rehearsal.run()
+    seconds = time.monotonic() - started
+    if as_json:
+        print(json.dumps(as_data(rehearsal, seconds), indent=2))
+    else:
+        show(rehearsal, seconds, sys.stdout)
+    return 1 if rehearsal.failed else 0
+
+
+EVERY = 15.0
+"""Seconds between two lines about a stage."""
+
+
+class Progress:
+    """Prints on stderr which stage works, and how long it still takes."""
+
+    def __init__(self, started: float) -> None:
+        self.started, self.said = started, 0.0
+
+    def __call__(self, name: str, seconds: float, expected: float) -> None:
+        now = time.monotonic()
+        if seconds and now - self.said < EVERY:
+            return
+        self.said = now
+        left = f", about {max(expected - seconds, 1):.0f} s left" if seconds < expected else ""
+        of_stage = f" ({seconds:.0f} s{left})" if expected else ""
+        print(f"[{now - self.started:4.0f} s] {name}{of_stage}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Loads an exported model back, as a user would."""
+
+from pathlib import Path
+from typing import Any
+
+
+def reloaded(folder: Path, base: Path, *, head: str = "score") -> str:
+    """Loads the model that a run exported with transformers (an adapter with PEFT, on `base`) and returns
+    what it is. Raises ValueError if a weight is missing, or if its outputs are not finite."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    if (folder / "adapter_config.json").exists():
+        from peft import PeftModel
+
+        model, missing = PeftModel.from_pretrained(_load(base)[0], str(folder)), []
+    else:
+        model, missing = _load(folder)
+    missing = [name for name in missing if not (head != "score" and name.startswith("score."))]
+    if missing:
+        raise ValueError(f"the exported model lacks weights: {', '.join(missing[:5])}")
+    ids = torch.arange(min(16, len(tokenizer)))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids).logits
+    if not logits.isfinite().all():
+        raise ValueError("the outputs of the exported model are not finite")
+    kind = type(model).__name__
+    return f"{kind} and its tokenizer of {len(tokenizer):,} tokens load, and the outputs are finite"
+
+
+def _load(folder: Path) -> tuple[Any, list[str]]:
+    """Returns the model, and the names of weights that its files lack."""
+    import transformers as hf
+
+    config = hf.AutoConfig.from_pretrained(folder)
+    name = (config.architectures or [""])[0]
+    if name.endswith("ForSequenceClassification"):
+        auto_class: Any = hf.AutoModelForSequenceClassification
+        if type(config) not in auto_class._model_mapping:
+            from openrlhf.models.scorer import register_classifier
+
+            register_classifier(config)
+    elif type(config) in hf.AutoModelForCausalLM._model_mapping:
+        auto_class = hf.AutoModelForCausalLM
+    else:
+        auto_class = hf.AutoModelForImageTextToText
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True)
+    return model.eval(), sorted(info["missing_keys"])

@@ -1,0 +1,107 @@
+"""Simulates the arithmetic of a run in its full size, without processes: meshes, batches of the ranks,
+placement."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.data.batches import Windows
+from openrlhf.mesh import Mesh
+from openrlhf.planning.plan import RunPlan
+from openrlhf.training.schedule import training_schedule
+
+
+def simulate(config: Any, plan: RunPlan) -> Iterator[str]:
+    """Yields what the simulation found, in words. Raises AssertionError if a rank or a sample is missing or
+    counted twice."""
+    if isinstance(config, PPOConfig):
+        meshes = {role: place.mesh for role, place in config.placements.items()}
+        ranks = config.data_parallel_size
+    else:
+        parallel = config.ds.parallel
+        whole = Mesh.within(plan.cluster.devices, sequence=parallel.sequence, tensor=parallel.tensor)
+        meshes, ranks = {"model": whole}, whole.data
+    for role, mesh in meshes.items():
+        check_mesh(mesh)
+        sizes = " x ".join(f"{size} {name}" for name, size in zip(mesh.DIMENSIONS, mesh.shape, strict=True))
+        yield f"{role}: {mesh.size} ranks, {sizes} parallel"
+    most, least = _dealt_rl(config, plan) if isinstance(config, PPOConfig) else _dealt(config, plan, ranks)
+    yield f"{plan.batches.batch_size} samples on {ranks} data-parallel ranks: {least:,} to {most:,} tokens"
+
+
+def check_mesh(mesh: Mesh) -> None:
+    """Checks that the groups of each dimension hold every rank once, and that ranks lead back to their
+    coordinates."""
+    everyone = set(range(mesh.size))
+    assert all(mesh.rank_at(mesh.coordinates(rank)) == rank for rank in everyone)
+    for name, size in zip(mesh.DIMENSIONS, mesh.shape, strict=True):
+        groups = {tuple(mesh.group(name, rank)) for rank in everyone}
+        assert {len(group) for group in groups} == {size}
+        assert sorted(rank for group in groups for rank in group) == sorted(everyone)
+
+
+def _lengths(plan: RunPlan, count: int) -> list[int]:
+    """Returns random lengths of samples around the plan's mean, up to twice as long."""
+    mean, rng = plan.lengths.total, random.Random(0)
+    return [rng.randint(1, 2 * mean) for _ in range(count)]
+
+
+class _Items:
+    """A dataset that has only lengths."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, i: int, /) -> int:
+        return i
+
+    def sequences(self, i: int, /) -> tuple:
+        raise NotImplementedError("these items have no tokens")
+
+
+def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
+    """Deals the items of one optimizer step. Returns the tokens of the ranks with most and with least."""
+    train, lengths = config.train, _lengths(plan, config.train.batch_size)
+    budget = train.max_tokens_per_gpu * config.ds.parallel.sequence
+    collate: Any = list
+    windows: Windows = Windows(
+        _Items(lengths),
+        collate,
+        batch_size=train.batch_size,
+        micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+        max_tokens=budget if train.dynamic_batch_enable else None,
+        data_rank=0,
+        data_size=ranks,
+        seed=train.seed,
+    )
+    of_rank = [[i for row in rows for i in row] for rows in windows.deal(range(len(lengths)))]
+    return _spread(of_rank, lengths)
+
+
+def _dealt_rl(config: PPOConfig, plan: RunPlan) -> tuple[int, int]:
+    """Deals the samples of one RL step to optimizer steps and ranks."""
+    count, batches = config.samples_per_step, max(1, config.updates_per_step // config.train.max_epochs)
+    lengths, group = _lengths(plan, count), config.rollout.n_samples_per_prompt
+    steps = training_schedule(
+        lengths,
+        range(count),
+        num_batches=batches,
+        epochs=1,
+        num_ranks=config.data_parallel_size,
+        seed=(config.train.seed,),
+        groups=[i // group for i in range(count)] if config.train.shuffle == "group" else None,
+    )
+    assert sorted(i for step in steps for rank in step for i in rank) == [*range(count)]
+    return _spread(steps[0], lengths, whole=False)
+
+
+def _spread(
+    of_rank: Sequence[Sequence[int]], lengths: Sequence[int], *, whole: bool = True
+) -> tuple[int, int]:
+    assert not whole or sorted(i for mine in of_rank for i in mine) == [*range(len(lengths))]
+    tokens = [sum(lengths[i] for i in mine) for mine in of_rank]
+    return max(tokens), min(tokens)

@@ -1,0 +1,78 @@
+"""Chooses rows of the user's datasets for a rehearsal."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.config.checks import split_spec
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.reasoning_gym import is_gym
+from openrlhf.planning.rehearsal.settings import STEPS, as_json
+
+READ = 256
+"""Rows of a dataset from which those of the rehearsal are chosen: the first ones."""
+
+
+def rows_for(config: Any, folder: Path) -> dict[str, Any]:
+    """Writes short rows of the training data to `folder`, and returns the changes of flags that name them.
+    `config`: the rehearsal. Rows with images stay where they are, and the first ones are read."""
+    data = config.data
+    if isinstance(config, PPOConfig):
+        count = STEPS * config.rollout.batch_size
+        changes = {"data.max_samples": count}
+        if not config.reads_images:
+            changes |= _chosen(config, "prompt_dataset", "prompt_probs", "prompt_split", count, folder)
+        if data.pretrain_dataset:
+            texts = STEPS * config.samples_per_step * config.train.max_epochs
+            changes |= _chosen(config, "pretrain_dataset", "pretrain_probs", "pretrain_split", texts, folder)
+        return changes
+    count = STEPS * config.train.batch_size
+    if config.data.reads_images:
+        return {"data.max_samples": count}
+    return _chosen(config, "dataset", "dataset_probs", "dataset_split", count, folder) | {
+        "data.max_samples": count
+    }
+
+
+def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: Path) -> dict[str, Any]:
+    from openrlhf.data.sources import load_rows
+
+    data = config.data
+    if any(map(is_gym, split_spec(getattr(data, name)))):  # whose verifier knows its own problems alone
+        return {}
+    rows = load_rows(
+        getattr(data, name),
+        flag=f"--data.{name}",
+        required_columns={},
+        probs=getattr(data, probs),
+        split=getattr(data, split),
+        max_samples=READ,
+        seed=config.train.seed,
+        bad_rows="skip",
+    )
+    lines = [as_json(row) for row in _readable(rows)]
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(f"{lines[i]}\n" for i in short_ones(list(map(len, lines)), count)), "utf-8")
+    return {f"data.{name}": str(file), f"data.{probs}": None}
+
+
+def _readable(rows: Any) -> list[Any]:
+    """Returns the rows that can be read; a rehearsal of the others is `openrlhf check`."""
+    from openrlhf.data.files import BadRow
+
+    found = []
+    for i in range(len(rows)):
+        try:
+            found.append(rows[i])
+        except BadRow:
+            continue
+    return found
+
+
+def short_ones(lengths: Sequence[int], count: int) -> list[int]:
+    """Returns the numbers of `count` short rows, in order: those from the first quartile of the lengths on.
+    The shortest rows are often empty or not like the others."""
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i])
+    start = max(0, min(len(order) // 4, len(order) - count))
+    return sorted(order[start : start + count])

@@ -1,0 +1,318 @@
+"""The stages of a rehearsal, in order, each with its evidence."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from openrlhf.algorithms.mismatch import PROBE
+from openrlhf.config.command import Command
+from openrlhf.config.fields import values_of
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import describe
+from openrlhf.planning.hardware import Cluster, cores
+from openrlhf.planning.plan import Assumed, RunPlan, plan_run
+from openrlhf.planning.rehearsal import settings
+from openrlhf.planning.rehearsal.export import reloaded
+from openrlhf.planning.rehearsal.full_size import simulate
+from openrlhf.planning.rehearsal.rows import rows_for
+from openrlhf.planning.rehearsal.runs import (
+    Result,
+    RunFailedError,
+    differences,
+    run_command,
+    weight_difference,
+)
+from openrlhf.planning.rehearsal.shrinking import shrunk_model
+from openrlhf.types import Metrics
+
+OK, FAILED, LEFT_OUT = "ok", "failed", "not rehearsed"
+
+BETWEEN_RANKS = {"relative": 1e-3, "absolute": 1e-4}
+"""Largest difference of a metric between one rank and two, which add float32 numbers in another order."""
+AFTER_RESUME = {"relative": 1e-6, "absolute": 1e-7}
+"""Largest difference of a metric, and of a weight, between a resumed run and one that went on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """Outcome of a part of the rehearsal."""
+
+    name: str
+    outcome: str
+    """OK, FAILED or LEFT_OUT."""
+    seconds: float
+    evidence: str
+    """Observations; the message of a failure; the reason why a stage was left out."""
+
+
+class LeftOutError(Exception):
+    """Raised inside a stage that cannot be rehearsed; its text is the reason."""
+
+
+@dataclass(kw_only=True)
+class Rehearsal:
+    """A rehearsal of one run, and what it has found so far."""
+
+    command: Command
+    config: Any
+    cluster: Cluster
+    """Hardware of the real run."""
+    assumed: Assumed
+    ranks: int
+    """Ranks of the real run."""
+    folder: Path
+    """Folder of everything that the rehearsal writes."""
+    tell: Callable[[str, float, float], None] = lambda name, seconds, expected: None
+    """Called while a stage works, with its name, its seconds so far, and the seconds that it usually
+    takes."""
+    stages: list[Stage] = field(default_factory=list)
+    plan: RunPlan | None = None
+    small: Any = None
+    """Configuration of the rehearsed runs, without folders."""
+    small_plan: RunPlan | None = None
+
+    @property
+    def failed(self) -> bool:
+        return any(stage.outcome == FAILED for stage in self.stages)
+
+    @property
+    def is_rl(self) -> bool:
+        return isinstance(self.config, PPOConfig)
+
+    def run(self) -> None:
+        """Goes through all stages. A failure ends only the stages that need its result."""
+        with self._stage("plan and layout of the full size") as said:
+            self.plan = plan_run(self.command, self.config, self.cluster, self.assumed)
+            said.extend(simulate(self.config, self.plan))
+            if not self.plan.fits:
+                raise RuntimeError(f"the run does not fit on {self.cluster}; `openrlhf plan` shows why")
+        with self._stage("models and data, shrunk") as said:
+            self._prepare(said)
+        whole = self._run_stage("run", self._layout_run)
+        if self.is_rl:
+            with self._stage("weight sync") as said:
+                said.append(_synchronised(_needed(whole).metrics))
+        with self._stage("evaluation") as said:
+            said.append(self._evaluated(whole))
+        with self._stage("export") as said:
+            model, base = _needed(whole).model, Path(values_of(self.small)[self._trained_flag])
+            head = getattr(self.config.ds, "value_head_prefix", "score")
+            said.append(reloaded(model, base, head=head))
+        self._run_stage("losses of one rank", lambda said: self._one_rank(said, whole))
+        self._run_stage("checkpoint and resume", lambda said: self._resumed(said, whole))
+
+    # ---- stages
+
+    def _prepare(self, said: list[str]) -> None:
+        models = dict(self._shrink())
+        scale = settings.scale_of(self.config, self.ranks)
+        small = settings.rehearsed(self.config, scale, self.folder, models)
+        changes = rows_for(small, self.folder / "data")
+        self.small = settings.with_values(small, changes)
+        self.small_plan = _planned(self.command, self.small, scale.ranks)
+        sizes = self.small_plan.sizes
+        said.extend(f"{role}: {size.parameters:,} parameters" for role, size in sizes.items())
+
+    def _layout_run(self, said: list[str]) -> Result:
+        scale = settings.scale_of(self.config, self.ranks)
+        result = self._start("run", _ready(self.small), scale.ranks)
+        metrics = result.metrics
+        if sorted(step for step in metrics if step) != [*range(1, settings.STEPS + 1)]:
+            raise RunFailedError(f"it logged the steps {sorted(metrics)}")
+        engines = f", {self.small.num_engines} of the engines" if self.is_rl else ""
+        said.append(f"{scale}{engines}, {settings.STEPS} steps; {_losses(metrics)}")
+        return result
+
+    def _evaluated(self, whole: Result | None) -> str:
+        if not self.config.eval.dataset:
+            raise LeftOutError("the run has no --eval.dataset")
+        metrics = _needed(whole).metrics.get(settings.SAVED, {})
+        found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
+        if not found:
+            raise RunFailedError(f"step {settings.SAVED} has no metrics of an evaluation")
+        name = next((name for name in found if name.endswith(("score_mean", "loss"))), next(iter(found)))
+        return f"{name} {found[name]:.6g}"
+
+    def _one_rank(self, said: list[str], whole: Result | None) -> None:
+        expected = _needed(whole).metrics
+        scale = settings.scale_of(self.config, self.ranks)
+        if scale.ranks == 1:
+            raise LeftOutError("the run has one rank")
+        if _draws_dropout(self.config):
+            raise LeftOutError("dropout draws other numbers on other ranks")
+        models = {key: value for key, value in values_of(self.small).items() if key.endswith(MODEL)}
+        config = settings.rehearsed(self.config, settings.ONE_RANK, self.folder, models)
+        kept = ("data.", "train.batch_size", "train.micro_batch_size", "rollout.", "eval.")
+        config = settings.with_values(
+            config, {key: value for key, value in values_of(self.small).items() if key.startswith(kept)}
+        )
+        found = self._start("one_rank", config, 1, saves=False).metrics
+        steps = self._comparable
+        for step in steps:
+            _refuse_differences(
+                found[step], expected[step], f"one rank and {scale} in step {step}", **BETWEEN_RANKS
+            )
+        said.append(f"equal in {_steps(steps)} up to rounding; {_losses(found)}")
+
+    def _resumed(self, said: list[str], whole: Result | None) -> None:
+        result = _needed(whole)
+        found = self._start(
+            "resumed",
+            _ready(self.small),
+            settings.scale_of(self.config, self.ranks).ranks,
+            resumes=True,
+            saves=False,
+        )
+        last, metrics = settings.STEPS, found.metrics
+        if sorted(metrics) != [last]:
+            raise RunFailedError(
+                f"resumed after step {settings.SAVED}, it logged the steps {sorted(metrics)}"
+            )
+        if self.is_rl and self.config.train.async_enable:
+            said.append(
+                f"step {last} follows the checkpoint; with --train.async_enable its samples may differ"
+            )
+            return
+        _refuse_differences(
+            metrics[last],
+            result.metrics[last],
+            f"the resumed run and the one that went on in step {last}",
+            **AFTER_RESUME,
+        )
+        largest = weight_difference(result.model, found.model)
+        if largest > AFTER_RESUME["absolute"]:
+            raise RunFailedError(f"weights of the resumed run differ by up to {largest:.3g}")
+        equal = "equal to the last bit" if largest == 0 else f"equal up to {largest:.1g}"
+        said.append(f"after step {settings.SAVED}; step {last} and the final weights are {equal}")
+
+    # ---- helpers
+
+    @property
+    def _comparable(self) -> list[int]:
+        """Steps whose samples do not depend on timing."""
+        asynchronous = self.is_rl and self.config.train.async_enable
+        return [1] if asynchronous else [*range(1, settings.STEPS + 1)]
+
+    @property
+    def _trained_flag(self) -> str:
+        return "actor.model_name_or_path" if self.is_rl else "model.model_name_or_path"
+
+    def _shrink(self) -> Iterator[tuple[str, str | None]]:
+        """Shrinks each model once, and yields flags with the shrunk models."""
+        made: dict[str, str] = {}
+        config, scorers = self.config, self.config.reward.models if self.is_rl else ()
+        head = getattr(config.ds, "value_head_prefix", "score")
+        for key, value in values_of(config).items():
+            if not key.endswith(MODEL):
+                continue
+            used = scorers if key.startswith("reward.") else filter(None, [value])
+            for path in used:
+                if path not in made:
+                    folder = self.folder / "models" / str(len(made))
+                    small = shrunk_model(
+                        path, f"--{key}", folder, seed=len(made), scores=path in scorers, head=head
+                    )
+                    made[path] = str(small)
+            if key.startswith("reward."):
+                yield key, ",".join(made[path] for path in scorers) or None
+            elif value:
+                yield key, made[value]
+
+    def _start(
+        self, name: str, config: Any, ranks: int, *, resumes: bool = False, saves: bool = True
+    ) -> Result:
+        config = settings.in_folders(config, self.folder, name, resumes=resumes, saves=saves)
+        flags = self.folder / name / "flags.yaml"
+        settings.write_flags(config, flags)
+        processes = 1 if self.is_rl else ranks
+        expected = RL_SECONDS if self.is_rl else SECONDS
+        tick = lambda seconds: self.tell(name.replace("_", " "), seconds, expected)
+        return run_command(self.command.name, flags, self.folder / name, ranks=processes, tick=tick)
+
+    def _run_stage(self, name: str, work: Callable[[list[str]], Result | None]) -> Result | None:
+        """Runs a stage and returns its result; None after a failure."""
+        results: list[Result | None] = [None]
+        with self._stage(name) as said:
+            results.append(work(said))
+        return results[-1]
+
+    @contextmanager
+    def _stage(self, name: str) -> Iterator[list[str]]:
+        """Times a stage and keeps its outcome. The block appends its evidence to the list."""
+        said, started = list[str](), time.monotonic()
+        self.tell(name, 0.0, 0.0)
+        outcome = OK
+        try:
+            yield said
+        except LeftOutError as reason:
+            outcome, said = LEFT_OUT, [str(reason)]
+        except (ValueError, OSError, AssertionError, RuntimeError) as error:
+            outcome, said = FAILED, [describe(error) or type(error).__name__]
+        seconds = time.monotonic() - started
+        self.stages.append(Stage(name=name, outcome=outcome, seconds=seconds, evidence="; ".join(said)))
+
+
+MODEL = "model_name_or_path"
+"""End of the flags that name models."""
+SECONDS, RL_SECONDS = 20.0, 60.0
+"""Seconds that a run takes on two idle cores."""
+
+
+def _planned(command: Command, config: Any, ranks: int) -> RunPlan:
+    """Plans a rehearsed run, on as many devices of this machine."""
+    return plan_run(command, config, cores(ranks), Assumed())
+
+
+def _ready(config: Any) -> Any:
+    if config is None:
+        raise LeftOutError("models or data could not be shrunk")
+    return config
+
+
+def _needed(whole: Result | None) -> Result:
+    if whole is None:
+        raise LeftOutError("the run failed")
+    return whole
+
+
+def _draws_dropout(config: Any) -> bool:
+    model = getattr(config, "model", None)
+    return (config.ds.lora.dropout > 0 and config.ds.lora.rank > 0) or bool(model and model.dropout_enable)
+
+
+def _losses(metrics: dict[int, Metrics]) -> str:
+    """Returns the losses of the steps."""
+    first = metrics[min(step for step in metrics if step)]
+    name = next((name for name in ("loss", "policy/loss") if name in first), None)
+    name = name or next((name for name in first if name.endswith("loss")), "grad_norm")
+    return f"{name} " + ", ".join(
+        f"{row[name]:.6g}" for step, row in sorted(metrics.items()) if step and name in row
+    )
+
+
+def _steps(steps: list[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+
+
+def _refuse_differences(
+    one: Metrics, other: Metrics, between: str, *, relative: float, absolute: float
+) -> None:
+    if found := differences(one, other, relative=relative, absolute=absolute):
+        listed = "\n".join(f"{name}: {values}" for name, values in [*found.items()][:8])
+        raise RunFailedError(f"{between} differ:\n{listed}")
+
+
+def _synchronised(metrics: dict[int, Metrics]) -> str:
+    """Returns the largest differences between engines and trainer. The run itself ends where they are too
+    large."""
+    rows = [row for step, row in metrics.items() if step]
+    parts = []
+    for name in (PROBE, "mismatch/abs_diff_max"):
+        if values := [row[name] for row in rows if name in row]:
+            parts.append(f"{name} at most {max(values):.2g}")
+    if not parts:
+        raise LeftOutError("the run compared no log-probs of engines and trainer")
+    return f"log-probs of engines and trainer after each sync: {', '.join(parts)}"
