@@ -31,6 +31,7 @@ SUPERVISED = ("sft", "rm", "dpo", "kto", "prm", "kd")
 WORDS = {
     "plan": ("ppo", *SUPERVISED),
     "check": ("ppo", *SUPERVISED),
+    "rehearse": ("ppo", *SUPERVISED),
     "verify": ("ppo", *SUPERVISED),
     "data": ("preview",),
     "data preview": SUPERVISED,
@@ -38,7 +39,7 @@ WORDS = {
     "completion": ("bash", "zsh", "fish"),
 }
 """Words so far -> the words that may follow, beside files."""
-LIKE_PPO = ("plan", "check", "verify", "agent")
+LIKE_PPO = ("plan", "check", "rehearse", "verify", "agent")
 """Commands that also take the flags of ppo, unless the line names another training command."""
 
 

@@ -136,7 +136,7 @@ def _end(process: subprocess.Popen) -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-    process.wait()
+    process.wait()  # bounded: SIGKILL has ended it
 
 
 # ---- comparisons
