@@ -25,6 +25,7 @@ COMMANDS = {
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
     "bisect": ("bisect", "find the first difference between two recorded runs"),
     "watch": ("watch", "show a run on one screen: steps, phases, curves, samples, warnings"),
+    "view": ("view", "a local web page of runs: curves side by side, and every rollout"),
     "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),
     "batch_inference": ("batch_inference", "answer the prompts of a dataset, or score its answers"),
     "chat": ("interactive_chat", "chat with a model"),

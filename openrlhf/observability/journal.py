@@ -21,7 +21,6 @@ from openrlhf.files import replacing
 from openrlhf.observability.rollout_table import (
     FACTS,
     OF_ACTIONS,
-    RENAMED,
     SCHEMA,
     Visits,
     table_of_json,
@@ -29,7 +28,7 @@ from openrlhf.observability.rollout_table import (
     to_trajectories,
     with_names_of_today,
 )
-from openrlhf.observability.run_folder import JOURNAL_FILE
+from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
 from openrlhf.types import Batch, Schedule, Trajectory
 
 QUEUE_STEPS = 2
@@ -204,7 +203,7 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         table = table_of_json(path)
         return table.select(columns or SCHEMA.names).replace_schema_metadata({_NUM_SAMPLES: str(len(table))})
     with pq.ParquetFile(path) as file:
-        before = {new: old for old, new in RENAMED.items() if old in file.schema_arrow.names}
+        before = {new: old for old, new in RENAMED_COLUMNS.items() if old in file.schema_arrow.names}
         return with_names_of_today(file.read(columns and [before.get(name, name) for name in columns]))
 
 

@@ -31,6 +31,7 @@ from openrlhf.observability.journal import (
     response_of,
     spread,
 )
+from openrlhf.observability.metric_names import HEADLINES
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
 from openrlhf.observability.trackers.metrics_file import read_metrics
@@ -81,21 +82,6 @@ SECTIONS = (
     ),
 )
 """(heading, words in the names of its metrics), in the order of the charts. The first match wins."""
-
-HEADLINES = (
-    (r"eval[/_].*(_pass1|_score_mean|accuracy)", 2),
-    (r"eval[/_].*loss", 1),
-    (r"(rollout/)?(reward_mean|reward)", 1),
-    (r"rollout/score_mean", 1),
-    (r"(?!eval|policy|critic).*\b(accuracy|acc_mean)", 1),
-    (r"(?!eval|policy|critic).*\bloss", 1),
-    (r"(rollout/)?response_length_mean", 1),
-    (r"kl/mean|(?!eval|mismatch).*/kl|kl", 1),
-    (r"policy/entropy", 1),
-    (r"(rollout/)?truncated_rate", 1),
-)
-"""(pattern of metric names, maximum number of tiles), in the order of the tiles at the top. The loss of a
-policy or a critic does not show the progress of a run."""
 
 
 def write_report(run_dir: str | Path) -> Path:

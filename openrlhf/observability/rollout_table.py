@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from openrlhf.observability.run_folder import plain, read_jsonl
+from openrlhf.observability.run_folder import RENAMED_COLUMNS, plain, read_jsonl
 from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
@@ -94,13 +94,9 @@ def to_table(
     return pa.table(columns | nulls).select(SCHEMA.names).cast(SCHEMA)
 
 
-RENAMED = {"episode": "epoch"}
-"""Column names of earlier versions -> current names."""
-
-
 def with_names_of_today(table: pa.Table) -> pa.Table:
     """Renames the columns of a journal of any version to the current names."""
-    names = [RENAMED.get(name, name) for name in table.column_names]
+    names = [RENAMED_COLUMNS.get(name, name) for name in table.column_names]
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 
@@ -120,7 +116,9 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
 
 def table_of_json(path: Path) -> pa.Table:
     """Reads a journal in JSON lines. Its turns are the runs of actions between feedback."""
-    rows = [{RENAMED.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)]
+    rows = [
+        {RENAMED_COLUMNS.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
+    ]
     return to_table([_trajectory_of_json(row) for row in rows], [row["response"] for row in rows])
 
 

@@ -48,6 +48,9 @@ OWN_FILES = (
 JOURNAL_FILE = re.compile(r"(?P<name>\w+)_(?P<step>\d+)\.(parquet|jsonl)")
 """Pattern of the file names in `rollouts/`."""
 
+RENAMED_COLUMNS = {"episode": "epoch"}
+"""Columns of journals of earlier versions -> current names."""
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:

@@ -38,6 +38,7 @@ OPTIONS = {
     *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
     *("once", "width"),  # of openrlhf watch
     *("budget", "out"),  # options of benchmarks/gpu.py
+    "no_browser",  # of openrlhf view
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse
 }

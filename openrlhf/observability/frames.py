@@ -1,0 +1,53 @@
+"""Loads metrics and rollouts of a run as pandas tables, for notebooks."""
+
+from collections.abc import Container, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.journal import journal_steps, read_table
+from openrlhf.observability.rollout_table import FACTS
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.observability.trackers.metrics_file import read_metrics
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+
+def metrics_to_pandas(run: str | Path) -> "DataFrame":
+    """Returns the metrics of a run, one row per step (the index) and one column per metric. A metric that a
+    step does not have is NaN. Raises UsageError if the folder has no metrics.jsonl."""
+    import pandas as pd
+
+    path = RunFolder(Path(run)).metrics_path
+    if not path.exists():
+        text = "has no metrics.jsonl, so it is not a run folder; give the folder of a run"
+        raise UsageError(ErrorCode.NOT_FOUND, text, value=run)
+    return pd.DataFrame.from_dict(read_metrics(path), orient="index").sort_index().rename_axis("step")
+
+
+def rollouts_to_pandas(
+    run: str | Path,
+    *,
+    name: str = "step",
+    steps: Container[int] | None = None,
+    columns: Sequence[str] = FACTS.names,
+) -> "DataFrame":
+    """Returns the rollouts of a run, one row for each, in the order of steps, with a column `step`.
+
+    `name`: `step` for training, `eval` or `filtered`. `steps`: the steps to read, by default all. `columns`:
+    columns of the journal, by default those with a few values per rollout; the columns of tokens take much
+    more memory. Raises UsageError if there are no such rollouts.
+    """
+    files = journal_steps(RunFolder(Path(run)).rollouts_path, name)
+    chosen = {step: path for step, path in files.items() if steps is None or step in steps}
+    if not chosen:
+        text = f"has no rollouts {name}_N of these steps; it has {sorted(files) or 'none'}"
+        raise UsageError(ErrorCode.NOT_FOUND, text, value=run)
+    tables = []
+    for step, path in chosen.items():
+        table = read_table(path, columns).replace_schema_metadata()
+        tables.append(table.add_column(0, "step", pa.array([step] * len(table), pa.int64())))
+    return pa.concat_tables(tables, promote_options="default").to_pandas()

@@ -1,0 +1,16 @@
+"""Names of the metrics that show the progress of a run."""
+
+HEADLINES = (
+    (r"eval[/_].*(_pass1|_score_mean|accuracy)", 2),
+    (r"eval[/_].*loss", 1),
+    (r"(rollout/)?(reward_mean|reward)", 1),
+    (r"rollout/score_mean", 1),
+    (r"(?!eval|policy|critic).*\b(accuracy|acc_mean)", 1),
+    (r"(?!eval|policy|critic).*\bloss", 1),
+    (r"(rollout/)?response_length_mean", 1),
+    (r"kl/mean|(?!eval|mismatch).*/kl|kl", 1),
+    (r"policy/entropy", 1),
+    (r"(rollout/)?truncated_rate", 1),
+)
+"""(pattern of metric names, maximum number of tiles), in the order of the tiles at the top. The loss of a
+policy or a critic does not show the progress of a run."""

@@ -1,0 +1,178 @@
+"""Shows one rollout in full: its facts, and for each token of its answer the numbers that colour it."""
+
+import difflib
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
+from openrlhf.viewer.index import Index, parquet
+
+Row = dict[str, Any]
+TokenTexts = Callable[[Path, Row], list[str]]
+"""Returns the text of each token behind the prompt. Raises ValueError, with the reason, if the run's
+tokenizer cannot be used."""
+
+MOST_WORDS = 3000
+"""Words of each text that a diff compares."""
+
+FACTS = (
+    *(
+        "prompt_id",
+        "epoch",
+        "sample_index",
+        "part",
+        "seed",
+        "source",
+        "label",
+        "prompt",
+        "response",
+        "reward",
+    ),
+    *("score", "outcome", "error", "finish_reason", "truncated", "extra_logs", "turn_rewards"),
+    *("weight_versions", "optimizer_steps", "ranks", "images"),
+)
+"""Columns that are shown as they are."""
+
+
+def read_row(index: Index, run: int, file: str, row: int) -> Row:
+    """Returns all columns of a row of the journal, by their current names. Raises UsageError if there is no
+    such row."""
+    known = run < len(index.runs) and file in index.runs[run].known
+    if not known or not JOURNAL_FILE.fullmatch(file):
+        raise UsageError(ErrorCode.NOT_FOUND, "the run has no such journal file", value=file)
+    path = index.runs[run].folder.rollouts_path / file
+    if path.suffix == ".parquet":
+        rows = index.rows(f"SELECT * FROM {parquet(path)} WHERE file_row_number = ?", [row])
+    else:
+        from openrlhf.observability.journal import read_rows  # imports torch
+
+        rows = read_rows(path, [row])
+    if not rows:
+        raise UsageError(ErrorCode.NOT_FOUND, f"the file has no row {row}", value=file)
+    return {RENAMED_COLUMNS.get(name, name): value for name, value in rows[0].items()}
+
+
+def shown(row: Row) -> dict[str, Any]:
+    """Returns the facts of a row, its number of prompt tokens, its token ids behind the prompt, and
+    {track: one number for each of these tokens}; null where the policy did not choose the token."""
+    facts = {name: row.get(name) for name in FACTS}
+    # JavaScript has no integers of 64 bits.
+    facts["seed"] = None if facts["seed"] is None else str(facts["seed"])
+    start = prompt_length(row)
+    return facts | {
+        "prompt_tokens": start,
+        "token_ids": row["token_ids"][start:],
+        "tracks": tracks(row),
+    }
+
+
+def prompt_length(row: Row) -> int:
+    """Returns the number of tokens before the first action."""
+    return min((r["start"] for r in row["action_ranges"]), default=len(row["token_ids"]))
+
+
+def tracks(row: Row) -> dict[str, list[float | None]]:
+    """Returns the numbers of each token behind the prompt, by the name of what they measure. A track of a
+    column that the journal does not have is left out."""
+    start = prompt_length(row)
+    places = [i - start for r in row["action_ranges"] for i in range(r["start"], r["end"])]
+    size = len(row["token_ids"]) - start
+    sampler, trainer, reference = (
+        row.get(name) for name in ("rollout_log_probs", "log_probs", "ref_log_probs")
+    )
+    of_actions: dict[str, Sequence[float] | None] = {
+        "probability": sampler and [math.exp(min(0.0, p)) for p in sampler],
+        "surprisal": sampler and [-p for p in sampler],
+        "gap": _difference(trainer, sampler),
+        "reference": _difference(trainer, reference),
+        **{name: row.get(name) for name in ("advantages", "values", "returns")},
+        "version": list(
+            chain.from_iterable(repeat(r["version"], r["count"]) for r in row["weight_versions"])
+        ),
+        "turn": _turns([start + place for place in places], row["turn_starts"]),
+    }
+    return {name: _placed(values, places, size) for name, values in of_actions.items() if values}
+
+
+def _difference(first: Sequence[float] | None, second: Sequence[float] | None) -> list[float] | None:
+    return [a - b for a, b in zip(first, second, strict=True)] if first and second else None
+
+
+def _turns(tokens: Sequence[int], starts: Iterable[int]) -> list[int]:
+    """Returns the turn of each token, counted from 1."""
+    starts, turn, turns = sorted(starts), 0, []
+    for token in tokens:
+        while turn < len(starts) and starts[turn] <= token:
+            turn += 1
+        turns.append(turn)
+    return turns
+
+
+def _placed(values: Sequence[float], places: Sequence[int], size: int) -> list[float | None]:
+    whole: list[float | None] = [None] * size
+    for place, value in zip(places, values, strict=True):
+        whole[place] = value
+    return whole
+
+
+def diff(first: str, second: str) -> dict[str, Any]:
+    """Compares two texts word by word. Returns {"parts": [[kind, text], ...], "cut": whether words beyond the
+    limit were left out}; kind is "same", "removed" (in the first text only) or "added"."""
+    a, b = (_words(text) for text in (first, second))
+    parts: list[list[str]] = []
+    matcher = difflib.SequenceMatcher(None, a[:MOST_WORDS], b[:MOST_WORDS])
+    for kind, a_start, a_end, b_start, b_end in matcher.get_opcodes():
+        if kind == "equal":
+            parts.append(["same", "".join(a[a_start:a_end])])
+            continue
+        if removed := "".join(a[a_start:a_end]):
+            parts.append(["removed", removed])
+        if added := "".join(b[b_start:b_end]):
+            parts.append(["added", added])
+    return {"parts": parts, "cut": max(len(a), len(b)) > MOST_WORDS}
+
+
+def _words(text: str) -> list[str]:
+    """Splits a text into words, each with the white space behind it."""
+    words: list[str] = []
+    for piece in text.splitlines(keepends=True):
+        ends = [i + 1 for i in range(len(piece)) if piece[i].isspace()]
+        words += [piece[i:j] for i, j in zip([0, *ends], [*ends, len(piece)], strict=True) if i < j]
+    return words
+
+
+def picture(folder: Path, reference: str) -> bytes:
+    """Returns a picture of a rollout as PNG, from the folder of the run's images or from the cache of
+    downloaded ones; nothing is fetched. Raises UsageError if it is not there or is no picture."""
+    from openrlhf.data.images import ImageSources, load_image
+    from openrlhf.data.pictures import decoded, png
+    from openrlhf.files import cache_folder
+
+    if "://" in reference:
+        root, name = cache_folder() / "images", hashlib.sha256(reference.encode()).hexdigest()
+    else:
+        root, name = image_root(folder), reference
+    return png(decoded(load_image(name, ImageSources(root=root)).data))
+
+
+def image_root(folder: Path) -> Path | None:
+    """Returns the folder that the run's image paths are relative to, as its configuration has it:
+    `data.image_root`, or else the folder of `data.prompt_dataset`."""
+    data = configuration(folder).get("data", {})
+    if root := data.get("image_root"):
+        return Path(root)
+    prompts = Path(data.get("prompt_dataset") or "")
+    return prompts if prompts.is_dir() else prompts.parent
+
+
+def configuration(folder: Path) -> dict[str, Any]:
+    """Returns the configuration of a run; empty if the folder has none."""
+    path = folder / "config.yaml"
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.exists() else {}

@@ -1,0 +1,297 @@
+"""Serves the page of `openrlhf view` on loopback.
+
+Every address begins with a secret token, which the command prints. A request without it is refused with 403,
+and one for another host name with 400, so that no page of another site can read anything. All answers are
+data: the page writes them as text, and its Content-Security-Policy permits no script but its own.
+"""
+
+import hmac
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import FileResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.run_folder import read_jsonl, to_json
+from openrlhf.viewer import rollout
+from openrlhf.viewer.index import Index
+from openrlhf.viewer.metrics import Metrics, headlines
+from openrlhf.viewer.rollout import TokenTexts
+from openrlhf.viewer.search import Search, choices, errors, find
+
+HOST = "127.0.0.1"
+NAMES = [HOST, "localhost"]
+"""Names of this machine in a request. Any other one comes from a page whose name leads to this address."""
+STATIC = Path(__file__).parent / "static"
+WARNINGS_SHOWN = 100
+HEADERS = {
+    # The charts set styles of their elements.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Viewer:
+    """The runs of a page, and what it reads of them."""
+
+    def __init__(
+        self, folders: Sequence[Path], token_texts: TokenTexts, *, cache: Path | None = None
+    ) -> None:
+        self.folders = list(folders)
+        self.names = names_of(folders)
+        self.index = Index(folders, cache=cache)
+        self.metrics = [Metrics(folder / "metrics.jsonl") for folder in folders]
+        self._token_texts = token_texts
+
+    def state(self) -> dict[str, Any]:
+        """Returns what a page asks for again and again, to see whether there is anything new."""
+        return {"runs": [self._state_of(i) for i in range(len(self.folders))], "error": self.index.error}
+
+    def _state_of(self, i: int) -> dict[str, Any]:
+        metrics, indexed, problem = self.metrics[i], self.index.runs[i], ""
+        try:
+            metrics.update()
+        except UsageError as error:
+            problem = str(error)
+        return {
+            "name": self.names[i],
+            "path": str(self.folders[i]),
+            "rows": metrics.num_rows,
+            "last_step": max(metrics.steps, default=None),
+            "rollouts": indexed.num_rows,
+            "files": len(indexed.known),
+            "files_waiting": len(indexed.waiting),
+            "notes": [
+                *([problem] if problem else []),
+                *([indexed.note] if indexed.note else []),
+                *(f"{name} cannot be read: {reason}" for name, (_, reason) in indexed.damaged.items()),
+            ],
+        }
+
+    def metric_names(self) -> dict[str, Any]:
+        names = sorted({name for metrics in self.metrics for name in metrics.names()})
+        return {"names": names, "headlines": headlines(names)}
+
+    def curves(self, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Returns, for each metric, the curve of each run that has it."""
+        return {
+            name: [
+                {"run": i, "steps": [step for step, _ in points], "values": [value for _, value in points]}
+                for i, metrics in enumerate(self.metrics)
+                if (points := metrics.curve(name))
+            ]
+            for name in names
+        }
+
+    def comparison(self) -> dict[str, Any]:
+        """Returns the flags in which the runs differ, and the warnings of each."""
+        flat = [flattened(rollout.configuration(folder)) for folder in self.folders]
+        keys = sorted({key for flags in flat for key in flags})
+        values = {key: [flags.get(key) for flags in flat] for key in keys}
+        differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+        return {
+            "flags": {
+                key: [None if v is None else to_json({"": v})[5:-1] for v in row]
+                for key, row in differing.items()
+            },
+            "warnings": [warnings_of(folder) for folder in self.folders],
+        }
+
+    def rollout(self, run: int, file: str, row: int) -> dict[str, Any]:
+        return rollout.shown(rollout.read_row(self.index, run, file, row))
+
+    def token_texts(self, run: int, file: str, row: int) -> dict[str, Any]:
+        """Returns {"texts": text of each token of the answer, "note": ""}, or null and the reason."""
+        content = rollout.read_row(self.index, run, file, row)
+        try:
+            texts = self._token_texts(self.folders[run], content)
+        except ValueError as error:
+            return {"texts": None, "note": str(error)}
+        if content.get("response") not in (None, "".join(texts)):
+            return {
+                "texts": None,
+                "note": "the tokenizer is not the run's: it decodes the answer differently",
+            }
+        return {"texts": texts, "note": ""}
+
+    def diff(self, first: tuple[int, str, int], second: tuple[int, str, int]) -> dict[str, Any]:
+        texts = [rollout.read_row(self.index, *place).get("response") or "" for place in (first, second)]
+        return rollout.diff(*texts)
+
+    def picture(self, run: int, file: str, row: int, number: int) -> bytes:
+        images = rollout.read_row(self.index, run, file, row).get("images") or []
+        if not 0 <= number < len(images):
+            raise UsageError(ErrorCode.NOT_FOUND, f"the rollout has no image {number}", value=file)
+        return rollout.picture(self.folders[run], images[number])
+
+
+def build_app(viewer: Viewer, token: str) -> FastAPI:
+    """Builds the app. Every address begins with `/{token}/`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        viewer.index.start()
+        yield
+        viewer.index.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.include_router(page_of(), prefix=f"/{token}")
+    app.include_router(api_of(viewer), prefix=f"/{token}/api")
+
+    @app.exception_handler(UsageError)
+    async def refuse(request: Request, error: UsageError) -> Response:
+        return answer({"error": str(error)}, 404 if error.code == ErrorCode.NOT_FOUND else 422)
+
+    @app.middleware("http")
+    async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        said = request.url.path.split("/")[1]
+        if hmac.compare_digest(said.encode("utf-8", "surrogateescape"), token.encode()):
+            response = await call(request)
+        else:
+            response = Response(
+                "The address has no token, or a wrong one. The command has printed it.\n", 403
+            )
+        response.headers.update(HEADERS)
+        return response
+
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)
+    return app
+
+
+def page_of() -> APIRouter:
+    router = APIRouter()
+    files = {name: STATIC / name for name in ("app.js", "style.css")}
+    files["plotly.min.js"] = plotly_js()
+
+    @router.get("/")
+    def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    @router.get("/static/{name}")
+    def static(name: str) -> Response:
+        return FileResponse(files[name]) if name in files else Response(status_code=404)
+
+    return router
+
+
+def api_of(viewer: Viewer) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/state")
+    def state() -> Response:
+        return answer(viewer.state())
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        return answer(viewer.metric_names())
+
+    @router.get("/curves")
+    def curves(name: Annotated[list[str], Query()]) -> Response:
+        return answer(viewer.curves(name))
+
+    @router.get("/comparison")
+    def comparison() -> Response:
+        return answer(viewer.comparison())
+
+    @router.get("/choices")
+    def filter_choices() -> Response:
+        return answer(choices(viewer.index))
+
+    @router.get("/rollouts")
+    def rollouts(search: Annotated[Search, Query()]) -> Response:
+        return answer(find(viewer.index, search))
+
+    @router.get("/errors")
+    def failures(search: Annotated[Search, Query()]) -> Response:
+        return answer(errors(viewer.index, search))
+
+    @router.get("/rollout")
+    def one(run: int, file: str, row: int) -> Response:
+        return answer(viewer.rollout(run, file, row))
+
+    @router.get("/tokens")
+    def tokens(run: int, file: str, row: int) -> Response:
+        return answer(viewer.token_texts(run, file, row))
+
+    @router.get("/diff")
+    def diff(run: int, file: str, row: int, other_run: int, other_file: str, other_row: int) -> Response:
+        return answer(viewer.diff((run, file, row), (other_run, other_file, other_row)))
+
+    @router.get("/image")
+    def image(run: int, file: str, row: int, number: int) -> Response:
+        return Response(viewer.picture(run, file, row, number), media_type="image/png")
+
+    return router
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    """Returns strict JSON, in which NaN and infinities are strings."""
+    return Response(to_json(content), status, media_type="application/json")
+
+
+@cache
+def plotly_js() -> Path:
+    """Returns the path of the chart library, which is part of the package plotly."""
+    spec = find_spec("plotly")  # an import takes long
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("plotly", name="plotly")
+    return Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Returns the name of each run: its folder's, with those above it as far as the names differ."""
+    paths = [folder.resolve() for folder in folders]
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def flattened(tree: Any, name: str = "") -> dict[str, Any]:
+    """Returns flag -> value of a configuration."""
+    if not isinstance(tree, dict):
+        return {name: tree}
+    inner = (flattened(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items())
+    return {key: value for part in inner for key, value in part.items()}
+
+
+def warnings_of(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "health.jsonl"
+    return list(read_jsonl(path))[-WARNINGS_SHOWN:] if path.exists() else []
+
+
+def bind(port: int) -> socket.socket:
+    """Takes a port of loopback; 0 takes a free one. Raises UsageError if another program has it."""
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        text = f"cannot be used: {os.strerror(error.errno or 0)}; choose another one, or 0 for any free one"
+        raise UsageError(ErrorCode.CLUSTER, text, flag="--port", value=port) from error
+
+
+def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None]) -> None:
+    """Serves until Ctrl-C or SIGTERM. `on_start` receives the address of the page."""
+    token = secrets.token_urlsafe(32)
+    app = build_app(viewer, token)
+    on_start(f"http://{HOST}:{bound.getsockname()[1]}/{token}/")
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+    )
+    server.run(sockets=[bound])
