@@ -76,6 +76,8 @@ class ErrorCode(StrEnum):
     """Too many rewards of a step failed, or a reward source does not answer."""
     EPISODES_FAILED = "episodes-failed"
     """Too many episodes of a step failed, or too few samples are left of one."""
+    BROKEN_INVARIANT = "broken-invariant"
+    """A quantity of a step, which has the same value for every model and data set, has another one."""
     NOT_FINITE = "not-finite"
     """A loss, a gradient or a weight is NaN or infinite."""
     ENGINE_FAILED = "engine-failed"

@@ -764,6 +764,13 @@ class PPOConfig(TrainingConfig):
         return math.inf if waits else self.max_staleness
 
     @property
+    def samples_freely(self) -> bool:
+        """True if all answers are sampled from the whole vocabulary: without top-p, top-k and agents, which
+        may use other settings."""
+        rollout = self.rollout
+        return rollout.top_p == 1 and rollout.top_k < 1 and self.train.agent_func_path is None
+
+    @property
     def engines_colocated(self) -> bool:
         """True if engines share the models' GPUs; engines that sample during training have their own."""
         return self.train.colocate_all and not self.train.async_enable

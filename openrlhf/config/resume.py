@@ -94,6 +94,11 @@ CHANGEABLE = {
         "train.max_restarts",
         "rollout.engine_timeout",
     ),
-    *("train.on_nonfinite", "reward.max_failed_ratio", "algo.dynamic_filtering_max_batches"),
+    *(
+        "train.on_nonfinite",
+        "train.verify_steps",
+        "reward.max_failed_ratio",
+        "algo.dynamic_filtering_max_batches",
+    ),
     "critic.save_value_network",
 }

@@ -238,6 +238,9 @@ class BatchesConfig(SeedConfig):
     max_tokens_per_gpu: Count = 16192
     """Tokens in one row with train.dynamic_batch_enable, for each of the ds.ring_attn_size ranks that share
     it. A longer sample gets a row of its own."""
+    verify_steps: CountOrZero = 1
+    """Check this many first steps of the run by a second computation, without packing and chunks, on one row
+    of each rank (docs/verification.md). 0: no step."""
     backend: BackendName = "deepspeed"
     """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
     (docs/models.md)."""

@@ -24,6 +24,13 @@ from openrlhf.training.collect import Collected, Collector, check_failures, chec
 from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
+from openrlhf.training.invariants import (
+    check_own_reference,
+    check_samples,
+    check_schedule,
+    check_staleness,
+    check_trained,
+)
 from openrlhf.training.schedule import num_batches, training_schedule
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
@@ -179,6 +186,12 @@ class PPOTrainer(Generic[PolicyT]):
             ):  # few samples are no estimate of the failure rate
                 check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
             check_failures(collected.trajectories, 1.0, self.step + 1)
+            check_samples(
+                collected.trajectories,
+                self.config.rollout.n_samples_per_prompt,
+                self.step + 1,
+                is_random=self.config.samples_freely,
+            )
             metrics, trained = self.learn_from(collected.trajectories)
         finally:
             self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
@@ -208,10 +221,16 @@ class PPOTrainer(Generic[PolicyT]):
         )
         metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
         self.check_mismatch(metrics)
+        check_staleness(metrics, self.config.largest_staleness, self.step + 1)
+        if self.starts_as_its_reference:
+            check_own_reference(metrics, self.config.ds.precision.dtype, self.step + 1)
         batch = replace(batch, teacher_log_probs=None)
         by_prompt = self.config.train.shuffle == "group"
         groups = [t.group for t in finished] if by_prompt else None
-        schedules = self.schedules(batch, self.trained_on(finished), num_samples(trajectories), groups)
+        trained_on = self.trained_on(finished)
+        schedules = self.schedules(batch, trained_on, num_samples(trajectories), groups)
+        for name, schedule in schedules.items():
+            check_schedule(name, schedule, trained_on, self.config.train.max_epochs, self.step + 1)
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
         metrics |= updated.metrics
@@ -222,6 +241,8 @@ class PPOTrainer(Generic[PolicyT]):
             if len(first) == len(batch):
                 batch = replace(batch, log_probs=batch.put_together([updated.first], [updated.log_probs]))
         schedule = schedules.get("policy", [])
+        if schedule:
+            check_trained(updated.metrics, batch, schedule, self.step + 1)
         trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
         self.optimizer_steps += len(schedule)
         if self.policy_learns:
@@ -252,6 +273,12 @@ class PPOTrainer(Generic[PolicyT]):
         """Version of the policy's weights: the number of RL steps that updated them. Steps of the critic's
         warm-up do not count."""
         return max(0, self.step - self.config.frozen_actor_steps)
+
+    @property
+    def starts_as_its_reference(self) -> bool:
+        """True in the first `train.verify_steps` steps as long as the policy was not trained. The reference
+        is loaded from the same place."""
+        return self.step < self.config.train.verify_steps and self.weight_version == 0
 
     @property
     def policy_learns(self) -> bool:

@@ -39,6 +39,9 @@ class SupervisedTrainer(Generic[RowT]):
     prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
     """Optional function from the rows of a step to their objective, for objectives that need a statistic of
     the whole batch first."""
+    verify: Callable[[Sequence[RowT], Objective[RowT], int], None] | None = None
+    """Checks the optimizer step on these rows with this objective and of this number, before it is taken.
+    Called for the first `train.verify_steps` steps."""
     step: int = 0
     """Number of optimizer steps done."""
     stop: Stop = field(default_factory=Stop)
@@ -58,9 +61,13 @@ class SupervisedTrainer(Generic[RowT]):
         self.finish_checkpoint()
 
     def _fit(self) -> None:
+        unverified_from = self.step + self.config.train.verify_steps
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             with limited(self.config.train.rank_timeout, self._place):
-                metrics = self.engine.train_step(window, self._objective_for(window))
+                objective = self._objective_for(window)
+                if self.verify and self.step < unverified_from:
+                    self.verify(window, objective, self.step + 1)
+                metrics = self.engine.train_step(window, objective)
             self.step += 1
             if self.eval_rows and self._is_eval_due():
                 metrics |= self.evaluate()

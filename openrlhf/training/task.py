@@ -249,6 +249,7 @@ class Run(Generic[ConfigT]):
         from openrlhf.backends.distributed import on_any_rank
         from openrlhf.observability.progress import waiting
         from openrlhf.training.supervised import SupervisedTrainer
+        from openrlhf.training.verify import verify_step
 
         config, engine = self.config, self.engine
         objective = self.task.objective(self)
@@ -265,6 +266,7 @@ class Run(Generic[ConfigT]):
             checkpoints=self.checkpoints,
             export=self.export,
             observer=None,
+            verify=partial(verify_step, engine, dtype=config.ds.precision.dtype, mesh=self.mesh),
             on_any_rank=on_any_rank,
         )
         if self.tag is not None:

@@ -54,12 +54,14 @@ from openrlhf.models.scorer import ValueModel, score_statistics
 from openrlhf.models.vision import freeze_vision
 from openrlhf.rewards.models import RewardReader
 from openrlhf.training.checkpoints import UNFINISHED
+from openrlhf.training.invariants import check_first_pass
 from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory
+from openrlhf.training.verify import check_log_probs, is_whole, verify_step
+from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory, present
 
 ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
 
@@ -224,6 +226,8 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     name: str
     """Name of the role, which is part of its checkpoint folder's name."""
+    num_verified = 0
+    """Number of updates whose first optimizer step was checked by a second computation."""
 
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
@@ -231,6 +235,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
         """Takes one optimizer step for each window; a window lists the sequences of `batch` that this rank
         trains on in that step."""
+        self.verify(batch, windows, kl_coef)
         return self.take_steps(batch, windows, self.objective(kl_coef)), None
 
     def take_steps(
@@ -242,6 +247,14 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
                 self.model.train_step(self.rows(batch, window), objective, *self.auxiliary_objectives())
                 for window in windows
             ]
+
+    def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
+        """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
+        if self.num_verified < self.config.train.verify_steps:
+            self.num_verified += 1
+            rows, dtype = self._rows(batch, windows[0]), self.config.ds.precision.dtype
+            step, objective = self.model.steps + 1, self.objective(kl_coef)
+            verify_step(self.model, rows, objective, step, dtype=dtype, mesh=self.mesh)
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         """Returns the additional (rows, objective) pairs of the next optimizer step."""
@@ -365,13 +378,35 @@ class PolicyWorker(TrainedWorker):
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first window,
         from its forward passes, which run before the policy changes."""
-        seen: list[Tensor] | None = [] if batch.log_probs is None else None
+        self.verify(batch, windows, kl_coef)
+        seen: list[Tensor] = []
         steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
-        if seen is None:
-            return steps, None
         first = batch.select(windows[0])
         groups = self.groups(first, range(len(first)))
-        return steps, first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
+        log_probs = first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
+        if first.log_probs is None:
+            return steps, log_probs
+        if self.config.ds.lora.dropout == 0:
+            dtype = self.config.ds.precision.dtype
+            check_first_pass(first.log_probs, log_probs, dtype, self.model.steps - len(windows) + 1)
+        return steps, None
+
+    def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
+        is_first = self.num_verified < self.config.train.verify_steps
+        super().verify(batch, windows, kl_coef)
+        if not is_first or batch.log_probs is None or not windows[0]:
+            return
+        model = self.model.module.model
+        if is_whole(model, self.mesh):
+            sequence = batch.select(windows[0][:1])
+            check_log_probs(
+                model,
+                PackedRow.of_batch(sequence),
+                torch.from_numpy(present(sequence.log_probs)),
+                temperature=self.config.rollout.temperature,
+                dtype=self.config.ds.precision.dtype,
+                step=self.model.steps + 1,
+            )
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:

@@ -131,6 +131,7 @@ SUPERVISED = {
     "train.grace_seconds",
     "train.rank_timeout",
     "train.on_nonfinite",
+    "train.verify_steps",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
 IMAGE_ROWS = SUPERVISED | IMAGES | {"data.image_key", "data.max_images_per_prompt"}
@@ -202,6 +203,7 @@ OURS = {
         "train.rank_timeout",
         "train.grace_seconds",
         "train.on_nonfinite",
+        "train.verify_steps",
         "teacher.num_gpus_per_node",
         "teacher.num_nodes",
         "teacher.offload",

@@ -150,7 +150,7 @@ class Trained(Model):
 def config_of(path: Path, **ckpt) -> PPOConfig:
     return PPOConfig(
         rollout=RolloutConfig(batch_size=2, n_samples_per_prompt=2),
-        train=TrainConfig(batch_size=4),
+        train=TrainConfig(batch_size=4, verify_steps=0),  # the stand-ins differ from each other
         algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=0.1)),
         eval=EvalConfig(dataset="held_out.jsonl", steps=2, n_samples_per_prompt=2),
         reward=RewardConfig(max_failed_ratio=0.5),
@@ -232,7 +232,11 @@ def test_samples_are_requested_when_the_engines_have_the_weights(tmp_path):
             calls.append("synced")
             return {}
 
-    trainer.rollout.sync = lambda policy, version: Sync()
+    def sync(policy: Trained, version: int) -> Sync:
+        trainer.rollout.version = version
+        return Sync()
+
+    trainer.rollout.sync = sync
     fit(trainer)
     order = [call.split()[0] for call in calls if call.startswith(("synced", "generate"))]
     assert order == ["synced", "generate"] * 3 + ["synced"]
@@ -316,8 +320,9 @@ def test_a_clip_that_counts_from_the_sampler_asks_for_no_log_probs(tmp_path, tra
     assert (None not in journal["log_probs"].to_pylist()) == (train_batch == 4)
 
 
-def test_the_policy_is_told_how_stale_its_samples_are(tmp_path):
+def test_the_policy_is_told_how_stale_its_samples_are(tmp_path, monkeypatch):
     """The first half of each answer is one update older than the second, which is of the newest weights."""
+    monkeypatch.setattr(PPOConfig, "largest_staleness", 1)
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=2, eval_prompts=[])
     sampled = trainer.rollout.sampled
 

@@ -129,20 +129,25 @@ class Engine:
     shares_prefixes = trains_on_prefixes = False
     asked: list[list[PackedRow]] = field(default_factory=list)
     """Rows of each forward."""
-    steps: list[list[ExperienceRow]] = field(default_factory=list)
+    learned: list[list[ExperienceRow]] = field(default_factory=list)
     """Rows of each optimizer step."""
     dies_at: str = ""
     """Checkpoint during whose writing it dies."""
+
+    @property
+    def steps(self) -> int:
+        return len(self.learned)
 
     def forward(self, rows: Sequence[PackedRow], read: Callable) -> list[Tensor]:
         self.asked.append(list(rows))
         return [row.token_ids[row.action_mask] * self.slope for row in rows]
 
     def train_step(self, rows: Sequence[ExperienceRow], objective: Callable) -> Metrics:
-        self.steps.append(list(rows))
+        self.learned.append(list(rows))
         for row in rows:  # `forward` answers the same
             if isinstance(objective, PolicyObjective) and objective.seen is not None:
-                objective.seen.append(row.row.token_ids[row.row.action_mask].float())
+                known, numbers = row.old_log_probs, row.row.token_ids[row.row.action_mask]
+                objective.seen.append(numbers.float() if known is None else known)
         return {"policy/loss": 0.0}
 
     def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
@@ -314,7 +319,7 @@ class Run:
 
     def learned(self, models: RankGroup) -> list[list[list[int]]]:
         """Returns [optimizer step][rank] -> numbers of samples."""
-        ranks = [[learned_in(step) for step in engine.steps] for engine in engines_of(models)]
+        ranks = [[learned_in(step) for step in engine.learned] for engine in engines_of(models)]
         return [list(step) for step in zip(*ranks, strict=True)]
 
 
@@ -340,7 +345,7 @@ def config_of(
         rollout=RolloutConfig(
             batch_size=batch, vllm_generate_batch_size=at_a_time, n_samples_per_prompt=NUM_SAMPLES
         ),
-        train=TrainConfig(batch_size=train_batch, **train),
+        train=TrainConfig(batch_size=train_batch, verify_steps=0, **train),
         algo=AlgoConfig(
             advantage=AdvantageConfig(estimator=estimator),
             kl=kl or KLConfig(init_coef=0.0),
@@ -483,7 +488,7 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
     assert present(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
     assert answers.tolist() == batch.token_ids[batch.action_mask].tolist()
     scored = [rows for engine in engines_of(policy) for rows in engine.asked]
-    learned = [[row.row for row in step] for engine in engines_of(policy) for step in engine.steps]
+    learned = [[row.row for row in step] for engine in engines_of(policy) for step in engine.learned]
     for ranks in (scored, learned):
         assert len(ranks) == num_ranks and all(ranks)
         assert sorted(n for rows in ranks for n in numbers_in(rows)) == list(range(len(lengths)))
@@ -501,7 +506,7 @@ def test_nine_samples_occupy_all_of_four_ranks():
     policy.update(batch, schedule_of(batch, 1, 4), 0.0).result()
     engines = engines_of(policy)
     assert sorted(len(numbers_in(engine.asked[0])) for engine in engines) == [2, 2, 2, 3]
-    assert sorted(len(learned_in(engine.steps[0])) for engine in engines) == [2, 2, 2, 3]
+    assert sorted(len(learned_in(engine.learned[0])) for engine in engines) == [2, 2, 2, 3]
 
 
 @pytest.mark.parametrize("mesh", [Mesh(data=2, sequence=2), Mesh(data=2, tensor=2)])
@@ -511,7 +516,7 @@ def test_ranks_that_share_samples_get_the_same_ones(mesh):
     batch = batch_of([sample_of(5, number) for number in range(9)], log_probs=0.0)
     assert policy.forward(batch).result().tolist() == batch.token_ids[batch.action_mask].tolist()
     policy.update(batch, schedule_of(batch, 1, mesh.data), 0.0).result()
-    for read in (lambda engine: numbers_in(engine.asked[0]), lambda engine: learned_in(engine.steps[0])):
+    for read in (lambda engine: numbers_in(engine.asked[0]), lambda engine: learned_in(engine.learned[0])):
         one, same, two, again = (read(engine) for engine in engines_of(policy))
         assert one == same and two == again and sorted(one + two) == list(range(9))
 
@@ -543,7 +548,7 @@ def test_a_sample_of_several_epochs_travels_once():
     ((share, windows, _),) = [args for name, args in policy.workers[0].sent if name == "update"]
     assert numbers_of(share) == [0, 1, 3] and windows == [[2, 1], [0], [1, 0], [2]]
     (engine,) = engines_of(policy)
-    assert [sorted(learned_in(step)) for step in engine.steps] == [[1, 3], [0], [0, 1], [3]]
+    assert [sorted(learned_in(step)) for step in engine.learned] == [[1, 3], [0], [0, 1], [3]]
 
 
 def test_an_update_tells_log_probs_of_the_policy_before_it():
@@ -722,7 +727,7 @@ def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     assert placed == [{"actor", ENGINES}, {"actor", "ref", ENGINES}]
     run = Run(config_of(kl=kl, estimator="group_norm"), 2, lambda episode, prompt: (0.0, 1.0))
     run.trainer.fit()
-    (row, *_) = engines_of(run.policy)[0].steps[0]
+    (row, *_) = engines_of(run.policy)[0].learned[0]
     assert run.trainer.reference is None and row.ref_log_probs is None
     objective = run.policy.workers[0].worker.objective(0.0)
     assert row.old_log_probs is None  # a step of one update

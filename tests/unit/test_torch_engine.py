@@ -22,6 +22,10 @@ BETA1 = 0.9
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+def saved_model(folder: Path) -> Path:
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=40,
@@ -33,9 +37,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         head_dim=8,
         attention_dropout=0.5,
     )
-    made = tmp_path_factory.mktemp("model")
-    Qwen3ForCausalLM(config).save_pretrained(made)
-    return made
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
 
 
 def sample(*token_ids: int) -> Sample:
@@ -45,13 +48,15 @@ def sample(*token_ids: int) -> Sample:
 SAMPLES = sample(3, 4, 5, 6), sample(7, 8)
 
 
-def engine_of(folder: Path, dtype: str = "fp32", lr: float = 1e-3, **options) -> TorchEngine:
+def engine_of(
+    folder: Path, dtype: str = "fp32", lr: float = 1e-3, *, dropout: bool = True, **options
+) -> TorchEngine:
     return TorchEngine(
         lambda: PolicyModel(load_causal_lm(str(folder), flag="--model", dtype=dtype, attention="auto")),
         optim=OptimConfig(adam=AdamConfig(lr=lr, betas=(BETA1, 0.95)), **options),
         ds=DeepSpeedConfig(param_dtype=dtype),
         total_steps=10,
-        dropout=True,
+        dropout=dropout,
     )
 
 

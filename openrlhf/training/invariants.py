@@ -1,0 +1,143 @@
+"""Checks of a run while it trains: equalities that hold for every model and every data set if nothing is
+wrong. A violated one raises a RunError with the code `broken-invariant`, which names the quantity, its value,
+the expected value and usual causes.
+
+The checks of this module compare numbers that a step has anyway. training/verify.py computes some of them a
+second time.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+
+import numpy as np
+
+from openrlhf.errors import ErrorCode, RunError
+from openrlhf.types import Batch, Metrics, Schedule, Trajectory
+
+SAME_POLICY = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
+"""Largest mean difference in nats, by `--ds.param_dtype`, between log-probs that the same weights computed in
+two passes whose rows differ. float32 has the rounding of TF32, in which GPUs may multiply."""
+CERTAIN = -60.0
+"""Log of a probability that never occurs: 1e-26."""
+
+
+def broken(step: int, quantity: str, value: object, expected: object, causes: str) -> RunError:
+    """Returns the error about a quantity that must have another value. `causes`: usual causes, and a
+    remedy."""
+    text = f"step {step}: {quantity} is {value}, and must be {expected}.\n{causes}"
+    return RunError(ErrorCode.BROKEN_INVARIANT, text)
+
+
+def check_samples(
+    trajectories: Sequence[Trajectory], num_samples: int, step: int, *, is_random: bool
+) -> None:
+    """Checks the sampled episodes of a step: each prompt has `num_samples` of them, each with a seed of its
+    own, and no unlikely answer occurs twice in a group. `is_random`: whether recorded log-probs are those of
+    the whole distribution that was sampled from; with greedy agents, top-p or top-k they may not be."""
+    groups: dict[tuple[int, int], list[Trajectory]] = {}
+    for t in trajectories:
+        groups.setdefault(t.group, []).append(t)
+    for (epoch, prompt_id), group in groups.items():
+        found = sorted({t.sample_index for t in group})
+        if found != list(range(num_samples)):
+            causes = (
+                "Samples were lost, doubled or put into another group between the engines and the trainer."
+            )
+            quantity = f"the list of the samples of prompt {prompt_id} in epoch {epoch}"
+            raise broken(step, quantity, found, f"0 to {num_samples - 1}", causes)
+        if is_random:
+            _check_answers(group, step)
+    first = [t.seed for t in trajectories if t.is_first and t.seed]  # 0: not recorded
+    if len(set(first)) < len(first):
+        (seed, count), *_ = Counter(first).most_common(1)
+        causes = "These episodes draw the same random numbers, so a group has fewer samples than it seems to."
+        raise broken(step, f"the number of episodes with the seed {seed}", count, 1, causes)
+
+
+def _check_answers(group: Sequence[Trajectory], step: int) -> None:
+    """Raises if two samples of a prompt are equal, although that practically never happens by chance."""
+    answers: dict[bytes, list[Trajectory]] = {}
+    for t in group:
+        answers.setdefault(t.token_ids.tobytes(), []).append(t)
+    for same in answers.values():
+        for a, b in combinations(same[:2], 2):
+            chance = float(a.rollout_log_probs.sum())
+            if a.sample_index != b.sample_index and chance < CERTAIN:
+                causes = (
+                    f"By chance that happens with a probability of e^{chance:.0f}. The engine uses one seed "
+                    "for several requests, or returns the answer of another request."
+                )
+                quantity = f"the answer of sample {b.sample_index} of prompt {b.prompt.prompt_id}"
+                raise broken(step, quantity, f"that of sample {a.sample_index}", "another", causes)
+
+
+def check_schedule(name: str, schedule: Schedule, trained_on: Sequence[int], epochs: int, step: int) -> None:
+    """Checks that a schedule contains every sequence of `trained_on` once an epoch and no other. `name`: the
+    model."""
+    counts = Counter(i for window in schedule for rank in window for i in rank)
+    expected = dict.fromkeys(trained_on, epochs)
+    if counts != expected:
+        wrong = next(i for i in counts.keys() | expected.keys() if counts[i] != expected.get(i, 0))
+        causes = "The optimizer steps of the update leave sequences out, or have some more than once."
+        quantity = f"the number of passes of the {name} over sequence {wrong}"
+        raise broken(step, quantity, counts[wrong], expected.get(wrong, 0), causes)
+
+
+def check_trained(metrics: Metrics, batch: Batch, schedule: Schedule, step: int) -> None:
+    """Checks that the optimizer steps trained on as many actions as the schedule has. `metrics` has
+    `num_tokens`, the mean over optimizer steps of the actions on all ranks."""
+    if "num_tokens" not in metrics:
+        return
+    trained = round(metrics["num_tokens"] * len(schedule))
+    expected = sum(int(batch.num_actions[list(rank)].sum()) for window in schedule for rank in window)
+    if trained != expected:
+        causes = "Sequences were lost or doubled in packing, or other tokens count as actions."
+        raise broken(step, "the number of actions that were trained on", trained, expected, causes)
+
+
+def check_staleness(metrics: Metrics, largest: float, step: int) -> None:
+    """Checks that no action was sampled by weights that are more than `largest` updates old."""
+    name = "rollout/staleness_max"
+    if metrics.get(name, 0.0) > largest:
+        causes = (
+            "Engines sampled with weights of an earlier step: a weight sync came too late, or more was "
+            "sampled ahead than --train.async_queue_size allows."
+        )
+        raise broken(step, name, metrics[name], f"at most {largest:g}", causes)
+
+
+def check_first_pass(before: np.ndarray, now: np.ndarray, dtype: str, step: int) -> None:
+    """Checks that the policy, before it changes, has the ratio 1 and the KL 0 to itself. `before`, `now`
+    (A,): log-probs of the pass before the update and of the update's first optimizer step."""
+    difference = float(np.abs(before.astype(np.float64) - now).mean()) if len(now) else 0.0
+    if not difference <= SAME_POLICY[dtype]:
+        causes = (
+            "The first optimizer step computes another policy than the one that was compared with the "
+            "sampler: another temperature, mask, order or packing, dropout, or changed weights."
+        )
+        quantity = "the mean of |log ratio| in the first optimizer step"
+        raise broken(step, quantity, f"{difference:.3g} nats", "0 up to rounding", causes)
+
+
+def check_own_reference(metrics: Metrics, dtype: str, step: int) -> None:
+    """Checks that a policy that was not trained yet equals a reference of the same name."""
+    value = abs(metrics.get("kl/log_ratio_mean", 0.0))
+    if not value <= SAME_POLICY[dtype]:
+        causes = (
+            "Policy and reference were loaded from the same place, and compute different log-probs: look for "
+            "adapters that are on in one of them, another temperature or another precision."
+        )
+        raise broken(step, "|kl/log_ratio_mean|", f"{value:.3g} nats", "0 up to rounding", causes)
+
+
+def check_parts(parts: Iterable[tuple[str, float]], step: int) -> None:
+    """Checks that the parts of an optimizer step add up to the whole. `parts`: (quantity, sum of the weights
+    of all rows of all ranks). A sum of 0 is that of a step without actions."""
+    for quantity, total in parts:
+        if total != 0 and not abs(total - 1) <= 1e-6:
+            causes = (
+                "Rows are divided by other totals than those of the whole optimizer step, so the loss "
+                "depends on packing, micro-batches and the number of ranks."
+            )
+            raise broken(step, quantity, f"{total:.6g}", 1, causes)

@@ -1,0 +1,179 @@
+"""The first optimizer steps, checked by a second computation: `--train.verify_steps`.
+
+shares   The rows' shares of the actions and of the sequences add up to 1 over all ranks.
+totals   The loss of a row halves if the step's totals double, so it is divided by them and not by what is
+         in the row.
+plain    The log-probs of the row's actions equal those of transformers' own forward pass, one sequence at
+         a time, and the loss of SFT, DPO and IPO equals that of a formula in a few lines. Not where ranks
+         share the weights of a layer or a row.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from openrlhf.backends.base import Objective, RowT, TrainEngine
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.mesh import Mesh
+from openrlhf.models.backbone import alone, reading_of
+from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.self_check import transformers_attention
+from openrlhf.training.invariants import SAME_POLICY, broken, check_parts
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.reference import reference_log_probs
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.types import LossNorm, PackedRow, PairRow
+
+LOSS, HALVED, PLAIN = "loss", "halved", "plain"
+"""The loss of a row; twice the loss with doubled totals; the loss by a plain formula."""
+RELATIVE = 1e-3
+"""Largest relative difference between two computations of a loss in float32, whose factors GPUs may round."""
+ON_CPU = 5e-5
+"""The same for a mean of log-probs in float32 on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shares:
+    """A loss of 0, whose metrics are the sums of the rows' shares of the step's actions and sequences.
+    Actions are counted in the mask."""
+
+    def __call__(self, model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict]:
+        num_actions = int(_packed(row).action_mask.sum())
+        return torch.zeros(()), {
+            "the sum of the rows' shares of the actions": num_actions / norm.num_tokens,
+            "the sum of the rows' shares of the sequences": row.num_sequences / norm.num_sequences,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Twice:
+    """Computes the objective with the totals of the step, with doubled ones, and, where there is one, by a
+    plain formula."""
+
+    objective: Objective
+    plain: Callable[[Any, LossNorm], Tensor] | None
+
+    def __call__(self, model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, _ = self.objective(model, row, norm)
+        doubled = LossNorm(2 * norm.num_tokens, 2 * norm.num_sequences)
+        other, _ = self.objective(model, row, doubled)
+        plain = {} if self.plain is None else {PLAIN: self.plain(row, norm)}
+        return loss, {LOSS: loss.detach(), HALVED: 2 * other.detach()} | plain
+
+
+def plain_sft_loss(model: PreTrainedModel, objective: SFTObjective, row: PackedRow, norm: LossNorm) -> Tensor:
+    return -plain_log_probs(model, row).sum() / norm.num_tokens
+
+
+def plain_dpo_loss(model: PreTrainedModel, objective: DPOObjective, row: PairRow, norm: LossNorm) -> Tensor:
+    counts = row.row.num_actions.tolist()
+    answers = [of_answer.sum() for of_answer in plain_log_probs(model, row.row).split(counts)]
+    of_reference = reference_log_probs(row.ref_log_probs, objective.reference, row.row).double()
+    loss = torch.zeros((), dtype=torch.float64)
+    for i in range(0, 2 * row.num_sequences, 2):
+        chosen, rejected = (answers[k] - of_reference[k] for k in (i, i + 1))
+        beta, h = objective.beta, chosen - rejected
+        if objective.ipo:
+            loss = loss + (h - 1 / (2 * beta)) ** 2
+        else:
+            right, wrong = (1 + (-beta * h).exp()).log(), (1 + (beta * h).exp()).log()
+            loss = loss + (1 - objective.label_smoothing) * right + objective.label_smoothing * wrong
+        loss = loss - objective.nll_coef * answers[i] / max(counts[i], 1)
+    return loss / norm.num_sequences
+
+
+PLAIN_LOSSES: Mapping[type, Callable] = {SFTObjective: plain_sft_loss, DPOObjective: plain_dpo_loss}
+"""Losses in a few lines, on log-probs of transformers' own forward pass."""
+
+
+def verify_step(
+    engine: TrainEngine,
+    rows: Sequence[RowT],
+    objective: Objective[RowT],
+    step: int,
+    *,
+    dtype: str,
+    mesh: Mesh,
+) -> None:
+    """Checks the optimizer step on `rows`, this rank's rows, before it is taken. Collective. Changes nothing.
+
+    `dtype`: fp32, fp16 or bf16. `mesh`: the mesh of the model's ranks. Raises RunError for a violated
+    invariant.
+    """
+    shares = engine.evaluate(rows, _Shares())
+    check_parts(shares.items(), step)
+    model, plain = engine.module.model, PLAIN_LOSSES.get(type(objective))
+    if plain is not None:
+        plain = partial(plain, model, objective) if is_whole(model, mesh) else None
+    found = engine.evaluate(rows[:1], _Twice(objective=objective, plain=plain))
+    tolerance = RELATIVE if dtype == "fp32" else 20 * RELATIVE
+    if dtype == "fp32" and DEVICE_TYPE == "cpu" and isinstance(objective, SFTObjective):
+        tolerance = ON_CPU
+    if not math.isclose(found[LOSS], found[HALVED], rel_tol=tolerance, abs_tol=tolerance):
+        causes = (
+            "The objective divides by what is in a row instead of by the totals of the optimizer step, so "
+            "the loss depends on packing, micro-batches and the number of ranks."
+        )
+        quantity = "the loss of a row with doubled totals, times 2,"
+        raise broken(step, quantity, f"{found[HALVED]:.6g}", f"{found[LOSS]:.6g}", causes)
+    if PLAIN in found and not math.isclose(found[LOSS], found[PLAIN], rel_tol=tolerance, abs_tol=tolerance):
+        causes = (
+            "Another formula, another mask of actions, or a forward pass that computes sequences in another "
+            "way than transformers does (--ds.attn_implementation eager)."
+        )
+        quantity = "the loss of a row"
+        raise broken(step, quantity, f"{found[LOSS]:.6g}", f"{found[PLAIN]:.6g}", causes)
+
+
+@torch.no_grad()
+def plain_log_probs(model: PreTrainedModel, row: PackedRow, temperature: float = 1.0) -> Tensor:
+    """Returns the log-probs (A,) of the actions of a row by transformers' own forward pass of each sequence
+    alone, and a softmax over the whole vocabulary."""
+    scale, softcap = head_options(model.config)
+    images = row.images or [()] * len(row.lengths)
+    found = []
+    with transformers_attention(model):
+        for ids, mask, pictures in zip(
+            row.token_ids.split(row.lengths), row.action_mask.split(row.lengths), images, strict=True
+        ):
+            logits = head_of(model)(alone(model, ids, pictures)).double() * scale
+            if softcap is not None:
+                logits = softcap * (logits / softcap).tanh()
+            log_probs = (logits / temperature).log_softmax(-1)
+            found.append(log_probs[:-1].gather(1, ids[1:, None])[:, 0][mask[1:]])
+    return torch.cat(found)
+
+
+def is_whole(model: PreTrainedModel, mesh: Mesh) -> bool:
+    """Returns whether each rank can run the model's layers alone, because no other rank has a part of its
+    rows or of its weights."""
+    return not reading_of(model).gathers and mesh.sequence == mesh.tensor == 1
+
+
+def check_log_probs(
+    model: PreTrainedModel, row: PackedRow, found: Tensor, *, temperature: float, dtype: str, step: int
+) -> None:
+    """Checks that the log-probs `found` (A,) of a row's actions are those of transformers. Does nothing where
+    samples have recorded supports or experts."""
+    if row.kept_ids is not None or row.routing is not None:
+        return
+    expected = plain_log_probs(model, row.to(next(model.parameters()).device), temperature).cpu()
+    difference = float((found.double() - expected).abs().mean()) if len(found) else 0.0
+    if not difference <= SAME_POLICY[dtype]:
+        causes = (
+            "The rows of this run are computed in another way than transformers computes their sequences: "
+            "look for the temperature, the mask of actions, positions, or an attention that mixes sequences "
+            "(--ds.attn_implementation eager)."
+        )
+        quantity = "the mean difference of a row's log-probs to those of transformers' own forward pass"
+        raise broken(step, quantity, f"{difference:.3g} nats", "0 up to rounding", causes)
+
+
+def _packed(row: Any) -> PackedRow:
+    return row if isinstance(row, PackedRow) else row.row

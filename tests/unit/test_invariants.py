@@ -1,0 +1,238 @@
+"""Quantities of a step that must have one value, and the second computation of its first steps."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from records import batch_of, trajectory
+from refusals import refused
+from test_torch_engine import SAMPLES, engine_of, sample, saved_model
+from torch import Tensor
+
+from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
+from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.errors import ErrorCode
+from openrlhf.mesh import Mesh
+from openrlhf.models.policy import PolicyModel
+from openrlhf.training.invariants import (
+    check_first_pass,
+    check_own_reference,
+    check_parts,
+    check_samples,
+    check_schedule,
+    check_staleness,
+    check_trained,
+)
+from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.training.verify import check_log_probs, verify_step
+from openrlhf.training.worker import PolicyWorker
+from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory
+
+ALONE = Mesh(data=1, sequence=1, tensor=1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_model(tmp_path_factory.mktemp("model"))
+
+
+def group(prompt_id: int = 0, **changes: Any) -> list[Trajectory]:
+    """Returns two samples with seeds of their own."""
+    return [
+        trajectory(prompt_id=prompt_id, sample_index=i, seed=10 * prompt_id + i + 1, **changes)
+        for i in range(2)
+    ]
+
+
+def broken() -> Any:
+    return refused(ErrorCode.BROKEN_INVARIANT)
+
+
+def test_groups_are_whole() -> None:
+    check_samples([*group(), *group(1)], 2, 1, is_random=True)
+    check_samples(
+        [*group(), replace(group()[1], part=1)], 2, 1, is_random=True
+    )  # an episode of two sequences
+    with broken() as refusal:
+        check_samples([*group(), group(1)[0]], 2, 4, is_random=True)
+    assert refusal.value.text.startswith("step 4: ") and "prompt 1" in refusal.value.text
+    with broken():
+        check_samples([group()[0], replace(group()[1], sample_index=0)], 2, 1, is_random=True)
+
+
+def test_seeds_are_distinct() -> None:
+    with broken() as refusal:
+        check_samples([*group(), *(replace(t, seed=2) for t in group(1))], 2, 1, is_random=True)
+    assert "seed 2 is 3" in refusal.value.text
+
+
+def test_long_answers_do_not_repeat_themselves() -> None:
+    check_samples(group(actions=[2] * 50), 2, 1, is_random=True)
+    with broken() as refusal:
+        check_samples(group(actions=[2] * 70), 2, 1, is_random=True)
+    assert "e^-70" in refusal.value.text
+    check_samples(group(actions=[2] * 70), 2, 1, is_random=False)
+    check_samples(group(actions=[2] * 70, rollout_log_probs=[-0.01] * 70), 2, 1, is_random=True)
+
+
+def test_a_schedule_has_every_sequence_once_an_epoch() -> None:
+    check_schedule("policy", [[[0], [2]], [[2, 0], []]], [0, 2], 2, 1)
+    for schedule in ([[[0], [2]], [[2, 2], []]], [[[0, 1], [2]], [[0], [2]]], [[[0], [2]]]):
+        with broken() as refusal:
+            check_schedule("policy", schedule, [0, 2], 2, 1)
+        assert "passes of the policy over sequence" in refusal.value.text
+
+
+def test_every_action_is_trained_on() -> None:
+    batch = batch_of([trajectory(actions=[2, 3]), trajectory(actions=[2])])
+    schedule = [[[0], [1]], [[1], [0]]]
+    check_trained({"num_tokens": 3.0}, batch, schedule, 1)
+    check_trained({}, batch, schedule, 1)
+    with broken() as refusal:
+        check_trained({"num_tokens": 2.5}, batch, schedule, 1)
+    assert " is 5, and must be 6." in refusal.value.text
+
+
+def test_staleness_has_a_bound() -> None:
+    check_staleness({"rollout/staleness_max": 1.0}, 1, 1)
+    check_staleness({}, 0, 1)
+    with broken():
+        check_staleness({"rollout/staleness_max": 1.0}, 0, 1)
+
+
+def test_before_it_changes_the_policy_equals_itself_and_its_reference() -> None:
+    before = np.array([-1.0, -2.0], np.float32)
+    check_first_pass(before, before + 0.004, "fp32", 1)
+    check_own_reference({"kl/log_ratio_mean": -0.004}, "fp32", 1)
+    for wrong in (0.006, np.nan):
+        with broken():
+            check_first_pass(before, before + np.float32(wrong), "fp32", 1)
+        with broken():
+            check_own_reference({"kl/log_ratio_mean": -wrong}, "fp32", 1)
+    check_first_pass(before, before + 0.04, "bf16", 1)
+
+
+def test_shares_add_up() -> None:
+    check_parts([("x", 1.0)], 1)
+    with broken():
+        check_parts([("x", 2.0)], 1)
+
+
+ROWS = [PackedRow.of(SAMPLES), PackedRow.of([sample(9, 3, 4, 5, 5, 6)])]
+PAIRS = [PairRow.of([Pair(chosen=SAMPLES[0], rejected=sample(3, 9), ref_log_probs=torch.tensor([-9.0, -2]))])]
+
+
+class OfTheRow:
+    """An objective that divides by the actions of its row."""
+
+    def __call__(self, model: Callable, row: PackedRow, norm: LossNorm) -> tuple[Tensor, dict]:
+        return -model(row).log_probs.mean(), {}
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows"),
+    [
+        (SFTObjective(), ROWS),
+        (DPOObjective(beta=0.5, label_smoothing=0.1, nll_coef=0.2), PAIRS),
+        (DPOObjective(beta=0.5, ipo=True), PAIRS),
+    ],
+)
+def test_a_step_is_verified(threads: Callable, folder: Path, objective: Any, rows: list) -> None:
+    threads(1, lambda: verify_step(engine_of(folder), rows, objective, 1, dtype="fp32", mesh=ALONE))
+
+
+@pytest.mark.parametrize("data", [1, 2])
+def test_ranks_verify_a_step_together(threads: Callable, folder: Path, data: int) -> None:
+    def work() -> None:
+        engine = engine_of(folder)
+        rows = ROWS[engine.mesh.rank :]
+        verify_step(engine, rows, SFTObjective(), 1, dtype="fp32", mesh=Mesh(data=data, sequence=1, tensor=1))
+
+    threads(data, work)
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"), [(OfTheRow(), "doubled totals"), (SFTObjective(), "of a row is")]
+)
+def test_a_wrong_objective_is_told(
+    threads: Callable,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    objective: Any,
+    said: str,
+) -> None:
+    original = SFTObjective.__call__
+    monkeypatch.setattr(SFTObjective, "__call__", lambda *args: (2 * original(*args)[0], {}))
+
+    def work() -> None:
+        with broken() as refusal:
+            verify_step(engine_of(folder), ROWS, objective, 3, dtype="fp32", mesh=ALONE)
+        assert refusal.value.text.startswith("step 3: ") and said in refusal.value.text
+
+    threads(1, work)
+
+
+def test_rows_that_count_other_tokens_are_told(
+    threads: Callable,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PackedRow, "num_tokens", property(lambda row: len(row.token_ids)))
+
+    def work() -> None:
+        with broken() as refusal:
+            verify_step(engine_of(folder), ROWS, SFTObjective(), 1, dtype="fp32", mesh=ALONE)
+        assert "shares of the actions" in refusal.value.text
+
+    threads(1, work)
+
+
+def test_log_probs_are_compared_at_their_temperature(threads: Callable, folder: Path) -> None:
+    def work() -> None:
+        module: Any = engine_of(folder).module
+        assert isinstance(module, PolicyModel)
+        with torch.no_grad():
+            found = module(ROWS[0], temperature=0.5).log_probs
+        check = lambda temperature: check_log_probs(
+            module.model, ROWS[0], found, temperature=temperature, dtype="fp32", step=1
+        )
+        check(0.5)
+        with broken():
+            check(0.1)
+
+    threads(1, work)
+
+
+def test_an_update_of_the_policy_checks_its_first_step(threads: Callable, folder: Path) -> None:
+    """Log-probs before the update are those of the temperature of sampling. Otherwise the second computation
+    says so, or, if it is off, the ratio of the first step."""
+    tokens = [[3, 4, 5, 6], [7, 8], [9, 3, 5]]
+    sampled = batch_of([trajectory(token_ids=ids) for ids in tokens], advantages=1.0)
+
+    def worker_of(verify_steps: int, temperature: float) -> PolicyWorker:
+        train = TrainConfig(verify_steps=verify_steps, micro_batch_size=2)
+        rollout = RolloutConfig(temperature=temperature)
+        ds = DeepSpeedConfig(param_dtype="fp32")
+        worker = PolicyWorker(PPOConfig(train=train, rollout=rollout, ds=ds), 0, Mesh())
+        worker.model = engine_of(folder, dropout=False)
+        worker.mesh = worker.model.mesh
+        return worker
+
+    def work() -> None:
+        for verify_steps, said in ((1, "transformers' own forward pass"), (0, "the mean of |log ratio|")):
+            worker = worker_of(verify_steps, 0.1)
+            batch = replace(sampled, log_probs=worker.forward(sampled))
+            steps, log_probs = worker.update(batch, [[2, 0], [1]], 0.0)
+            assert [step["num_tokens"] for step in steps] == [5, 1] and log_probs is None
+            worker = worker_of(verify_steps, 0.1)
+            wrong = replace(sampled, log_probs=worker_of(0, 1.0).forward(sampled))
+            with broken() as refusal:
+                worker.update(wrong, [[2, 0], [1]], 0.0)
+            assert said in refusal.value.text and refusal.value.text.startswith("step 1: ")
+
+    threads(1, work)
