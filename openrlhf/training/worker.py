@@ -252,7 +252,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
         if self.num_verified < self.config.train.verify_steps:
             self.num_verified += 1
-            rows, dtype = self._rows(batch, windows[0]), self.config.ds.precision.dtype
+            rows, dtype = self.rows(batch, windows[0]), self.config.ds.precision.dtype
             step, objective = self.model.steps + 1, self.objective(kl_coef)
             verify_step(self.model, rows, objective, step, dtype=dtype, mesh=self.mesh)
 
