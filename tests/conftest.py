@@ -53,7 +53,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     work."""
     needs = lambda item: "knowing" in getattr(item, "fixturenames", ())
     items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))
-    items.sort(key=lambda item: item is not next(filter(needs, items), None))
+    first = next(filter(needs, items), None)  # a list is empty while it is sorted
+    items.sort(key=lambda item: item is not first)
 
 
 @pytest.fixture(autouse=True, scope="session")
