@@ -170,15 +170,37 @@ def _copy(url: str, files: Mapping[str, _Remote], flag: str) -> Path:
 
 
 def _fetch(url: str, file: _Remote, target: Path) -> None:
+    """Fetches a file, or what an interrupted try has not fetched of it."""
     files, _ = _open(url)
     shown = _Mebibytes(file.size, f"fetching {PurePosixPath(file.path).name}, MiB")
     try:
-        files.get_file(file.path, str(target), callback=shown)
+        if not _is_continued(files, file, target, shown):
+            files.get_file(file.path, str(target), callback=shown)
     finally:
         shown.close()
     size = target.stat().st_size
     if file.size not in (None, size):
         raise OSError(f"received {size} of {file.size} bytes")
+
+
+def _is_continued(files: fsspec.AbstractFileSystem, file: _Remote, target: Path, shown: "_Mebibytes") -> bool:
+    """Appends to `target` what it lacks. Returns False, with nothing appended, if it is no beginning of the
+    file or the server sends only whole files."""
+    done = target.stat().st_size if target.exists() else 0
+    if file.size is None or not 0 < done < file.size:
+        return False
+    if _Remote.of(file.path, files.info(file.path)).version != file.version:
+        return False
+    try:
+        with files.open(file.path, "rb") as source, target.open("ab") as sink:
+            source.seek(done)
+            shown.relative_update(done)
+            while part := cast(bytes, source.read(_MEBIBYTE)):
+                sink.write(part)
+                shown.relative_update(len(part))
+    except (ValueError, NotImplementedError):  # fsspec, where a server ignores the wanted range
+        return False
+    return True
 
 
 class _Mebibytes(Callback):

@@ -59,6 +59,9 @@ class Site:
         self.status, self.failures, self.cut = 200, 0, 0
         self.asked = Counter()
         self.encoding = None
+        self.has_ranges = True
+        self.sent: list[int] = []
+        """Bytes that each GET was answered with."""
 
     def __enter__(self):
         site = self
@@ -68,17 +71,25 @@ class Site:
                 self.answer()
 
             def do_GET(self):
-                if self.answer():
-                    self.wfile.write(site.data[: len(site.data) - site.cut])
+                wanted = self.headers.get("Range", "bytes=0-") if site.has_ranges else "bytes=0-"
+                first, last = wanted.removeprefix("bytes=").split("-")
+                part = site.data[int(first) : int(last or len(site.data)) + 1]
+                if self.answer(int(first), len(part)):
+                    site.sent.append(len(part) - site.cut)
+                    self.wfile.write(part[: len(part) - site.cut])
                     site.cut = 0
 
-            def answer(self):
+            def answer(self, first=0, length=None):
                 site.asked[self.command] += 1
                 failing = site.failures > 0
                 site.failures -= failing
                 status = 503 if failing else site.status
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(site.data) if status == 200 else 0))
+                self.send_response(206 if status == 200 and first else status)
+                length = len(site.data) if length is None else length
+                self.send_header("Content-Length", str(length if status == 200 else 0))
+                if first:
+                    place = f"{first}-{first + length - 1}/{len(site.data)}"
+                    self.send_header("Content-Range", f"bytes {place}")
                 if site.etag:
                     self.send_header("ETag", site.etag)
                 if site.encoding:
@@ -146,6 +157,32 @@ def test_a_download_that_breaks_off_is_begun_again_and_never_read(site, cache):
     assert site.asked["GET"] == 2
     (copy,) = cache.rglob("*.jsonl")
     assert copy.read_bytes() == lines(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("has_ranges", "changes", "sent"),
+    [(True, False, [20]), (True, True, [30]), (False, False, [30, 30])],
+    ids=["goes on", "has changed", "sends only whole files"],
+)
+def test_a_download_goes_on_where_the_last_try_ended(site, tmp_path, has_ranges, changes, sent):
+    (file,) = remote._look_up_whole(site.url).files.values()
+    target = tmp_path / "rows.jsonl"
+    target.write_bytes(site.data[:10])
+    site.has_ranges = has_ranges
+    if changes:
+        site.data, site.etag = lines([{"input": "c"}, {"input": "d"}]), '"2"'
+    remote._fetch(site.url, file, target)
+    assert target.read_bytes() == site.data and site.sent == sent
+
+
+def test_a_download_from_a_bucket_goes_on_where_the_last_try_ended(bucket, tmp_path, monkeypatch):
+    bucket("/b/rows.jsonl", lines(ROWS))
+    (file,) = remote._look_up_whole("memory://b/rows.jsonl").files.values()
+    target = tmp_path / "rows.jsonl"
+    target.write_bytes(lines(ROWS)[:10])
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "get_file", None)
+    remote._fetch("memory://b/rows.jsonl", file, target)
+    assert target.read_bytes() == lines(ROWS)
 
 
 def test_fewer_bytes_than_were_promised_are_an_error(bucket, monkeypatch, cache):
