@@ -1,7 +1,9 @@
 """Renders rows as text with chat templates and input templates."""
 
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, cast
 
 from jinja2 import TemplateError
@@ -9,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import kind
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, notify
 
 Message = dict[str, Any]
 
@@ -34,6 +36,8 @@ class PromptTemplate:
                 "Give one with --data.tokenizer_chat_template, or use --data.input_template instead.",
                 flag="--data.apply_chat_template",
             )
+        if self.apply_chat_template:
+            _note_missing_header(self.tokenizer)
         if self.input_template is None:
             return
         try:
@@ -83,6 +87,7 @@ def render_messages(
 ) -> str:
     """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
     on. Raises BadRow if the template refuses the messages."""
+    _special_tokens(tokenizer).note(messages)
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
@@ -93,3 +98,67 @@ def render_messages(
     except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
     return cast(str, text)  # tokenize=False
+
+
+@cache
+def _note_missing_header(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Prints a note if the chat template begins answers with a header that it does not write behind a prompt,
+    so that a policy must write the header itself. Templates without a header, such as Mistral's, write
+    nothing in either place."""
+    asked = [{"role": "user", "content": "?"}]
+    answer = {"role": "assistant", "content": _ANSWER}
+    try:
+        plain = render_messages(asked, tokenizer, add_generation_prompt=False)
+        prompt = render_messages(asked, tokenizer, add_generation_prompt=True)
+        whole = render_messages([*asked, answer], tokenizer, add_generation_prompt=False)
+    except BadRow:  # a template for other messages
+        return
+    header = whole.removeprefix(prompt).partition(_ANSWER)[0]
+    if prompt == plain and whole.startswith(prompt) and header.strip():
+        notify(
+            f"note: the chat template of {tokenizer.name_or_path} writes {header!r} before an answer,\n"
+            "but not at the end of a prompt (it ignores add_generation_prompt), so the policy has to write "
+            "it.\nAnother template is given with --data.tokenizer_chat_template."
+        )
+
+
+_ANSWER = "An answer."
+
+
+@dataclass(slots=True)
+class _SpecialTokens:
+    """Special tokens of a tokenizer, and whether a note about one in a message was printed."""
+
+    pattern: re.Pattern[str] | None
+    is_noted: bool = field(default=False, init=False)
+
+    def note(self, messages: Sequence[Message]) -> None:
+        """Prints a note at the first message that contains a special token and is no answer of a model: the
+        chat template writes the special tokens of a conversation itself."""
+        if self.is_noted or self.pattern is None:
+            return
+        for message in messages:
+            text = message.get("content")
+            if message["role"] == "assistant" or not isinstance(text, str):
+                continue
+            if found := self.pattern.search(text):
+                self.is_noted = True
+                place = text[max(0, found.start() - _AROUND) : found.end() + _AROUND]
+                notify(
+                    f"note: a message of the role {message['role']} contains {found[0]}: {place!r}.\n"
+                    "The model reads it as a special token, beside those that the chat template writes. "
+                    "Prompts that are\nrendered already need no --data.apply_chat_template. Further messages "
+                    "are not reported."
+                )
+                return
+
+
+_AROUND = 40
+"""Characters before and after a special token that a note shows."""
+
+
+@cache
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> _SpecialTokens:
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    tokens = sorted({*tokenizer.all_special_tokens, *added} - {""}, key=len, reverse=True)
+    return _SpecialTokens(re.compile("|".join(map(re.escape, tokens))) if tokens else None)

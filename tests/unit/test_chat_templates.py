@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
+from openrlhf.data.templates import _note_missing_header
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 
@@ -85,6 +86,12 @@ def user(text):
 
 def assistant(text):
     return {"role": "assistant", "content": text}
+
+
+@ALL
+def test_every_family_begins_answers(name, capsys):
+    _note_missing_header.__wrapped__(tokenizer_of(name))
+    assert not capsys.readouterr().err
 
 
 SYSTEM = {"role": "system", "content": "Be brief."}

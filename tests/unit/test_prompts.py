@@ -49,6 +49,36 @@ def test_messages_are_used_as_they_are(tokenizer):
     assert (prompt.label, prompt.source) == ("", "chat")
 
 
+def test_special_tokens_in_a_message_are_pointed_out_once(capsys):
+    """A text without a chat template may have them: it is rendered already."""
+    tokenizer = tiny_tokenizer()
+    rows = [{"input": "fine"}, {"input": "<|user|>hi<|end|>"}, {"input": "<|end|>"}]
+    build(rows, tokenizer, apply_chat_template=False)
+    build(rows[:1], tokenizer)
+    assert not capsys.readouterr().err
+    build(rows, tokenizer)
+    (said,) = capsys.readouterr().err.split("note: ")[1:]
+    assert "user contains <|user|>: '<|user|>hi<|end|>'" in said and "--data.apply_chat_template" in said
+
+
+@pytest.mark.parametrize("names_every_role", [False, True])
+def test_a_template_that_does_not_begin_an_answer_is_pointed_out(capsys, names_every_role):
+    """The prompt would end before `<|assistant|>`. A template that writes no header has none to miss."""
+    tokenizer = tiny_tokenizer()
+    template = tokenizer.chat_template.replace("{% if add_generation_prompt %}<|assistant|>{% endif %}", "")
+    if not names_every_role:
+        template = "{% for message in messages %}[{{ message['content'] }}]{% endfor %}"
+        template = template.replace("[{{", "{% if message['role'] == 'user' %}[{% endif %}{{")
+    assert template != tokenizer.chat_template
+    tokenizer.chat_template = template
+    for _ in range(2):
+        build([{"input": "hi"}], tokenizer)
+    said = capsys.readouterr().err
+    assert said.count("note: ") == names_every_role
+    if names_every_role:
+        assert "'<|assistant|>'" in said and "--data.tokenizer_chat_template" in said
+
+
 def test_input_template(tokenizer):
     changes = {"apply_chat_template": False, "input_template": "User: {}\nAnswer in \\boxed{{}}: "}
     assert build([{"input": "hi {x}"}], tokenizer, **changes)[0].text == "User: hi {x}\nAnswer in \\boxed{}: "
