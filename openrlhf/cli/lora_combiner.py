@@ -2,12 +2,13 @@
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.commands import LORA_COMBINER
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse
-from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.errors import ErrorCode, UsageError, first_line, notify, short_errors
 from openrlhf.files import exporting
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ def run(config: LoraCombinerConfig) -> None:
 
 def _check_adapter(config: LoraCombinerConfig) -> str:
     """Returns the name of the base model that the adapter was trained on. Raises UsageError if there is no
-    adapter, or if it belongs to another kind of model."""
+    adapter, if it belongs to another kind of model, or if its weights have another rank than its
+    configuration. Prints a note if it was trained on another model than --model_path."""
     from peft import PeftConfig
 
     try:
@@ -58,7 +60,33 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
     if (adapter.task_type == "SEQ_CLS") != config.is_rm:
         kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
         raise _wrong_adapter(config, f"is the adapter of a {kind} model; {remedy} --is_rm")
-    return str(adapter.base_model_name_or_path)
+    _check_rank(config, adapter)
+    trained_on = str(adapter.base_model_name_or_path)
+    if trained_on != config.model_path and Path(trained_on).resolve() != Path(config.model_path).resolve():
+        notify(
+            f"note: --lora_path {config.lora_path} was trained on {trained_on}, and is merged into "
+            f"--model_path {config.model_path}"
+        )
+    return trained_on
+
+
+def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
+    from peft import load_peft_weights
+    from safetensors import SafetensorError
+
+    try:
+        weights = load_peft_weights(config.lora_path, device="cpu")
+    except (OSError, ValueError, SafetensorError) as error:
+        raise _wrong_adapter(config, f"its weights cannot be read: {first_line(error)}") from error
+    if getattr(adapter, "rank_pattern", None):  # layers have ranks of their own
+        return
+    for name, weight in weights.items():
+        if ".lora_A." in name and len(weight) != adapter.r:
+            raise _wrong_adapter(
+                config,
+                f"adapter_config.json has rank {adapter.r}, and {name} has rank {len(weight)}.\n"
+                "The two files belong to different adapters.",
+            )
 
 
 def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":

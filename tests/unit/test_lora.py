@@ -307,7 +307,25 @@ def test_an_adapter_of_another_base_is_refused(
         (refusal,) = printed(text)
         assert (refusal.code, refusal.place) == (ErrorCode.INVALID_MODEL, f"--lora_path {tmp_path}/adapter")
         assert all(name in refusal.text for name in (f"--model_path {other}", str(base), said))
+        assert f"was trained on {base}, and is merged into --model_path {other}" in text
         assert not (tmp_path / "out").exists()
+
+
+def test_an_adapter_whose_files_belong_to_different_adapters_is_refused(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    save_adapter(model := adapted(base), weights_of(model), tmp_path / "adapter")
+    words = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter")]
+    words += ["--output_path", str(tmp_path / "out")]
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"r": RANK + 5}))
+    (refusal,) = printed(stderr_of(capsys, *words))
+    assert (refusal.code, refusal.place) == (ErrorCode.INVALID_MODEL, f"--lora_path {tmp_path}/adapter")
+    assert f"has rank {RANK + 5}" in refusal.text and f"has rank {RANK}." in refusal.text
+    (tmp_path / "adapter" / "adapter_model.safetensors").write_bytes(b"cut")
+    (refusal,) = printed(stderr_of(capsys, *words))
+    assert refusal.code == ErrorCode.INVALID_MODEL and "cannot be read" in refusal.text
+    assert not (tmp_path / "out").exists()
 
 
 def test_mistakes_of_the_combiner(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
