@@ -3,7 +3,7 @@
     python tools/chaos.py [--only damages kills-sft ...] [--kills 50] [--rl-kills 3] [--stops 200]
 
 Every row of the table is a test, which `make test` runs with smaller numbers. Exits with 1 if one fails. On
-two cores the defaults take about 40 minutes.
+two cores the defaults take about 40 minutes. `--all` adds rows for which the tests alone give the figures.
 """
 
 import argparse
@@ -20,6 +20,11 @@ JOBS = "tests/e2e/test_chaos.py::test_a_disturbed_job_ends_as_one_that_was_left_
 DISK = "tests/e2e/test_chaos.py::test_a_full_disk_costs_no_checkpoint_and_no_model"
 DAMAGES = "tests/e2e/test_damaged_checkpoints.py::test_no_damage_leads_to_a_wrong_state"
 NAN = "tests/e2e/test_not_finite.py"
+ENGINES = "tests/e2e/test_lost_engines.py"
+DISPATCH = "tests/unit/test_dispatch.py"
+LOST_CALLS = "test_of_lost_requests_and_answers_every_prompt_comes_back_once"
+REWARDS = "tests/e2e/test_rl.py::test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others"
+TARGETS = "tests/e2e/test_targets.py"
 
 
 class Member(NamedTuple):
@@ -54,6 +59,42 @@ MEMBERS = {
     ),
     "nan": Member("T13", "NaN in each kind of tensor of a step", (NAN,)),
 }
+MORE = {
+    "engines": Member("T1", "kill -9 of an engine, 20 times", (f"{ENGINES}::test_twenty_deaths",)),
+    "hangs": Member("T6", "SIGSTOP of an engine and of a rank", ("tests/e2e/test_hanging.py",)),
+    "long-answers": Member(
+        "T7", "an answer of an hour", ("tests/unit/test_watch.py::test_a_long_generation_is_never_given_up",)
+    ),
+    "lost-calls": Member("T8", "lost requests and lost answers", (f"{DISPATCH}::{LOST_CALLS}",)),
+    "rewards": Member("T9", "a reward function that fails, hangs, dies or returns NaN", (REWARDS,)),
+    "reward-servers": Member(
+        "T10", "reward servers that stall or die", ("tests/unit/test_remote_reward.py",)
+    ),
+    "rows": Member("T11", "datasets with mistakes", ("tests/contracts/test_bad_input.py",)),
+    "growth": Member(
+        "T14", "steps of one run, whose memory must not grow", (f"{TARGETS}::test_a_long_run_does_not_grow",)
+    ),
+    "endings": Member(
+        "T15",
+        "ends of a run, which leave no process",
+        ("tests/e2e/test_endings.py", "tests/e2e/test_head.py"),
+    ),
+    "resume": Member(
+        "T16",
+        "start of a resumed run",
+        (f"{TARGETS}::test_a_resume_starts_as_soon_as_a_run_from_the_beginning",),
+    ),
+    "syncs": Member(
+        "T22",
+        "weights that get lost or changed in a sync",
+        (
+            "tests/e2e/test_faulty_syncs.py",
+            "tests/unit/test_weight_sync.py",
+            "tests/unit/test_stored_weights.py",
+        ),
+    ),
+}
+"""Rows that are run where `--only` names them, or with `--all`."""
 
 
 def main() -> None:
@@ -62,11 +103,13 @@ def main() -> None:
         "CHAOS_KILLS": str(options.kills),
         "CHAOS_RL_KILLS": str(options.rl_kills),
         "CHAOS_STOPS": str(options.stops),
+        "CHAOS_STEPS": str(options.steps),
     }
     print("| target | fault | figure | test | seconds |\n|---|---|---|---|---|", flush=True)
     failed = False
-    for name in options.only or MEMBERS:
-        member = MEMBERS[name]
+    members = MEMBERS | MORE
+    for name in options.only or (members if options.all else MEMBERS):
+        member = members[name]
         with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
             report = Path(folder) / "report.xml"
             command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "-p", "no:cacheprovider"]
@@ -88,10 +131,13 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Injects faults in numbers.")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=MEMBERS, help=f"of {', '.join(MEMBERS)}")
+    names = [*MEMBERS, *MORE]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
+    parser.add_argument("--all", action="store_true", help=f"also {', '.join(MORE)}")
     parser.add_argument("--kills", type=int, default=50, help="kills of each supervised job (default: 50)")
     parser.add_argument("--rl-kills", type=int, default=3, help="kills of each RL job (default: 3)")
     parser.add_argument("--stops", type=int, default=200, help="SIGTERMs (default: 200)")
+    parser.add_argument("--steps", type=int, default=2000, help="steps of the row growth (default: 2000)")
     return parser.parse_args()
 
 

@@ -1,10 +1,12 @@
 """The dispatcher's thread, with engines that answer when the test tells them to."""
 
+import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from queue import SimpleQueue
 
 import pytest
 from records import group_of, trajectory
@@ -349,6 +351,45 @@ def test_prompts_of_a_dead_engine_are_sampled_again_before_others(dispatcher_of:
             engine.finish(*engine.open)
         got += received(dispatcher, count)
     assert sorted(got) == list(range(2, 8))
+
+
+class LossyEngine(FakeEngine):
+    """Engine that answers at once. Of one request in twenty either the request is lost or the answer."""
+
+    rng, num_runs = random.Random(0), 0
+
+    def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Future[Sampled]:
+        future, fate = super().run_group(prompt, purpose, samples), self.rng.random()
+        LossyEngine.num_runs += fate >= 0.05  # the request arrived
+        if fate < 0.1:
+            self.fail(prompt.prompt_id, ConnectionError("a call was lost"))
+        else:
+            self.finish(prompt.prompt_id)
+        return future
+
+
+def test_of_lost_requests_and_answers_every_prompt_comes_back_once(dispatcher_of: Build):
+    """Ray reports both by the same error, so the prompt runs again, perhaps for the second time."""
+    lost: SimpleQueue[int] = SimpleQueue()
+
+    def is_replaced(number: int, engine: FakeEngine, error: BaseException) -> bool:
+        dispatcher.lose(number)
+        lost.put(number)
+        return True
+
+    dispatcher = dispatcher_of([LossyEngine(), LossyEngine()], is_replaced=is_replaced)
+    got: list[int] = []
+    for step in range(500):
+        dispatcher.submit(prompts(*range(4 * step, 4 * step + 4)), "train")
+        while len(got) < 4 * step + 4:
+            try:
+                got.append(dispatcher.next_group("train", 0.02).prompt.prompt_id)
+            except TimeoutError:
+                dispatcher.replace(lost.get(timeout=10), LossyEngine())
+    assert sorted(got) == list(range(2000))
+    assert LossyEngine.num_runs <= 1.2 * 2000
 
 
 def test_with_a_single_engine_the_run_waits_for_its_successor(dispatcher_of: Build):
