@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -30,7 +29,6 @@ def test_all_descendants_end_with_the_owner() -> None:
         assert owner.stdout is not None
         pids = [int(n) for _ in range(3) for n in owner.stdout.readline().split() if int(n)]
         assert len(pids) == 4 and all(psutil.pid_exists(pid) for pid in pids)
-        time.sleep(2 * reaper.POLL)
         owner.kill()
         processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
         assert psutil.wait_procs(processes, timeout=60)[1] == []
