@@ -1,7 +1,8 @@
 """Starts all roles of a run: engines and models."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import ray
@@ -88,13 +89,25 @@ class Roles:
             if role == ENGINES:
                 self.rollout.give_up(index, member, reason)
             else:
-                notify(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
-                ray.kill(member)
+                _end_run(watch, member, reason)
 
         engines, ranks = config.rollout.engine_timeout, config.train.rank_timeout
         limits = lambda role: engines if role == ENGINES else ranks
         watch = Watch(processes, limits, give_up, config.run_dir, Board())
         return watch
+
+    @contextmanager
+    def watching_starts(self, config: PPOConfig) -> Iterator[None]:
+        """Watches the processes while they load their models. The wait for a process that does not answer for
+        `train.rank_timeout` seconds fails, because the process is killed."""
+        give_up = lambda role, index, member, reason: _end_run(watch, member, reason)
+        limits = lambda role: config.train.rank_timeout
+        watch = Watch(lambda: self.processes, limits, give_up, config.run_dir, Board(), needs_progress=False)
+        watch.start()
+        try:
+            yield
+        finally:
+            watch.close()
 
     def end(self) -> None:
         """Ends all processes, without waiting for dead or busy ones."""
@@ -102,6 +115,12 @@ class Roles:
         for member in self.members:
             ray.kill(member)
         Board().clear()
+
+
+def _end_run(watch: Watch, member: ActorHandle, reason: str) -> None:
+    """Kills a process that hangs. The calls that the run waits for fail."""
+    notify(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
+    ray.kill(member)
 
 
 def start_roles(
@@ -133,19 +152,20 @@ def start_roles(
         roles.teacher = FrozenRanks(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
-    engines_come_last = config.engines_colocated and on_gpu
-    engines = [] if engines_come_last else [rollout.start()]
-    updates = num_updates(config, num_prompts, config.frozen_actor_steps)
-    models = [roles.policy.start(updates, ray.put(texts))]
-    if roles.critic:
-        models.append(roles.critic.start(num_updates(config, num_prompts)))
-    reference = None if isinstance(roles.reference, Unadapted) else roles.reference
-    models += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
-    _wait_for({"engines": engines, "models": models}, began, clock)
-    if engines_come_last:
-        began = time.monotonic()
-        _wait_for({"engines": [rollout.start(roles.free_fraction(config.vllm.num_gpus))]}, began, clock)
+    with roles.watching_starts(config):
+        # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
+        engines_come_last = config.engines_colocated and on_gpu
+        engines = [] if engines_come_last else [rollout.start()]
+        updates = num_updates(config, num_prompts, config.frozen_actor_steps)
+        models = [roles.policy.start(updates, ray.put(texts))]
+        if roles.critic:
+            models.append(roles.critic.start(num_updates(config, num_prompts)))
+        reference = None if isinstance(roles.reference, Unadapted) else roles.reference
+        models += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
+        _wait_for({"engines": engines, "models": models}, began, clock)
+        if engines_come_last:
+            began = time.monotonic()
+            _wait_for({"engines": [rollout.start(roles.free_fraction(config.vllm.num_gpus))]}, began, clock)
     rollout.sleep_between()
     return roles
 

@@ -45,12 +45,16 @@ class Watch:
         give_up: Callable[[str, int, ActorHandle, str], None],
         folder: str,
         board: Board,
+        *,
+        needs_progress: bool = True,
     ) -> None:
         """`processes`: returns the processes by their role, None for those that are not watched. `limits`:
         seconds without an answer or progress after which a process of this role is given up. `give_up`:
         receives the role of such a process, its index there, the process and the reason. `folder`: where the
-        stacks of all processes are written."""
+        stacks of all processes are written. `needs_progress`: False if an answer is enough, as from a process
+        that loads a model, which no counter shows."""
         self._processes, self._limits, self._give_up = processes, limits, give_up
+        self._needs_progress = needs_progress
         self._folder, self._board = Path(folder), board
         self._seen: dict[str, _Seen] = {}
         self._closed = threading.Event()
@@ -89,7 +93,9 @@ class Watch:
                 seen.advanced, seen.progress = now, beat.progress
         limit, name = self._limits(role), name_of(role, index, seen.last)
         since, notice, text = now - seen.answered, min(NOTICE, limit), f"{name} has not answered"
-        if since < notice:
+        if seen.last is None:  # imports alone may take longer than NOTICE
+            notice, text = max(notice, limit / 3), f"{name} has not started"
+        elif since < notice and self._needs_progress:
             since, notice = now - seen.advanced, max(notice, limit / 3)
             text = f"{name} has work, and made no progress"
         if since < notice:
@@ -124,6 +130,7 @@ class Watch:
             found |= {a: text for a in named.keys() - found.keys() if (text := self._board.read_stacks(a))}
         texts = [f"== {named[a]}\n{found.get(a, 'it does not answer')}" for a in named]
         path = self._folder / "stacks.txt"
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text("\n\n".join([f"== the driver\n{stacks()}", *texts]), encoding="utf-8")
         return path
 

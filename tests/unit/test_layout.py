@@ -406,6 +406,7 @@ def test_engines_start_last_where_models_share_their_gpus(
 ) -> None:
     for group in ("EnginePool", "PolicyRanks", "FrozenRanks"):
         monkeypatch.setattr(roles, group, Started)
+    monkeypatch.setattr(roles, "Board", SimpleNamespace)
     monkeypatch.setattr(roles.ray, "put", lambda texts: texts)
     monkeypatch.setattr(Started, "log", [])
     config = PPOConfig(train=TrainConfig(colocate_all=shares))

@@ -100,6 +100,28 @@ def test_an_engine_without_tokens(run: Run, capsys: pytest.CaptureFixture) -> No
     assert run.given_up[0][:2] == ("engines", 0) and len(run.given_up) == 1
 
 
+def test_a_process_that_loads_a_model_only_has_to_answer(run: Run, capsys: pytest.CaptureFixture) -> None:
+    run.watch._needs_progress = False
+    run.set("rank", is_busy=True)
+    run.go_on(2 * LIMITS["policy"])
+    assert not run.given_up and not capsys.readouterr().err
+    run.stopped.add("rank")
+    run.go_on(LIMITS["policy"] + BEAT)
+    assert run.given_up[0][:2] == ("policy", 0)
+
+
+def test_a_process_that_never_starts(run: Run, capsys: pytest.CaptureFixture) -> None:
+    """Its imports may take a while: a third of the limit passes before a line says so."""
+    del run.beats["rank"]
+    run.go_on(LIMITS["policy"] / 3)
+    assert not capsys.readouterr().err
+    run.go_on(LIMITS["policy"] * 2 / 3)
+    assert "rank 0 of policy has not started for 600 s" in capsys.readouterr().err
+    run.go_on(2 * BEAT)
+    ((role, _, reason),) = run.given_up
+    assert role == "policy" and reason.startswith("rank 0 of policy has not started")
+
+
 def test_a_long_generation_is_never_given_up(run: Run, capsys: pytest.CaptureFixture) -> None:
     """One token a second for an hour; then the episode waits an hour for its environment."""
     for token in range(3600 // int(BEAT)):
