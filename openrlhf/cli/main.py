@@ -8,6 +8,7 @@ from importlib import import_module, metadata
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 COMMANDS = {
+    "init": ("init", "ask five questions and write a configuration with comments for a training run"),
     "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
     "sft": ("train_sft", "supervised fine-tuning"),
     "rm": ("train_rm", "train a reward model on pairs of answers"),

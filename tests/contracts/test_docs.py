@@ -37,6 +37,7 @@ OPTIONS = {
     *("cap-add", "device", "network", "security-opt", "ulimit"),  # options of docker
     *("master_addr", "module", "no_ssh", "node_rank"),  # options of deepspeed
     *("once", "width"),  # of openrlhf watch
+    *("data", "file", "gpus", "model", "output", "reward", "what", "yes"),  # of openrlhf init
     *("budget", "out"),  # options of benchmarks/gpu.py
     "no_browser",  # of openrlhf view
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan

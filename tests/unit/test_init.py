@@ -1,0 +1,135 @@
+"""`openrlhf init`: recipes that the commands accept, for every number of GPUs and every kind of data."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import refusals
+import yaml
+
+from openrlhf.cli import check, init
+from openrlhf.cli.init import RECIPES, quoted, render
+from openrlhf.cli.plan import configuration
+from openrlhf.cli.run_files import command_and_flags
+from openrlhf.config.fields import values_of
+from openrlhf.errors import ErrorCode
+from openrlhf.planning.hardware import cluster_of, this_machine
+from openrlhf.tasks.tiny_model import tiny_chat_model
+
+ROWS = {
+    "sft": [{"messages": []}, {"question": "", "answer": ""}, {"instruction": "", "output": ""}],
+    "dpo": [{"chosen": [], "rejected": []}, {"prompt": "", "chosen": "", "rejected": ""}],
+    "rm": [{"chosen": [], "rejected": []}, {"prompt": "", "chosen": "", "rejected": ""}],
+    "kto": [{"prompt": "", "completion": "", "label": True}],
+    "rl": [{"problem": "", "answer": ""}, {"messages": [], "label": ""}],
+    "rl_rm": [{"context_messages": []}],
+}
+ROLES = ("input", "output", "label", "prompt", "chosen", "rejected")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def flags(what: str, **more: object) -> list[str]:
+    answers = {"what": what, "model": "org/model", "data": "org/data", "gpus": 8} | more
+    answers |= {"reward": "org/reward"} if what == "rl_rm" else {}
+    return [*(word for name, value in answers.items() for word in (f"--{name}", str(value))), "--yes"]
+
+
+def read(what: str, gpus: int) -> dict:
+    """Returns the flags of run.yaml, as the command understands them on so many GPUs."""
+    cluster = cluster_of(f"{max(1, gpus // 8)}x{min(gpus, 8)}xH100") if gpus else this_machine()
+    command, words = command_and_flags([RECIPES[what].command, "run.yaml"], "openrlhf plan")
+    return values_of(configuration(command, words, cluster))
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 3, 7, 8, 24, 256])
+@pytest.mark.parametrize("what", RECIPES)
+def test_commands_accept_every_recipe(what: str, gpus: int) -> None:
+    init.main(flags(what, gpus=gpus))
+    values = read(what, gpus)
+    is_rl = RECIPES[what].command == "ppo"
+    assert values["ckpt.output_dir"] == f"ckpt/{what}"
+    assert values["actor.model_name_or_path" if is_rl else "model.model_name_or_path"] == "org/model"
+    if is_rl and gpus:
+        ranks = values["actor.num_nodes"] * values["actor.num_gpus_per_node"]
+        assert ranks == values["vllm.num_engines"] == gpus
+
+
+@pytest.mark.parametrize(("what", "row"), [(what, row) for what, rows in ROWS.items() for row in rows])
+def test_columns_of_a_local_file(what: str, row: dict) -> None:
+    Path("data.jsonl").write_text(json.dumps(row) + "\n")
+    init.main(flags(what, data="data.jsonl"))
+    values = read(what, 8)
+    assert set(row) <= {values.get(f"data.{role}_key") for role in ROLES}
+    assert "a guess" not in Path("run.yaml").read_text()
+
+
+def test_columns_that_are_unknown_are_marked() -> None:
+    init.main(flags("rl"))
+    assert "a guess" in Path("run.yaml").read_text()
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> refusals.Refusal:
+    with pytest.raises(SystemExit):
+        init.main(words)
+    (found,) = refusals.printed(capsys.readouterr().err)
+    return found
+
+
+def test_an_existing_file_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text("mine")
+    found = refusal(flags("sft"), capsys)
+    assert (found.code, found.place) == (ErrorCode.CONFLICT, "--file run.yaml")
+    assert Path("run.yaml").read_text() == "mine"
+
+
+def test_an_answer_without_a_default_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+    found = refusal(["--what", "sft", "--model", "org/model", "--yes"], capsys)
+    assert (found.code, found.place) == (ErrorCode.MISSING_FLAG, "--data")
+    assert not Path("run.yaml").exists()
+
+
+def test_a_recipe_that_the_command_refuses_is_not_kept() -> None:
+    with pytest.raises(SystemExit):
+        init.main(flags("rl", reward="missing/reward.py"))
+    assert not Path("run.yaml").exists()
+
+
+def test_an_existing_reward_function_stays() -> None:
+    Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...")
+    init.main(flags("rl"))
+    assert "..." in Path("reward.py").read_text()
+
+
+def test_questions_are_asked_without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["nonsense", "rl", "org/model", "org/data", "", "many", "2", "out"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(answers) + "\n"))
+    init.main([])
+    values = read("rl", 2)
+    assert values["reward.remote_url"] == "reward.py" and values["vllm.num_engines"] == 2
+    assert values["ckpt.output_dir"] == "out"
+
+
+@pytest.mark.parametrize(
+    "text", ["a: b", "#x", "yes", "1e5", "[1]", "a\nb: c", "\u00fc", "'", '"', "~", ".", "x y", "{{ gpus }}"]
+)
+def test_values_with_special_characters_stay_as_they_are(text: str) -> None:
+    assert yaml.safe_load(f"key: {quoted(text)}") == {"key": text}
+    content = yaml.safe_load(render(what="rl", model=text, data=text, reward=text, gpus=1, output=text))
+    assert content["actor"]["model_name_or_path"] == content["ckpt"]["output_dir"] == text
+
+
+def test_check_finds_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_chat_model(Path("model"), hidden_size=32, num_layers=1)
+    rows = ({"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(64))
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    init.main(flags("rl", model=model, data="rows.jsonl", gpus=0))
+    with pytest.raises(SystemExit) as stop:
+        check.main(["ppo", "run.yaml", "--no_color"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0, text
+    assert text.endswith("nothing is wrong\n")
