@@ -10,12 +10,16 @@ from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf bisect", description=__doc__)
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder (--logger.run_dir)")
     parser.add_argument("run_b", type=Path, metavar="RUN_B", help="run folder of another run of this command")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        options = parser.parse_args(argv)
+        options = make_parser().parse_args(argv)
         sys.exit(run(options.run_a, options.run_b))
 
 

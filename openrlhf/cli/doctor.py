@@ -9,12 +9,16 @@ from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import short_errors
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf doctor", description=__doc__)
     parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
+        options = make_parser().parse_args(argv)
         sys.exit(examine_run(options.run, as_data=options.json))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
 from openrlhf.config.command import Command
 from openrlhf.config.ppo import PPOConfig
@@ -22,12 +23,16 @@ if TYPE_CHECKING:
     from openrlhf.planning.plan import Assumed
 
 
-def main(argv: Sequence[str] | None = None) -> None:
+def make_parser() -> ArgumentParser:
     own = parser("openrlhf rehearse", __doc__)
     own.add_argument("--json", action="store_true", help="print the result as JSON")
     own.add_argument("--keep", action="store_true", help="keep the folder with the logs and the models")
+    return own
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        options, command, flags = parsed(own, argv)
+        options, command, flags = parsed(make_parser(), argv)
         catch_signals()
         cluster = cluster_of_options(options)
         config = configuration(command, flags, cluster)

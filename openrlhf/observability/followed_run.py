@@ -117,9 +117,8 @@ class FollowedRun:
 
     @property
     def total_steps(self) -> int | None:
-        """Number of steps of the whole run; None if it is not known."""
-        total = _integer(_inside(self.config, "train").get("max_steps"))
-        return total if total > 0 else None
+        """Number of steps of the whole run; None before the start of the first step."""
+        return self.folder.read_total()
 
     @property
     def config(self) -> dict[str, Any]:

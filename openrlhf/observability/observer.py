@@ -54,6 +54,7 @@ class Observer:
         """Metrics of the run's start, until the first row of metrics has them."""
 
     def start(self, total_steps: int, done: int = 0) -> None:
+        self.folder.write_total(total_steps)
         self.progress.start(total_steps, done=done)
 
     def started(self, clock: StartClock) -> None:

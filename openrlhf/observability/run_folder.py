@@ -3,6 +3,7 @@
 config.yaml     the configuration of the newest start; earlier ones that differ are kept as config.1.yaml, ...
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
+progress.json   the number of steps of the whole run, {"total_steps": 30}
 metrics.jsonl   one row per step
 health.jsonl    warnings about the run's health, {"step": 20, "text": "..."}; absent without any
 rollouts/       step_000012.parquet: every trajectory of step 12
@@ -38,6 +39,7 @@ OWN_FILES = (
     "config.yaml",
     "argv.txt",
     "env.json",
+    "progress.json",
     "metrics.jsonl",
     "health.jsonl",
     "rollouts",
@@ -88,6 +90,18 @@ class RunFolder:
     @property
     def rollouts_path(self) -> Path:
         return self.path / "rollouts"
+
+    def write_total(self, steps: int) -> None:
+        """Records the number of steps of the whole run."""
+        write_atomically(self.path / "progress.json", [to_json({"total_steps": steps}) + "\n"])
+
+    def read_total(self) -> int | None:
+        """Returns the number of steps of the whole run; None if it is not recorded."""
+        try:
+            total = json.loads((self.path / "progress.json").read_text(encoding="utf-8"))["total_steps"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return total if isinstance(total, int) and total > 0 else None
 
     def rewind(self, step: int) -> None:
         """Removes everything written after `step`, from which a resumed run starts.

@@ -123,6 +123,10 @@ def test_bash_completes_files(scripts: dict[str, Path]) -> None:
     assert "complete -o default -F _openrlhf openrlhf" in scripts["bash"].read_text()
 
 
+def test_every_command_has_flags() -> None:
+    assert [name for name, flags in completion.flags_of_commands().items() if not flags] == []
+
+
 def test_names_need_no_quotes() -> None:
     flags = [flag for flags in completion.flags_of_commands().values() for flag in flags]
     assert all(re.fullmatch(r"[\w.-]+", word) for flag in flags for word in (flag.name, *flag.values))

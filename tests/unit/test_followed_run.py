@@ -20,11 +20,14 @@ from refusals import refused
 from rich.console import Console
 
 from openrlhf.cli import watch
+from openrlhf.config.sections import LoggerConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.observability import followed_run
 from openrlhf.observability.followed_run import FollowedRun, Tail, find_run, is_locked
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.lock import locked
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.run_screen import Sparkline, chosen_metrics, frame, phases_of
 
 TIMES = {"timing/generate": 6.0, "timing/update": 3.0, "timing/step_total": 10.0}
@@ -44,7 +47,8 @@ def folder(tmp_path: Path) -> Path:
     run = tmp_path / "out" / "runs" / "ppo_1"
     (run / "rollouts").mkdir(parents=True)
     (run / "argv.txt").write_text("openrlhf ppo\n")
-    (run / "config.yaml").write_text("actor: {model_name_or_path: org/model}\ntrain: {max_steps: 30}\n")
+    (run / "config.yaml").write_text("actor: {model_name_or_path: org/model}\n")
+    RunFolder(run).write_total(30)
     append(run / "metrics.jsonl", *rows(12))
     return run
 
@@ -76,7 +80,7 @@ def test_a_dead_run_and_one_that_ended(folder: Path) -> None:
     assert follow(folder).state == "died" and "killed" in text_of(follow(folder))
     (folder / "report.html").touch()
     assert follow(folder).state == "ended"
-    (folder / "config.yaml").write_text("train: {max_steps: 12}")
+    RunFolder(folder).write_total(12)
     assert "finished" in text_of(follow(folder))
 
 
@@ -84,6 +88,19 @@ def test_a_run_before_its_first_step(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     with locked(folder, flag="--x"):
         assert "no step is finished yet" in text_of(follow(folder))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"total_steps": "x"}'])
+def test_a_number_of_steps_that_cannot_be_read(folder: Path, content: str) -> None:
+    (folder / "progress.json").write_text(content)
+    assert follow(folder).total_steps is None
+    assert "step 12 " in text_of(follow(folder))
+
+
+def test_a_run_records_its_number_of_steps(tmp_path: Path) -> None:
+    made = RunFolder.create(tmp_path / "run", config_yaml="", argv=["openrlhf"], resume=False)
+    Observer(made, LoggerConfig()).start(7)
+    assert FollowedRun(made.path).total_steps == 7
 
 
 def test_a_folder_without_a_lock(folder: Path) -> None:
