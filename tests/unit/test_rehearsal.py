@@ -157,6 +157,42 @@ def test_every_derived_rl_run_is_valid(shared: str, samples: str, batch: str) ->
         assert small.updates_per_step >= 1
 
 
+OTHERS = {
+    "rm": {"data.dataset": "rows.jsonl", "data.apply_chat_template": "true"},
+    "dpo": {"data.dataset": "rows.jsonl", "ref.model_name_or_path": "other"},
+    "kto": {"data.dataset": "rows.jsonl", "data.output_key": "answer"},
+    "prm": {"data.dataset": "rows.jsonl", "data.placeholder_token": "#"},
+    "kd": {"data.dataset": "rows.jsonl", "data.output_key": "answer", "teacher.model_name_or_path": "other"},
+    "ppo": RL
+    | {"algo.advantage.estimator": "gae", "reward.model_name_or_path": "other,model", "vllm.num_engines": "4"}
+    | {"reward.model_weights": "1,2", "teacher.model_name_or_path": "other", "algo.kl.init_coef": "0.1"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_model_is_shrunk_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.Qwen3Config(vocab_size=999, num_hidden_layers=8).save_pretrained("other")
+    command, config = configured(name, OTHERS[name])
+    rehearsal = Rehearsal(
+        command=command, config=config, cluster=NODES, assumed=Assumed(), ranks=32, folder=tmp_path / "r"
+    )
+    rehearsal.prepare([])
+    values = values_of(rehearsal.small)
+    paths = {key: value for key, value in values.items() if key.endswith("model_name_or_path") and value}
+    assert {path for value in paths.values() for path in value.split(",")} <= {
+        str(tmp_path / "r" / "models" / number) for number in "01"
+    }
+    if name == "ppo":
+        assert (
+            paths["reward.model_name_or_path"]
+            == f"{paths['teacher.model_name_or_path']},{paths['actor.model_name_or_path']}"
+        )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    small = settings.in_folders(rehearsal.small, tmp_path / "r", "run")
+    problems = [*command.problems(small, {}), *command.placed(small, {})]
+    assert not [problem for problem in problems if problem.fatal]
+
+
 def test_rows_are_short_and_in_order() -> None:
     assert short_ones([9, 1, 8, 2, 7, 3, 6, 4], 3) == [5, 6, 7]
     assert short_ones([5, 4], 10) == [0, 1]

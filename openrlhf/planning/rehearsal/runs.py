@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.backends.distributed import free_port
+from torch.distributed import TCPStore
+
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Metrics
 
@@ -78,11 +80,16 @@ def _processes(words: Sequence[str], log: Path, ranks: int, home: Path) -> Itera
     """Starts the processes of a run, each with a process group of its own, and kills what is left of them."""
     common = _environment(home)
     if ranks > 1:
+        # This process has the store in which ranks meet, as torchrun does. A port that rank 0 opened seconds
+        # later might be taken by then.
+        store = _store()
         common |= {
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "rehearsal",
         }
     group: list[subprocess.Popen] = []
     try:
@@ -105,7 +112,25 @@ def _processes(words: Sequence[str], log: Path, ranks: int, home: Path) -> Itera
             _end(process)
 
 
-LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+def _store() -> TCPStore:
+    """Returns a store of this process that listens on loopback alone."""
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
+    )
+
+
+LAUNCHERS = (
+    "TORCHELASTIC_USE_AGENT_STORE",
+    "TORCHELASTIC_RUN_ID",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 """Variables of launchers, which a rehearsal inside a job must not inherit."""
 
 
@@ -123,7 +148,7 @@ def _environment(home: Path) -> dict[str, str]:
     }
 
 
-PATIENCE = 30.0
+PATIENCE = 10.0
 """Seconds that a run has to end its own processes after SIGTERM."""
 
 

@@ -90,7 +90,7 @@ class Rehearsal:
             if not self.plan.fits:
                 raise RuntimeError(f"the run does not fit on {self.cluster}; `openrlhf plan` shows why")
         with self._stage("models and data, shrunk") as said:
-            self._prepare(said)
+            self.prepare(said)
         whole = self._run_stage("run", self._layout_run)
         if self.is_rl:
             with self._stage("weight sync") as said:
@@ -106,7 +106,8 @@ class Rehearsal:
 
     # ---- stages
 
-    def _prepare(self, said: list[str]) -> None:
+    def prepare(self, said: list[str]) -> None:
+        """Shrinks models, chooses rows and derives the flags of the runs. Appends to `said` what was made."""
         models = dict(self._shrink())
         scale = settings.scale_of(self.config, self.ranks)
         small = settings.rehearsed(self.config, scale, self.folder, models)
@@ -122,7 +123,7 @@ class Rehearsal:
         metrics = result.metrics
         if sorted(step for step in metrics if step) != [*range(1, settings.STEPS + 1)]:
             raise RunFailedError(f"it logged the steps {sorted(metrics)}")
-        engines = f", {self.small.num_engines} of the engines" if self.is_rl else ""
+        engines = f", {self.small.num_engines} engine(s)" if self.is_rl else ""
         said.append(f"{scale}{engines}, {settings.STEPS} steps; {_losses(metrics)}")
         return result
 
