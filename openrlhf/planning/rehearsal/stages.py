@@ -88,7 +88,7 @@ class Rehearsal:
             self.plan = plan_run(self.command, self.config, self.cluster, self.assumed)
             said.extend(simulate(self.config, self.plan))
             if not self.plan.fits:
-                raise RuntimeError(f"the run does not fit on {self.cluster}; `openrlhf plan` shows why")
+                said.append(f"by the plan it does not fit on {self.cluster}, see below")
         with self._stage("models and data, shrunk") as said:
             self.prepare(said)
         whole = self._run_stage("run", self._layout_run)
