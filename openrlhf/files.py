@@ -47,7 +47,8 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
 
 def holds_model(folder: str | os.PathLike) -> bool:
     """Tells whether a folder has files of a model or an adapter."""
-    return any(any(Path(folder).glob(pattern)) for pattern in (*MODEL_FILES, *ADAPTER_FILES))
+    patterns = (*MODEL_FILES, *ADAPTER_FILES)
+    return os.path.isdir(folder) and any(any(Path(folder).glob(pattern)) for pattern in patterns)
 
 
 def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
@@ -129,12 +130,15 @@ def unwritable(folder: str | os.PathLike) -> str | None:
     """Returns the reason why no file can be written to `folder`, or to the nearest folder above it that
     exists; None if one can."""
     try:
+        os.fsencode(folder)
         with tempfile.NamedTemporaryFile(dir=nearest(folder)) as probe:
             probe.write(bytes(PROBE_BYTES))
             probe.flush()
             os.fsync(probe.fileno())
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeEncodeError:
+        return "no file can have this name"
     return None
 
 

@@ -219,8 +219,8 @@ def parse_probabilities(text: str, count: int, dataset_key: str) -> list[float]:
         raise UsageError(ErrorCode.CONFLICT, message)
     total = sum(probs)
     if min(probs) <= 0 or abs(total - 1) > 1e-6:
-        scaled = ",".join(f"{prob / total:.4g}" for prob in probs)
-        remedy = f", for example {scaled}" if min(probs) > 0 else ""
+        scaled = [f"{prob / total:.4g}" for prob in probs if min(probs) > 0]
+        remedy = f", for example {','.join(scaled)}" if scaled else ""
         raise UsageError(ErrorCode.INVALID_VALUE, f"must be above 0 and add up to 1{remedy}")
     return probs
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import accumulate
 from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
@@ -205,6 +206,8 @@ class _Line:
 _RENAMED = " is now "
 _MOST_LISTED = 3
 """Largest number of old spellings that are listed one by one."""
+MAX_OPEN = 100
+"""Largest number of brackets of a YAML file that are open at once."""
 
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
@@ -336,9 +339,11 @@ def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[Usag
 
     try:
         with open(path, encoding="utf-8") as file:
+            _check_brackets(file.read())
+            file.seek(0)
             node = yaml.compose(file, yaml.SafeLoader)
-    except OSError as error:
-        text = error.strerror or str(error)
+    except (OSError, UnicodeEncodeError) as error:
+        text = getattr(error, "strerror", None) or "no file can have this name"
         return [], [UsageError(ErrorCode.NOT_FOUND, text, flag="--config", value=_show(path))]
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         text = f"not YAML: {' '.join(str(error).split())[:200]}"
@@ -346,6 +351,14 @@ def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[Usag
     if node is not None:
         visit(node, "")
     return settings, problems
+
+
+def _check_brackets(text: str) -> None:
+    """Raises RecursionError if more brackets are open than a configuration needs: the parser would take a
+    second to find that out."""
+    steps = {"[": 1, "{": 1, "]": -1, "}": -1}
+    if max(accumulate(steps.get(letter, 0) for letter in text), default=0) > MAX_OPEN:
+        raise RecursionError(f"more than {MAX_OPEN} brackets are open at once")
 
 
 def _yaml_words(node: Any) -> Words | None:

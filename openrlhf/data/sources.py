@@ -1,6 +1,7 @@
 """Loads the rows that a data flag names: files, folders, URLs and hub names, mixed, capped and checked."""
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -223,7 +224,7 @@ def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str)
 def _find(item: str, flag: str) -> Path | None:
     """Returns the file or folder that `item` names; None when it can only be a name on the hub."""
     place = base = Path(item).expanduser()
-    if not place.exists() and "@" in item:
+    if not os.path.exists(place) and "@" in item:
         path, _, data_dir = item.rpartition("@")
         base = Path(path).expanduser()
         place = base / data_dir
@@ -234,11 +235,11 @@ def _find(item: str, flag: str) -> Path | None:
             "loading scripts are not run, because `datasets` does not support them.\n"
             "Write the rows to a .jsonl or .parquet file, and name that file.",
         )
-    if place.is_file() and not has_rows(place):
+    if os.path.isfile(place) and not has_rows(place):
         raise error(ErrorCode.UNSUPPORTED, f"a file must end in {ENDINGS}.")
-    if place.exists():
+    if os.path.exists(place):
         return place
-    if has_rows(place) or item.startswith((".", "/", "~")) or base.exists():
+    if has_rows(place) or item.startswith((".", "/", "~")) or os.path.exists(base):
         raise error(ErrorCode.NOT_FOUND, f"there is no such file or folder.{_near_names(place)}")
     return None
 

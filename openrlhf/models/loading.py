@@ -1,6 +1,7 @@
 """Loads models, tokenizers and configurations from a name or a path."""
 
 import logging
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -190,7 +191,7 @@ def load_tokenizer(
     """Loads a tokenizer. If it has no pad token, the end-of-sequence token becomes the pad token. Raises
     UsageError if there is no tokenizer."""
     folder = Path(path)
-    if folder.is_dir() and not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
+    if os.path.isdir(folder) and not any(next(folder.glob(name), None) for name in TOKENIZER_FILES):
         # transformers would create an empty tokenizer
         text = "the folder has no tokenizer. Save one beside the model."
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
@@ -237,7 +238,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns all tokens that end a response: the tokenizer's end-of-sequence token, and those in the
     generation config."""
     ids, path = {tokenizer.eos_token_id}, model_folder(path)
-    if (Path(path) / "generation_config.json").exists() or not Path(path).exists():
+    if os.path.exists(os.path.join(path, "generation_config.json")) or not os.path.exists(path):
         try:
             more = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:  # a hub model without a generation config
@@ -259,7 +260,7 @@ def model_fingerprint(path: str, flag: str) -> str:
 
 def _digest_of(path: str, flag: str, of_file: Callable[[Path], str]) -> str:
     path = model_folder(path, weights=True)
-    if not Path(path).is_dir():
+    if not os.path.isdir(path):
         return str(load_config(path, flag)._commit_hash)
     files = sorted(f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin", ".json"))
     return digest([[file.name, of_file(file)] for file in files])
@@ -286,7 +287,7 @@ def check_model(path: str, flag: str) -> None:
     """Raises UsageError if `path` has no model configuration, or if a file of weights is not whole. Prints a
     note on tokens without an embedding. Loads no weights."""
     config = load_config(path, flag)
-    if Path(path).is_dir():
+    if os.path.isdir(path):
         check_weight_files(path, flag)
     if any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
         note_missing_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
@@ -342,7 +343,7 @@ STRETCHED = ("linear", "dynamic", "yarn")
 
 def load_config(path: str, flag: str):
     """Returns the model's configuration. Raises UsageError if there is none. Loads no weights."""
-    if (Path(path) / "adapter_config.json").exists():
+    if os.path.exists(os.path.join(path, "adapter_config.json")):
         text = (
             "the folder holds a LoRA adapter, not a whole model. Merge the adapter into its base first:\n"
             f"openrlhf lora_combiner --model_path BASE --lora_path {path} --output_path MERGED"
@@ -356,7 +357,7 @@ def load_config(path: str, flag: str):
 
 def _not_loaded(what: str, path: str, flag: str, error: Exception) -> UsageError:
     """Returns the error if transformers cannot load `what` from `path`."""
-    code = ErrorCode.INVALID_MODEL if Path(path).exists() else ErrorCode.NOT_FOUND
+    code = ErrorCode.INVALID_MODEL if os.path.exists(path) else ErrorCode.NOT_FOUND
     text = (
         f"no {what} could be loaded from it: {first_line(error)}\n"
         "Name a folder with config.json, weights and tokenizer, or a model on the hub."

@@ -5,7 +5,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.config.command import Command
@@ -72,7 +71,7 @@ def check_output(config: Config, *, resumes: bool) -> None:
         folders["--critic.save_value_network"] = config.critic_output_dir
     for flag, folder in folders.items():
         for key, path in _models(config):
-            if Path(path).exists() and Path(path).resolve() == Path(folder).resolve():
+            if os.path.exists(path) and os.path.exists(folder) and os.path.samefile(path, folder):
                 text = f"this run reads the model in this folder (--{key}).\nName another --ckpt.output_dir."
                 raise UsageError(ErrorCode.CONFLICT, text, flag=flag, value=folder)
         if not (resumes or ckpt.overwrite) and holds_model(folder):

@@ -56,6 +56,7 @@ def stopped_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         raise Accepted
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # "~" as a dataset: a folder of millions of files takes minutes
     monkeypatch.setattr("openrlhf.training.task.Run", accept)
     monkeypatch.setattr("openrlhf.cli.train_ppo_ray.run", accept)
     monkeypatch.setattr("openrlhf.rewards.function.check_reward_file", lambda *args, **options: "")
@@ -143,3 +144,39 @@ def test_a_mistake_is_refused_in_words(
     record_property("figure", f"{count - len(wrong)} of {count} in words, exit 0 or 2")
     assert not wrong, "\n".join([f"{len(wrong)} of {count}", *wrong[:40]])
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 100_000, "\ud800"], ids=["long", "surrogate"])
+@pytest.mark.parametrize(
+    ("key", "error"),
+    [
+        ("config", SystemExit),
+        ("ckpt.output_dir", SystemExit),
+        ("model.model_name_or_path", (SystemExit, Accepted)),  # it may be a name on the hub
+        ("data.dataset", (SystemExit, Accepted)),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_no_crash(
+    files,  # noqa: F811
+    stopped_early,
+    key,
+    error,
+    name,
+    capsys,
+) -> None:
+    with pytest.raises(error) as end:
+        MAINS["sft"]([*good_flags("sft", files), f"--{key}", name])
+    if error is SystemExit:
+        assert end.value.code == 2 and f"error: --{key} " in capsys.readouterr().err
+
+
+def test_open_brackets_are_refused_before_the_parser_counts_them(
+    files,  # noqa: F811
+    stopped_early,
+    tmp_path,
+    capsys,
+) -> None:
+    (tmp_path / "deep.yaml").write_text("{" * 100_000)
+    with pytest.raises(SystemExit) as end:
+        MAINS["sft"]([*good_flags("sft", files), "--config", str(tmp_path / "deep.yaml")])
+    assert end.value.code == 2 and "100 brackets" in capsys.readouterr().err
