@@ -19,10 +19,13 @@ def segments(token_ids: list[int], mask: list[bool]) -> tuple[list[list[int]], l
 
 
 @pytest.mark.usefixtures("cpu_engines")
-def test_tokens_log_probs_and_gradients(task: TaskFiles, run_worker: Callable[..., list[dict]]) -> None:
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.slow)])
+def test_tokens_log_probs_and_gradients(
+    task: TaskFiles, run_worker: Callable[..., list[dict]], engine: str
+) -> None:
     """Log-probs are float32 by two programs: their logits are sums of a few hundred products. The gradient is
     that of the actions alone: feedback has no part in it."""
-    (found,) = run_worker("three_turns", 1, model=str(task.model), prompt=PROMPT)
+    (found,) = run_worker("three_turns", 1, model=str(task.model), prompt=PROMPT, engine=engine)
     assert len(found["token_ids"]) == 4
     for token_ids, mask in zip(found["token_ids"], found["masks"], strict=True):
         read, sampled = segments(token_ids, mask)

@@ -49,7 +49,7 @@ def episodes(spec: dict) -> list[Trajectory]:
         model=spec["model"], file=str(out / "agent.py"), prompt=spec["prompt"], label="", samples=4
     )
     flags = "--ds.param_dtype fp32 --data.max_len 128 --rollout.max_new_tokens 6 --rollout.temperature "
-    flags += str(TEMPERATURE)
+    flags += f"{TEMPERATURE} --rollout.engine {spec['engine']}"
     config, prompt = prepare(options, flags.split(), out)
     return asyncio.run(play(config, prompt)).trajectories
 
