@@ -32,11 +32,10 @@ def kit(out: Path, *words: str, **variables: str) -> tuple[subprocess.CompletedP
     return done, {stage["stage"]: stage for stage in report["stages"]}
 
 
-@pytest.fixture
-def faulty(tmp_path: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Returns variables that give the kit the faulty stages, and wheels that were carried along."""
-    carried = tmp_path / "carried"
-    carried.mkdir()
+    carried = tmp_path_factory.mktemp("carried")
     (carried / "carried_along.py").write_text("RATE = 6.0\n")
     (carried / "broken_package.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
@@ -45,10 +44,17 @@ def faulty(tmp_path: Path) -> dict[str, str]:
     return {"GPUKIT_STAGES": "faulty_gpu_stages", "PYTHONPATH": path}
 
 
-def test_no_stage_ends_the_kit(tmp_path: Path, faulty: dict[str, str]) -> None:
-    start = time.monotonic()
-    done, stages = kit(tmp_path / "out", "--rehearse", *FAULTY, **faulty)
-    assert time.monotonic() - start < 200
+@pytest.fixture(scope="module")
+def faulty_run(tmp_path_factory: pytest.TempPathFactory, faulty: dict[str, str]):
+    """Runs all faulty stages. Returns the kit's folder, its process and its stages, see `kit`, and the
+    seconds that it took."""
+    out, start = tmp_path_factory.mktemp("faulty") / "out", time.monotonic()
+    return out, *kit(out, "--rehearse", *FAULTY, **faulty), time.monotonic() - start
+
+
+def test_no_stage_ends_the_kit(faulty_run) -> None:
+    out, done, stages, seconds = faulty_run
+    assert seconds < 200
     assert done.returncode == 1 and list(stages) == FAULTY
     assert not done.stderr
     for name, outcome, said in [
@@ -69,18 +75,18 @@ def test_no_stage_ends_the_kit(tmp_path: Path, faulty: dict[str, str]) -> None:
         assert (stages[name]["outcome"], stages[name]["reason"][: len(said)]) == (outcome, said), stages[name]
     rates = [stages[name]["figures"].get("rate") for name in FAULTY if stages[name]["outcome"] == "pass"]
     assert rates == [2.0, 3.0, 4.0, 5.0, 6.0, 1.0]
-    page = (tmp_path / "out" / "gpu_report.md").read_text()
+    page = (out / "gpu_report.md").read_text()
     assert all(f"| `{name}` | {stages[name]['outcome']} |" in page for name in FAULTY)
 
 
-def test_output_and_stacks_of_what_was_stopped_are_kept(tmp_path: Path, faulty: dict[str, str]) -> None:
-    kit(tmp_path / "out", "--rehearse", "hangs", "floods", "good", **faulty)
-    stacks = (tmp_path / "out" / "stacks.txt").read_text()
+def test_output_and_stacks_of_what_was_stopped_are_kept(faulty_run) -> None:
+    out, *_ = faulty_run
+    stacks = (out / "stacks.txt").read_text()
     assert "in hangs_here" in stacks and "time.sleep(600)" in stacks  # a stack frame, and the child's command
-    logs = (tmp_path / "out" / "logs.txt").read_text()
+    logs = (out / "logs.txt").read_text()
     for text in ("began", "a child", "the flood begins", "line 29", "all is well", "[cut]"):
         assert text in logs, text
-    files = list((tmp_path / "out").iterdir())
+    files = list(out.iterdir())
     assert len(files) == 4 and max(file.stat().st_size for file in files) < 2 * 2**20
     everything = b"".join(
         (p / "cmdline").read_bytes() for p in Path("/proc").glob("[0-9]*") if (p / "cmdline").exists()
