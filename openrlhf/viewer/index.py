@@ -91,6 +91,7 @@ class Index:
             config={
                 "threads": min(8, os.cpu_count() or 1),
                 "memory_limit": MEMORY,
+                "temp_directory": str(self._cache / "spilled"),
                 "autoinstall_known_extensions": False,
             }
         )

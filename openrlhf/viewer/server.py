@@ -8,6 +8,7 @@ data: the page writes them as text, and its Content-Security-Policy permits no s
 import hmac
 import os
 import secrets
+import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +35,8 @@ NAMES = [HOST, "localhost"]
 """Names of this machine in a request. Any other one comes from a page whose name leads to this address."""
 STATIC = Path(__file__).parent / "static"
 WARNINGS_SHOWN = 100
+GRACE_SECONDS = 10
+"""Time in which requests may end after Ctrl-C."""
 HEADERS = {
     # The charts set styles of their elements.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -292,6 +295,8 @@ def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None])
     app = build_app(viewer, token)
     on_start(f"http://{HOST}:{bound.getsockname()[1]}/{token}/")
     server = uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS)
     )
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has ended
+        signal.signal(number, lambda number, frame: None)
     server.run(sockets=[bound])

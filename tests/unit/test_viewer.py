@@ -2,11 +2,17 @@
 
 import json
 import math
+import os
 import re
+import signal
 import socket
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 import records
 from fastapi.testclient import TestClient
@@ -336,3 +342,22 @@ def test_notebooks_get_tables(tmp_path):
         rollouts_to_pandas(run, name="eval")
     with refused("not-found", value=tmp_path):
         metrics_to_pandas(tmp_path)
+
+
+def test_the_command_serves_until_ctrl_c(tmp_path):
+    run = written(tmp_path)
+    command = [sys.executable, "-m", "openrlhf.cli.view", str(run), "--port", "0", "--no_browser"]
+    environment = os.environ | {"OPENRLHF_CACHE": str(tmp_path / "cache")}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        address = process.stdout.readline().split()[-1]
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            try:
+                response = httpx.get(f"{address}api/state", timeout=60)
+                break
+            except httpx.ConnectError:
+                time.sleep(0.1)
+        assert response.json()["runs"][0]["last_step"] == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert not list(run.rglob("*.duckdb")) and list((tmp_path / "cache").rglob("*.duckdb"))

@@ -21,7 +21,7 @@ async function get(path, query = {}) {
     for (const one of [value].flat()) if (one !== null && one !== undefined && one !== "") parameters.append(name, one);
   }
   const response = await fetch(`api/${path}?${parameters}`);
-  const content = await response.json();
+  const content = await response.json().catch(() => ({}));
   if (!response.ok) throw new Error(content.error || JSON.stringify(content.detail) || response.statusText);
   return content;
 }
@@ -180,7 +180,7 @@ function drawCharts() {
   const box = $("charts");
   const kept = new Map([...box.children].map((card) => [card.dataset.name, card]));
   const cards = state.shown.map((name) => kept.get(name) || h("div", { className: "chart" },
-    h("h2", {}, h("span", { textContent: name }), h("button", {
+    h("h2", {}, h("span", { textContent: name }), h("span", { className: "bad" }), h("button", {
       textContent: "×", title: "remove the chart", onclick: guarded(async () => { await choose(name, false); drawMetricList(); }),
     })), h("div", { className: "plot" })));
   cards.forEach((card, i) => { card.dataset.name = state.shown[i]; });
@@ -192,6 +192,10 @@ function drawCharts() {
 
 function drawChart(plot, curves) {
   const traces = [];
+  const steps = curves.flatMap((curve) => curve.steps);
+  const few = steps.length > 0 && steps.reduce((a, b) => Math.max(a, b)) - steps.reduce((a, b) => Math.min(a, b)) < 8;
+  const odd = curves.reduce((sum, { values }) => sum + values.filter((value) => !Number.isFinite(Number(value))).length, 0);
+  plot.previousSibling.children[1].textContent = odd ? `${count(odd)} not finite` : "";
   for (const { run, steps, values } of curves) {
     if (state.hidden.has(run)) continue;
     const numbers = values.map(Number);
@@ -209,7 +213,7 @@ function drawChart(plot, curves) {
     margin: { l: 44, r: 12, t: 8, b: 28 }, showlegend: false, hovermode: "x unified", dragmode: "zoom", uirevision: "kept",
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: css("--text"), size: 12 },
     hoverlabel: { namelength: 40, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
-    xaxis: { ...axis, hoverformat: ",d" }, yaxis: { ...axis, type: state.log ? "log" : "linear" },
+    xaxis: { ...axis, hoverformat: ",d", dtick: few ? 1 : undefined }, yaxis: { ...axis, type: state.log ? "log" : "linear" },
   }, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
   if (!plot.dataset.clicks) {
     plot.dataset.clicks = "1";
@@ -357,7 +361,8 @@ function tableRow(row) {
   if (row.num_images) marks.push(h("span", { className: "chip", textContent: `${row.num_images} images` }));
   if (row.turns > 1) marks.push(h("span", { className: "chip", textContent: `${row.turns} turns` }));
   const where = row.kind === "step" ? row.step : `${row.kind} ${row.step}`;
-  return h("tr", { onclick: guarded(() => showDetail(place)), attributes: { "aria-selected": Boolean(same(state.selected, place)) } },
+  const show = guarded(() => showDetail(place));
+  return h("tr", { onclick: show, onkeydown: (event) => { if (event.key === "Enter") show(); }, tabIndex: 0, attributes: { "aria-selected": Boolean(same(state.selected, place)) } },
     h("td", {}, h("span", { className: "line" }, check, state.runs.length > 1 ? swatch(row.run) : null)),
     h("td", { className: "number", textContent: where }),
     h("td", { className: "number", textContent: `${row.prompt_id}·${row.sample_index}` }),
@@ -458,11 +463,11 @@ function answerOf(place, content) {
     const [title, kind] = TRACKS[state.colour];
     const values = content.tracks[state.colour];
     const [colour, [colours, left, right]] = scaleOf(kind, values);
-    legend.replaceChildren(title, left, h("span", { className: "scale" }, colours.map((one) => {
+    legend.replaceChildren(h("span", { textContent: title }), h("span", { textContent: left }), h("span", { className: "scale" }, colours.map((one) => {
       const cell = h("i");
       cell.style.backgroundColor = one;
       return cell;
-    })), right, "· italic: not chosen by the policy");
+    })), h("span", { textContent: right }), h("em", { textContent: "not chosen by the policy" }));
     box.childNodes.forEach((node, i) => {
       if (node.nodeType !== Node.ELEMENT_NODE || values[i] === null) return;
       const value = number(values[i]);
@@ -544,7 +549,7 @@ async function showComparison() {
   const names = Object.keys(flags);
   const head = (run, i) => h("th", {}, h("span", { className: "line" }, swatch(i), run.name));
   $("comparison").replaceChildren(
-    h("h2", { textContent: state.runs.length > 1 ? `${names.length} flags differ` : "One run" }),
+    h("h2", { textContent: state.runs.length < 2 ? "One run" : names.length ? `${names.length} flags differ` : "No flag differs" }),
     ...(names.length ? [h("table", {}, h("thead", {}, h("tr", {}, h("th", { textContent: "flag" }), state.runs.map(head))),
       h("tbody", {}, names.map((name) => h("tr", {}, h("td", { textContent: `--${name}` }), flags[name].map((value) => h("td", { textContent: value ?? "–" }))))))] : []),
     ...state.runs.flatMap((run, i) => [
