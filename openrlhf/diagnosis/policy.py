@@ -20,8 +20,6 @@ COVERED = {
     "eval/failed_ratio": "failed-samples",
     "rollout/truncated_rate": "truncation",
     "policy/entropy": "entropy-collapse",
-    "mismatch/abs_diff_mean": "gap",
-    "mismatch/ess": "gap",
 }
 """Metric of a health rule -> cause of the finding that explains it."""
 

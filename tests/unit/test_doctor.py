@@ -16,12 +16,12 @@ import pytest
 from refusals import refused
 from run_folders import sample, write_journal, write_run
 
-from openrlhf.cli import doctor
+from openrlhf.cli import doctor, installation
 from openrlhf.diagnosis.diagnose import diagnose
 from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord
 from openrlhf.diagnosis.stacks import Frame, Stack, doing, of_file, waiting
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 
 STEPS = 40
 NOISE = np.random.default_rng(0).normal(size=STEPS) * 0.01
@@ -227,6 +227,25 @@ def test_a_run_that_stands_still_shows_the_stack_of_its_process(tmp_path: Path) 
     assert f"process {pid}" in text
     assert "wait_for_reward" in text
     assert causes(run) == ["killed"]
+
+
+def test_the_installation_is_listed_with_what_mends_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installation, "mismatches", lambda: iter(()))
+    monkeypatch.setattr(installation, "LEAST_SHARED", 0)
+    assert doctor.examine_installation(as_data=False) == 0
+    assert "nothing is wrong" in capsys.readouterr().out
+    old = UsageError(ErrorCode.MISSING_PACKAGE, "version 1 is installed\npip install 'ray==2'", value="ray")
+    monkeypatch.setattr(installation, "mismatches", lambda: iter([old]))
+    monkeypatch.setattr(installation, "LEAST_SHARED", 2**60)
+    assert doctor.examine_installation(as_data=False) == 1
+    out = capsys.readouterr().out
+    assert "pip install 'ray==2'" in out
+    assert "--shm-size" in out
+    assert doctor.examine_installation(as_data=True) == 1
+    facts = json.loads(capsys.readouterr().out)["facts"]
+    assert [fact["name"] for fact in facts if fact["problem"]] == ["ray", "/dev/shm"]
 
 
 def test_supervised_loss_that_rises(tmp_path: Path) -> None:

@@ -1,0 +1,515 @@
+"""Finds the cause of a gap: recomputes log-probs under each hypothesis, and ranks hypotheses by how much of
+the gap they explain. Without the model, or if nothing explains the gap, the signs in the rollouts decide."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.diagnosis.finding import CERTAIN, LIKELY
+from openrlhf.diagnosis.gap import Gap
+from openrlhf.diagnosis.gap_rows import GapRow, Signs, signs_of
+from openrlhf.diagnosis.recompute import (
+    MOST_LOGITS,
+    Recomputed,
+    changed_frequencies,
+    checkpoints_of,
+    hooked,
+    log_probs,
+    support_of,
+    targets_of,
+    tokenizer_at,
+)
+from openrlhf.diagnosis.record import RunRecord
+
+ROWS, ACTIONS, TOKENS = 24, 2048, 4096
+"""Maximum numbers of sequences, actions and tokens that are recomputed."""
+EXACT = 0.1
+"""Share of the gap that a hypothesis may leave to count as its explanation."""
+NEGLIGIBLE = 0.1
+"""Score up to which a cause is not mentioned."""
+TEMPERATURES = (*map(float, np.geomspace(0.25, 3.0, 26).round(3)), 0.6, 0.7, 0.8, 0.9, 1.0)
+TOP_P = (0.5, 0.8, 0.9, 0.95, 0.99)
+TOP_K = (1, 10, 20, 40, 50, 64)
+THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
+FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0)
+DRAWS = 4
+"""Passes with other random numbers, for hypotheses that are random."""
+ROUTER_NOISE = 0.05
+"""Noise on the input of a router, as a fraction of its standard deviation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    name: str
+    score: float
+    evidence: tuple[str, ...]
+
+
+@dataclass(eq=False)
+class Examined:
+    """The sequences of a step, the trainer's weights, and the log-probs that both sides should have."""
+
+    gap: Gap
+    step: int
+    rows: Sequence[GapRow]
+    policy: Recomputed
+    others: dict[int, str]
+    """Weight version -> model, for versions before the trainer's."""
+    first: str
+    """Model that the run started from, whose tokenizer the run uses."""
+    is_trainers: bool
+    """False if `policy` is an earlier version than the trainer's weights, which are not at hand."""
+    deadline: float
+
+    @property
+    def run(self) -> RunRecord:
+        return self.gap.run
+
+    @cached_property
+    def targets(self) -> Tensor:
+        return targets_of(self.rows)
+
+    @cached_property
+    def logits(self) -> Tensor:
+        return self.policy.all_logits(self.rows)
+
+    @cached_property
+    def temperature(self) -> float:
+        return float(self.run.flag("rollout.temperature", 1.0))
+
+    @cached_property
+    def limits(self) -> tuple[float, int]:
+        """Top-p and top-k of sampling; (1, -1) if the sampler samples from all tokens."""
+        return float(self.run.flag("rollout.top_p", 1.0)), int(self.run.flag("rollout.top_k", -1))
+
+    @property
+    def has_support(self) -> bool:
+        return self.limits[0] < 1 or self.limits[1] > 0
+
+    def of_logits(self, logits: Tensor) -> np.ndarray:
+        """Returns the log-probs that logits give with the run's sampling flags."""
+        support = None
+        if self.has_support and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0:
+            support = support_of(logits, self.targets, self.temperature, *self.limits)
+        return log_probs(logits, self.targets, self.temperature, support)
+
+    @cached_property
+    def sampler(self) -> np.ndarray:
+        return np.concatenate([row.sampler for row in self.rows])
+
+    @cached_property
+    def trainer(self) -> np.ndarray:
+        return np.concatenate([row.trainer for row in self.rows])
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """Log-probs that both sides should have; the trainer's own if its weights are not at hand."""
+        return self.of_logits(self.logits) if self.is_trainers else self.trainer
+
+    @cached_property
+    def size(self) -> float:
+        return float(np.abs(self.trainer - self.sampler).mean())
+
+    def left(self, changed: np.ndarray) -> float:
+        """Returns the share of the gap that is left if one side has the log-probs `changed` and the other the
+        expected ones."""
+        far = lambda own, other: float(np.abs(own - other).mean())
+        one = far(self.sampler, changed) + far(self.trainer, self.expected)
+        other = far(self.trainer, changed) + far(self.sampler, self.expected)
+        return min(one, other) / self.size
+
+    @property
+    def in_time(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return tokenizer_at(self.first)
+
+
+Variants = Iterator[tuple[str, np.ndarray]]
+"""(description, log-probs) of the ways in which a hypothesis may be true."""
+
+
+def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
+    """Returns the causes from the likeliest on. Loads models while `deadline`, of time.monotonic(), is not
+    over."""
+    signs = signs_of(gap.rows[gap.above[0]])
+    examined, problem = examine(gap, model, deadline)
+    found: list[Cause] = []
+    if examined is not None:
+        signs = signs_of(examined.rows)
+        for cause in _of_hypotheses(examined, signs):
+            found.append(cause)
+            if cause.score >= CERTAIN:
+                return [cause]
+    if max((cause.score for cause in found), default=0.0) < LIKELY:
+        note = problem or "no hypothesis that can be recomputed explains the gap"
+        found += _of_signs(gap, signs, has_experts=bool(examined and examined.policy.routers), note=note)
+    best: dict[str, Cause] = {}
+    for cause in sorted(found, key=lambda cause: -cause.score):
+        best.setdefault(cause.name, cause)
+    return [cause for cause in best.values() if cause.score > NEGLIGIBLE][:3]
+
+
+def _of_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
+    """Yields the hypotheses that can be tested, from the cheapest on, with the score that the test gives."""
+    if cause := _of_text(examined):
+        yield cause
+    for test in HYPOTHESES:
+        if cause := _tested(examined, *test):
+            yield cause
+    yield from _of_noise(examined, signs)
+
+
+def examine(gap: Gap, model: Path | None, deadline: float) -> tuple[Examined | None, str]:
+    """Chooses the first step with a gap whose weights are at hand. Returns (None, the reason) without any."""
+    run = gap.run
+    output = Path(str(run.flag("ckpt.output_dir", "")))
+    folder = Path(str(run.flag("ckpt.path", "") or output / "checkpoints"))
+    first = str(model or run.flag("actor.model_name_or_path", ""))
+    weights = {0: first} | checkpoints_of(folder) | checkpoints_of(folder / "_actor")
+    step = next((step for step in gap.above if step - 1 in weights), gap.above[0])
+    version = max((version for version in weights if version <= step - 1), default=0)
+    try:
+        policy = Recomputed.load(weights[version])
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        return None, f"the model {weights[version]!r} cannot be loaded ({reason}); name it by --model"
+    rows = _few(gap.rows[step], policy.vocabulary)
+    others = {v: path for v, path in weights.items() if v < version}
+    return Examined(gap, step, rows, policy, others, first, version == step - 1, deadline), ""
+
+
+def _few(rows: Sequence[GapRow], vocabulary: int) -> list[GapRow]:
+    """Returns the first rows within the limits, at least one."""
+    found: list[GapRow] = []
+    actions = tokens = 0
+    for row in rows:
+        actions, tokens = actions + len(row.actions), tokens + len(row.token_ids)
+        is_much = actions > min(ACTIONS, MOST_LOGITS // vocabulary) or tokens > TOKENS
+        if found and (is_much or len(found) == ROWS):
+            break
+        found.append(row)
+    return found
+
+
+def _tested(examined: Examined, name: str, variants: Callable[[Examined], Variants]) -> Cause | None:
+    """Returns the hypothesis with its best variant; None without one, or after the deadline."""
+    best: tuple[float, str] | None = None
+    for text, changed in variants(examined):
+        left = examined.left(changed)
+        if best is None or left < best[0]:
+            best = left, text
+        if not examined.in_time:
+            break
+    if best is None:
+        return None
+    left, text = best
+    score = 0.97 - left / 2 if left < EXACT else 0.6 * max(0.0, 1 - left)
+    count = f"{len(examined.rows)} sequences, {len(examined.sampler)} actions of step {examined.step}"
+    return Cause(name, score, (f"{text}: explains {max(0.0, 1 - left):.0%} of the gap ({count})",))
+
+
+# ---- hypotheses that predict log-probs
+
+
+def _temperature(e: Examined) -> Variants:
+    top_p, top_k = e.limits
+    for temperature in sorted({*TEMPERATURES, 1.0} - {e.temperature}):
+        support = support_of(e.logits, e.targets, temperature, top_p, top_k) if e.has_support else None
+        changed = log_probs(e.logits, e.targets, temperature, support)
+        yield f"temperature {temperature:g} on one side, {e.temperature:g} on the other", changed
+
+
+def _top_p(e: Examined) -> Variants:
+    if e.has_support:
+        yield (
+            f"one side normalises over all tokens, the other over those of top-p {e.limits[0]:g}, top-k "
+            f"{e.limits[1]}",
+            log_probs(e.logits, e.targets, e.temperature),
+        )
+        return
+    for top_p, top_k in [*((p, -1) for p in TOP_P), *((1.0, k) for k in TOP_K)]:
+        support = support_of(e.logits, e.targets, e.temperature, top_p, top_k)
+        text = f"one side uses top-p {top_p:g}" if top_p < 1 else f"one side uses top-k {top_k}"
+        yield f"{text}, which --rollout does not set", log_probs(e.logits, e.targets, e.temperature, support)
+
+
+def _kept_sets(e: Examined) -> Variants:
+    """Yields supports that belong to a neighbouring action."""
+    if not e.has_support:
+        return
+    support = support_of(e.logits, e.targets, e.temperature, *e.limits)
+    for shift in (1, -1):
+        moved = support.roll(shift, 0).scatter(1, e.targets[:, None], True)
+        text = f"one side has the support of the {'previous' if shift > 0 else 'next'} action"
+        yield text, log_probs(e.logits, e.targets, e.temperature, moved)
+
+
+def _rope(e: Examined) -> Variants:
+    config = e.policy.model.config.get_text_config()
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    theta = float(parameters.get("rope_theta") or 0.0)  # 0: it differs by layer
+    changes: list[tuple[str, Callable[[Tensor], Tensor]]] = []
+    for wrong in THETAS if theta > 0 else ():
+        if wrong != theta:
+            power = float(np.log(wrong) / np.log(theta))
+            changes.append((f"rope_theta {wrong:g} instead of {theta:g}", lambda f, power=power: f**power))
+    for factor in FACTORS:
+        changes.append((f"positions scaled by 1/{factor:g}", lambda f, factor=factor: f / factor))
+    for text, change in changes if e.policy.frequencies else ():
+        with changed_frequencies(e.policy, change):
+            yield f"one side has {text}", e.of_logits(e.policy.all_logits(e.rows))
+
+
+def _earlier_weights(e: Examined) -> Variants:
+    if not e.is_trainers:
+        yield f"the sampler computes with the weights of {e.policy.path}", e.of_logits(e.logits)
+    for version, path in sorted(e.others.items(), reverse=True):
+        logits = Recomputed.load(path).all_logits(e.rows)
+        yield f"the sampler computes with version {version}, {path}", e.of_logits(logits)
+
+
+def _stale(e: Examined) -> Variants:
+    if not int(e.run.flag("ds.lora.rank", 0) or 0):
+        yield from _earlier_weights(e)
+
+
+def _adapter(e: Examined) -> Variants:
+    if hasattr(e.policy.model, "peft_config"):
+        e.policy.model.disable_adapters()
+        logits = e.policy.all_logits(e.rows)
+        e.policy.model.enable_adapters()
+        yield "one side computes without the adapter", e.of_logits(logits)
+    if int(e.run.flag("ds.lora.rank", 0) or 0):
+        for text, changed in _earlier_weights(e):
+            yield f"{text}, without the trained adapter", changed
+
+
+def _template(e: Examined) -> Variants:
+    """Yields the answers after other prompts."""
+    for text, prompt_of in _prompts(e):
+        changed = [_after(e, row, np.array(prompt_of(row), int)) for row in e.rows]
+        yield f"one side has the prompt {text}", e.of_logits(torch.cat(changed))
+
+
+def _after(e: Examined, row: GapRow, prompt: np.ndarray) -> Tensor:
+    ids = np.concatenate([prompt, row.token_ids[row.prompt_length :]])
+    return e.policy.logits(e.policy.hidden(row, ids if len(prompt) else row.token_ids))
+
+
+def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[GapRow], Sequence[int]]]]:
+    """Yields (description, tokens of a row's prompt) of prompts that a wrong template makes."""
+    own = lambda row: row.token_ids[: row.prompt_length].tolist()
+    for count in (1, 2, 3):
+        yield f"without its first {count} tokens", lambda row, count=count: own(row)[count:]
+        yield f"without its last {count} tokens", lambda row, count=count: own(row)[: -count or None]
+    yield "with its first token twice", lambda row: own(row)[:1] + own(row)
+    tokenizer = e.tokenizer
+    if tokenizer is None:
+        return
+    special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+    plain = lambda row: [token for token in own(row) if token not in special]
+    yield "without the template's special tokens", plain
+    for text, token in (
+        ("the first token", tokenizer.bos_token_id),
+        ("an end token", tokenizer.eos_token_id),
+    ):
+        if token is not None:
+            yield f"with {text} of the tokenizer before it", lambda row, token=token: [token, *own(row)]
+    yield "encoded with special tokens", lambda row: tokenizer(row.prompt)["input_ids"]
+    if not tokenizer.chat_template:
+        return
+    for system in ("", "You are a helpful assistant."):
+        first = [{"role": "system", "content": system}] if system else []
+
+        def chat(row: GapRow, first: list = first) -> list[int]:
+            user = tokenizer.decode(plain(row))
+            messages = [*first, {"role": "user", "content": user}]
+            text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+        yield f"in the chat template of the model{' with a system prompt' if system else ''}", chat
+
+
+def _precision(e: Examined) -> Variants:
+    low = torch.bfloat16
+    hidden = torch.cat([e.policy.hidden(row) for row in e.rows])
+    weight = e.policy.head.weight
+    with torch.no_grad():
+        rounded = hidden.to(low) @ weight.to(low).T
+        yield "one side computes the head in bf16", e.of_logits(rounded.float())
+        yield "one side rounds logits to bf16", e.of_logits(e.logits.to(low).float())
+        yield "one side rounds the head's weights to bf16", e.of_logits(hidden @ weight.to(low).float().T)
+        if len(e.limits) and not e.has_support:
+            soft = (rounded.float() / e.temperature).to(low).log_softmax(-1)
+            yield (
+                "one side computes log-softmax in bf16",
+                soft.gather(1, e.targets[:, None])[:, 0].double().numpy(),
+            )
+
+
+def _routing(e: Examined) -> Variants:
+    routers = e.policy.routers
+    if not routers:
+        return
+    with hooked(routers, lambda x: x.to(torch.bfloat16).float()):
+        yield "one side rounds the router's input to bf16", e.of_logits(e.policy.all_logits(e.rows))
+    before = [router.top_k for router in routers]
+    for change in (-1, 1):
+        if before[0] + change < 1:
+            continue
+        for router, top_k in zip(routers, before, strict=True):
+            router.top_k = top_k + change
+        yield f"one side chooses {before[0] + change} experts", e.of_logits(e.policy.all_logits(e.rows))
+    for router, top_k in zip(routers, before, strict=True):
+        router.top_k = top_k
+
+
+def _chunk(e: Examined) -> Variants:
+    """Yields the log-probs with one weight of the version before, for every weight that has changed."""
+    if not e.is_trainers or not e.others:
+        return
+    earlier = Recomputed.load(e.others[max(e.others)]).model.state_dict()
+    for name, weight in e.policy.model.named_parameters():
+        old = earlier.get(name)
+        if old is None or old.shape != weight.shape or torch.equal(old, weight):
+            continue
+        kept = weight.data
+        weight.data = old
+        changed = e.of_logits(e.policy.all_logits(e.rows))
+        weight.data = kept
+        yield f"{name} is that of an earlier version on one side", changed
+
+
+HYPOTHESES: tuple[tuple[str, Callable[[Examined], Variants]], ...] = (
+    ("stale-weights", _stale),
+    ("adapter", _adapter),
+    ("temperature", _temperature),
+    ("top-p", _top_p),
+    ("kept-sets", _kept_sets),
+    ("head-precision", _precision),
+    ("template", _template),
+    ("routing", _routing),
+    ("rope", _rope),
+    ("weight-chunk", _chunk),
+)
+"""Cause -> its variants, from the cheapest on."""
+
+
+# ---- hypotheses that predict no log-probs
+
+
+def _of_text(e: Examined) -> Cause | None:
+    """Returns the tokenizer as the cause if recorded tokens are not those of the recorded text."""
+    if e.tokenizer is None:
+        return None
+    answered = [row for row in e.rows if row.response]
+    wrong = [row for row in answered if not _same_text(e, row.token_ids[row.prompt_length :], row.response)]
+    if not answered or len(wrong) < 0.5 * len(answered):
+        return None
+    row = wrong[0]
+    decoded = e.tokenizer.decode(row.token_ids[row.prompt_length :].tolist())
+    text = f"of {len(wrong)} of {len(answered)} answers the tokens are not those of the text: they decode to "
+    return Cause("tokenizer", 0.96, (f"{text}{decoded[:60]!r} instead of {(row.response or '')[:60]!r}",))
+
+
+def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
+    """Compares texts without special tokens and white space, which decoders treat differently."""
+    decoded = e.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    for token in e.tokenizer.all_special_tokens:
+        text = (text or "").replace(token, "")
+    return "".join(decoded.split()) == "".join((text or "").split())
+
+
+def _of_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
+    """Yields dropout and routing if the gap looks like their noise: as large, and at the same actions."""
+    if not e.is_trainers or not e.in_time:
+        return
+    dropout = _spread(e, _with_dropout)
+    if dropout is not None:
+        yield _noise("dropout", "passes with dropout", *dropout, signs)
+    if e.policy.routers:
+        routing = _spread(e, _with_router_noise)
+        if routing is not None:
+            yield _noise("routing", "passes with noise on the routers", *routing, signs)
+
+
+def _noise(name: str, passes: str, ratio: float, similar: float, signs: Signs) -> Cause:
+    random = 0.0 if np.isnan(signs.random) else min(1.0, signs.random)
+    score = min(0.95, 0.6 * (0.5 < ratio < 2) + 0.3 * max(0.0, similar) + 0.5 * random)
+    evidence = [
+        f"{passes} differ by {ratio:.2g} times the gap, at the same actions (rank correlation {similar:.2f})"
+    ]
+    if random > 0.1:
+        evidence.append(f"equal actions after equal tokens differ by {random:.0%} of the gap: it is random")
+    return Cause(name, score if random > 0.1 or np.isnan(signs.random) else score / 2, tuple(evidence))
+
+
+def _with_dropout(e: Examined) -> Tensor | None:
+    e.policy.model.train()
+    try:
+        logits = e.policy.all_logits(e.rows)
+    finally:
+        e.policy.model.eval()
+    return logits
+
+
+def _with_router_noise(e: Examined) -> Tensor:
+    with hooked(e.policy.routers, lambda x: x + ROUTER_NOISE * x.std() * torch.randn_like(x)):
+        return e.policy.all_logits(e.rows)
+
+
+def _spread(e: Examined, draw: Callable[[Examined], Tensor | None]) -> tuple[float, float] | None:
+    """Returns the mean difference of random passes to the expected log-probs, in units of the gap, and its
+    rank correlation with the gap by action. None if the passes are not random."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        draws = [
+            np.abs(e.of_logits(logits) - e.expected) for _ in range(DRAWS) if (logits := draw(e)) is not None
+        ]
+    mean = np.mean(draws, axis=0)
+    if not mean.max() > 1e-4:
+        return None
+    return float(mean.mean() / e.size), _rank_correlation(mean, np.abs(e.trainer - e.sampler))
+
+
+def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
+    ranks = [values.argsort().argsort() for values in (x, y)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(x) > 2 else 0.0
+
+
+def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
+    """Returns causes by the signs in the rollouts alone."""
+    top_p, top_k = float(gap.run.flag("rollout.top_p", 1.0)), int(gap.run.flag("rollout.top_k", -1))
+    has_support = top_p < 1 or top_k > 0
+    lora = int(gap.run.flag("ds.lora.rank", 0) or 0) > 0
+    random = not np.isnan(signs.random) and signs.random > 0.1
+    text = (
+        f"{note}; signs: bias {signs.bias:+.2f}, median/mean {signs.quiet:.2f}, {signs.curve:.0%} a function "
+        f"of the log-prob, later/earlier positions {signs.growth:.2g}, first/other actions {signs.onset:.2g}"
+        f"{'' if np.isnan(signs.random) else f', {signs.random:.0%} random'}"
+    )
+    scores = {
+        "temperature": 0.55 * (signs.curve > 0.5) * (abs(signs.bias) < 0.95),
+        "top-p": 0.6 * has_support * (abs(signs.bias) > 0.95),
+        "kept-sets": 0.5 * has_support * (abs(signs.bias) <= 0.95),
+        "rope": 0.5 * (signs.growth > 1.6) * gap.from_start,
+        "template": 0.5 * (signs.onset > 2) * gap.from_start,
+        "head-precision": 0.45 * (abs(signs.bias) < 0.3) * (signs.size < 0.03) * gap.from_start,
+        "routing": has_experts * (0.7 if random or signs.quiet < 0.35 else 0.4),
+        "dropout": 0.65 * random * (0.6 if has_experts else 1),
+        "adapter": 0.58 * lora * (not gap.from_start) * (not random),
+        "stale-weights": 0.5 * (not gap.from_start) * (not random),
+        "weight-chunk": (0.3 if gap.from_start else 0.55) * (not random),
+        "tokenizer": 0.4 * (signs.size > 1) * gap.from_start,
+    }
+    return [Cause(name, score, (text,)) for name, score in scores.items() if score > 0]

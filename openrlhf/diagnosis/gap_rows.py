@@ -1,0 +1,136 @@
+"""Sequences of a step with the log-probs of sampler and trainer, and the signs that they alone give of the
+cause of a gap."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from openrlhf.observability.journal import read_table
+
+MOST_ROWS = 64
+MOST_TOKENS = 1024
+"""Longest sequence that is examined; of longer ones the first tokens are."""
+FIRST = 4
+"""Actions of an answer that a wrong prompt disturbs most."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GapRow:
+    token_ids: np.ndarray
+    """(L,)"""
+    actions: np.ndarray
+    """(A,) positions in `token_ids` of the actions."""
+    sampler: np.ndarray
+    """(A,) log-probs of the sampler."""
+    trainer: np.ndarray
+    """(A,) log-probs of the trainer before the update."""
+    version: int
+    """Weight version that sampled the last action."""
+    prompt: str
+    response: str | None
+
+    @property
+    def difference(self) -> np.ndarray:
+        """(A,) log r, of the ratio trainer / sampler."""
+        return self.trainer - self.sampler
+
+    @property
+    def prompt_length(self) -> int:
+        return int(self.actions[0])
+
+
+def rows_of(path: Path) -> list[GapRow]:
+    """Reads the sequences of a step that have the log-probs of both sides and at least one action."""
+    columns = [
+        *("token_ids", "action_ranges", "weight_versions", "rollout_log_probs", "log_probs"),
+        *("prompt", "response", "images"),
+    ]
+    table = read_table(path, columns).slice(0, MOST_ROWS).to_pylist()
+    return [_row(row) for row in table if row["log_probs"] and not row["images"]]
+
+
+def fresh(rows: Sequence[GapRow]) -> list[GapRow]:
+    """Returns the rows of the newest weights. The others differ from the trainer because they are older."""
+    newest = max((row.version for row in rows), default=0)
+    return [row for row in rows if row.version == newest]
+
+
+def _row(row: dict) -> GapRow:
+    spans = [np.arange(span["start"], span["end"]) for span in row["action_ranges"]]
+    actions = np.concatenate(spans)
+    inside = actions < max(MOST_TOKENS, actions[0] + FIRST)
+    return GapRow(
+        token_ids=np.array(row["token_ids"])[: actions[inside][-1] + 1],
+        actions=actions[inside],
+        sampler=np.array(row["rollout_log_probs"], float)[inside],
+        trainer=np.array(row["log_probs"], float)[inside],
+        version=row["weight_versions"][-1]["version"] if row["weight_versions"] else 0,
+        prompt=row["prompt"] or "",
+        response=row["response"] if inside.all() else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signs:
+    """Statistics of the differences of log-probs, which show something of their cause without a model."""
+
+    size: float
+    """Mean of |d|, d = log r."""
+    bias: float
+    """Mean of d divided by `size`: from -1 to 1; 1 if the trainer's log-probs are always higher."""
+    quiet: float
+    """Median of |d| divided by `size`: near 0 if few actions have all of the gap, 0.5 to 1 otherwise."""
+    curve: float
+    """Share of the variance of d that a cubic function of the sampler's log-prob explains."""
+    growth: float
+    """Mean |d| of the later half of the positions divided by that of the earlier half."""
+    onset: float
+    """Mean |d| of the first FIRST actions of an answer divided by that of the others."""
+    random: float
+    """Mean spread of d among actions in the same context, divided by `size`; NaN without such actions."""
+
+
+def signs_of(rows: Sequence[GapRow]) -> Signs:
+    d = np.concatenate([row.difference for row in rows])
+    s = np.concatenate([row.sampler for row in rows])
+    positions = np.concatenate([row.actions for row in rows])
+    places = np.concatenate([np.arange(len(row.actions)) for row in rows])
+    size = float(np.abs(d).mean())
+    late = positions > np.median(positions)
+    return Signs(
+        size=size,
+        bias=float(d.mean()) / size,
+        quiet=float(np.median(np.abs(d))) / size,
+        curve=_explained(s, d),
+        growth=_ratio(np.abs(d), late),
+        onset=_ratio(np.abs(d), places < FIRST),
+        random=_randomness(rows) / size,
+    )
+
+
+def _ratio(values: np.ndarray, inside: np.ndarray) -> float:
+    return float(values[inside].mean() / values[~inside].mean()) if 0 < inside.sum() < len(values) else 1.0
+
+
+def _explained(x: np.ndarray, y: np.ndarray) -> float:
+    if len(x) < 8 or x.std() == 0 or y.std() == 0:
+        return 0.0
+    scaled = (x - x.mean()) / x.std()
+    rest = y - np.polyval(np.polyfit(scaled, y, 3), scaled)
+    return float(1 - rest.var() / y.var())
+
+
+def _randomness(rows: Sequence[GapRow]) -> float:
+    """Returns the mean absolute deviation of the sampler's or the trainer's log-probs, whichever is larger,
+    among equal actions after equal tokens; NaN without any."""
+    groups: dict[tuple, list[tuple[float, float]]] = defaultdict(list)
+    for row in rows:
+        ids = tuple(row.token_ids.tolist())
+        for position, s, t in zip(row.actions, row.sampler, row.trainer, strict=True):
+            groups[row.version, ids[: position + 1]].append((s, t))
+    pairs = [np.array(group) for group in groups.values() if len(group) > 1]
+    spreads = [np.abs(group - group.mean(axis=0)).mean(axis=0) for group in pairs]
+    return float(np.mean(spreads, axis=0).max()) if spreads else float("nan")

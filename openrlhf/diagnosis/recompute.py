@@ -1,0 +1,144 @@
+"""Recomputes the log-probs of sampled tokens with a model on the CPU, as it is and with one thing changed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.diagnosis.gap_rows import GapRow
+
+MOST_LOGITS = 10**8
+"""Numbers of logits that are held at a time."""
+
+
+@dataclass(eq=False)
+class Recomputed:
+    """A model in float32 that reads rows."""
+
+    model: Any
+    path: str
+
+    @classmethod
+    def load(cls, path: str) -> "Recomputed":
+        """Loads a model or an adapter. Raises OSError or ValueError if there is none."""
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        return cls(model.eval(), path)
+
+    @torch.no_grad()
+    def hidden(self, row: GapRow, token_ids: np.ndarray | None = None) -> Tensor:
+        """Returns (A, H) the inputs of the head from which each action is predicted. `token_ids`: tokens
+        instead of the row's, which end with the same answer."""
+        ids = row.token_ids if token_ids is None else token_ids
+        states = self.decoder(input_ids=torch.tensor(ids)[None]).last_hidden_state[0]
+        shift = len(ids) - len(row.token_ids)
+        return states[torch.tensor(row.actions + shift - 1)]
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    @property
+    def head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns (A, V) logits."""
+        logits = self.head(hidden).float()
+        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        return cap * torch.tanh(logits / cap) if cap else logits
+
+    def all_logits(self, rows: Sequence[GapRow]) -> Tensor:
+        return torch.cat([self.logits(self.hidden(row)) for row in rows])
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def frequencies(self) -> list[Any]:
+        """Modules with the inverse frequencies of RoPE."""
+        return [
+            module for module in self.model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)
+        ]
+
+    @property
+    def routers(self) -> list[Any]:
+        """Modules that choose the experts of a token."""
+        return [m for m in self.model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
+
+
+def targets_of(rows: Sequence[GapRow]) -> Tensor:
+    """Returns (A,) the actions of all rows."""
+    return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
+
+
+def log_probs(
+    logits: Tensor, targets: Tensor, temperature: float, support: Tensor | None = None
+) -> np.ndarray:
+    """Returns (A,) log-probs of the targets at a temperature, normalised over `support` (A, V), a mask."""
+    scaled = logits / temperature
+    if support is not None:
+        scaled = scaled.masked_fill(~support, -torch.inf)
+    chosen = (logits / temperature).gather(1, targets[:, None])[:, 0]
+    return (chosen - scaled.logsumexp(-1)).double().numpy()
+
+
+def support_of(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1) -> Tensor:
+    """Returns (A, V) the tokens that top-k and top-p leave, with the target among them."""
+    ordered, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    if top_k > 0:
+        ordered = ordered.clone()
+        ordered[:, top_k:] = 0
+        ordered /= ordered.sum(-1, keepdim=True)
+    inside = (ordered.cumsum(-1) - ordered < top_p) & (ordered > 0)
+    support = torch.zeros_like(inside).scatter(1, order, inside)
+    return support.scatter(1, targets[:, None], True)
+
+
+@contextmanager
+def changed_frequencies(policy: Recomputed, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Changes the inverse frequencies of RoPE inside the context."""
+    before = [(module, module.inv_freq) for module in policy.frequencies]
+    for module, frequencies in before:
+        module.inv_freq = change(frequencies)
+    try:
+        yield
+    finally:
+        for module, frequencies in before:
+            module.inv_freq = frequencies
+
+
+@contextmanager
+def hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Changes the first argument of modules inside the context."""
+    handles = [m.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tokenizer_at(path: str) -> Any:
+    """Loads a tokenizer; None if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError):
+        return None
+
+
+def checkpoints_of(folder: Path) -> dict[int, str]:
+    """Returns step -> Hugging Face copy of the checkpoint of that step (--ckpt.save_hf)."""
+    found = {}
+    for path in folder.glob("*global_step*_hf"):
+        number = path.name.rpartition("global_step")[2].removesuffix("_hf")
+        if number.isdigit():
+            found[int(number)] = str(path)
+    return dict(sorted(found.items()))

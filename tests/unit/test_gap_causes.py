@@ -1,0 +1,261 @@
+"""The twelve causes of a gap between sampler and trainer: each is injected into the sampler of a tiny model,
+and `openrlhf doctor` must name it first."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from architectures import tiny_config
+from peft import LoraConfig, get_peft_model
+from run_folders import sample, write_journal, write_run
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from openrlhf.diagnosis.diagnose import diagnose
+from openrlhf.diagnosis.recompute import hooked, support_of
+from openrlhf.diagnosis.record import RunRecord
+from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
+
+TOKENIZER = tiny_tokenizer()
+PROMPTS = [
+    f"<|system|>Be brief.<|end|><|user|>Sam has {n} limes and buys {n + 3}.<|end|><|assistant|>"
+    for n in (21, 37, 52, 80)
+]
+LENGTH = 24
+Logits = Callable[[Tensor], Tensor]
+"""(B, L) token ids -> (B, L, V) logits."""
+
+
+@dataclass
+class Case:
+    """The computations of sampler and trainer in a step."""
+
+    sampler: Logits
+    trainer: Logits
+    config: dict[str, Any] = field(default_factory=dict)
+    sampled: Callable[[Tensor, Tensor], Tensor] | None = None
+    """Log-probs of the sampler from (logits, targets); None: like the trainer's."""
+    trained: Callable[[Tensor, Tensor], Tensor] | None = None
+    step: int = 1
+    encoded_again: Callable[[Tensor], Tensor] = lambda ids: ids
+    """Tokens of an answer -> the tokens that the trainer makes of its text."""
+
+
+class Folders:
+    """A tiny model, and a later version of it."""
+
+    def __init__(self, root: Path, kind: str = "qwen3") -> None:
+        self.root, self.first = root, str(root / "model")
+        torch.manual_seed(0)
+        if kind == "qwen3":
+            self.model = tiny_model(TOKENIZER, hidden_size=48)
+        else:
+            config = tiny_config(kind)
+            config.vocab_size = len(TOKENIZER)
+            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                if weight.dim() >= 2:
+                    weight.normal_(0, 0.2)
+        self.model.eval().save_pretrained(self.first)
+        TOKENIZER.save_pretrained(self.first)
+
+    def load(self, **config: Any) -> Any:
+        return AutoModelForCausalLM.from_pretrained(self.first, dtype=torch.float32, **config).eval()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.root / "ckpt" / "checkpoints" / "_actor" / "global_step1_hf"
+
+    def later(self) -> Any:
+        """Returns the model after a step, and saves it."""
+        model = self.load()
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.1 * weight.std(correction=0) * torch.randn_like(weight)
+        model.save_pretrained(self.checkpoint)
+        return model
+
+
+def of(model: Any) -> Logits:
+    return lambda ids: model(input_ids=ids).logits
+
+
+def full(temperature: float = 1.0) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda logits, targets: (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+def nucleus(top_p: float, shift: int = 0) -> Callable[[Tensor, Tensor], Tensor]:
+    """Log-probs over the top-p support, of the action `shift` before if that is not 0."""
+
+    def log_probs(logits: Tensor, targets: Tensor) -> Tensor:
+        support = support_of(logits, targets, 1.0, top_p).roll(shift, 0).scatter(1, targets[:, None], True)
+        return logits.masked_fill(~support, -torch.inf).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+    return log_probs
+
+
+# ---- the twelve
+
+
+def temperature(f: Folders) -> Case:
+    config = {"rollout__temperature": 0.7}
+    return Case(of(f.model), of(f.model), config, sampled=full(1.0), trained=full(0.7))
+
+
+def top_p(f: Folders) -> Case:
+    config = {"rollout__top_p": 0.9}
+    return Case(of(f.model), of(f.model), config, sampled=nucleus(0.9), trained=full())
+
+
+def kept_sets(f: Folders) -> Case:
+    config = {"rollout__top_p": 0.9}
+    return Case(of(f.model), of(f.model), config, sampled=nucleus(0.9), trained=nucleus(0.9, shift=1))
+
+
+def rope(f: Folders) -> Case:
+    wrong = f.load()
+    wrong.model.rotary_emb.inv_freq = wrong.model.rotary_emb.inv_freq ** (np.log(1e6) / np.log(1e4))
+    return Case(of(wrong), of(f.model))
+
+
+def stale_weights(f: Folders) -> Case:
+    return Case(of(f.model), of(f.later()), step=2)
+
+
+def adapter(f: Folders) -> Case:
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = get_peft_model(f.load(), config)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.normal_(0, 0.2)
+    model.peft_config["default"].base_model_name_or_path = f.first
+    model.save_pretrained(f.checkpoint)
+    return Case(of(f.model), of(model.eval()), {"ds__lora": {"rank": 4}}, step=2)
+
+
+def tokenizer(f: Folders) -> Case:
+    """The trainer encodes the sampler's text, whose tokenizer has the same pieces with other numbers."""
+    order = torch.randperm(len(TOKENIZER), generator=torch.Generator().manual_seed(0))
+    return Case(of(f.model), of(f.model), encoded_again=lambda ids: order[ids])
+
+
+def head_precision(f: Folders) -> Case:
+    def sampler(ids: Tensor) -> Tensor:
+        hidden = f.model.model(input_ids=ids).last_hidden_state.bfloat16()
+        return (hidden @ f.model.lm_head.weight.bfloat16().T).float()
+
+    return Case(sampler, of(f.model))
+
+
+def dropout(f: Folders) -> Case:
+    f.load(attention_dropout=0.1).save_pretrained(f.first)
+    return Case(of(f.load().train()), of(f.model))
+
+
+def template(f: Folders) -> Case:
+    """The sampler's prompts lack the start of the answer."""
+    start = len(TOKENIZER(PROMPTS[0])["input_ids"])
+
+    def sampler(ids: Tensor) -> Tensor:
+        logits = f.model(input_ids=torch.cat([ids[:, : start - 1], ids[:, start:]], 1)).logits
+        return torch.cat([logits[:, :1], logits], 1)
+
+    return Case(sampler, of(f.model))
+
+
+def routing(f: Folders) -> Case:
+    routers = [
+        module for module in f.model.modules() if hasattr(module, "top_k") and hasattr(module, "weight")
+    ]
+    assert routers
+
+    def sampler(ids: Tensor) -> Tensor:
+        with hooked(routers, lambda x: x + 0.02 * x.std() * torch.randn_like(x)):
+            return f.model(input_ids=ids).logits
+
+    return Case(sampler, of(f.model))
+
+
+def weight_chunk(f: Folders) -> Case:
+    """A quarter of a matrix arrives shifted."""
+    model = f.later()
+    wrong = AutoModelForCausalLM.from_pretrained(f.checkpoint, dtype=torch.float32).eval()
+    weight = wrong.model.layers[1].mlp.down_proj.weight
+    rows = len(weight) // 4
+    weight.data[:rows] = weight.data[:rows].roll(7, 1)
+    return Case(of(wrong), of(model), step=2)
+
+
+CAUSES = (
+    *(temperature, top_p, rope, stale_weights, adapter, tokenizer, head_precision, dropout, template),
+    *(kept_sets, routing, weight_chunk),
+)
+
+
+@torch.no_grad()
+def rows_of(case: Case, version: int) -> list[dict[str, Any]]:
+    """Samples four answers to each prompt, and returns their rows."""
+    encoded = [TOKENIZER(prompt)["input_ids"] for prompt in PROMPTS for _ in range(4)]
+    start = len(encoded[0])
+    assert {len(ids) for ids in encoded} == {start}
+    ids = torch.tensor(encoded)
+    draws = torch.Generator().manual_seed(0)
+    same = case.config.get("rollout__temperature", 1.0)
+    for _ in range(LENGTH):
+        last = case.sampler(ids)[:, -1] / same
+        if "rollout__top_p" in case.config:
+            last = last.masked_fill(
+                ~support_of(last, last.argmax(-1), 1.0, case.config["rollout__top_p"]), -1e9
+            )
+        ids = torch.cat([ids, last.softmax(-1).multinomial(1, generator=draws)], 1)
+    answers = ids[:, start:]
+    again = case.encoded_again(answers)
+    of_sampler, of_trainer = case.sampler(ids), case.trainer(torch.cat([ids[:, :start], again], 1))
+    sampled, trained, inside = case.sampled or full(), case.trained or full(), slice(start - 1, -1)
+    return [
+        sample(
+            ids[i].tolist(),
+            start,
+            version,
+            prompt=PROMPTS[i // 4],
+            prompt_id=i // 4,
+            response=TOKENIZER.decode(again[i].tolist()),
+            rollout_log_probs=sampled(of_sampler[i, inside], answers[i]).tolist(),
+            log_probs=trained(of_trainer[i, inside], again[i]).tolist(),
+        )
+        for i in range(len(ids))
+    ]
+
+
+def build(root: Path, cause: Callable[[Folders], Case]) -> Path:
+    """Writes a run of two steps with the defect, from its first step on or after the first weight sync."""
+    folders = Folders(root, "qwen3_moe" if cause is routing else "qwen3")
+    case = cause(folders)
+    flags = {
+        "actor__model_name_or_path": folders.first,
+        "ckpt__output_dir": str(root / "ckpt"),
+        "ds__param_dtype": "fp32",
+    }
+    run = write_run(root / "run", {"rollout/reward_mean": [0.1, 0.2]}, **flags, **case.config)
+    if case.step == 2:
+        write_journal(run, 1, rows_of(Case(of(folders.model), of(folders.model)), 0))
+    write_journal(run, case.step, rows_of(case, case.step - 1))
+    return run
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+def test_each_injected_cause_comes_first(cause: Callable[[Folders], Case], tmp_path: Path) -> None:
+    run = RunRecord.read(build(tmp_path, cause))
+    began = time.monotonic()
+    found = diagnose(run)
+    print(f"\n{cause.__name__}: {time.monotonic() - began:.1f} s")
+    for finding in found:
+        print(f"  {finding.score:.2f} {finding.cause}: {' | '.join(finding.evidence)}")
+    assert found[0].cause == f"gap: {cause.__name__.replace('_', '-')}"
