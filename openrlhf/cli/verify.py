@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ def make_parser() -> ArgumentParser:
         prog="openrlhf verify",
         description=__doc__,
         usage="openrlhf verify [--config] RUN.yaml|COMMAND [flags of the run] [--rows N] "
-        "[--tokens N] [--layers N] [--out FILE.json]",
+        "[--tokens N] [--layers N] [--no_ranks] [--no_engine] [--out FILE.json]",
         allow_abbrev=False,
     )
     made.add_argument("--rows", type=int, default=8, metavar="N", help="rows to verify on (default: 8)")
@@ -44,6 +45,8 @@ def make_parser() -> ArgumentParser:
     made.add_argument(
         "--layers", type=int, metavar="N", help="verify a copy with only the first N layers, which is faster"
     )
+    made.add_argument("--no_ranks", action="store_true", help="start no job of several ranks")
+    made.add_argument("--no_engine", action="store_true", help="ppo: start no rollout engine")
     made.add_argument(
         "--out",
         type=Path,
@@ -77,7 +80,8 @@ def run(command: Command, flags: Sequence[str], options: argparse.Namespace) -> 
         subject = subject_of(command, config, Path(scratch), Size(rows=options.rows, tokens=options.tokens))
         if options.layers is not None:
             subject.notes["layers"] = f"only the first {options.layers}"
-        findings = list(_shown(subject))
+        wanted = {"engine": not options.no_engine, "ranks": not options.no_ranks}
+        findings = list(_shown(*_checks(subject, Path(scratch), **wanted)))
     print(f"\n{table(findings)}")
     write_report(options.out, command.name, config, findings, subject.notes)
     failed = sum(finding.verdict is Verdict.FAILED for finding in findings)
@@ -116,15 +120,32 @@ def _with_layers(command: Command, config: Any, layers: int | None, scratch: Pat
     return with_values(config, changed)
 
 
-def _shown(subject: "Subject") -> "Iterator[Finding]":
-    """Yields the findings of all checks, and prints each with the time that is left, estimated from the
-    checks so far."""
-    from openrlhf.verification.report import Verdict
+def _checks(
+    subject: "Subject", scratch: Path, *, engine: bool, ranks: bool
+) -> "tuple[int, Iterator[Finding]]":
+    """Returns the number of findings, and the findings of all checks."""
+    from openrlhf.verification.continuing import continuing_checks
+    from openrlhf.verification.engine import NAMES, engine_checks
+    from openrlhf.verification.ranks import stages_of
+    from openrlhf.verification.subjects import PolicySubject
     from openrlhf.verification.trainer import number_of_checks, trainer_checks
 
-    dtype = subject.config.ds.param_dtype
-    total, start = number_of_checks(dtype), time.monotonic()
-    for number, finding in enumerate(trainer_checks(subject, dtype), start=1):
+    dtype, continued = subject.config.ds.param_dtype, scratch / "continuing"
+    total = number_of_checks(dtype) + (len(stages_of(subject)) if ranks else 0) + 2
+    job = scratch / "ranks" if ranks else None
+    parts = [trainer_checks(subject, dtype, job), continuing_checks(subject, dtype, continued)]
+    if engine and isinstance(subject, PolicySubject):
+        parts.append(engine_checks(subject, dtype))
+        total += len(NAMES)
+    return total, chain.from_iterable(parts)
+
+
+def _shown(total: int, findings: "Iterator[Finding]") -> "Iterator[Finding]":
+    """Yields the findings and prints each, with the time that is left, estimated from the checks so far."""
+    from openrlhf.verification.report import Verdict
+
+    start = time.monotonic()
+    for number, finding in enumerate(findings, start=1):
         elapsed = time.monotonic() - start
         left = f"about {elapsed / number * (total - number):.0f} s left" if number < total else "done"
         measured = "" if finding.error is None else f" ({finding.error:.2g}, bound {finding.bound:.2g})"

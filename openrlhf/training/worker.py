@@ -462,12 +462,13 @@ class PolicyWorker(TrainedWorker):
         with self.peaks.during("sync"), adapter:
             self.model.check_finite(states=False)
             fault("sync.send")
-            log_probs = None if probe is None else self._log_probs_of(probe)
+            log_probs = None if probe is None else self.log_probs_of(probe)
             self.sender.send(version)
         release_cached_memory()
         return log_probs
 
-    def _log_probs_of(self, probe: Probe) -> Tensor:
+    def log_probs_of(self, probe: Probe) -> Tensor:
+        """Returns the log-probs (L - 1,) of a probe's tokens at temperature 1."""
         ids = torch.tensor(probe.token_ids)
         mask = torch.arange(len(ids)) > 0
         row = PackedRow.of([Sample(token_ids=ids, action_mask=mask, images=probe.images)])

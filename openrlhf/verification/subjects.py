@@ -2,10 +2,12 @@
 rows of the run's own data."""
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,9 @@ from openrlhf.training.models import load_reward_model
 from openrlhf.training.reference import ComparedTask, reference_path
 from openrlhf.training.task import MODEL_FLAG, Run, Task, load_tokenizer_of
 from openrlhf.training.worker import PolicyWorker
-from openrlhf.types import Batch, Sample
+from openrlhf.types import Batch, Metrics, Sample
 from openrlhf.verification.formulas import Reference
-from openrlhf.verification.layouts import LAYOUTS, Found, step_with_gradients, steps
+from openrlhf.verification.layouts import LAYOUTS, Chosen, Found, step_with_gradients, steps
 from openrlhf.verification.plain import Answer, log_probs_of, score_of
 
 AT_REST = {
@@ -46,6 +48,10 @@ AT_REST = {
 }
 """Values with which every step of a run begins with the same weights, needs one process and writes
 nothing."""
+LEARNING_RATE = 1e-3
+"""Learning rate of the short runs that must move the weights. The run's own would hardly do so."""
+STEPS = 4
+"""Optimizer steps of a short run."""
 OPTIMIZER_AT_REST = {"adam.lr": 0.0, "adam.weight_decay": 0.0, "muon.lr": 0.0, "max_norm": 0.0}
 
 
@@ -56,6 +62,9 @@ class Running:
     engine: TrainEngine
     steps: Callable[[Iterable[str]], Iterator[Found]]
     """Function from names of layouts to their optimizer steps."""
+    learn: Callable[[int, int], list[Metrics]]
+    """Function (from, to) that takes these optimizer steps of a short run with the run's own objective, and
+    returns their metrics."""
     items: Any
     """Items of the dataset, or the batch of a policy, on which the steps are taken."""
 
@@ -80,11 +89,19 @@ class Subject:
     """Remarks on what was verified, by topic."""
     size: Size
 
+    learning: dict[str, Any]
+    """Values of the flags with which the model learns: a learning rate, and the run's own dropout."""
+
     @contextmanager
-    def running(self, dtype: str) -> Iterator[Running]:
-        """Builds the model with its training backend in `dtype`; it is gone afterwards."""
+    def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
+        """Builds the model with its training backend in `dtype`; it is gone afterwards. `learns`: with a
+        learning rate above 0."""
         raise NotImplementedError
         yield
+
+    def configured(self, dtype: str, learns: bool) -> Any:
+        """Returns the configuration of a model in `dtype`."""
+        return with_values(self.config, {"ds.param_dtype": dtype} | (self.learning if learns else {}))
 
     def answer(self, entropy: bool, temperature: float) -> Answer:
         return partial(log_probs_of, temperature=temperature, entropy=entropy)
@@ -124,6 +141,12 @@ class SupervisedSubject(Subject):
         }
         if hasattr(config, "ref"):
             values["ref.precompute_enable"] = False
+        self.learning = {
+            "adam.lr": LEARNING_RATE,
+            "max_norm": config.max_norm,
+            "ds.lora.dropout": config.ds.lora.dropout,
+            "model.dropout_enable": config.model.dropout_enable,
+        }
         config = with_values(config, values)
         if isinstance(config, RMConfig):
             config = with_values(config, {"model.model_name_or_path": with_head(config, scratch / "scorer")})
@@ -131,13 +154,16 @@ class SupervisedSubject(Subject):
         self.size, self.notes = size, {}
 
     @contextmanager
-    def running(self, dtype: str) -> Iterator[Running]:
-        config = with_values(self.config, {"ds.param_dtype": dtype})
+    def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
         with ExitStack() as held:
-            run = Run(self.task_type(config), [], held)
+            run = Run(self.task_type(self.configured(dtype, learns)), [], held)
             chosen = shortest(list(run.train_set.lengths), self.size)
-            items = [run.train_set[i] for i in chosen]
-            yield Running(engine=run.engine, steps=partial(steps, run, indices=chosen), items=items)
+            yield Running(
+                engine=run.engine,
+                steps=partial(steps, run, indices=chosen),
+                learn=partial(learned, run, Chosen(run.train_set, chosen)),
+                items=[run.train_set[i] for i in chosen],
+            )
             del run
         forget_engines()
 
@@ -194,22 +220,60 @@ class PolicySubject(Subject):
         more = {"data.max_samples": min(config.data.max_samples, 8 * size.rows), "eval.dataset": None}
         self.config = with_values(config, {**AT_REST, **at_rest, **more, "train.enable_ema": False})
         self.path, self.size, self.notes = config.actor.model_name_or_path, size, {}
+        self.kept: Batch | None = None
+        self.learning = {
+            "actor.adam.lr": LEARNING_RATE,
+            "actor.max_norm": config.actor.max_norm,
+            "ds.lora.dropout": config.ds.lora.dropout,
+        }
         self.notes["answers"] = "pieces of other prompts; advantages are random numbers"
 
     @contextmanager
-    def running(self, dtype: str) -> Iterator[Running]:
-        worker = PolicyWorker(with_values(self.config, {"ds.param_dtype": dtype}), 0, Mesh())
-        worker.start("127.0.0.1", 0, total_steps=1)
-        batch = self._batch(worker)
-        yield Running(engine=worker.model, steps=partial(policy_steps, worker, batch), items=batch)
-        del worker
+    def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
+        with self.worker(dtype, learns=learns) as worker:
+            batch = self.batch(worker)
+            yield Running(
+                engine=worker.model,
+                steps=partial(policy_steps, worker, batch),
+                learn=partial(policy_learned, worker, batch),
+                items=batch,
+            )
+            del worker
         forget_engines()
 
-    def _batch(self, worker: PolicyWorker) -> Batch:
-        if (batch := getattr(self, "_kept", None)) is None:
-            prompts = prompts_of(self.config, self.size)
-            batch = self._kept = with_columns(sampled(prompts, self.size.rows), worker)
-        return batch
+    @contextmanager
+    def worker(self, dtype: str, *, learns: bool) -> Iterator[PolicyWorker]:
+        """Starts the policy's worker in this process."""
+        ranks = int(os.environ.get("WORLD_SIZE") or 1)
+        made = PolicyWorker(
+            self.configured(dtype, learns), int(os.environ.get("RANK") or 0), Mesh(data=ranks)
+        )
+        address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT") or 0)
+        made.start(address, port, total_steps=2 * STEPS)
+        yield made
+
+    def batch(self, worker: PolicyWorker) -> Batch:
+        """Returns the batch of all checks, which the first worker completes."""
+        if self.kept is None:
+            self.kept = with_columns(sampled(prompts_of(self.config, self.size), self.size.rows), worker)
+        return self.kept
+
+
+def learned(run: Run, items: Chosen, start: int, stop: int) -> list[Metrics]:
+    """Takes the optimizer steps from `start` to `stop` of a run of three steps an epoch on `items`."""
+    objective = run.task.objective(run)
+    prepare = run.task.prepare(run, objective) or (lambda rows: objective)
+    windows = run.lay_out(items, batch_size=-(-len(items) // 3), shuffle=True)
+    return [
+        run.engine.train_step(rows, prepare(rows)) for rows in islice(windows.endless(start), stop - start)
+    ]
+
+
+def policy_learned(worker: PolicyWorker, batch: Batch, start: int, stop: int) -> list[Metrics]:
+    """Takes the optimizer steps from `start` to `stop` on halves of a batch."""
+    objective = worker.objective(worker.config.algo.kl.init_coef)
+    windows = [list(range(len(batch)))[step % 2 :: 2] for step in range(start, stop)]
+    return worker.take_steps(batch, windows, objective)
 
 
 def policy_steps(worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LAYOUTS) -> Iterator[Found]:
@@ -220,7 +284,8 @@ def policy_steps(worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LA
             shuffle, changes = LAYOUTS[layout]
             worker.config = replace(config, train=replace(config.train, **changes))
             order = np.random.default_rng(0).permutation(len(batch)) if shuffle else range(len(batch))
-            rows = worker.rows(batch, [int(i) for i in order])
+            mine = [int(i) for i in order][worker.mesh.data_rank :: worker.mesh.data]
+            rows = worker.rows(batch, mine)
             yield Found(layout, rows, objective, *step_with_gradients(worker.model, rows, objective))
     finally:
         worker.config = config

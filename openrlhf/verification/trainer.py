@@ -1,30 +1,26 @@
 """Checks of the trainer in one process: its loss and gradient equal those of transformers' own model, and do
 not depend on the layout of the rows, on shared prefixes or, up to rounding, on the dtype."""
 
-import math
-import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.prefixes import tree_of
 from openrlhf.types import PackedRow
+from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
 from openrlhf.verification.formulas import plain_loss
-from openrlhf.verification.layouts import LAYOUTS, TOTAL_LOSS, Found
+from openrlhf.verification.layouts import LAYOUTS, Found
 from openrlhf.verification.plain import PlainGradient, plain_gradient
-from openrlhf.verification.report import Finding, judged, not_checked
+from openrlhf.verification.ranks import rank_checks
+from openrlhf.verification.report import Finding, not_checked
 from openrlhf.verification.rounding import Rounding
 from openrlhf.verification.subjects import Running, Subject
+from openrlhf.verification.timing import Clock
 
 ONE_BY_ONE, ALL = "one by one", "all in a row"
-FLOOR = 0.01
-"""Smallest gradient of a weight to which a difference is related, as a fraction of what the weight would have
-if all elements of the gradient were of one size. Some gradients are exactly 0, such as those of key biases,
-and what is computed of them is rounding."""
-
 CLAIMS: Mapping[str, tuple[str, str, str]] = {
     "shuffled, three in a row": (
         "micro-batches and order",
@@ -45,39 +41,17 @@ CLAIMS: Mapping[str, tuple[str, str, str]] = {
     ),
 }
 """Layout -> (name of the check, claim, usual causes of a failure)."""
-REPORT = "Report it with the file of this verification; until then do not trust results of this setup."
-
-
-class Gradient(NamedTuple):
-    """Loss and gradient of a step, on the CPU."""
-
-    loss: float
-    gradients: dict[str, Tensor]
-
-
-class Scale(NamedTuple):
-    """Sizes to which differences of the loss and of weights' gradients are relative."""
-
-    loss: float
-    weights: dict[str, float]
-
-    @classmethod
-    def of(cls, sizes: Mapping[str, float], shapes: Mapping[str, Tensor], loss: float) -> "Scale":
-        """`sizes`: size of the gradient of each weight. See `FLOOR`."""
-        count = sum(tensor.numel() for tensor in shapes.values())
-        whole = math.sqrt(sum(size**2 for size in sizes.values()))
-        floors = {name: FLOOR * whole * math.sqrt(t.numel() / count) for name, t in shapes.items()}
-        return cls(abs(loss), {name: max(sizes[name], floor) for name, floor in floors.items()})
 
 
 def number_of_checks(own_dtype: str) -> int:
-    """Returns the number of findings of `trainer_checks`."""
+    """Returns the number of findings of `trainer_checks` without those of several ranks."""
     return 2 + len(CLAIMS) + {"fp32": 0, "fp16": 1, "bf16": 2}[own_dtype]
 
 
-def trainer_checks(subject: Subject, own_dtype: str) -> Iterator[Finding]:
+def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) -> Iterator[Finding]:
     """Yields the outcome of each check. The computations are in float32, where rounding is so small that
-    defects show; then the run's own dtype is compared with them."""
+    defects show; then the run's own dtype is compared with them. `ranks`: folder for a job of several ranks,
+    which also computes the gradient; None: no such job."""
     clock = Clock()
     with subject.running("fp32") as running:
         found: dict[str, Gradient] = {}
@@ -123,10 +97,12 @@ def trainer_checks(subject: Subject, own_dtype: str) -> Iterator[Finding]:
         yield compared("common prefixes", statement, *arguments)
     if own_dtype != "fp32":
         yield from dtype_checks(subject, own_dtype, one_by_one, scale, clock)
+    if ranks is not None:
+        yield from rank_checks(subject, ranks, one_by_one, scale, rounding)
 
 
 def dtype_checks(
-    subject: Subject, dtype: str, expected: Gradient, scale: Scale, clock: "Clock"
+    subject: Subject, dtype: str, expected: Gradient, scale: Scale, clock: Clock
 ) -> Iterator[Finding]:
     """Compares the run's own dtype with float32."""
     statement = f"In {dtype}, loss and gradient are those of float32 up to rounding"
@@ -172,51 +148,3 @@ def unshared_gradient(running: Running, row: PackedRow) -> Gradient | None:
         return on_cpu(step)
     finally:
         reading.shares_prefixes = True
-
-
-def on_cpu(step: Found) -> Gradient:
-    gradients = {name: gradient.float().cpu() for name, gradient in step.gradients.items()}
-    return Gradient(step.metrics[TOTAL_LOSS], gradients)
-
-
-def compared(
-    check: str,
-    claim: str,
-    found: Gradient,
-    expected: Gradient,
-    scale: Scale,
-    rounding: Rounding,
-    meaning: str,
-    seconds: float,
-) -> Finding:
-    """Compares two computations of a loss and its gradient."""
-    error, where = largest_difference(found, expected, scale)
-    how = f"{rounding}; relative to the sum of the norms of the sequences' parts of a weight's gradient"
-    return judged(check, claim, error, rounding.bound, how=how, where=where, meaning=meaning, seconds=seconds)
-
-
-def largest_difference(found: Gradient, expected: Gradient, scale: Scale) -> tuple[float, str]:
-    """Returns the largest relative difference of the loss or of the gradient of a weight, and its place."""
-    if missing := found.gradients.keys() ^ expected.gradients.keys():
-        return math.inf, f"{sorted(missing)[0]}, which only one of both has"
-    differences = {"the loss": abs(found.loss - expected.loss) / max(scale.loss, abs(expected.loss), 1e-30)}
-    for name, gradient in found.gradients.items():
-        difference = float((gradient - expected.gradients[name]).norm())
-        differences[f"the gradient of {name}"] = difference / max(scale.weights[name], 1e-30)
-    worst = max(
-        differences, key=lambda place: math.inf if math.isnan(differences[place]) else differences[place]
-    )
-    return differences[worst], worst
-
-
-class Clock:
-    """Measures the seconds between calls."""
-
-    def __init__(self) -> None:
-        self._last = time.monotonic()
-
-    def lap(self) -> float:
-        """Returns the seconds since the last call."""
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        return seconds

@@ -6,19 +6,24 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from openrlhf.backends.torch.engine import TorchEngine
+from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.cli.verify import subject_of
 from openrlhf.config.commands import DPO, KTO, PPO, RM, SFT
 from openrlhf.config.parse import parse
+from openrlhf.data import batches
 from openrlhf.models import backbone, policy, scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.training.objectives import kto, sft
 from openrlhf.types import ExperienceRow, PackedRow, PairRow
-from openrlhf.verification import trainer
+from openrlhf.verification import continuing, engine, ranks, trainer
+from openrlhf.verification.compare import Gradient, Scale
 from openrlhf.verification.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.verification.rounding import Rounding
 from openrlhf.verification.subjects import Size, shortest
@@ -33,6 +38,7 @@ ROWS = [
     }
     for i in range(10)
 ]
+WORDS = "--model.model_name_or_path m --data.dataset d --data.output_key o --train.seed 7"
 COMMANDS = {
     "sft": (SFT, "--data.output_key output"),
     "rm": (RM, "--data.prompt_key input"),
@@ -47,6 +53,9 @@ COMMANDS = {
         PPO,
         "--actor.policy_loss_type gspo --algo.kl.init_coef 0 --reward.remote_url http://localhost/reward",
     ),
+}
+COMMANDS_OF_ENGINE = {
+    "engine": (PPO, "--rollout.engine transformers --reward.remote_url http://localhost/reward"),
 }
 FP32_CHECKS = ["plain transformers", "micro-batches and order", "token budget", "packing", "common prefixes"]
 
@@ -70,9 +79,9 @@ def verified(
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder / "cache"))
 
     def verify(
-        name: str, dtype: str = "fp32", checks: Callable = trainer.trainer_checks
+        name: str, dtype: str = "fp32", checks: Callable = trainer.trainer_checks, count: int | None = None
     ) -> dict[str, Finding]:
-        command, flags = COMMANDS[name]
+        command, flags = (COMMANDS | COMMANDS_OF_ENGINE)[name]
         model, data = ("actor", "prompt_dataset") if command is PPO else ("model", "dataset")
         words = (
             f"--{model}.model_name_or_path {folder / 'model'} --data.{data} {folder / 'rows.jsonl'} "
@@ -84,7 +93,7 @@ def verified(
             return list(checks(subject_of(command, config, tmp_path, Size(rows=6)), dtype))
 
         (findings,) = threads(1, work)
-        assert len(findings) == trainer.number_of_checks(dtype)
+        assert len(findings) == (trainer.number_of_checks(dtype) if count is None else count)
         return {finding.check: finding for finding in findings}
 
     return verify
@@ -225,8 +234,7 @@ def test_a_defect_of_one_dtype_is_found(verified: Callable, monkeypatch: pytest.
 
 def test_the_report_has_everything_and_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "very-secret-key")
-    words = "--model.model_name_or_path m --data.dataset d --data.output_key o --train.seed 7"
-    config = parse(SFT, words.split()).config
+    config = parse(SFT, WORDS.split()).config
     findings = [
         judged("a", "A holds", 0.5, 0.1, where="the loss", meaning="B is broken; very-secret-key"),
         judged("b", "B holds", 0.0, 0.1, how="arithmetic"),
@@ -257,3 +265,137 @@ def test_short_rows_come_first() -> None:
     assert shortest([9, 2, 700, 4], Size(rows=3, tokens=10)) == [0, 1, 3]
     assert shortest([900, 20, 700, 4], Size(rows=3, tokens=10)) == [1, 2, 3]
     assert shortest([1, 1], Size(rows=3)) == [0, 1]
+
+
+def continued(verified: Callable, tmp_path: Path, name: str) -> dict[str, Finding]:
+    checks = lambda subject, dtype: continuing.continuing_checks(subject, dtype, tmp_path / "checkpoint")
+    return verified(name, checks=checks, count=2)
+
+
+@pytest.mark.parametrize("name", ["sft", "ppo"])
+def test_a_run_that_goes_on_where_it_was_saved(verified: Callable, tmp_path: Path, name: str) -> None:
+    findings = continued(verified, tmp_path, name)
+    assert {f.check: (f.verdict, f.error) for f in findings.values()} == {
+        "seeds": (Verdict.PROVED, 0.0),
+        "resume": (Verdict.PROVED, 0.0),
+    }
+
+
+def test_a_checkpoint_without_the_optimizer(
+    verified: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    honest = TorchEngine._tensors
+    weights = lambda engine: {n: t for n, t in honest(engine).items() if n.startswith("weights.")}
+    monkeypatch.setattr(TorchEngine, "_tensors", weights)
+    assert failed(continued(verified, tmp_path, "sft")) == {"resume"}
+
+
+def test_a_run_that_its_seed_does_not_fix(
+    verified: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = iter(range(100))
+    order = batches.epoch_order
+    monkeypatch.setattr(
+        batches, "epoch_order", lambda count, *, seed, **more: order(count, seed=next(seeds), **more)
+    )
+    assert "seeds" in failed(continued(verified, tmp_path, "sft"))
+
+
+@pytest.fixture
+def with_engine(verified: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[str, Finding]]:
+    """Returns a function that checks a policy beside the engine of transformers, with three syncs."""
+    monkeypatch.setattr(engine, "SYNCS", 2)
+    return lambda: verified("engine", checks=engine.engine_checks, count=len(engine.NAMES))
+
+
+ENGINE_CHECKS = {"engine", "sampled log-probs", "engine seeds", "one sync", "several syncs", "sleep and wake"}
+
+
+def test_an_engine_beside_the_trainer(with_engine: Callable) -> None:
+    findings = with_engine()
+    assert {f.check for f in findings.values() if f.verdict is Verdict.PROVED} == ENGINE_CHECKS
+    assert all(f.error < f.bound for f in findings.values() if f.check != "engine seeds")
+
+
+def skipped_weights(patch: pytest.MonkeyPatch) -> None:
+    """The engine does not load what it receives."""
+
+    async def update(self: Any, info: Any) -> None:
+        pass
+
+    patch.setattr(TransformersEngine, "update_weights", update)
+
+
+def unused_weights(patch: pytest.MonkeyPatch) -> None:
+    """The engine receives the weights, and computes with those of its files."""
+    honest = TransformersEngine.finish_weight_update
+
+    async def finish(self: Any, version: str) -> None:
+        kept = self.__dict__.setdefault("kept", {n: t.clone() for n, t in self.files.items()})
+        await honest(self, version)
+        self.model.load_state_dict(kept)
+
+    start = TransformersEngine.start
+
+    async def started(self: Any, free: float | None = None) -> None:
+        await start(self, free)
+        self.files = {n: t.clone() for n, t in self.model.state_dict().items()}
+
+    patch.setattr(TransformersEngine, "start", started)
+    patch.setattr(TransformersEngine, "finish_weight_update", finish)
+
+
+def log_probs_of_another_temperature(patch: pytest.MonkeyPatch) -> None:
+    honest = engine.answer
+    patch.setattr(
+        engine, "answer", lambda pair, prompt, temperature, seed: honest(pair, prompt, 3 * temperature, seed)
+    )
+
+
+def one_seed(patch: pytest.MonkeyPatch) -> None:
+    honest = engine.answer
+    always = lambda pair, prompt, temperature, seed: honest(pair, prompt, temperature, 1)
+    patch.setattr(engine, "answer", always)
+
+
+@pytest.mark.parametrize(
+    ("defect", "checks"),
+    [
+        (skipped_weights, {"one sync", "several syncs", "sleep and wake"}),
+        (unused_weights, {"one sync", "several syncs", "sleep and wake"}),
+        (log_probs_of_another_temperature, {"sampled log-probs"}),
+        (one_seed, {"engine seeds"}),
+    ],
+)
+def test_a_defect_of_an_engine(
+    with_engine: Callable, monkeypatch: pytest.MonkeyPatch, defect: Callable, checks: set[str]
+) -> None:
+    defect(monkeypatch)
+    assert failed(with_engine()) == checks
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(1.0, Verdict.PROVED), (0.5, Verdict.FAILED), (None, Verdict.FAILED)]
+)
+def test_ranks_are_compared_with_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, factor: float | None, verdict: Verdict
+) -> None:
+    """Ranks that average what they should add up have a fraction of the gradient."""
+    subject = SimpleNamespace(config=parse(SFT, WORDS.split()).config)
+    gradient = {"w": torch.ones(3)}
+    expected, scale = Gradient(1.0, gradient), Scale(1.0, {"w": 1.0})
+
+    def launch(subject: Any, folder: Path, stages: list[int], number: int) -> str:
+        assert (stages, number) == ([0, 2, 3], 2)
+        if factor is None:
+            return "no such stage"
+        for stage in stages:
+            torch.save((1.0, {"w": factor * gradient["w"]}), folder / f"{stage}.pt")
+        return ""
+
+    monkeypatch.setattr(ranks, "launch", launch)
+    monkeypatch.setattr(ranks, "DEVICE_TYPE", "cpu")
+    rounding = Rounding(dtype="fp32", layers=2, longest_sum=340)
+    findings = list(ranks.rank_checks(subject, tmp_path, expected, scale, rounding))
+    assert [f.verdict for f in findings] == [verdict] * 3
+    assert factor is not None or "no such stage" in findings[0].where

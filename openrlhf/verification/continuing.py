@@ -1,0 +1,85 @@
+"""Checks that a run continues where it was saved, and depends on its seed alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from openrlhf.types import Metrics
+from openrlhf.verification.report import Finding, judged
+from openrlhf.verification.subjects import STEPS, Running, Subject
+from openrlhf.verification.timing import Clock
+
+HALF = STEPS // 2
+TAG = f"global_step{HALF}"
+BITS = "equal bits: the same machine computes the same steps in the same order"
+
+
+class State(NamedTuple):
+    """Weights and metrics after some steps."""
+
+    weights: dict[str, Tensor]
+    metrics: list[Metrics]
+
+    @classmethod
+    def of(cls, running: Running, metrics: list[Metrics]) -> "State":
+        weights = {name: weight.detach().cpu().clone() for name, weight in running.engine.weights()}
+        return cls(weights, metrics)
+
+
+def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Finding]:
+    """Yields whether equal runs are equal to the last bit, and whether a run that is saved in the middle and
+    loaded by new processes' engines equals one that goes on. `folder`: for the checkpoint."""
+    clock = Clock()
+    with subject.running(dtype, learns=True) as running:
+        first = State.of(running, running.learn(0, HALF))
+        running.engine.save_checkpoint(str(folder), TAG, {"step": HALF})
+        whole = State.of(running, running.learn(HALF, STEPS))
+    with subject.running(dtype, learns=True) as running:
+        again = State.of(running, running.learn(0, HALF))
+    error, where = difference(again, first)
+    yield judged(
+        "seeds",
+        f"The same flags and seed give the same weights and metrics after {HALF} optimizer steps",
+        error,
+        0.0,
+        how=BITS,
+        where=where,
+        meaning="Some kernel adds in a random order, or something is random that the seed does not set. Set "
+        "--train.full_determinism_enable; if it still fails, report it with the file of this verification.",
+        seconds=clock.lap(),
+    )
+    with subject.running(dtype, learns=True) as running:
+        state = running.engine.load_checkpoint(str(folder), TAG)
+        assert state == {"step": HALF}
+        resumed = State.of(running, running.learn(HALF, STEPS))
+    error, where = difference(resumed, whole)
+    yield judged(
+        "resume",
+        f"A run that is loaded from its checkpoint of step {HALF} equals one that goes on, after "
+        f"{STEPS - HALF} more steps",
+        error,
+        0.0,
+        how=BITS,
+        where=where,
+        meaning="The checkpoint lacks a state of the optimizer, the schedule or the random numbers, or the "
+        "check `seeds` fails too. Report it with the file of this verification; do not resume such runs.",
+        seconds=clock.lap(),
+    )
+
+
+def difference(found: State, expected: State) -> tuple[float, str]:
+    """Returns the largest difference of a metric or of a weight's element, and its place. Metrics that are
+    measured, such as times, are none."""
+    differences = {
+        f"the metric {name} of step {i + 1} of these": abs(theirs[name] - value)
+        for i, (mine, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True))
+        for name, value in mine.items()
+    }
+    for name, weight in found.weights.items():
+        gap = (weight.double() - expected.weights[name].double()).abs().max()
+        differences[name] = float(gap.nan_to_num(torch.inf))
+    worst = max(differences, key=differences.__getitem__)
+    return differences[worst], worst

@@ -1,0 +1,321 @@
+"""Checks of the rollout engine beside the trainer: its log-probs, weight syncs, sleep and seeds."""
+
+import asyncio
+import math
+import os
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.backends.distributed import free_port
+from openrlhf.backends.rollout import EngineOptions, engine_class
+from openrlhf.backends.weight_sync.stored_weights import (
+    Limit,
+    Probe,
+    Sketch,
+    differing_weights,
+    make_probe,
+    reason_of,
+)
+from openrlhf.completions import SamplingParams
+from openrlhf.config.ppo import ACTOR_FLAG
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.errors import RunError
+from openrlhf.models.loading import has_experts, policy_tokenizer
+from openrlhf.rollout.worker import engine_options
+from openrlhf.training.worker import PolicyWorker
+from openrlhf.types import Batch, present
+from openrlhf.verification.report import Finding, judged, not_checked
+from openrlhf.verification.subjects import PolicySubject, policy_learned, prompts_of
+from openrlhf.verification.timing import Clock
+
+ResultT = TypeVar("ResultT")
+
+SYNCS = 10
+ANSWERS, ANSWER_TOKENS = 4, 24
+"""Answers that are sampled, and tokens of each."""
+MOST_STEPS = 20
+"""Optimizer steps between two syncs at most."""
+TIMEOUT = 900.0
+"""Maximum time of a call to the engine in seconds. The start of an engine may compile kernels."""
+NAMES = ("engine", "sampled log-probs", "engine seeds", "one sync", "several syncs", "sleep and wake")
+CLAIMS = {
+    "engine": "The engine computes the log-probs of the model's files as the trainer does",
+    "sampled log-probs": "The log-probs that the engine returns with samples are those of the trainer",
+    "engine seeds": "Equal seeds give equal answers, other seeds other answers",
+    "one sync": "After an optimizer step and a weight sync the engine computes with the new weights",
+    "several syncs": f"The same after each of {SYNCS} further optimizer steps and syncs",
+    "sleep and wake": "The same after the engine slept and woke, and got the weights again",
+}
+REPORT = "Report it with the file of this verification; samples of this setup are not those of the policy."
+
+
+class LocalEngine:
+    """A rollout engine in this process. It is also the control plane of its weight syncs, see
+    `EngineClient`."""
+
+    num_engines = 1
+
+    def __init__(self, options: EngineOptions) -> None:
+        made = engine_class(options)
+        os.environ.update(made.environment(options))
+        self.version, self.workers_per_engine, self.ends_with_first = 0, options.num_workers, False
+        self.failures: dict[int, str] = {}
+        self.dead: set[int] = set()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        self.engine = self.call(_made(made, options))
+        free = None
+        if options.on_gpu:
+            left, total = torch.cuda.mem_get_info()
+            free = left / total
+        self.call(self.engine.start(free))
+
+    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
+        """Runs a coroutine of the engine, and returns its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT)
+
+    def close(self) -> None:
+        self.engine.shutdown()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def init_weight_transfer_engine(self, init_info: dict) -> None:
+        self.call(self.engine.init_weight_transfer_engine(init_info))
+
+    def start_weight_update(self) -> None:
+        self.call(self.engine.start_weight_update())
+
+    def update_weights(self, update_info: dict | list[dict]) -> None:
+        self.call(self.engine.update_weights(update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self.call(
+            self.engine.finish_weight_update(str(self.version) if weight_version is None else weight_version)
+        )
+
+    def checksums(self) -> dict[int, list[int]]:
+        return {0: self.call(self.engine.loaded_checksums())}
+
+
+async def _made(engine_type: Callable[[EngineOptions], Any], options: EngineOptions) -> Any:
+    return engine_type(options)
+
+
+class Pair:
+    """The trainer's policy and an engine, connected by weight syncs."""
+
+    def __init__(self, worker: PolicyWorker, engine: LocalEngine, options: EngineOptions) -> None:
+        self.worker, self.engine, self.version = worker, engine, 0
+        config = worker.config
+        self.probe: Probe = make_probe(policy_tokenizer(config), None, config.data.max_len - 1)
+        experts = has_experts(config.actor.model_name_or_path, ACTOR_FLAG)
+        self.limit = Limit(dtype=config.ds.precision.dtype, on_gpu=options.on_gpu, has_experts=experts)
+        worker.open_weight_sync(engine, options.transfer_backend, "127.0.0.1", free_port())
+
+    def trainer(self) -> Tensor:
+        """Returns the trainer's log-probs of the probe, (L - 1,)."""
+        return self.worker.log_probs_of(self.probe)
+
+    def difference(self) -> float:
+        """Returns the mean difference between the engine's log-probs of the probe and the trainer's, in units
+        of the limit."""
+        theirs = torch.tensor(self.engine.call(self.engine.engine.probe(self.probe.asked)).log_probs)
+        return self.relative(theirs, self.trainer())
+
+    def relative(self, found: Tensor, trainer: Tensor) -> float:
+        """Returns the mean difference as a fraction of the limit that rounding explains."""
+        return float((found - trainer).abs().mean() / self.limit.allowed(trainer))
+
+    def sync(self) -> None:
+        self.version += 1
+        present(self.worker.send_weights(self.version, self.probe))
+
+    def reason(self) -> str:
+        """Returns which weights the engine lacks or stores differently, as far as they can be read back."""
+        sent = self.worker.weight_sketches()
+        lengths = {name: sketch.length for name, sketch in sent.items()}
+        stored: dict[str, Sketch] = self.engine.call(self.engine.engine.layer_sketches(lengths))
+        unwritten = self.engine.call(self.engine.engine.unwritten_parameters())
+        return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))
+
+
+def engine_checks(subject: PolicySubject, dtype: str) -> Iterator[Finding]:
+    """Yields the outcome of each check with a real engine, which has the run's options and shares the
+    trainer's device."""
+    if why := why_no_engine(subject):
+        yield from (not_checked(name, CLAIMS[name], why) for name in NAMES)
+        return
+    subject.learning |= {"actor.lr_warmup_ratio": 0.0, "actor.lr_scheduler": "constant"}
+    with subject.worker(dtype, learns=True) as worker, started(subject, worker) as pair:
+        yield from pair_checks(subject, pair)
+        del worker, pair
+
+
+def why_no_engine(subject: PolicySubject) -> str:
+    """Returns the reason why no engine can run beside the trainer in one process; "" if it can."""
+    config = subject.config
+    if config.data.reads_images:
+        return "rows have images"
+    if config.vllm.tensor_parallel_size * config.vllm.pipeline_parallel_size > 1:
+        return "the engine spans several GPUs (--vllm.tensor_parallel_size, --vllm.pipeline_parallel_size)"
+    if config.vllm.lora_sync == "adapter" and config.ds.lora.rank:
+        return "adapters are sent separately; every run with them checks the engine with random adapters"
+    return ""
+
+
+@contextmanager
+def started(subject: PolicySubject, worker: PolicyWorker) -> Iterator[Pair]:
+    """Starts the run's engine with the weights of the model's files."""
+    on_gpu = DEVICE_TYPE == "cuda"
+    options = replace(engine_options(worker.config, on_gpu, from_files=True), enable_sleep=True)
+    if options.transfer_backend == "nccl":  # which needs a GPU of its own for each process
+        options = replace(options, transfer_backend="ipc")
+    engine = LocalEngine(options)
+    try:
+        yield Pair(worker, engine, options)
+    finally:
+        engine.close()
+
+
+def pair_checks(subject: PolicySubject, pair: Pair) -> Iterator[Finding]:
+    """Yields the outcome of each check of an engine and a trainer that have just been loaded."""
+    clock = Clock()
+    bound = (
+        "mean difference of log-probs in units of the limit of every run's weight check: "
+        f"{pair.limit.relative:.2g} (rounding of {pair.limit.dtype}) times the mean deviation of the "
+        "log-probs from their mean"
+    )
+
+    def compared(check: str, error: float, meaning: str, where: str = "") -> Finding:
+        meaning = f"{meaning} {REPORT}"
+        seconds, claim = clock.lap(), CLAIMS[check]
+        return judged(check, claim, error, 1.0, how=bound, where=where, meaning=meaning, seconds=seconds)
+
+    yield compared(
+        "engine",
+        pair.difference(),
+        "Engine and trainer load the files differently, or compute with other positions or scalings.",
+    )
+    yield compared(
+        "sampled log-probs",
+        sampled_difference(subject, pair),
+        "The engine returns log-probs of another distribution than that of --rollout.temperature, or of "
+        "other tokens.",
+    )
+    yield seeds_finding(subject, pair, clock)
+    batch = subject.batch(pair.worker)
+    causes = (
+        "The sync leaves out weights, sends old ones, or the engine keeps a copy of some that it does not "
+        "refresh. Try --vllm.sync_with_ray."
+    )
+    for check, count in (("one sync", 1), ("several syncs", SYNCS)):
+        error, where = error_of_syncs(pair, batch, count)
+        if error is None:
+            yield not_checked(check, CLAIMS[check], where)
+        else:
+            yield compared(check, error, causes, where)
+    yield compared("sleep and wake", *after_sleep(pair))
+
+
+def sampled_difference(subject: PolicySubject, pair: Pair) -> float:
+    """Returns the mean difference between the log-probs of sampled tokens as the engine returned them and the
+    trainer's, in units of the limit."""
+    config, prompts = subject.config, prompts_of(subject.config, subject.size)[:ANSWERS]
+    answers = [answer(pair, prompt, config.rollout.temperature, seed=i) for i, prompt in enumerate(prompts)]
+    ids = [
+        np.array([*prompt, *tokens], np.int32) for prompt, (tokens, _) in zip(prompts, answers, strict=True)
+    ]
+    counts = np.array([len(tokens) for tokens, _ in answers])
+    theirs = np.concatenate([log_probs for _, log_probs in answers])
+    masks = [np.arange(len(x)) >= len(x) - count for x, count in zip(ids, counts, strict=True)]
+    batch = Batch(
+        token_ids=np.concatenate(ids),
+        action_mask=np.concatenate(masks),
+        lengths=np.array([len(x) for x in ids]),
+        num_actions=counts,
+        rollout_log_probs=theirs,
+    )
+    ours = torch.from_numpy(pair.worker.forward(batch))
+    return pair.relative(torch.from_numpy(theirs), ours)
+
+
+def answer(pair: Pair, prompt: list[int], temperature: float, seed: int) -> tuple[list[int], np.ndarray]:
+    """Returns the tokens of a sampled answer and their log-probs, (A,)."""
+    params = SamplingParams(
+        temperature=temperature, seed=seed, max_tokens=ANSWER_TOKENS, logprobs=0, ignore_eos=True
+    )
+    (found,) = pair.engine.call(pair.engine.engine.generate(list(prompt), params)).outputs
+    return list(found.token_ids), present(found.log_probs)
+
+
+def seeds_finding(subject: PolicySubject, pair: Pair, clock: Clock) -> Finding:
+    """Samples an answer twice with one seed, and with another."""
+    prompt, temperature = prompts_of(subject.config, subject.size)[0], subject.config.rollout.temperature
+    (first, _), (again, _), (other, _) = (answer(pair, prompt, temperature, seed) for seed in (1, 1, 2))
+    differing = sum(a != b for a, b in zip(first, again, strict=True))
+    where = "the tokens of two answers with seed 1" if differing else ""
+    if not differing and other == first and temperature > 0:
+        differing, where = 1, "seeds 1 and 2, which give the same answer"
+    return judged(
+        "engine seeds",
+        CLAIMS["engine seeds"],
+        float(differing),
+        0.0,
+        how="number of differing tokens; alone in the engine the same kernels run in the same order",
+        where=where,
+        meaning="The engine does not use the seeds of requests, so samples of a group may be copies of one "
+        f"another, or a run cannot be repeated. {REPORT}",
+        seconds=clock.lap(),
+    )
+
+
+def error_of_syncs(pair: Pair, batch: Batch, count: int) -> tuple[float | None, str]:
+    """Returns the largest difference after each of `count` syncs of moved weights, and its sync. The
+    difference is infinite where a sync fails, and None where optimizer steps do not move the weights enough
+    for old ones to be seen."""
+    worst, where = 0.0, ""
+    for i in range(count):
+        if not moved(pair, batch):
+            return None, f"{MOST_STEPS} optimizer steps hardly change the trainer's log-probs"
+        try:
+            pair.sync()
+        except RunError as error:
+            return math.inf, f"sync {i + 1}: {error}"
+        difference = pair.difference()
+        if not difference <= 1:
+            return difference, f"sync {i + 1}: {pair.reason()}"
+        if difference > worst:
+            worst, where = difference, f"sync {i + 1}"
+    return worst, where
+
+
+def moved(pair: Pair, batch: Batch) -> bool:
+    """Takes optimizer steps until the trainer's log-probs of the probe have changed by more than twice the
+    limit, so that an engine with the weights before them would be seen. Returns whether they have."""
+    before = pair.trainer()
+    for step in range(MOST_STEPS):
+        policy_learned(pair.worker, batch, step, step + 1)
+        if pair.relative(before, pair.trainer()) > 2:
+            return True
+    return False
+
+
+def after_sleep(pair: Pair) -> tuple[float, str, str]:
+    """Returns the difference after the engine slept and woke and got the weights again, usual causes of a
+    failure, and its place."""
+    meaning = "Memory that the engine gave away does not come back, or caches of old weights survive."
+    engine = pair.engine.engine
+    try:
+        pair.engine.call(engine.sleep())
+        pair.engine.call(engine.wake(["weights"]))
+        pair.sync()
+        pair.engine.call(engine.wake(["kv_cache"]))
+    except RunError as error:
+        return math.inf, meaning, str(error)
+    return pair.difference(), meaning, "the probe"

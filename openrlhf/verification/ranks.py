@@ -1,0 +1,100 @@
+"""Checks that several ranks compute the gradient of one: a job of ranks on this machine, at several ZeRO
+stages. This module is also the program of a rank."""
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from openrlhf.backends.distributed import free_port, init_distributed, leave_distributed
+from openrlhf.config.fields import with_values
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
+from openrlhf.verification.report import Finding, Verdict, not_checked
+from openrlhf.verification.rounding import Rounding
+from openrlhf.verification.subjects import Subject
+from openrlhf.verification.timing import Clock
+
+LAYOUT = "all in a row"
+TIMEOUT = 3600.0
+"""Maximum time of the job in seconds."""
+LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of this process's own group, which the job must not inherit."""
+
+
+def stages_of(subject: Subject) -> list[int]:
+    """Returns the ZeRO stages to try: the run's own, nothing sharded, and everything sharded."""
+    config = subject.config
+    unsharded = 0 if config.train.backend == "deepspeed" else 2
+    return sorted({unsharded, config.ds.zero_stage, 3})
+
+
+def rank_checks(
+    subject: Subject, folder: Path, expected: Gradient, scale: Scale, rounding: Rounding
+) -> Iterator[Finding]:
+    """Yields whether the loss and gradient of several ranks are `expected`, those of one, at each ZeRO
+    stage."""
+    stages, clock = stages_of(subject), Clock()
+    names = {stage: f"ranks, ZeRO {stage}" for stage in stages}
+    number = torch.cuda.device_count() if DEVICE_TYPE == "cuda" else 2
+    claim = f"{number} ranks compute the loss and gradient of one"
+    if number < 2:
+        for name in names.values():
+            yield not_checked(name, "Several ranks compute the loss and gradient of one", "there is one GPU")
+        return
+    problem = launch(subject, folder, stages, number)
+    seconds = clock.lap() / len(stages)
+    meaning = (
+        "Ranks average what they should add up, read the same rows, or shard a weight wrongly. Try another "
+        f"--ds.zero_stage or --train.backend. {REPORT}"
+    )
+    for stage in stages:
+        made = folder / f"{stage}.pt"
+        if made.exists():
+            found = Gradient(*torch.load(made))
+            yield compared(names[stage], claim, found, expected, scale, rounding, meaning, seconds)
+        else:
+            yield Finding(
+                check=names[stage],
+                claim=claim,
+                verdict=Verdict.FAILED,
+                error=math.inf,
+                bound=rounding.bound,
+                where=f"the job of ranks, which failed: {problem}",
+                meaning=meaning,
+            )
+
+
+def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> str:
+    """Runs the job. Returns the end of its output if it failed, else ""."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "subject.pkl").write_bytes(pickle.dumps((subject, stages)))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number)]
+    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+    command += ["-m", "openrlhf.verification.ranks", str(folder)]
+    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    with open(folder / "log", "w") as log:
+        done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=TIMEOUT, check=False)
+    return (folder / "log").read_text()[-2000:] if done.returncode else ""
+
+
+def main(folder: Path) -> None:
+    """Computes the gradient at each stage as one rank of the job; the first rank writes it."""
+    subject, stages = pickle.loads((folder / "subject.pkl").read_bytes())  # written by `launch`
+    init_distributed()
+    for stage in stages:
+        subject.config = with_values(subject.config, {"ds.zero_stage": stage})
+        with subject.running("fp32") as running:
+            (step,) = running.steps([LAYOUT])
+            if int(os.environ["RANK"]) == 0:
+                torch.save(tuple(on_cpu(step)), folder / f"{stage}.pt")
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
