@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.cli.verify import subject_of
@@ -71,11 +72,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def verified(
-    folder: Path, threads: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., dict[str, Finding]]:
-    """Returns a function that verifies a command and returns its findings by check."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "0")
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., dict[str, Finding]]]:
+    """Yields a function that verifies a command and returns its findings by check."""
+    for name in ranks.LAUNCHED:
+        monkeypatch.setenv(name, "")  # what the checks set is undone
+        monkeypatch.delenv(name)
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder / "cache"))
 
     def verify(
@@ -89,14 +91,13 @@ def verified(
         )
         config = parse(command, words.split()).config
 
-        def work() -> list[Finding]:
-            return list(checks(subject_of(command, config, tmp_path, Size(rows=6)), dtype))
-
-        (findings,) = threads(1, work)
+        init_distributed()
+        findings = list(checks(subject_of(command, config, tmp_path, Size(rows=6)), dtype))
         assert len(findings) == (trainer.number_of_checks(dtype) if count is None else count)
         return {finding.check: finding for finding in findings}
 
-    return verify
+    yield verify
+    leave_distributed()
 
 
 def failed(findings: dict[str, Finding]) -> set[str]:
