@@ -10,7 +10,7 @@ import click
 import pytest
 from ray.scripts.scripts import cli
 
-from openrlhf.cli import data, main
+from openrlhf.cli import data, main, verify
 from openrlhf.cli import plan as planning
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.cli.train_ppo_ray import plan, resolve
@@ -42,6 +42,7 @@ OPTIONS = {
     "no_browser",  # of openrlhf view
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse
+    *("layers", "no_engine", "no_ranks", "out", "tokens"),  # of openrlhf verify
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {
@@ -102,6 +103,9 @@ def test_command_is_understood(
             check_flags(command, data._take_own(flags)[2])
         case ["openrlhf", "plan" | "check" | "rehearse" as command, *flags]:
             check_plan(command, flags)
+        case ["openrlhf", "verify", *flags]:
+            _, command, of_run = verify.parsed_like_run(flags)
+            check_flags(command.name, of_run)
         case ["openrlhf", command, *flags]:
             check_flags(command, flags)
         case ["python" | "torchrun" | "deepspeed", *_] if modules := [
