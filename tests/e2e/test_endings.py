@@ -118,7 +118,12 @@ def kill(title: str) -> Callable[[psutil.Process], None]:
 @pytest.mark.parametrize(
     ("title", "name", "flags"),
     [
-        ("ray::PolicyWorker", "a rank of the policy", ONE_RANK),
+        (
+            "ray::PolicyWorker",
+            "a rank of the policy",
+            f"{ONE_RANK} --rollout.engine transformers --train.backend torch",
+        ),
+        pytest.param("ray::PolicyWorker", "a rank of the policy", ONE_RANK, marks=pytest.mark.slow),
         pytest.param(
             "ray::PolicyWorker",
             "a rank of the policy",
