@@ -99,7 +99,7 @@ def run(command: Command, flags: Sequence[str], options: argparse.Namespace) -> 
 
 
 def subject_of(command: Command, config: Any, scratch: Path, size: "Size") -> "Subject":
-    """Returns the model to verify, on the run's own rows, or on synthetic ones where those cannot be read."""
+    """Returns the model to verify, on the run's own rows."""
     from openrlhf.verification.subjects import PolicySubject, SupervisedSubject
 
     if command.name == PPO.name:
