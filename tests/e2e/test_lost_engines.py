@@ -33,7 +33,7 @@ def sampled(folder: Path) -> Sampled:
 @pytest.mark.parametrize(
     ("engines", "victim", "flags"),
     [
-        ("--rollout.engine transformers --vllm.num_engines 1", "ray::EngineActor", ""),
+        ("--rollout.engine transformers --vllm.num_engines 1", "ray::EngineActor", "--train.backend torch"),
         pytest.param(
             "--rollout.engine transformers --vllm.num_engines 2",
             "ray::EngineActor",
