@@ -24,6 +24,7 @@ COMMANDS = {
     "verify": ("verify", "prove on this machine that a run's model is trained as transformers computes it"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
+    "replay": ("replay", "compute a step of a recorded run again, and compare it bit for bit"),
     "bisect": ("bisect", "find the first difference between two recorded runs"),
     "watch": ("watch", "show a run on one screen: steps, phases, curves, samples, warnings"),
     "view": ("view", "a local web page of runs: curves side by side, and every rollout"),

@@ -15,6 +15,7 @@ from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
 from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.in_process import InProcess
 from openrlhf.cluster.pending import Gathered, Handle, actor_names, first, results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import PPOConfig
@@ -46,11 +47,14 @@ class RankGroup(Generic[WorkerT]):
     replays_routing = False
     """True if ranks replay the batch's routing of experts, and therefore receive it."""
 
-    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+    def __init__(self, config: PPOConfig, bundles: Bundles | InProcess) -> None:
         """Creates the ranks' processes; `start` loads the model."""
         self.config, self.bundles, self.mesh = config, bundles, bundles.mesh
+        if isinstance(bundles, InProcess):
+            self.workers: list[Handle] = bundles.create(self.worker_class, config)
+            return
         files = UserFiles.of(*config.references.values())
-        self.workers: list[Handle] = [
+        self.workers = [
             ray.remote(actor_class(self.worker_class))
             .options(**bundles.options(rank))
             .remote(config, rank, self.mesh, files, environment.private())
@@ -111,7 +115,9 @@ class FrozenRanks(RankGroup[FrozenWorker]):
 
     worker_class = FrozenWorker
 
-    def __init__(self, config: PPOConfig, bundles: Bundles, *, path: str, flag: str, offload: bool) -> None:
+    def __init__(
+        self, config: PPOConfig, bundles: Bundles | InProcess, *, path: str, flag: str, offload: bool
+    ) -> None:
         super().__init__(config, bundles)
         self.model = (path, flag, offload)
 
@@ -155,7 +161,7 @@ class RewardRanks(RankGroup[RewardWorker]):
 class TrainedRanks(RankGroup[TrainedT]):
     """The policy or the critic."""
 
-    def __init__(self, config: PPOConfig, bundles: Bundles) -> None:
+    def __init__(self, config: PPOConfig, bundles: Bundles | InProcess) -> None:
         super().__init__(config, bundles)
         self.num_updates = 0
         """Number of `update` calls so far, which is the seed of the samples' order."""

@@ -182,7 +182,7 @@ class _Job:
     trained: Trained | None
 
 
-_NUMBERS = [f"{name}.list.element" for name in ("rollout_log_probs", *OF_ACTIONS)]
+_NUMBERS = [f"{name}.list.element" for name in ("rollout_log_probs", "kept_log_masses", *OF_ACTIONS)]
 _ENCODING: dict[str, Any] = {
     "compression": "zstd",
     "use_byte_stream_split": _NUMBERS,

@@ -12,16 +12,18 @@
     turn_rewards                                           [T] reward of each turn; empty: unknown
     weight_versions                                        [{version, count}, ...] adding up to A
     rollout_log_probs                                      [A] log-probs of the sampler
+    kept_ids, kept_counts, kept_log_masses                 `KeptSets`; null: the whole vocabulary
     log_probs, ref_log_probs, values, advantages, returns  [A] null where not computed
     optimizer_steps, ranks                                 of the updates on it, by epoch; null: no update
 
-The top-p/top-k support of truncated sampling and the experts of each token are not stored.
+The experts of each token are not stored.
 
 A lone surrogate, which UTF-8 cannot encode, is escaped in a text and kept in a label.
 """
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ import numpy as np
 import pyarrow as pa
 
 from openrlhf.observability.run_folder import RENAMED_COLUMNS, plain, read_jsonl
-from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
+from openrlhf.types import Batch, Image, KeptSets, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
 """For each sequence, by epoch: (optimizer step that learned from it, rank)."""
@@ -71,12 +73,14 @@ ARRAYS = pa.schema(
         "rollout_log_probs": _FLOATS,
     }
 )
+KEPT = pa.schema({"kept_ids": pa.list_(_INT), "kept_counts": pa.list_(_INT), "kept_log_masses": _FLOATS})
+"""Columns of the top-p/top-k support. Their names are those of `KeptSets` after `kept_`."""
 OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Columns of a `Batch` with one value per action."""
 TRAINED = pa.schema(
     {**dict.fromkeys(OF_ACTIONS, _FLOATS), "optimizer_steps": pa.list_(_INT), "ranks": pa.list_(_INT)}
 )
-SCHEMA = pa.unify_schemas([FACTS, ARRAYS, TRAINED])
+SCHEMA = pa.unify_schemas([FACTS, ARRAYS, KEPT, TRAINED])
 
 
 def to_table(
@@ -87,7 +91,7 @@ def to_table(
 ) -> pa.Table:
     """Builds the table of a step. `batch` and `visits` hold the finished trajectories, in their order;
     `batch` None: no training."""
-    columns = _facts(trajectories, responses) | _arrays(trajectories)
+    columns = _facts(trajectories, responses) | _arrays(trajectories) | _kept(trajectories)
     if batch is not None:
         columns |= _trained([t.ok for t in trajectories], batch, visits)
     nulls = {f.name: pa.nulls(len(trajectories), f.type) for f in SCHEMA if f.name not in columns}
@@ -109,8 +113,21 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [
-        _trajectory(row | dict(zip(ARRAYS.names, own, strict=True)))
-        for row, own in zip(facts, arrays, strict=True)
+        replace(_trajectory(row | dict(zip(ARRAYS.names, own, strict=True))), kept=kept)
+        for row, own, kept in zip(facts, arrays, _kept_sets(table), strict=True)
+    ]
+
+
+def _kept_sets(table: pa.Table) -> list[KeptSets | None]:
+    """Returns the top-p/top-k support of each row; None for the whole vocabulary, and in journals of earlier
+    versions, which lack the columns."""
+    if KEPT.names[0] not in table.column_names:
+        return [None] * len(table)
+    missing = table[KEPT.names[0]].is_null().to_pylist()
+    sets = zip(*(_split(table[name]) for name in KEPT.names), strict=True)
+    return [
+        None if is_missing else KeptSets(ids=ids, counts=counts, log_masses=log_masses)
+        for is_missing, (ids, counts, log_masses) in zip(missing, sets, strict=True)
     ]
 
 
@@ -154,6 +171,16 @@ def _arrays(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
     }
     parts["action_ranges"] = [_ranges(t.action_mask) for t in trajectories]
     return {f.name: _lists(parts[f.name], f.type.value_type) for f in ARRAYS}
+
+
+def _kept(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
+    missing = np.array([t.kept is None for t in trajectories], bool)
+    sets = [t.kept or KeptSets.of_all_tokens(0) for t in trajectories]
+    columns = {}
+    for field in KEPT:
+        parts = [getattr(kept, field.name.removeprefix("kept_")) for kept in sets]
+        columns[field.name] = _cut(_joined(parts, field.type.value_type), [len(p) for p in parts], missing)
+    return columns
 
 
 def _ranges(mask: np.ndarray) -> np.ndarray:
@@ -210,7 +237,7 @@ def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
         flat = np.stack([part.to_numpy() for part in values.flatten()], axis=1)
     else:
         flat = values.to_numpy()
-    ends = np.cumsum(lists.value_lengths().to_numpy())
+    ends = np.cumsum(lists.value_lengths().fill_null(0).to_numpy())
     return [flat[start:end] for start, end in pairwise([0, *ends])]
 
 

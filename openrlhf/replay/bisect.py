@@ -128,8 +128,9 @@ def _changed(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
     return {key: (a.get(key), b.get(key)) for key in keys if not same(a.get(key), b.get(key))}
 
 
-def stages(a: RecordedRun, b: RecordedRun) -> Iterator[Stage]:
-    """Yields the comparisons of everything that both runs recorded, in causal order."""
+def stages(a: RecordedRun, b: RecordedRun, *, reads: bool = False) -> Iterator[Stage]:
+    """Yields the comparisons of everything that both runs recorded, in causal order. `reads`: read also
+    checkpoints whose recorded hashes are equal."""
     checkpoints = _common(a.checkpoints(), b.checkpoints())
     journals = {name: _common(a.rollouts(name), b.rollouts(name)) for name in ("filtered", "step", "eval")}
     metrics = _common(a.metrics, b.metrics)
@@ -141,7 +142,7 @@ def stages(a: RecordedRun, b: RecordedRun) -> Iterator[Stage]:
             found = [*compare_metrics(a.metrics[step], b.metrics[step])]
             yield Stage(step=step, name="metrics", found=found)
         if step in checkpoints:
-            yield from checkpoint_stages(a, b, step, last=step)
+            yield from checkpoint_stages(a, b, step, last=step, reads=reads)
         if step in journals["eval"]:
             yield _rollouts(a, b, "eval", step)
 
@@ -153,7 +154,9 @@ def _rollouts(a: RecordedRun, b: RecordedRun, name: str, step: int) -> Stage:
     return Stage(step=step, name=title, found=[*compare_rollouts(*tables, kept=kept)])
 
 
-def checkpoint_stages(a: RecordedRun, b: RecordedRun, first: int, last: int | None = None) -> Iterator[Stage]:
+def checkpoint_stages(
+    a: RecordedRun, b: RecordedRun, first: int, last: int | None = None, *, reads: bool = False
+) -> Iterator[Stage]:
     """Yields the comparisons of the models of each common checkpoint from step `first` to `last`."""
     from openrlhf.replay.tensors import compare_checkpoints
 
@@ -161,7 +164,7 @@ def checkpoint_stages(a: RecordedRun, b: RecordedRun, first: int, last: int | No
     for step in _common(own, others):
         if step >= first and (last is None or step <= last):
             for model in _common(own[step], others[step]):
-                found = [*compare_checkpoints(own[step][model], others[step][model])]
+                found = [*compare_checkpoints(own[step][model], others[step][model], reads=reads)]
                 yield Stage(step=step, name=f"checkpoint of the {model}", found=found)
 
 

@@ -18,7 +18,9 @@ AFTER = ("turn_starts", "finish_reason", "truncated", "outcome", "error", "extra
 """Columns of the finished sample and its reward."""
 LEARNING = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "optimizer_steps", "ranks")
 """Columns of the training step."""
-COLUMNS = (*IDENTITY, *BEFORE, *SAMPLING, *AFTER, "turn_rewards", *LEARNING)
+SUPPORT = ("kept_ids", "kept_counts", "kept_log_masses")
+"""Columns of the top-p/top-k support."""
+COLUMNS = (*IDENTITY, *BEFORE, *SAMPLING, *SUPPORT, *AFTER, "turn_rewards", *LEARNING)
 ORDER = "order of the samples"
 NUMBER = "number of samples"
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from openrlhf.config.commands import PPO
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
 from openrlhf.observability.run_folder import read_jsonl
@@ -54,6 +55,11 @@ class RecordedRun:
         """Versions, machine and variables by name; empty if the folder has none."""
         file = self.path / "env.json"
         return dict(_leaves(yaml.safe_load(file.read_text(encoding="utf-8")), "")) if file.is_file() else {}
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that the command was started in: 1 in reinforcement learning."""
+        return 1 if self.command == PPO.name else int(self.environment.get("variables.WORLD_SIZE", 1))
 
     @cached_property
     def metrics(self) -> dict[int, dict[str, Any]]:

@@ -18,10 +18,11 @@ NOT_TENSORS = ("origin.json", "metric.json", "random_state_")
 """Beginnings of the names of files without tensors of the model."""
 
 
-def compare_checkpoints(a: Path, b: Path) -> Iterator[Compared]:
+def compare_checkpoints(a: Path, b: Path, *, reads: bool = False) -> Iterator[Compared]:
     """Yields the comparison of each tensor: weights and optimizer states, in the order of the first
-    checkpoint. Checkpoints whose recorded hashes are equal are not read, and nothing is yielded."""
-    if have_same_hashes(a, b):
+    checkpoint. Unless `reads`, checkpoints whose recorded hashes are equal are not read, and nothing is
+    yielded."""
+    if not reads and have_same_hashes(a, b):
         return
     stored, others = stored_tensors(a), stored_tensors(b)
     for name in dict.fromkeys([*stored, *others]):

@@ -11,11 +11,15 @@ from rich.text import Text
 from openrlhf.observability.progress import clean_text, format_number
 from openrlhf.replay.bisect import Bisection, Settings, Stage, cause_of
 from openrlhf.replay.differences import Compared, shown
+from openrlhf.replay.rerun import Replayed, Rerun
 
 WIDTH = 118
 """Columns of the tables where stdout is no terminal."""
 MOST_ROWS = 30
 """Maximum number of quantities of a table that differ and are shown."""
+
+MOST_STAGES = 4
+"""Maximum number of records that differ and are shown in tables."""
 
 
 class Screen:
@@ -47,9 +51,8 @@ class Screen:
             self.say(f"\n{title}")
         if len(differing) > MOST_ROWS:
             self.say(f"{len(differing) - MOST_ROWS} more differ")
-        equal = [compared.quantity for compared in found if compared.is_equal]
-        if equal:
-            self.say(f"equal: {_listed(equal)}")
+        if equal := [compared for compared in found if compared.is_equal]:
+            self.say(f"equal: {_quantities(equal)}")
 
     def bisection(self, result: Bisection, names: tuple[str, str]) -> None:
         """Prints the result of comparing two runs. `names`: their folders."""
@@ -69,6 +72,27 @@ class Screen:
         self.stage(result.first)
         if result.later is not None:
             self.stage(result.later)
+
+    def replay(self, rerun: Rerun, result: Replayed) -> None:
+        """Prints the comparison of a step that was computed again."""
+        begin = f"the checkpoint of step {rerun.start}" if rerun.start else "the beginning"
+        self.say(f"{rerun.run.path}: step {rerun.step} computed again, from {begin}")
+        equal = [stage for stage in result.stages if not stage.differing]
+        self.say(f"\nequal bit for bit: {_summary(equal) or 'nothing'}")
+        for stage in equal:
+            if stage.step == rerun.step:
+                self.say(f"  {stage.name}: {_quantities(stage.found)}")
+        differing = [stage for stage in result.stages if stage.differing]
+        if differing:
+            first = differing[0].differing[0]
+            place = f"step {differing[0].step}, {differing[0].name}, {first.quantity}: {first.first}"
+            self.say(f"\nfirst difference (recorded | computed): {place}", "bold red")
+            for stage in differing[:MOST_STAGES]:
+                self.stage(stage)
+            if len(differing) > MOST_STAGES:
+                self.say(f"\nlater records that differ: {_summary(differing[MOST_STAGES:])}")
+        for reason in result.not_compared:
+            self.say(f"not compared: {reason}")
 
     def settings(self, settings: Settings) -> None:
         titles = {
@@ -107,7 +131,7 @@ def _steps(steps: Sequence[int]) -> str:
     return f"steps {', '.join(map(str, steps))}"
 
 
-def _listed(names: Sequence[str]) -> str:
-    """Joins names; of more than MOST_ROWS names only the first ones."""
-    more = f" and {len(names) - MOST_ROWS} more" if len(names) > MOST_ROWS else ""
-    return ", ".join(names[:MOST_ROWS]) + more
+def _quantities(found: Sequence[Compared]) -> str:
+    """Lists quantities by name; more than MOST_ROWS are counted, such as the tensors of a checkpoint."""
+    names = [compared.quantity for compared in found]
+    return ", ".join(names) if len(names) <= MOST_ROWS else f"{len(names)}, from {names[0]} to {names[-1]}"

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from openrlhf.observability.observer import Observer
     from openrlhf.training.checkpoints import CheckpointFolder
     from openrlhf.training.origin import Origin
+    from openrlhf.training.supervised import SupervisedTrainer
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
@@ -244,8 +245,9 @@ class Run(Generic[ConfigT]):
         (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
         return rows
 
-    def train(self) -> None:
-        """Trains from the checkpoint or the beginning, and saves and publishes the model."""
+    def trainer(self) -> "SupervisedTrainer":
+        """Returns the trainer, at the checkpoint or the beginning. On rank 0 it has an observer, which has
+        started."""
         from openrlhf.backends.distributed import on_any_rank
         from openrlhf.observability.progress import waiting
         from openrlhf.training.supervised import SupervisedTrainer
@@ -287,6 +289,13 @@ class Run(Generic[ConfigT]):
                 )
             trainer.observer.message(self._memory_of_rows())
             trainer.observer.started(self.clock)
+        return trainer
+
+    def train(self) -> None:
+        """Trains from the checkpoint or the beginning, and saves and publishes the model."""
+        from openrlhf.observability.progress import waiting
+
+        config, trainer = self.config, self.trainer()
         with noting_position(partial(position, trainer)), trainer.stop.deferred(grace_of(config)):
             try:
                 trainer.fit()

@@ -43,6 +43,7 @@ OPTIONS = {
     *("cluster", "json", "prompt_tokens", "no_color", "rates", "response_tokens", "rows"),  # of openrlhf plan
     "keep",  # of openrlhf rehearse
     *("layers", "no_engine", "no_ranks", "out", "tokens"),  # of openrlhf verify
+    "folder",  # of openrlhf replay
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {

@@ -439,3 +439,16 @@ def test_images_are_kept_by_name():
     assert table["images"].to_pylist() == [["a.png", "sha256:1"], []] and table.nbytes < len(pixels)
     assert to_trajectories(table)[0].images == (Image("a.png", b""), Image("sha256:1", b""))
     assert [t.images for t in to_trajectories(table.drop_columns("images"))] == [(), ()]
+
+
+def test_truncated_sampling_is_recorded(tmp_path):
+    """The support of top-p/top-k sampling comes back as it was; samples of the whole vocabulary and failed
+    ones have none, and neither have journals without the columns."""
+    kept = records.kept_sets([20, 21], [21], [], shares=[0.5, 1.0, 1.0])
+    path = write(tmp_path, 1, [replace(TWO_TURNS, kept=kept), FAILED, TWO_TURNS])
+    first, *others = read_journal(path)
+    assert records.sets_of(first.kept, 3) == [[20, 21], [21], []]
+    np.testing.assert_array_equal(first.kept.log_masses, kept.log_masses)
+    assert [t.kept for t in others] == [None, None]
+    old = read_table(path).drop_columns(["kept_ids", "kept_counts", "kept_log_masses"])
+    assert [t.kept for t in to_trajectories(old)] == [None] * 3

@@ -1,0 +1,63 @@
+"""Computes a step of a recorded run again, from the newest checkpoint before it, and compares every number
+with what the run recorded, bit for bit: metrics; in reinforcement learning log-probs, values and advantages
+of every token; and the checkpoint of the step if there is one. Recorded samples take the place of engines and
+rewards. The run's folders are only read. The exit status is 0 if everything is equal, and 1 if something
+differs."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.errors import ErrorCode, UsageError, short_errors
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="openrlhf replay", description=__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
+    parser.add_argument("--step", type=int, metavar="N", required=True, help="step to compute again")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="PATH",
+        help="empty folder for what is computed (default: a temporary one)",
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with short_errors():
+        options = make_parser().parse_args(argv)
+        sys.exit(run(options.run, options.step, options.folder))
+
+
+def run(path: Path, step: int, folder: Path | None = None) -> int:
+    """Prints the comparison. Returns 0 if everything is equal, else 1."""
+    from openrlhf.replay.recorded import RecordedRun
+    from openrlhf.replay.rerun import Rerun, compare
+    from openrlhf.replay.view import Screen
+
+    recorded = RecordedRun(path)
+    _ = recorded.flags  # raises if the folder is no run
+    if not recorded.command:
+        text = "argv.txt names no training command, so nothing says how to compute a step again"
+        raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
+    with ExitStack() as held:
+        if folder is None:
+            folder = Path(held.enter_context(TemporaryDirectory(prefix="openrlhf_replay_")))
+        elif folder.exists() and any(folder.iterdir()):
+            text = "is not empty; name a new folder"
+            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--folder", value=folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        rerun = Rerun(run=recorded, step=step, folder=folder.resolve())
+        rerun.check()
+        rerun.compute()
+        result = compare(rerun)
+        Screen(sys.stdout).replay(rerun, result)
+    return 0 if result.is_equal else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""A process of `openrlhf replay`: computes steps of a recorded run again, in folders of its own. In
+supervised learning each rank runs this module. In reinforcement learning all models are in this process, and
+recorded samples take the place of engines and rewards."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from typing import Any, cast
+
+from openrlhf.cli.data import TASKS
+from openrlhf.cli.run_files import TRAINING
+from openrlhf.cli.train_ppo_ray import build_trainer
+from openrlhf.config.commands import PPO
+from openrlhf.config.fields import with_values
+from openrlhf.config.parse import parse
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import ErrorCode, UsageError, catch_signals, short_errors
+from openrlhf.hub import choose_hub
+from openrlhf.replay.journal_collector import JournalCollector
+from openrlhf.replay.recorded import RecordedRun
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("command", choices=[command.name for command in TRAINING])
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--source", type=Path, required=True)
+    parser.add_argument("--start", type=int, required=True)
+    parser.add_argument("--step", type=int, required=True)
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    command = next(command for command in TRAINING if command.name == options.command)
+    with short_errors():
+        catch_signals()
+        config = parse(command, ["--config", options.config]).config
+        choose_hub(config.use_ms)
+        source = RecordedRun(options.source)
+        if command is PPO:
+            reinforcement(config, source, options.start, options.step)
+        else:
+            supervised(command.name, config, source, options.step)
+
+
+def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
+    """Trains from the checkpoint to `step`. Evaluates only if the recorded step has an evaluation."""
+    from openrlhf.backends.distributed import leave_distributed
+    from openrlhf.training.task import Run
+
+    module, task_type = TASKS[name]
+    with ExitStack() as held:
+        trainer = Run(getattr(import_module(f"openrlhf.cli.{module}"), task_type)(config), [], held).trainer()
+        trainer.config = with_values(trainer.config, {"train.max_steps": step})
+        if not any(metric.startswith("eval/") for metric in source.metrics.get(step, ())):
+            trainer.eval_rows = []
+        try:
+            trainer.fit()
+        finally:
+            if trainer.observer:
+                trainer.observer.close()
+    leave_distributed()
+
+
+def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int) -> None:
+    """Trains on the recorded samples of the steps after `start`, whose checkpoint is loaded, to `step`. All
+    models are in this process."""
+    from openrlhf.replay.local_roles import start_local_roles
+    from openrlhf.training.checkpoints import CheckpointFolder, Found
+    from openrlhf.training.rl_data import build_data
+
+    others = [f"{config.ckpt.folder}/_critic"] if config.uses_critic else []
+    checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, others)
+    found = checkpoints.find() if start else Found(None, [])
+    if found.skipped:
+        raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(found.skipped), value=source.path)
+    data = build_data(config)
+    roles = start_local_roles(config, len(data.prompts), data.texts)
+    trainer = build_trainer(config, [], cast(Any, roles), data, checkpoints, found.tag)
+    trainer.collector = JournalCollector(source, trainer.collector.admission, step)
+    trainer.total_steps = step
+    try:
+        trainer.fit()
+    finally:
+        trainer.observer.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Collects the samples of an RL step from the run's journal, instead of from engines."""
+
+from typing import Any
+
+from openrlhf.observability.journal import read_journal
+from openrlhf.replay.recorded import RecordedRun
+from openrlhf.training.collect import Admission, Collected, Collector
+
+
+class JournalCollector(Collector):
+    """Returns the samples that a recorded run trained on, in their order."""
+
+    def __init__(self, source: RecordedRun, admission: Admission, last_step: int) -> None:
+        """`last_step`: the last step that is collected."""
+        self._journals, self.admission, self._last_step = source.rollouts(), admission, last_step
+        self._step = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._step == self._last_step
+
+    def next_batch(self, step: int) -> Collected:
+        """Returns the samples of RL step `step`. Limits on failed samples, which count everything that was
+        sampled, are not checked again."""
+        self._step = step
+        trajectories = read_journal(self._journals[step])
+        return Collected(trajectories=trajectories, sampled=[], filtered=[], metrics={})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: the journal is the only state."""
+        return {}

@@ -1,0 +1,225 @@
+"""Computes steps of a recorded run again, in folders of their own. The processes run cli/replayed.py."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from openrlhf.config.commands import PPO
+from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.observability.journal import num_samples, read_table
+from openrlhf.replay.bisect import Stage, stages
+from openrlhf.replay.recorded import RecordedRun
+from openrlhf.training.checkpoints import LATEST
+
+THREADS = ("OMP_", "MKL_")
+"""Prefixes of variables that set the number of threads, on which the last bits of a CPU's sums depend."""
+STDERR = 2
+"""File descriptor of stderr, to which the output of processes goes."""
+OWN_SETTINGS: Mapping[str, Any] = {
+    "ckpt.overwrite": True,
+    "ckpt.disable_ds": False,
+    "ckpt.save_hf": False,
+    "ckpt.async_save": False,
+    "ckpt.max_num": 1000,
+    "ckpt.max_mem": float("inf"),
+    "ckpt.max_age_hours": None,
+    "ckpt.push_to_hub": None,
+    "logger.logging_steps": 1,
+    "logger.tensorboard_dir": None,
+    "logger.wandb.key": None,
+    "logger.trackers": None,
+    "logger.tracker_options": None,
+    "train.verify_steps": 0,
+}
+"""Flags of saving, logging and checks that differ from those of the run."""
+OF_ENGINES = (
+    *("eval/", "mismatch/probe", "rollout/num_prompts", "rollout/engine", "rollout/kept_ratio"),
+    *("rollout/filtered_", "rollout/sampled_score_mean", "rollout/buffered_groups"),
+)
+"""Prefixes of metrics that follow from sampling, syncs or evaluations, which a replay leaves out."""
+WITHOUT_ENGINES: Mapping[str, Any] = {"eval.dataset": None, "eval.steps": -1, "train.max_restarts": 0}
+"""Further flags of reinforcement learning."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rerun:
+    """A part of a recorded run that is computed again."""
+
+    run: RecordedRun
+    step: int
+    """The last step to compute."""
+    folder: Path
+    """An empty folder for everything that is written."""
+
+    @cached_property
+    def start(self) -> int:
+        """The step of the newest checkpoint before `step`; 0 without one."""
+        return max((step for step in self.run.checkpoints() if step < self.step), default=0)
+
+    @property
+    def is_rl(self) -> bool:
+        return self.run.command == PPO.name
+
+    @property
+    def result(self) -> RecordedRun:
+        """The steps that were computed again, as a run."""
+        return RecordedRun(self.folder / "run")
+
+    def check(self) -> None:
+        """Raises UsageError if the run recorded no such step, or not enough of the steps since the
+        checkpoint."""
+        recorded = self.run.rollouts() if self.is_rl else self.run.metrics
+        steps = [step for step in recorded if step > 0]
+        if self.step not in steps:
+            known = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+            what = "rollouts" if self.is_rl else "metrics"
+            text = f"the run has {what} of {known} (--logger.logging_steps, --logger.rollouts)"
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag="--step", value=self.step)
+        if self.is_rl:
+            self._check_rollouts()
+
+    def _check_rollouts(self) -> None:
+        if self.run.flags["algo.router_replay"]:
+            text = "the run replays the engine's routing of experts, which rollouts do not record"
+            raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--algo.router_replay")
+        journals = self.run.rollouts()
+        for step in range(self.start + 1, self.step + 1):
+            if step not in journals:
+                text = f"step {step} has no rollouts, and no checkpoint was saved after it"
+                raise UsageError(ErrorCode.NOT_FOUND, text, flag="--step", value=self.step)
+            table = read_table(journals[step])
+            if len(table) != num_samples(table):
+                text = (
+                    f"has {len(table)} of {num_samples(table)} samples; a replay needs --logger.rollouts full"
+                )
+                raise UsageError(ErrorCode.NOT_FOUND, text, value=journals[step])
+            if any(map(len, table["images"].to_pylist())):
+                text = "has samples with images, whose pictures are not recorded"
+                raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
+            if self._truncates and "kept_ids" not in table.column_names:
+                text = "an older release wrote it, without the support of --rollout.top_p and --rollout.top_k"
+                raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
+
+    @property
+    def _truncates(self) -> bool:
+        """True if the run trained on the support of truncated sampling."""
+        flags = self.run.flags
+        truncates = flags["rollout.top_p"] < 1 or flags["rollout.top_k"] > 0
+        return truncates and flags["rollout.max_kept_tokens"] > 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Values of flags that differ from those of the run."""
+        saves = self.step in self.run.checkpoints()
+        checkpoints = {"ckpt.load_enable": self.start > 0, "ckpt.save_steps": self.step if saves else -1}
+        return {**settings_in(self.folder), **checkpoints, **(WITHOUT_ENGINES if self.is_rl else {})}
+
+    def compute(self) -> None:
+        """Computes the steps after the checkpoint. Raises RunError if that fails. The output of the
+        processes goes to stderr."""
+        self._link_checkpoint()
+        file = configured(self.run, self.settings, self.folder / "replay.yaml")
+        module = ["openrlhf.cli.replayed", self.run.command, "--config", str(file)]
+        module += ["--source", str(self.run.path.resolve()), "--start", str(self.start)]
+        module += ["--step", str(self.step)]
+        command, place = [*launcher(self.run), *module], self.run.working_directory
+        code = subprocess.run(  # bounded: by the number of steps; Ctrl-C ends it
+            command, check=False, cwd=place, env=environment_of(self.run), stdout=STDERR
+        ).returncode
+        if code:
+            text = (
+                f"the step could not be computed again: its process ended with exit status {code}, see above"
+            )
+            raise RunError(ErrorCode.WORKER_FAILED, text, flag="--step", value=self.step)
+
+    def _link_checkpoint(self) -> None:
+        """Makes a folder of checkpoints with nothing but a link to the one to start from."""
+        for model, target in self.run.checkpoints().get(self.start, {}).items():
+            place = self.folder / "checkpoints" / ("" if model == "model" else f"_{model}")
+            place.mkdir(parents=True, exist_ok=True)
+            (place / target.name).symlink_to(target.resolve())
+            (place / LATEST).write_text(target.name)
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    """Returns flags with which a run writes to `folder` only, and nothing to trackers."""
+    return {
+        **OWN_SETTINGS,
+        "ckpt.output_dir": str(folder / "out"),
+        "ckpt.path": str(folder / "checkpoints"),
+        "logger.run_dir": str(folder / "run"),
+    }
+
+
+def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:
+    """Writes the configuration of a run with other values of some of its flags to `file`, which it
+    returns."""
+    tree = yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))
+    for key in settings.keys() & run.flags.keys():
+        *sections, name = key.split(".")
+        node = tree
+        for section in sections:
+            node = node[section]
+        node[name] = settings[key]
+    file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
+    return file
+
+
+def launcher(run: RecordedRun) -> list[str]:
+    """Returns the words before the name of a module, with which as many processes run it as the run had."""
+    if run.num_ranks == 1:
+        return [sys.executable, "-m"]
+    ranks = f"--nproc_per_node={run.num_ranks}"
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, "-m"]
+
+
+def environment_of(run: RecordedRun) -> dict[str, str]:
+    """Returns the variables of this process, with the run's numbers of threads."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
+    recorded = {name.removeprefix("variables."): v for name, v in run.environment.items()}
+    return own | {name: str(value) for name, value in recorded.items() if name.startswith(THREADS)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replayed:
+    """The comparison of computed steps with the recorded ones."""
+
+    stages: Sequence[Stage]
+    not_compared: Sequence[str]
+    """Names and reasons of what was not compared."""
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.stages) and not any(stage.differing for stage in self.stages)
+
+
+def compare(rerun: Rerun) -> Replayed:
+    """Compares everything that was computed with what the run recorded."""
+    recorded, computed = rerun.run, rerun.result
+    found: list[Stage] = []
+    left_out: list[str] = []
+    for stage in stages(recorded, computed, reads=True):
+        if stage.step <= rerun.start:  # the checkpoint from which the steps were computed
+            continue
+        if stage.name == "metrics" and rerun.is_rl:
+            of_engines = [c for c in stage.found if c.quantity.startswith(OF_ENGINES)]
+            left_out += [c.quantity for c in of_engines if not c.is_equal]
+            stage = replace(stage, found=[c for c in stage.found if c not in of_engines])
+        found.append(stage)
+    reasons = []
+    if names := list(dict.fromkeys(left_out)):
+        reasons.append(f"metrics of sampling, syncs and evaluations: {', '.join(names)}")
+    if rerun.is_rl:
+        reasons.append("sampling and rewards: the recorded samples are used")
+    if rerun.step not in recorded.checkpoints():
+        reasons.append(f"weights after step {rerun.step}: the run has no checkpoint of this step")
+    if alone := sorted(set(range(rerun.start + 1, rerun.step + 1)) - recorded.metrics.keys()):
+        reasons.append(f"metrics of steps {', '.join(map(str, alone))}: the run did not log them")
+    return Replayed(stages=found, not_compared=reasons)
