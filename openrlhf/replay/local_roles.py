@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from openrlhf.cluster.in_process import InProcess
-from openrlhf.cluster.pending import Gathered
+from openrlhf.cluster.pending import Answer, Gathered, first
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, Unadapted
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
@@ -21,7 +21,7 @@ class NoEngines:
 
     def sync(self, policy: Any, version: int) -> Gathered[Metrics]:
         """Sends no weights."""
-        return Gathered([], lambda _: {})
+        return Gathered([Answer({})], first)
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> NoReturn:
         raise RuntimeError("nothing can be sampled without engines")
@@ -42,7 +42,7 @@ class LocalRoles:
 
     def peak_memory(self) -> Gathered[Metrics]:
         """Returns no metrics: the memory of one process says nothing about that of several."""
-        return Gathered([], lambda _: {})
+        return Gathered([Answer({})], first)
 
 
 def start_local_roles(config: PPOConfig, num_prompts: int, texts: SampleStore | None) -> LocalRoles:
