@@ -285,13 +285,13 @@ def _draws_dropout(config: Any) -> bool:
 
 
 def _losses(metrics: dict[int, Metrics]) -> str:
-    """Returns the losses of the steps."""
-    first = metrics[min(step for step in metrics if step)]
-    name = next((name for name in ("loss", "policy/loss") if name in first), None)
-    name = name or next((name for name in first if name.endswith("loss")), "grad_norm")
-    return f"{name} " + ", ".join(
-        f"{row[name]:.6g}" for step, row in sorted(metrics.items()) if step and name in row
-    )
+    """Returns the losses and the norms of the gradients of the steps. With equal rewards the policy loss is
+    0, and the entropy bonus alone has a gradient."""
+    rows = [row for step, row in sorted(metrics.items()) if step]
+    loss = "policy/loss" if "policy/loss" in rows[0] else next((n for n in rows[0] if n.endswith("loss")), "")
+    names = [name for name in (loss, "grad_norm") if name in rows[0]]
+    values = {name: ", ".join(f"{row[name]:.6g}" for row in rows if name in row) for name in names}
+    return "; ".join(f"{name} {listed}" for name, listed in values.items())
 
 
 def _steps(steps: list[int]) -> str:
