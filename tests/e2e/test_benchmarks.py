@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_every_benchmark_is_here() -> None:
     names = {"agents", "balance", "controller", "gpu", "learning", "parallel", "prefixes", "rl_step"}
-    names |= {"plan", "rollout", "start", "supervised", "weight_sync"}
+    names |= {"plan", "rollout", "start", "supervised", "view", "weight_sync"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
 

@@ -153,8 +153,8 @@ def test_every_supervised_command(task: TaskFiles, run_worker: Callable, command
     )
     seen: dict = {}
     for size, num_ranks in ((1, 1), (2, 2)):
-        options = {"commands": commands, "common": f"{common} {size}", "stage": 1}
-        (report, *_) = run_worker("supervised_gradients", num_ranks, **options)
+        options = {"commands": commands, "common": f"{common} {size}", "backend": "deepspeed", "stage": 1}
+        (report, *_) = run_worker("supervised_gradients", num_ranks, layouts="all", **options)
         for name, found in report.items():
             gradients, metrics = torch.load(found["gradients"]), found["metrics"]
             expected, expected_metrics = seen.setdefault(name.split(":")[0], (gradients, metrics))
