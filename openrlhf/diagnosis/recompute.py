@@ -27,7 +27,9 @@ class Recomputed:
     @classmethod
     def load(cls, path: str) -> "Recomputed":
         """Loads a model or an adapter. Raises OSError or ValueError if there is none."""
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+        )
         return cls(model.eval(), path)
 
     @torch.no_grad()
@@ -129,7 +131,7 @@ def hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> 
 def tokenizer_at(path: str) -> Any:
     """Loads a tokenizer; None if there is none."""
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
         return None
 

@@ -108,7 +108,9 @@ class Subject:
 
     def plain_model(self) -> Any:
         """Loads transformers' own model in float32, apart from the trainer's."""
-        model = AutoModelForCausalLM.from_pretrained(model_folder(self.path), dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder(self.path), dtype=torch.float32, trust_remote_code=False
+        )
         return model.to(DEVICE_TYPE)
 
     def reference(self) -> Reference | None:
@@ -178,7 +180,7 @@ class SupervisedSubject(Subject):
         config = load_config(self.path, MODEL_FLAG)
         config.num_labels = 1
         model = AutoModelForSequenceClassification.from_pretrained(
-            model_folder(self.path), config=config, dtype=torch.float32
+            model_folder(self.path), config=config, dtype=torch.float32, trust_remote_code=False
         )
         return model.to(DEVICE_TYPE)
 
@@ -186,7 +188,8 @@ class SupervisedSubject(Subject):
         if not issubclass(self.task_type, ComparedTask):
             return None
         path = model_folder(reference_path(self.config))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(DEVICE_TYPE)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
+        model = model.to(DEVICE_TYPE)
 
         def of(sample: Sample) -> torch.Tensor:
             with torch.no_grad():

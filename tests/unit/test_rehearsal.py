@@ -72,6 +72,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hf.Qwen3Config(vocab_size=999, num_hidden_layers=4).save_pretrained("model")
 
 
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the number of ranks that a launcher, or a process group of another test, has set."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
 def configured(name: str, flags: dict[str, str], **more: str) -> tuple[Command, Any]:
     model = "actor.model_name_or_path" if name == "ppo" else "model.model_name_or_path"
     flags = {model: "model"} | flags | {key.replace("__", "."): value for key, value in more.items()}

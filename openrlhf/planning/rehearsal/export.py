@@ -10,7 +10,7 @@ def reloaded(folder: Path, base: Path, *, head: str = "score") -> str:
     import torch
     from transformers import AutoTokenizer
 
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if (folder / "adapter_config.json").exists():
         from peft import PeftModel
 
@@ -45,5 +45,5 @@ def _load(folder: Path) -> tuple[Any, list[str]]:
         auto_class = hf.AutoModelForCausalLM
     else:
         auto_class = hf.AutoModelForImageTextToText
-    model, info = auto_class.from_pretrained(folder, output_loading_info=True)
+    model, info = auto_class.from_pretrained(folder, output_loading_info=True, trust_remote_code=False)
     return model.eval(), sorted(info["missing_keys"])
