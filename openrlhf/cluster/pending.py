@@ -22,10 +22,16 @@ actor_names: dict[str, str] = {}
 """Maps the id of an actor to its name in messages."""
 
 
+class Answer(NamedTuple):
+    """The answer of a call in this process, in place of a reference to a call in another one."""
+
+    value: Any
+
+
 class Gathered(Generic[ResultT]):
     """Pending calls on several workers, combined into one result."""
 
-    def __init__(self, refs: Sequence[ray.ObjectRef], combine: Callable[[list], ResultT]) -> None:
+    def __init__(self, refs: Sequence[ray.ObjectRef | Answer], combine: Callable[[list], ResultT]) -> None:
         self.refs, self.combine = refs, combine
 
     def result(self) -> ResultT:
@@ -35,12 +41,6 @@ class Gathered(Generic[ResultT]):
 def first(results: list) -> Any:
     """Returns the first result, for calls to which all ranks return the same."""
     return results[0]
-
-
-class Answer(NamedTuple):
-    """The answer of a call in this process, in place of a reference to a call in another one."""
-
-    value: Any
 
 
 def results(refs: Sequence[ray.ObjectRef | Answer]) -> list:
