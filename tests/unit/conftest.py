@@ -1,6 +1,7 @@
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _install_threaded_pg,
     _uninstall_threaded_pg,
 )
+from transformers import PreTrainedModel
 
 from openrlhf import errors
 from openrlhf.errors import SIGNALS, catch
+
+LOADING = threading.RLock()
+TIE_WEIGHTS = PreTrainedModel.tie_weights
 
 
 @pytest.fixture
@@ -21,9 +26,13 @@ def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
     real process groups."""
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    yield in_threads
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("from_pretrained", "_from_config"):
+            patch.setattr(PreTrainedModel, name, one_at_a_time(PreTrainedModel.__dict__[name]))
+        yield in_threads
     torch._C._distributed_c10d._set_thread_isolation_mode(False)
     _uninstall_threaded_pg()
+    assert PreTrainedModel.tie_weights is TIE_WEIGHTS and torch.get_default_dtype() == torch.float32
 
 
 @pytest.fixture
@@ -34,6 +43,19 @@ def outlives_stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for number, handler in before.items():
         catch(handler, [number])
+
+
+def one_at_a_time(load: classmethod) -> classmethod:
+    """Lets one thread at a time load a model. Meanwhile transformers replaces functions of its classes and of
+    torch. If two threads overlap, the second restores what the first had put there, for the whole process:
+    models that later tests build have no tied weights."""
+
+    @wraps(load.__func__)
+    def locked(cls: type, *args: Any, **options: Any) -> Any:
+        with LOADING:
+            return load.__func__(cls, *args, **options)
+
+    return classmethod(locked)
 
 
 def in_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:

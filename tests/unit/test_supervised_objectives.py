@@ -482,7 +482,7 @@ def test_distillation_with_coefficient_zero_is_sft(folders):
     loss.backward()
     expected.backward()
     assert loss.item() == expected.item() == metrics["kd/nll"].item()
-    assert metrics["kd/kl"].item() > 0.01  # it is reported, though it has no weight
+    assert metrics["kd/kl"].item() > 0.1
     assert_close(gradients(student.model), gradients(policy.model))
 
 
