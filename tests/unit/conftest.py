@@ -45,7 +45,7 @@ def outlives_stops(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         catch(handler, [number])
 
 
-def one_at_a_time(load: classmethod) -> classmethod:
+def one_at_a_time(load: Any) -> Any:
     """Lets one thread at a time load a model. Meanwhile transformers replaces functions of its classes and of
     torch. If two threads overlap, the second restores what the first had put there, for the whole process:
     models that later tests build have no tied weights."""
