@@ -10,6 +10,7 @@ import os
 import re
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -127,9 +128,9 @@ class Index:
         """Looks at the folders, and indexes at most one batch of files for each run. Returns whether more
         files wait."""
         for i, run in enumerate(self.runs):
-            self._scan(i, run)
+            states = self._scan(i, run)
             if batch := run.waiting[:BATCH_FILES]:
-                self._add(i, run, batch)
+                self._add(i, run, {name: states[name] for name in batch})
                 run.waiting = run.waiting[BATCH_FILES:]
         return any(run.waiting for run in self.runs)
 
@@ -165,14 +166,16 @@ class Index:
     def _count(self, i: int, run: Indexed) -> None:
         run.num_rows = self.rows(f"SELECT count(*) AS n FROM run{i}.rollouts")[0]["n"]
 
-    def _scan(self, i: int, run: Indexed) -> None:
-        """Compares the folder with the index: forgets files that are gone, and lists new and changed ones."""
+    def _scan(self, i: int, run: Indexed) -> dict[str, FileState]:
+        """Compares the folder with the index: forgets files that are gone, and lists new and changed ones.
+        Returns the state of each file."""
         there = _journals(run.folder.rollouts_path)
         if gone := [name for name in run.known if name not in there]:
             self._forget(i, run, gone)
         run.damaged = {name: bad for name, bad in run.damaged.items() if there.get(name) == bad[0]}
         changed = (name for name, state in there.items() if run.known.get(name) != state)
         run.waiting = sorted((name for name in changed if name not in run.damaged), key=_step, reverse=True)
+        return there
 
     def _forget(self, i: int, run: Indexed, names: Sequence[str]) -> None:
         with self._database.cursor() as cursor:
@@ -182,22 +185,20 @@ class Index:
         run.known = {name: state for name, state in run.known.items() if name not in names}
         self._count(i, run)
 
-    def _add(self, i: int, run: Indexed, names: Sequence[str]) -> None:
+    def _add(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
         """Indexes files, all at once, or one by one if any cannot be read."""
-        states = _journals(run.folder.rollouts_path)
-        names = [name for name in names if name in states]
         try:
-            self._insert(i, run, names, states)
+            self._insert(i, run, states)
         except (duckdb.Error, OSError, ValueError) as error:
-            if len(names) == 1:
-                run.damaged[names[0]] = (states[names[0]], str(error))
+            if len(states) == 1:
+                run.damaged |= {name: (state, str(error)) for name, state in states.items()}
                 return
-            for name in names:
-                self._add(i, run, [name])
+            for name, state in states.items():
+                self._add(i, run, {name: state})
         self._count(i, run)
 
-    def _insert(self, i: int, run: Indexed, names: Sequence[str], states: dict[str, FileState]) -> None:
-        folder = run.folder.rollouts_path
+    def _insert(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
+        folder, names = run.folder.rollouts_path, list(states)
         columns = ", ".join(f'"{name}"' for name in TYPES)
         with self._database.cursor() as cursor:
             cursor.begin()
@@ -205,10 +206,10 @@ class Index:
             for relation in _relations(cursor, folder, names):
                 select = _selection(cursor, relation)
                 cursor.execute(f"INSERT INTO run{i}.rollouts ({columns}) {select}")
-            rows = [(name, *states[name]) for name in names]
+            rows = [(name, *state) for name, state in states.items()]
             cursor.executemany(f"INSERT INTO run{i}.files VALUES (?, ?, ?)", rows)
             cursor.commit()
-        run.known |= {name: states[name] for name in names}
+        run.known |= states
 
     def _delete(self, cursor: duckdb.DuckDBPyConnection, i: int, names: Sequence[str]) -> None:
         for table in ("rollouts", "files"):
@@ -269,12 +270,13 @@ def _selection(cursor: duckdb.DuckDBPyConnection, relation: str) -> str:
 
 def _journals(folder: Path) -> dict[str, FileState]:
     """Returns the journal's files with their states; none if the folder does not exist."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if JOURNAL_FILE.fullmatch(entry.name)]
-            return {e.name: FileState((s := e.stat()).st_mtime_ns, s.st_size) for e in found}
-    except FileNotFoundError:
-        return {}
+    states = {}
+    for path in folder.glob("*"):
+        if JOURNAL_FILE.fullmatch(path.name):
+            with suppress(FileNotFoundError):  # a resumed run has just removed it
+                stat = path.stat()
+                states[path.name] = FileState(stat.st_mtime_ns, stat.st_size)
+    return states
 
 
 def _step(name: str) -> int:
