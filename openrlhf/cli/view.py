@@ -10,6 +10,7 @@ from typing import Any
 
 from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.observability.run_folder import RunFolder
 
 DEFAULT_PORT = 8890
 PACKAGES = ("duckdb", "plotly")
@@ -63,7 +64,8 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
     UsageError for a path that is neither."""
     found: list[Path] = []
     for path in paths:
-        inside = [path] if is_run(path) else sorted(inner for inner in path.glob("*") if is_run(inner))
+        is_run = RunFolder(path).is_run
+        inside = [path] if is_run else sorted(inner for inner in path.glob("*") if RunFolder(inner).is_run)
         if not inside:
             text = "is no run folder and has none inside; give the folder of a run (--logger.run_dir)"
             raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
@@ -71,14 +73,10 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
     return found
 
 
-def is_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").is_file() or (path / "rollouts").is_dir()
-
-
 def token_texts(folder: Path, row: dict[str, Any]) -> list[str]:
     """Returns the text of each token behind the prompt."""
+    from openrlhf.observability.rollout_view import prompt_length
     from openrlhf.text import decode_each
-    from openrlhf.viewer.rollout import prompt_length
 
     start = prompt_length(row)
     return decode_each(_tokenizer(folder), row["token_ids"][start:], after=row["token_ids"][:start])

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import yaml
 
@@ -30,37 +30,49 @@ SAMPLES_KEPT = 16
 
 State = Literal["running", "ended", "died", "unknown"]
 Sample = dict[str, Any]
+T = TypeVar("T")
 
 
 class Tail:
     """Reads the rows that are appended to a file of JSON lines."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._inode, self._offset = path, -1, 0
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        """`most_bytes`: bytes at the end of the file that the first call reads; None reads the whole file."""
+        self._path, self._most_bytes = path, most_bytes
+        self._begin(-1, 0)
+
+    def _begin(self, inode: int, offset: int) -> None:
+        self._inode, self._offset, self._num_lines = inode, offset, 0
         self.num_unreadable = 0
         """Number of complete lines that are no JSON objects."""
+        self.first_unreadable = 0
+        """Number of the first of them, counted from 1 in the lines that were read; 0 without any."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns whether the file was replaced or cut since the last call, and its new complete rows. Of a
-        large file that is read for the first time, returns the rows of the last `TAIL_BYTES`."""
+        """Returns whether the file was replaced or cut since the last call, and its new complete rows."""
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())
                 is_new = status.st_ino != self._inode or status.st_size < self._offset
                 if is_new:
-                    self._inode, self._offset = status.st_ino, max(0, status.st_size - TAIL_BYTES)
-                    self.num_unreadable = 0
+                    skipped = status.st_size - self._most_bytes if self._most_bytes else 0
+                    self._begin(status.st_ino, max(0, skipped))
                 skips_first = is_new and self._offset > 0
                 file.seek(self._offset)
                 content, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
-            is_new, self._inode, self._offset = self._inode != -1, -1, 0
+            is_new = self._inode != -1
+            self._begin(-1, 0)
             return is_new, []
         self._offset += len(content) + len(newline)
-        return is_new, list(self._rows(content.split(b"\n")[skips_first:]))
+        lines = content.split(b"\n") if newline else []
+        return is_new, list(self._rows(lines[skips_first:]))
 
     def _rows(self, lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-        for line in filter(bytes.strip, lines):
+        for line in lines:
+            self._num_lines += 1
+            if not line.strip():
+                continue
             try:
                 row = json.loads(line)
             except ValueError:
@@ -69,6 +81,14 @@ class Tail:
                 yield row
             else:
                 self.num_unreadable += 1
+                self.first_unreadable = self.first_unreadable or self._num_lines
+
+
+def metrics_of(row: dict[str, Any]) -> "tuple[int, Metrics]":
+    """Returns the step of a row of metrics.jsonl, and its metrics by their current names. Values that are no
+    numbers are left out."""
+    metrics = {RENAMED.get(name, name): value for name, value in _numbers(row) if name != "step"}
+    return _integer(row.get("step")), metrics
 
 
 class FollowedRun:
@@ -88,7 +108,8 @@ class FollowedRun:
         self.samples_error = ""
         """The reason why the newest samples cannot be read; empty if they can."""
         self.state: State = "unknown"
-        self._metrics, self._health = Tail(self.folder.metrics_path), Tail(self.folder.health_path)
+        self._metrics = Tail(self.folder.metrics_path, TAIL_BYTES)
+        self._health = Tail(self.folder.health_path, TAIL_BYTES)
         self._config: tuple[int, dict[str, Any]] = (-1, {})
         self._rollouts = self._probed = -1.0
 
@@ -142,9 +163,9 @@ class FollowedRun:
     @property
     def age(self) -> float | None:
         """Seconds since the last step, or since the start; None if nothing is written."""
-        for name in ("metrics.jsonl", "config.yaml"):
+        for path in (self.folder.metrics_path, self.folder.path / "config.yaml"):
             try:
-                return max(0.0, time.time() - (self.folder.path / name).stat().st_mtime)
+                return max(0.0, time.time() - path.stat().st_mtime)
             except OSError:
                 continue
         return None
@@ -167,8 +188,7 @@ class FollowedRun:
         return max(0.0, (total - self.last_step) * seconds - min(self.age or 0.0, seconds))
 
     def _add(self, row: dict[str, Any]) -> None:
-        step = _integer(row.pop("step", None))
-        metrics = {RENAMED.get(name, name): value for name, value in _numbers(row)}
+        step, metrics = metrics_of(row)
         if "start/total" in metrics:
             self.start = {name: value for name, value in metrics.items() if name.startswith("start/")}
         self.steps[step] = self.steps.pop(step, {}) | metrics
@@ -178,14 +198,13 @@ class FollowedRun:
             changed = self.folder.rollouts_path.stat().st_mtime
             if changed == self._rollouts:
                 return
-            files = [
-                path for path in self.folder.rollouts_path.glob("*.parquet") if JOURNAL_FILE.match(path.name)
-            ]
+            found = self.folder.rollouts_path.glob("*.parquet")
+            files = [p for p in found if (m := JOURNAL_FILE.fullmatch(p.name)) and m["name"] != "filtered"]
             newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
         except OSError:  # no rollouts, or a file that a resumed run just removed
             return
         self._rollouts = changed
-        if newest is None or newest.name.startswith("filtered"):
+        if newest is None:
             return
         self.samples_file = newest.name
         try:
@@ -237,10 +256,18 @@ def read_samples(path: Path) -> list[Sample]:
         rewards = file.read(["reward"])["reward"].to_pylist()
         scored = sorted((i for i, r in enumerate(rewards) if r is not None), key=lambda i: -rewards[i])
         failed = [i for i, r in enumerate(rewards) if r is None][: SAMPLES_KEPT // 4]
-        room = SAMPLES_KEPT - len(failed)
-        spread = [scored[i * (len(scored) - 1) // max(1, room - 1)] for i in range(room)] if scored else []
+        spread = evenly(scored, SAMPLES_KEPT - len(failed))
         chosen = list(dict.fromkeys(failed[:1] + spread + failed))
         return file.read(columns).take(chosen).to_pylist()
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Returns at most `count` items, evenly spaced, with the first and the last one."""
+    if count >= len(items):
+        return list(items)
+    if count == 1:
+        return list(items[:1])
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
 
 
 def find_run(path: Path) -> Path:
@@ -248,23 +275,19 @@ def find_run(path: Path) -> Path:
     UsageError if there is none."""
     if not path.is_dir():
         raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", value=path)
-    if _is_run(path):
+    if RunFolder(path).is_run:
         return path
     patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
-    runs = {folder for pattern in patterns for folder in path.glob(pattern) if _is_run(folder)}
+    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunFolder(folder).is_run}
     if not runs:
         text = "has no run; name the folder of a run, or --ckpt.output_dir"
         raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
     return max(runs, key=_last_change)
 
 
-def _is_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").is_file() or (folder / "argv.txt").is_file()
-
-
 def _last_change(run: Path) -> float:
     files = [run / "metrics.jsonl", run / "argv.txt"]
-    return max(path.stat().st_mtime for path in files if path.exists())
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
 def _inside(config: dict[str, Any], section: str) -> dict[str, Any]:

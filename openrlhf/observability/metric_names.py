@@ -1,5 +1,8 @@
 """Names of the metrics that show the progress of a run."""
 
+import re
+from collections.abc import Iterable
+
 HEADLINES = (
     (r"eval[/_].*(_pass1|_score_mean|accuracy)", 2),
     (r"eval[/_].*loss", 1),
@@ -14,3 +17,12 @@ HEADLINES = (
 )
 """(pattern of metric names, maximum number of tiles), in the order of the tiles at the top. The loss of a
 policy or a critic does not show the progress of a run."""
+
+
+def headlines(names: Iterable[str]) -> list[str]:
+    """Returns the metrics that show the progress of a run, the most important first."""
+    names, chosen = list(names), []
+    for pattern, limit in HEADLINES:
+        found = [name for name in names if re.fullmatch(pattern, name)]
+        chosen += [name for name in found[:limit] if name not in chosen]
+    return chosen

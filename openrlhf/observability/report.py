@@ -7,7 +7,6 @@ All its parts are bounded, so that it stays below 300 kB for any length of the r
 import itertools
 import json
 import math
-import re
 import shutil
 import sys
 from collections import Counter
@@ -31,7 +30,7 @@ from openrlhf.observability.journal import (
     response_of,
     spread,
 )
-from openrlhf.observability.metric_names import HEADLINES
+from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
 from openrlhf.observability.trackers.metrics_file import read_metrics
@@ -187,11 +186,7 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
 
 
 def _headline_names(curves: dict[str, Curve], same: Container[str]) -> list[str]:
-    names: list[str] = []
-    for pattern, limit in HEADLINES:
-        found = [name for name in curves if re.fullmatch(pattern, name) and name not in same]
-        names += [name for name in found[:limit] if name not in names]
-    return names[:TILES_SHOWN]
+    return headlines(name for name in curves if name not in same)[:TILES_SHOWN]
 
 
 def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:

@@ -80,6 +80,12 @@ class RunFolder:
         return folder
 
     @property
+    def is_run(self) -> bool:
+        """Whether the folder has metrics, rollouts, or the command line of a start."""
+        files = (self.metrics_path, self.path / "argv.txt")
+        return any(file.is_file() for file in files) or self.rollouts_path.is_dir()
+
+    @property
     def metrics_path(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.observability.followed_run import FollowedRun, Sample
+from openrlhf.observability.followed_run import FollowedRun, Sample, evenly
 from openrlhf.observability.progress import (
     KEY_METRICS,
     clean_text,
@@ -282,15 +282,6 @@ def samples(run: FollowedRun, lines: int) -> RenderableType:
         texts += _sample(row)
     title = Text(f"samples of {_one_line(run.samples_file)}, best to worst")
     return Panel(Group(*texts[: max(2, lines)]), title=title, title_align="left")
-
-
-def evenly(rows: Sequence[Sample], count: int) -> list[Sample]:
-    """Returns at most `count` rows, evenly spaced, with the first and the last one."""
-    if count >= len(rows):
-        return list(rows)
-    if count == 1:
-        return list(rows[:1])
-    return [rows[i * (len(rows) - 1) // (count - 1)] for i in range(count)]
 
 
 def _sample(row: Sample) -> Iterator[Text]:

@@ -1,16 +1,10 @@
 """Follows the metrics of a run: its curves, and what is new in a file that grows."""
 
-import json
-import os
-import re
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Lock
-from typing import Any
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.observability.metric_names import HEADLINES
-from openrlhf.observability.trackers.metrics_file import RENAMED
+from openrlhf.observability.followed_run import Tail, metrics_of
 
 MOST_POINTS = 2000
 """Points of a curve that the page receives. Of more, the smallest and the largest of each stretch stay."""
@@ -20,46 +14,30 @@ class Metrics:
     """The metrics of a run, read again only as far as its file has grown."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, Lock()
-        self._reset(None)
-
-    def _reset(self, inode: int | None) -> None:
-        self._inode, self._offset = inode, 0
+        self._path, self._tail, self._lock = path, Tail(path), Lock()
         self.steps: dict[int, dict[str, float]] = {}
         """Step -> metrics. Rows of the same step are merged."""
         self.num_rows = 0
         """Rows read so far, which changes whenever the metrics do."""
 
     def update(self) -> None:
-        """Reads new rows. A file that was replaced or is shorter is read from its beginning."""
+        """Reads new rows, and a file that was replaced or cut from its beginning. Raises UsageError while the
+        file has a line that is not JSON; the other lines are read."""
         with self._lock:
-            try:
-                stat = os.stat(self._path)
-            except FileNotFoundError:
-                return
-            if stat.st_ino != self._inode or stat.st_size < self._offset:
-                self._reset(stat.st_ino)
-            if stat.st_size > self._offset:
-                self._read()
+            is_new, rows = self._tail.read()
+            if is_new:
+                self.steps, self.num_rows = {}, 0
+            for step, metrics in map(metrics_of, rows):
+                self.steps.setdefault(step, {}).update(metrics)
+            self.num_rows += len(rows)
+            if line := self._tail.first_unreadable:
+                text = "not a JSON object, so the line is left out"
+                raise UsageError(ErrorCode.UNREADABLE, text, value=self._path, row=line)
 
-    def _read(self) -> None:
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            complete = file.read().rpartition(b"\n")[0]
-        for row in self._rows(complete):
-            step = int(row.pop("step"))
-            values = {RENAMED.get(name, name): float(value) for name, value in row.items()}
-            self.steps.setdefault(step, {}).update(values)
-            self.num_rows += 1
-        self._offset += len(complete) + 1 if complete else 0
-
-    def _rows(self, lines: bytes) -> Iterator[dict[str, Any]]:
-        for number, line in enumerate(lines.splitlines(), start=self.num_rows + 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                text = f"not JSON: {error}. Delete the line to go on."
-                raise UsageError(ErrorCode.UNREADABLE, text, value=self._path, row=number) from None
+    @property
+    def last_step(self) -> int | None:
+        with self._lock:
+            return max(self.steps, default=None)
 
     def names(self) -> list[str]:
         with self._lock:
@@ -88,12 +66,3 @@ def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
 
 def _height(point: tuple[int, float]) -> float:
     return point[1]
-
-
-def headlines(names: Sequence[str]) -> list[str]:
-    """Returns the metrics that show the progress of a run, the most important first."""
-    chosen: list[str] = []
-    for pattern, limit in HEADLINES:
-        found = [name for name in names if re.fullmatch(pattern, name)]
-        chosen += [name for name in found[:limit] if name not in chosen]
-    return chosen

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.rollout_view import prompt_length
 from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
 from openrlhf.viewer.index import Index, parquet
 
@@ -23,19 +24,8 @@ MOST_WORDS = 3000
 """Words of each text that a diff compares."""
 
 FACTS = (
-    *(
-        "prompt_id",
-        "epoch",
-        "sample_index",
-        "part",
-        "seed",
-        "source",
-        "label",
-        "prompt",
-        "response",
-        "reward",
-    ),
-    *("score", "outcome", "error", "finish_reason", "truncated", "extra_logs", "turn_rewards"),
+    *("prompt_id", "epoch", "sample_index", "part", "seed", "source", "label", "prompt", "response"),
+    *("reward", "score", "outcome", "error", "finish_reason", "truncated", "extra_logs", "turn_rewards"),
     *("weight_versions", "optimizer_steps", "ranks", "images"),
 )
 """Columns that are shown as they are."""
@@ -71,11 +61,6 @@ def shown(row: Row) -> dict[str, Any]:
         "token_ids": row["token_ids"][start:],
         "tracks": tracks(row),
     }
-
-
-def prompt_length(row: Row) -> int:
-    """Returns the number of tokens before the first action."""
-    return min((r["start"] for r in row["action_ranges"]), default=len(row["token_ids"]))
 
 
 def tracks(row: Row) -> dict[str, list[float | None]]:

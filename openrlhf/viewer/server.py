@@ -23,10 +23,11 @@ from fastapi.responses import FileResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.observability.run_folder import read_jsonl, to_json
+from openrlhf.observability.metric_names import headlines
+from openrlhf.observability.run_folder import RunFolder, read_jsonl, to_json
 from openrlhf.viewer import rollout
 from openrlhf.viewer.index import Index
-from openrlhf.viewer.metrics import Metrics, headlines
+from openrlhf.viewer.metrics import Metrics
 from openrlhf.viewer.rollout import TokenTexts
 from openrlhf.viewer.search import Search, choices, errors, find
 
@@ -59,7 +60,7 @@ class Viewer:
         self.folders = list(folders)
         self.names = names_of(folders)
         self.index = Index(folders, cache=cache)
-        self.metrics = [Metrics(folder / "metrics.jsonl") for folder in folders]
+        self.metrics = [Metrics(RunFolder(folder).metrics_path) for folder in folders]
         self._token_texts = token_texts
 
     def state(self) -> dict[str, Any]:
@@ -76,7 +77,7 @@ class Viewer:
             "name": self.names[i],
             "path": str(self.folders[i]),
             "rows": metrics.num_rows,
-            "last_step": max(metrics.steps, default=None),
+            "last_step": metrics.last_step,
             "rollouts": indexed.num_rows,
             "files": len(indexed.known),
             "files_waiting": len(indexed.waiting),
@@ -110,8 +111,7 @@ class Viewer:
         differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
         return {
             "flags": {
-                key: [None if v is None else to_json({"": v})[5:-1] for v in row]
-                for key, row in differing.items()
+                key: [None if v is None else to_json(v) for v in row] for key, row in differing.items()
             },
             "warnings": [warnings_of(folder) for folder in self.folders],
         }
@@ -276,7 +276,7 @@ def flattened(tree: Any, name: str = "") -> dict[str, Any]:
 
 
 def warnings_of(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "health.jsonl"
+    path = RunFolder(folder).health_path
     return list(read_jsonl(path))[-WARNINGS_SHOWN:] if path.exists() else []
 
 

@@ -164,9 +164,11 @@ def test_newest_samples(folder: Path) -> None:
     assert "step_000011" in text and "good question" in text and "answer 3" in text and "no opinion" in text
     time.sleep(0.02)  # file systems keep times in coarse units
     journal.write(12, [records.trajectory(1.0, text="newer question")])
+    journal.write(12, [records.trajectory(1.0, text="filtered question")], name="filtered")
     journal.close()
     run.refresh()
-    assert "newer question" in text_of(run) and "good question" not in text_of(run)
+    assert "newer question" in text_of(run)
+    assert "good question" not in text_of(run) and "filtered question" not in text_of(run)
 
 
 def test_damaged_samples(folder: Path) -> None:

@@ -21,9 +21,10 @@ from refusals import refused
 from openrlhf.cli import view
 from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
+from openrlhf.observability.metric_names import headlines
 from openrlhf.types import Image, Prompt
 from openrlhf.viewer import rollout
-from openrlhf.viewer.metrics import MOST_POINTS, Metrics, headlines, thinned
+from openrlhf.viewer.metrics import MOST_POINTS, Metrics, thinned
 from openrlhf.viewer.search import Search, choices, errors, find
 from openrlhf.viewer.server import STATIC, Viewer, bind, build_app, names_of
 
@@ -217,9 +218,11 @@ def test_metrics_are_read_as_far_as_they_grow(tmp_path):
     metrics.update()
     assert metrics.names() == ["c"]
     with open(path, "a") as file:
-        file.write("no json\n")
-    with refused("unreadable", value=path, row=2):
-        metrics.update()
+        file.write('{"step": 2, "c": 1}\nno json\n{"step": 3, "c": 1}\n')
+    for _ in range(2):
+        with refused("unreadable", value=path, row=3):
+            metrics.update()
+        assert metrics.num_rows == metrics.last_step == 3
 
 
 def test_long_curves_keep_their_extremes():
