@@ -28,6 +28,7 @@ from openrlhf.training.invariants import SAME_POLICY, broken, check_parts
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.reference import reference_log_probs
 from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.training.plain import plain_dpo, plain_sft
 from openrlhf.types import LossNorm, PackedRow, PairRow
 
 LOSS, HALVED, PLAIN = "loss", "halved", "plain"
@@ -70,28 +71,18 @@ class _Twice:
 
 
 def plain_sft_loss(model: PreTrainedModel, objective: SFTObjective, row: PackedRow, norm: LossNorm) -> Tensor:
-    return -plain_log_probs(model, row).sum() / norm.num_tokens
+    return plain_sft([plain_log_probs(model, row)], norm.num_tokens)
 
 
 def plain_dpo_loss(model: PreTrainedModel, objective: DPOObjective, row: PairRow, norm: LossNorm) -> Tensor:
-    counts = row.row.num_actions.tolist()
-    answers = [of_answer.sum() for of_answer in plain_log_probs(model, row.row).split(counts)]
-    of_reference = reference_log_probs(row.ref_log_probs, objective.reference, row.row).double()
-    loss = torch.zeros((), dtype=torch.float64)
-    for i in range(0, 2 * row.num_sequences, 2):
-        chosen, rejected = (answers[k] - of_reference[k] for k in (i, i + 1))
-        beta, h = objective.beta, chosen - rejected
-        if objective.ipo:
-            loss = loss + (h - 1 / (2 * beta)) ** 2
-        else:
-            right, wrong = (1 + (-beta * h).exp()).log(), (1 + (beta * h).exp()).log()
-            loss = loss + (1 - objective.label_smoothing) * right + objective.label_smoothing * wrong
-        loss = loss - objective.nll_coef * answers[i] / max(counts[i], 1)
-    return loss / norm.num_sequences
+    count = 2 * row.num_sequences
+    answers = plain_log_probs(model, row.row).split(row.row.num_actions.tolist())
+    reference = reference_log_probs(row.ref_log_probs, objective.reference, row.row).double()
+    return plain_dpo(objective, answers[:count], list(reference[:count]), norm.num_sequences)
 
 
 PLAIN_LOSSES: Mapping[type, Callable] = {SFTObjective: plain_sft_loss, DPOObjective: plain_dpo_loss}
-"""Losses in a few lines, on log-probs of transformers' own forward pass."""
+"""Losses by plain formulas, on log-probs of transformers' own forward pass."""
 
 
 def verify_step(

@@ -14,6 +14,7 @@ from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.training.plain import plain_dpo, plain_sft
 from openrlhf.types import Batch, ExperienceRow, LossNorm, Pair, Sample, UnpairedExample, present
 
 Reference = Callable[[Sample], Tensor]
@@ -40,27 +41,27 @@ def plain_loss(objective: Any, items: Any, reference: Reference | None) -> Plain
     `items`: items of the dataset, or the batch of a policy. `reference`: the reference of DPO and KTO."""
     match objective:
         case SFTObjective():
-            return plain_sft(items)
+            return sft(items)
         case RewardObjective():
-            return plain_rm(items)
+            return rm(items)
         case DPOObjective():
-            return plain_dpo(items, objective, present(reference))
+            return dpo(items, objective, present(reference))
         case KTOObjective():
-            return plain_kto(items, objective, present(reference))
+            return kto(items, objective, present(reference))
         case PolicyObjective():
-            return plain_policy(items, objective)
+            return policy(items, objective)
     return None
 
 
-def plain_sft(samples: Sequence[Sample]) -> PlainLoss:
+def sft(samples: Sequence[Sample]) -> PlainLoss:
     return PlainLoss(
         sequences=samples,
-        loss=lambda answers: -torch.cat(answers).mean(),
+        loss=lambda answers: plain_sft(answers, sum(map(len, answers))),
         formula="-mean(log-probs of all actions)",
     )
 
 
-def plain_rm(pairs: Sequence[Pair]) -> PlainLoss:
+def rm(pairs: Sequence[Pair]) -> PlainLoss:
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
 
     def loss(answers: list[Tensor]) -> Tensor:
@@ -74,28 +75,18 @@ def plain_rm(pairs: Sequence[Pair]) -> PlainLoss:
     )
 
 
-def plain_dpo(pairs: Sequence[Pair], objective: DPOObjective, reference: Reference) -> PlainLoss:
-    sequences, beta, smoothing = both_answers(pairs), objective.beta, objective.label_smoothing
+def dpo(pairs: Sequence[Pair], objective: DPOObjective, reference: Reference) -> PlainLoss:
+    sequences = both_answers(pairs)
     of_reference = [reference(sequence).sum() for sequence in sequences]
-
-    def loss(answers: list[Tensor]) -> Tensor:
-        ratios = [answer.sum() - ref.to(answer) for answer, ref in zip(answers, of_reference, strict=True)]
-        chosen, rejected = torch.stack(ratios).view(-1, 2).unbind(1)
-        h = chosen - rejected
-        if objective.ipo:
-            losses = (h - 1 / (2 * beta)) ** 2
-        else:
-            losses = -(1 - smoothing) * F.logsigmoid(beta * h) - smoothing * F.logsigmoid(-beta * h)
-        nll = torch.stack([-answer.mean() for answer in answers[::2]])
-        return losses.mean() + objective.nll_coef * nll.mean()
-
     formula = "mean((h - 1 / (2 beta))^2)" if objective.ipo else "-mean(log sigmoid(beta h))"
-    return PlainLoss(sequences=sequences, loss=loss, formula=f"{formula}, h of summed log-probs")
+    return PlainLoss(
+        sequences=sequences,
+        loss=lambda answers: plain_dpo(objective, answers, of_reference, len(pairs)),
+        formula=f"{formula}, h of summed log-probs",
+    )
 
 
-def plain_kto(
-    examples: Sequence[UnpairedExample], objective: KTOObjective, reference: Reference
-) -> PlainLoss:
+def kto(examples: Sequence[UnpairedExample], objective: KTOObjective, reference: Reference) -> PlainLoss:
     count, beta = len(examples), objective.beta
     sequences = [example.sample for example in examples] + [example.mismatched for example in examples]
     of_reference = [reference(sequence).sum() for sequence in sequences]
@@ -119,7 +110,7 @@ def plain_kto(
     )
 
 
-def plain_policy(batch: Batch, objective: PolicyObjective) -> PlainLoss:
+def policy(batch: Batch, objective: PolicyObjective) -> PlainLoss:
     """Returns PPO's clipped loss in a few lines. Other policy losses, corrections and aggregations come from
     the objective itself, on plain log-probs."""
     is_ppo = objective.loss_type == "ppo" and objective.aggregation in (None, "token_mean")

@@ -29,6 +29,7 @@ from openrlhf.training.invariants import (
 )
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.sft import SFTObjective
+from openrlhf.training.plain import plain_dpo
 from openrlhf.training.verify import check_log_probs, verify_step
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory
@@ -144,6 +145,14 @@ class OfTheRow:
 )
 def test_a_step_is_verified(threads: Callable, folder: Path, objective: Any, rows: list) -> None:
     threads(1, lambda: verify_step(engine_of(folder), rows, objective, 1, dtype="fp32", mesh=ALONE))
+
+
+def test_plain_dpo_of_far_answers_and_of_no_pairs() -> None:
+    """e^1000 is no float64, so log(1 + e^(-beta h)) cannot be computed as it is written."""
+    far = [torch.tensor([-2000.0], dtype=torch.float64), torch.tensor([], dtype=torch.float64)]
+    objective = DPOObjective(beta=0.5)
+    assert plain_dpo(objective, far, [torch.zeros(())] * 2, 1) == 1000
+    assert plain_dpo(objective, [], [], 1) == 0
 
 
 @pytest.mark.parametrize("data", [1, 2])

@@ -1,0 +1,37 @@
+"""The losses of SFT, DPO, IPO and cDPO in a few lines, on the log-probs of each answer alone. Checks compare
+a run's own losses with them."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from openrlhf.training.objectives.dpo import DPOObjective
+
+
+def plain_sft(log_probs: Sequence[Tensor], num_actions: float) -> Tensor:
+    """Returns the negative sum of the log-probs of all actions over `num_actions`. `log_probs`: (A,) of each
+    sequence."""
+    return -torch.cat(list(log_probs)).sum() / num_actions
+
+
+def plain_dpo(
+    objective: DPOObjective, log_probs: Sequence[Tensor], reference: Sequence[Tensor], num_pairs: float
+) -> Tensor:
+    """Returns the sum of the pairs' losses over `num_pairs`.
+
+    `log_probs`: (A,) of each answer, chosen and rejected ones alternating. `reference`: summed log-probs ()
+    of each answer under the reference.
+    """
+    beta, smoothing = objective.beta, objective.label_smoothing
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(0, len(log_probs), 2):
+        chosen, rejected = log_probs[i], log_probs[i + 1]
+        h = (chosen.sum() - reference[i]) - (rejected.sum() - reference[i + 1])
+        if objective.ipo:
+            loss = (h - 1 / (2 * beta)) ** 2
+        else:
+            loss = -(1 - smoothing) * F.logsigmoid(beta * h) - smoothing * F.logsigmoid(-beta * h)
+        total = total + loss - objective.nll_coef * chosen.sum() / max(len(chosen), 1)
+    return total / num_pairs
