@@ -1,5 +1,6 @@
 """Checks that a run continues where it was saved, and depends on its seed alone."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -74,12 +75,21 @@ def difference(found: State, expected: State) -> tuple[float, str]:
     """Returns the largest difference of a metric or of a weight's element, and its place. Metrics that are
     measured, such as times, are none."""
     differences = {
-        f"the metric {name} of step {i + 1} of these": abs(theirs[name] - value)
+        f"the metric {name} of step {i + 1} of these": gap(value, theirs[name])
         for i, (mine, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True))
         for name, value in mine.items()
     }
     for name, weight in found.weights.items():
-        gap = (weight.double() - expected.weights[name].double()).abs().max()
-        differences[name] = float(gap.nan_to_num(torch.inf))
+        largest = (weight.double() - expected.weights[name].double()).abs().max()
+        differences[name] = float(largest.nan_to_num(torch.inf))
     worst = max(differences, key=differences.__getitem__)
     return differences[worst], worst
+
+
+def gap(found: float, expected: float) -> float:
+    """Returns the difference of two numbers: 0 if both are the same infinity or both are NaN, as gradient
+    norms in fp16 may be; infinite if only one of them is finite."""
+    if found == expected or (math.isnan(found) and math.isnan(expected)):
+        return 0.0
+    difference = abs(found - expected)
+    return math.inf if math.isnan(difference) else difference

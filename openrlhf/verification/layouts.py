@@ -13,11 +13,12 @@ from openrlhf.types import LossNorm, Metrics
 Layout = tuple[bool, Mapping[str, Any]]
 """Whether the items are shuffled, and changes of the flags `train.*`."""
 
+ONE_BY_ONE, ALL = "one by one", "all in a row"
 LAYOUTS: Mapping[str, Layout] = {
-    "one by one": (False, {"micro_batch_size": 1, "dynamic_batch_enable": False}),
+    ONE_BY_ONE: (False, {"micro_batch_size": 1, "dynamic_batch_enable": False}),
     "shuffled, three in a row": (True, {"micro_batch_size": 3, "dynamic_batch_enable": False}),
     "300 tokens in a row": (True, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 300}),
-    "all in a row": (False, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 10**6}),
+    ALL: (False, {"dynamic_batch_enable": True, "max_tokens_per_gpu": 10**6}),
 }
 
 
@@ -61,8 +62,7 @@ def steps(
     """Yields the optimizer step of the items at `indices` of a run's training set, all by default, as one
     batch in each layout. `run`: see training/task.py; its learning rate must be 0."""
     engine, task = run.engine, run.task
-    objective = task.objective(run)
-    prepare = task.prepare(run, objective) or (lambda rows: objective)
+    prepare = objective_of_rows(run)
     items = run.train_set if indices is None else Chosen(run.train_set, indices)
     train = task.config.train
     try:
@@ -74,6 +74,12 @@ def steps(
             yield Found(layout, rows, minimised, *step_with_gradients(engine, rows, minimised))
     finally:
         task.config = replace(task.config, train=train)
+
+
+def objective_of_rows(run: Any) -> Callable[[Sequence], Objective]:
+    """Returns the function from the rows of a run's optimizer step to their objective."""
+    objective = run.task.objective(run)
+    return run.task.prepare(run, objective) or (lambda rows: objective)
 
 
 class Chosen:

@@ -15,12 +15,12 @@ from openrlhf.backends.distributed import free_port, init_distributed, leave_dis
 from openrlhf.config.fields import with_values
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
+from openrlhf.verification.layouts import ALL
 from openrlhf.verification.report import Finding, Verdict, not_checked
 from openrlhf.verification.rounding import Rounding
 from openrlhf.verification.subjects import Subject
 from openrlhf.verification.timing import Clock
 
-LAYOUT = "all in a row"
 TIMEOUT = 3600.0
 """Maximum time of the job in seconds."""
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,9 +78,16 @@ def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> st
     command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
     command += ["-m", "openrlhf.verification.ranks", str(folder)]
     environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    with open(folder / "log", "w") as log:
-        done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=TIMEOUT, check=False)
-    return (folder / "log").read_text()[-2000:] if done.returncode else ""
+    with (
+        open(folder / "log", "w") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as job,
+    ):
+        try:
+            code = job.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            job.terminate()  # torchrun ends its ranks, after 30 s by SIGKILL
+            return f"it took longer than {TIMEOUT:g} s"
+    return (folder / "log").read_text()[-2000:] if code else ""
 
 
 def main(folder: Path) -> None:
@@ -90,7 +97,7 @@ def main(folder: Path) -> None:
     for stage in stages:
         subject.config = with_values(subject.config, {"ds.zero_stage": stage})
         with subject.running("fp32") as running:
-            (step,) = running.steps([LAYOUT])
+            (step,) = running.steps([ALL])
             if int(os.environ["RANK"]) == 0:
                 torch.save(tuple(on_cpu(step)), folder / f"{stage}.pt")
     leave_distributed()

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
+from openrlhf.models.loading import DTYPES
+
 DEVIATIONS = 5
 """Multiple of the expected size of an error up to which a difference counts as rounding."""
 ROUNDINGS = 20
@@ -63,6 +65,3 @@ class Rounding:
             f"{DEVIATIONS} x {self.unit:.2g} (unit roundoff of {self.dtype}) x sqrt({ROUNDINGS} x "
             f"({self.layers} layers + head){terms})"
         )
-
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -33,7 +33,14 @@ from openrlhf.training.task import MODEL_FLAG, Run, Task, load_tokenizer_of
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import Batch, Metrics, Sample
 from openrlhf.verification.formulas import Reference
-from openrlhf.verification.layouts import LAYOUTS, Chosen, Found, step_with_gradients, steps
+from openrlhf.verification.layouts import (
+    LAYOUTS,
+    Chosen,
+    Found,
+    objective_of_rows,
+    step_with_gradients,
+    steps,
+)
 from openrlhf.verification.plain import Answer, log_probs_of, score_of
 
 AT_REST = {
@@ -264,8 +271,7 @@ class PolicySubject(Subject):
 
 def learned(run: Run, items: Chosen, start: int, stop: int) -> list[Metrics]:
     """Takes the optimizer steps from `start` to `stop` of a run of three steps an epoch on `items`."""
-    objective = run.task.objective(run)
-    prepare = run.task.prepare(run, objective) or (lambda rows: objective)
+    prepare = objective_of_rows(run)
     windows = run.lay_out(items, batch_size=-(-len(items) // 3), shuffle=True)
     return [
         run.engine.train_step(rows, prepare(rows)) for rows in islice(windows.endless(start), stop - start)

@@ -12,7 +12,7 @@ from openrlhf.models.prefixes import tree_of
 from openrlhf.types import PackedRow
 from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
 from openrlhf.verification.formulas import plain_loss
-from openrlhf.verification.layouts import LAYOUTS, Found
+from openrlhf.verification.layouts import ALL, LAYOUTS, ONE_BY_ONE, Found
 from openrlhf.verification.plain import PlainGradient, plain_gradient
 from openrlhf.verification.ranks import rank_checks
 from openrlhf.verification.report import Finding, not_checked
@@ -20,7 +20,6 @@ from openrlhf.verification.rounding import Rounding
 from openrlhf.verification.subjects import Running, Subject
 from openrlhf.verification.timing import Clock
 
-ONE_BY_ONE, ALL = "one by one", "all in a row"
 CLAIMS: Mapping[str, tuple[str, str, str]] = {
     "shuffled, three in a row": (
         "micro-batches and order",

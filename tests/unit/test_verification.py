@@ -282,6 +282,17 @@ def test_a_run_that_goes_on_where_it_was_saved(verified: Callable, tmp_path: Pat
     }
 
 
+def test_differences_of_numbers_that_are_not_finite() -> None:
+    """A gradient norm in fp16 is infinite where the loss scale was too large."""
+    inf, nan = math.inf, math.nan
+    assert [continuing.gap(1.5, 1.0), continuing.gap(inf, inf), continuing.gap(nan, nan)] == [0.5, 0.0, 0.0]
+    assert [continuing.gap(*pair) for pair in ((1.0, inf), (nan, 1.0), (inf, nan))] == [inf] * 3
+    state = lambda *norms: continuing.State({}, [{"loss": 1.0, "grad_norm": norm} for norm in norms])
+    assert continuing.difference(state(inf, 1.0), state(inf, 1.0))[0] == 0.0
+    error, where = continuing.difference(state(nan, 1.0), state(1.0, 1.0))
+    assert error == inf and "grad_norm of step 1" in where
+
+
 def test_a_checkpoint_without_the_optimizer(
     verified: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,3 +411,10 @@ def test_ranks_are_compared_with_one(
     findings = list(ranks.rank_checks(subject, tmp_path, expected, scale, rounding))
     assert [f.verdict for f in findings] == [verdict] * 3
     assert factor is not None or "no such stage" in findings[0].where
+
+
+def test_a_job_of_ranks_that_takes_too_long_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(ranks, "TIMEOUT", 0.01)
+    assert ranks.launch("no subject", tmp_path, [0], 1) == "it took longer than 0.01 s"
