@@ -10,7 +10,7 @@ import click
 import pytest
 from ray.scripts.scripts import cli
 
-from openrlhf.cli import data, main, verify
+from openrlhf.cli import check, data, main, rehearse, verify
 from openrlhf.cli import plan as planning
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.cli.train_ppo_ray import plan, resolve
@@ -146,11 +146,7 @@ def check_flags(name: str, flags: list[str]) -> None:
 
 def check_plan(name: str, words: list[str]) -> None:
     """Parses the options of `plan`, `check` or `rehearse`, and the flags of the run."""
-    parser = planning.parser(f"openrlhf {name}", None)
-    if name == "check":
-        parser.add_argument("--no_color", action="store_true")
-    if name == "rehearse":
-        parser.add_argument("--keep", action="store_true")
+    parser = {"plan": planning, "check": check, "rehearse": rehearse}[name].make_parser()
     options, rest = parser.parse_known_args(words)
     command, flags = command_and_flags(rest, name)
     planning.configuration(command, flags, planning.cluster_of_options(options))
