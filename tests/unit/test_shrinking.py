@@ -15,16 +15,10 @@ from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_tokenizer, tiny_vision_weights
 
 FLAG = "--model.model_name_or_path"
-GEMMA_KINDS = (["sliding_attention"] * 5 + ["full_attention"]) * 4
-"""Kinds of the layers of Gemma 3: every sixth has no window."""
-SIZES: dict[str, Any] = {"head_dim": 128}
+HEADS: dict[str, Any] = {"head_dim": 128}
 CONFIGS: dict[str, Any] = {
     "llama": hf.LlamaConfig(
         vocab_size=999,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
         num_key_value_heads=8,
         rope_parameters={
             "rope_type": "llama3",
@@ -35,60 +29,18 @@ CONFIGS: dict[str, Any] = {
             "original_max_position_embeddings": 8192,
         },
     ),
-    "qwen2": hf.Qwen2Config(
-        vocab_size=999,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_hidden_layers=28,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ),
+    "qwen2": hf.Qwen2Config(vocab_size=999, hidden_size=3584, num_attention_heads=28, num_key_value_heads=4),
     "qwen3": hf.Qwen3Config(
-        vocab_size=999,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        tie_word_embeddings=True,
+        vocab_size=999, hidden_size=2560, num_key_value_heads=8, tie_word_embeddings=True
     ),
     "gemma3": hf.Gemma3TextConfig(
-        vocab_size=999,
-        hidden_size=1152,
-        intermediate_size=6912,
-        num_hidden_layers=24,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        head_dim=256,
-        sliding_window=512,
-        layer_types=GEMMA_KINDS,
+        vocab_size=999, num_attention_heads=4, num_key_value_heads=1, sliding_window=512
     ),
-    "moe": hf.Qwen3MoeConfig(
-        vocab_size=999,
-        hidden_size=2048,
-        intermediate_size=6144,
-        moe_intermediate_size=768,
-        num_experts=128,
-        num_experts_per_tok=8,
-        num_hidden_layers=48,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        **SIZES,
-    ),
-    "latent": hf.DeepseekV3Config(
-        vocab_size=999,
-        hidden_size=7168,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        num_hidden_layers=61,
-        num_attention_heads=128,
-        num_key_value_heads=128,
-        n_routed_experts=256,
-        first_k_dense_replace=3,
-    ),
-    "gpt2": hf.GPT2Config(vocab_size=999, n_embd=768, n_layer=12, n_head=12),
+    "moe": hf.Qwen3MoeConfig(vocab_size=999, **HEADS),
+    "latent": hf.DeepseekV3Config(vocab_size=999),
+    "gpt2": hf.GPT2Config(vocab_size=999),
 }
+"""Configurations with the sizes of large models, which are mostly transformers' defaults."""
 
 
 @pytest.mark.parametrize("name", CONFIGS)
