@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
 from openrlhf.config.command import Command
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.commands import PPO
 from openrlhf.errors import catch_signals, notify, short_errors
 from openrlhf.hub import choose_hub
 
@@ -34,20 +34,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options, command, flags = parsed(make_parser(), argv)
         catch_signals()
-        cluster = cluster_of_options(options)
-        config = configuration(command, flags, cluster)
-        choose_hub(config.use_ms)
         is_named = options.cluster is not None
+        config, cluster = run_on(command, flags, cluster_of_options(options), is_named=is_named)
+        choose_hub(config.use_ms)
         folder = Path(tempfile.mkdtemp(prefix="openrlhf-rehearsal-"))
         try:
-            code = run(
-                command,
-                config,
-                *hardware(config, cluster, is_named=is_named),
-                assumed_of(options),
-                folder,
-                as_json=options.json,
-            )
+            code = run(command, config, cluster, assumed_of(options), folder, as_json=options.json)
         finally:
             if options.keep:
                 notify(f"logs and models: {folder}")
@@ -56,27 +48,36 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(code)
 
 
-def hardware(config: Any, cluster: "Cluster", *, is_named: bool) -> tuple["Cluster", int]:
-    """Returns the hardware of the real run, and its number of ranks. Where no cluster is named and this
-    machine has no GPU, that is as many GPUs as the flags ask for, and two ranks of a supervised command."""
+def run_on(
+    command: Command, flags: Sequence[str], cluster: "Cluster", *, is_named: bool
+) -> tuple[Any, "Cluster"]:
+    """Returns the configuration of the real run, and its hardware. Where no cluster is named and this machine
+    has no GPU, that is as many GPUs as the flags of reinforcement learning ask for, and two for a supervised
+    command."""
     from openrlhf.cluster.layout import demands
+
+    if is_named or cluster.kind.on_gpu:
+        return configuration(command, flags, cluster), cluster
+    if command.name != PPO.name:
+        cluster = _gpus(2)
+        return configuration(command, flags, cluster), cluster
+    config = configuration(command, flags, cluster)
+    needed = sum(demands(config).values())
+    return config, _gpus(needed) if needed > 1 else cluster
+
+
+def _gpus(count: int) -> "Cluster":
     from openrlhf.planning.hardware import cluster_of
 
-    is_rl = isinstance(config, PPOConfig)
-    if is_named or cluster.kind.on_gpu:
-        return cluster, config.actor.num_gpus if is_rl else cluster.devices
-    needed = sum(demands(config).values()) if is_rl else 2
-    if needed > 1:
-        cluster = cluster_of(f"{math.ceil(needed / 8)}x{min(needed, 8)}xH100")
-        notify(f"note: the plan is for {cluster}; --cluster names other hardware")
-    return cluster, config.actor.num_gpus if is_rl else needed
+    cluster = cluster_of(f"{math.ceil(count / 8)}x{min(count, 8)}xH100")
+    notify(f"note: the plan is for {cluster}; --cluster names other hardware")
+    return cluster
 
 
 def run(
     command: Command,
     config: Any,
     cluster: "Cluster",
-    ranks: int,
     assumed: "Assumed",
     folder: Path,
     *,
@@ -92,7 +93,6 @@ def run(
         config=config,
         cluster=cluster,
         assumed=assumed,
-        ranks=ranks,
         folder=folder,
         tell=Progress(started),
     )

@@ -106,9 +106,11 @@ def _remarks(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[
     return [str(_error_of(problem, config, explicit)) for problem in found if not problem.fatal]
 
 
-def to_yaml(config: Any) -> str:
-    """Returns the whole configuration as YAML, from which `--config` restores the same values. A secret key
-    is written as True, which stands for the key in the environment."""
+def to_yaml(config: Any, *, defaults: bool = True) -> str:
+    """Returns the configuration as YAML, from which `--config` restores the same values. A secret key is
+    written as True, which stands for the key in the environment.
+
+    defaults: False to leave out flags that have their default value."""
     import yaml
 
     class Dumper(yaml.SafeDumper):
@@ -120,7 +122,10 @@ def to_yaml(config: Any) -> str:
         lambda dumper, value: dumper.represent_sequence("tag:yaml.org,2002:seq", value, flow_style=True),
     )
     tree: dict[str, Any] = {}
+    left_out = {} if defaults else values_of(type(config)())
     for key, value in values_of(config).items():
+        if key in left_out and left_out[key] == value:
+            continue
         *sections, name = key.split(".")
         node = tree
         for section in sections:

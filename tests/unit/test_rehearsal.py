@@ -11,10 +11,11 @@ import transformers as hf
 from safetensors.torch import save_file
 
 from openrlhf.cli.plan import configuration
-from openrlhf.cli.rehearse import hardware
+from openrlhf.cli.rehearse import run_on
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
+from openrlhf.config.parse import to_yaml
 from openrlhf.mesh import Mesh
 from openrlhf.planning.hardware import cluster_of, cores
 from openrlhf.planning.plan import Assumed, plan_run
@@ -78,12 +79,16 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
-def configured(name: str, flags: dict[str, str], **more: str) -> tuple[Command, Any]:
+def words_of(name: str, flags: dict[str, str], **more: str) -> tuple[Command, list[str]]:
     model = "actor.model_name_or_path" if name == "ppo" else "model.model_name_or_path"
     flags = {model: "model"} | flags | {key.replace("__", "."): value for key, value in more.items()}
     words = [name, *(word for key, value in flags.items() for word in (f"--{key}", value))]
-    command, rest = command_and_flags(words, "test")
-    return command, configuration(command, rest, NODES)
+    return command_and_flags(words, "test")
+
+
+def configured(name: str, flags: dict[str, str], **more: str) -> tuple[Command, Any]:
+    command, words = words_of(name, flags, **more)
+    return command, configuration(command, words, NODES)
 
 
 def small_run(config: Any, ranks: int) -> Any:
@@ -102,8 +107,8 @@ def small_run(config: Any, ranks: int) -> Any:
 def test_nothing_of_the_users_folders_remains(name: str, flags: dict[str, str]) -> None:
     command, config = configured(name, flags)
     small = small_run(config, 64)
-    settings.write_flags(small, Path("flags.yaml"))
-    text = Path("flags.yaml").read_text()
+    text = to_yaml(small, defaults=False)
+    Path("flags.yaml").write_text(text)
     assert "theirs" not in text and "model_name_or_path: model" not in text
     assert small.logger.trackers is None
     again = configuration(command, ["--config", "flags.yaml"], cluster_of("2xH100"))
@@ -180,7 +185,7 @@ def test_every_model_is_shrunk_once(name: str, tmp_path: Path, monkeypatch: pyte
     hf.Qwen3Config(vocab_size=999, num_hidden_layers=8).save_pretrained("other")
     command, config = configured(name, OTHERS[name])
     rehearsal = Rehearsal(
-        command=command, config=config, cluster=NODES, assumed=Assumed(), ranks=32, folder=tmp_path / "r"
+        command=command, config=config, cluster=NODES, assumed=Assumed(), folder=tmp_path / "r"
     )
     rehearsal.prepare([])
     values = values_of(rehearsal.small)
@@ -242,7 +247,7 @@ def test_stages_after_a_failure(tmp_path: Path) -> None:
     command, config = configured("sft", SFT)
     hf.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2).save_pretrained("model")
     rehearsal = Rehearsal(
-        command=command, config=config, cluster=NODES, assumed=Assumed(), ranks=64, folder=tmp_path / "r"
+        command=command, config=config, cluster=NODES, assumed=Assumed(), folder=tmp_path / "r"
     )
     rehearsal.run()
     outcomes = {stage.name: stage.outcome for stage in rehearsal.stages}
@@ -268,7 +273,17 @@ def test_full_size(name: str, flags: dict[str, str]) -> None:
 
 
 def test_hardware_without_a_cluster() -> None:
-    _, config = configured("ppo", RL)
-    assert hardware(config, NODES, is_named=True) == (NODES, 32)
-    cluster, ranks = hardware(config, cores(1), is_named=False)
-    assert (cluster.devices, ranks) == (40, 32) and cluster.kind == NODES.kind
+    command, flags = words_of("ppo", RL)
+    assert run_on(command, flags, NODES, is_named=True)[1] == NODES
+    cluster = run_on(command, flags, cores(1), is_named=False)[1]
+    assert cluster.devices == 40 and cluster.kind == NODES.kind
+
+
+def test_a_supervised_run_without_a_cluster_has_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    command, flags = words_of("sft", SFT, ds__ring_attn_size="2")
+    config, cluster = run_on(command, flags, cores(1), is_named=False)
+    assert (config.ds.ring_attn_size, cluster.devices) == (2, 2)
+    with pytest.raises(SystemExit):
+        run_on(*words_of("sft", SFT), cores(1), is_named=False)
+    note, *_ = capsys.readouterr().err.rpartition("error: ")
+    assert "--cluster" in note

@@ -3,8 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from openrlhf.models.scorer import CLASSIFIER_HEAD, register_classifier
 
-def reloaded(folder: Path, base: Path, *, head: str = "score") -> str:
+
+def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
     """Loads the model that a run exported with transformers (an adapter with PEFT, on `base`) and returns
     what it is. Raises ValueError if a weight is missing, or if its outputs are not finite."""
     import torch
@@ -17,7 +19,8 @@ def reloaded(folder: Path, base: Path, *, head: str = "score") -> str:
         model, missing = PeftModel.from_pretrained(_load(base)[0], str(folder)), []
     else:
         model, missing = _load(folder)
-    missing = [name for name in missing if not (head != "score" and name.startswith("score."))]
+    if head != CLASSIFIER_HEAD:  # transformers' classifier has a head of another name than the file
+        missing = [name for name in missing if not name.startswith(f"{CLASSIFIER_HEAD}.")]
     if missing:
         raise ValueError(f"the exported model lacks weights: {', '.join(missing[:5])}")
     ids = torch.arange(min(16, len(tokenizer)))[None]
@@ -37,10 +40,7 @@ def _load(folder: Path) -> tuple[Any, list[str]]:
     name = (config.architectures or [""])[0]
     if name.endswith("ForSequenceClassification"):
         auto_class: Any = hf.AutoModelForSequenceClassification
-        if type(config) not in auto_class._model_mapping:
-            from openrlhf.models.scorer import register_classifier
-
-            register_classifier(config)
+        register_classifier(config)
     elif type(config) in hf.AutoModelForCausalLM._model_mapping:
         auto_class = hf.AutoModelForCausalLM
     else:

@@ -51,8 +51,7 @@ def _figures(rehearsal: Rehearsal) -> Iterator[str]:
         return
     yield f"\nplan of the run on {plan.cluster}"
     if small is not None:
-        rows = [*zip(_of_plan(small), _of_plan(plan), strict=True)]
-        for (name, rehearsed), (_, whole) in rows:
+        for (name, rehearsed), (_, whole) in zip(_of_plan(small), _of_plan(plan), strict=True):
             yield f"  {name:<28} {whole:>16}   rehearsed with {rehearsed}"
     suggested = None
     if not plan.fits:

@@ -1,5 +1,6 @@
 """Chooses rows of the user's datasets for a rehearsal."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from openrlhf.config.checks import split_spec
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import is_gym
-from openrlhf.planning.rehearsal.settings import STEPS, as_json
+from openrlhf.planning.rehearsal.settings import STEPS
 
 READ = 256
 """Rows of a dataset from which those of the rehearsal are chosen: the first ones."""
@@ -50,7 +51,7 @@ def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: 
         seed=config.train.seed,
         bad_rows="skip",
     )
-    lines = [as_json(row) for row in _readable(rows)]
+    lines = [json.dumps(row, ensure_ascii=False, default=str) for row in _readable(rows)]
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.jsonl"
     file.write_text("".join(f"{lines[i]}\n" for i in short_ones(list(map(len, lines)), count)), "utf-8")

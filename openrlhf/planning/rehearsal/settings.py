@@ -1,6 +1,5 @@
 """Derives the flags of a rehearsal from those of the run: few ranks, short responses, folders of its own."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -91,23 +90,6 @@ def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, s
             "logger.run_dir": str(folder / name / "run"),
         },
     )
-
-
-def write_flags(config: Any, file: Path) -> None:
-    """Writes the flags that differ from their defaults as YAML, for `--config`."""
-    import yaml
-
-    defaults, tree = values_of(type(config)()), {}
-    for key, value in values_of(config).items():
-        if key in defaults and defaults[key] == value:
-            continue
-        *sections, name = key.split(".")
-        node = tree
-        for section in sections:
-            node = node.setdefault(section, {})
-        node[name] = [*value] if isinstance(value, tuple) else value
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 # ---- changes of flags
@@ -287,8 +269,3 @@ def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
     sleeps = isinstance(config, PPOConfig) and (config.engines_sleep or config.ds.offloading.sleeps)
     if sleeps:
         yield "--vllm.enable_sleep, --ds.enable_sleep: nothing is offloaded without a GPU"
-
-
-def as_json(value: Any) -> str:
-    """Formats a row of a dataset; values that JSON lacks become text."""
-    return json.dumps(value, ensure_ascii=False, default=str)

@@ -230,8 +230,7 @@ def _class_of(config: Any, *, scores: bool) -> Any:
 
     if scores:
         config.num_labels = 1
-        if config.sub_configs:
-            register_classifier(config)
+        register_classifier(config)
         return transformers.AutoModelForSequenceClassification._model_mapping[type(config)]
     named = getattr(transformers, (config.architectures or [""])[0], None)
     if named is not None and named.__name__.endswith(("ForCausalLM", "ForConditionalGeneration")):

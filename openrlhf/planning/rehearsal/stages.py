@@ -10,8 +10,10 @@ from typing import Any
 from openrlhf.algorithms.mismatch import PROBE
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
+from openrlhf.config.parse import to_yaml
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import describe
+from openrlhf.models.scorer import CLASSIFIER_HEAD
 from openrlhf.planning.hardware import Cluster, cores
 from openrlhf.planning.plan import Assumed, RunPlan, plan_run
 from openrlhf.planning.rehearsal import settings
@@ -61,8 +63,6 @@ class Rehearsal:
     cluster: Cluster
     """Hardware of the real run."""
     assumed: Assumed
-    ranks: int
-    """Ranks of the real run."""
     folder: Path
     """Folder of everything that the rehearsal writes."""
     tell: Callable[[str, float, float], None] = lambda name, seconds, expected: None
@@ -82,6 +82,12 @@ class Rehearsal:
     def is_rl(self) -> bool:
         return isinstance(self.config, PPOConfig)
 
+    @property
+    def scale(self) -> settings.Scale:
+        """Processes of the rehearsed run, which follow from the ranks of the real one."""
+        ranks = self.config.actor.num_gpus if self.is_rl else self.cluster.devices
+        return settings.scale_of(self.config, ranks)
+
     def run(self) -> None:
         """Goes through all stages. A failure ends only the stages that need its result."""
         with self._stage("plan and layout of the full size") as said:
@@ -99,8 +105,7 @@ class Rehearsal:
             said.append(self._evaluated(whole))
         with self._stage("export") as said:
             model, base = _needed(whole).model, Path(values_of(self.small)[self._trained_flag])
-            head = getattr(self.config.ds, "value_head_prefix", "score")
-            said.append(reloaded(model, base, head=head))
+            said.append(reloaded(model, base, head=self._head))
         self._run_stage("losses of one rank", lambda said: self._one_rank(said, whole))
         self._run_stage("checkpoint and resume", lambda said: self._resumed(said, whole))
 
@@ -109,22 +114,20 @@ class Rehearsal:
     def prepare(self, said: list[str]) -> None:
         """Shrinks models, chooses rows and derives the flags of the runs. Appends to `said` what was made."""
         models = dict(self._shrink())
-        scale = settings.scale_of(self.config, self.ranks)
-        small = settings.rehearsed(self.config, scale, self.folder, models)
+        small = settings.rehearsed(self.config, self.scale, self.folder, models)
         changes = rows_for(small, self.folder / "data")
         self.small = settings.with_values(small, changes)
-        self.small_plan = _planned(self.command, self.small, scale.ranks)
+        self.small_plan = _planned(self.command, self.small, self.scale.ranks)
         sizes = self.small_plan.sizes
         said.extend(f"{role}: {size.parameters:,} parameters" for role, size in sizes.items())
 
     def _layout_run(self, said: list[str]) -> Result:
-        scale = settings.scale_of(self.config, self.ranks)
-        result = self._start("run", _ready(self.small), scale.ranks)
+        result = self._start("run", _ready(self.small), self.scale.ranks)
         metrics = result.metrics
         if sorted(step for step in metrics if step) != [*range(1, settings.STEPS + 1)]:
             raise RunFailedError(f"it logged the steps {sorted(metrics)}")
         engines = f", {self.small.num_engines} engine(s)" if self.is_rl else ""
-        said.append(f"{scale}{engines}, {settings.STEPS} steps; {_losses(metrics)}")
+        said.append(f"{self.scale}{engines}, {settings.STEPS} steps; {_losses(metrics)}")
         return result
 
     def _evaluated(self, whole: Result | None) -> str:
@@ -139,8 +142,7 @@ class Rehearsal:
 
     def _one_rank(self, said: list[str], whole: Result | None) -> None:
         expected = _needed(whole).metrics
-        scale = settings.scale_of(self.config, self.ranks)
-        if scale.ranks == 1:
+        if self.scale.ranks == 1:
             raise LeftOutError("the run has one rank")
         if _draws_dropout(self.config):
             raise LeftOutError("dropout draws other numbers on other ranks")
@@ -154,19 +156,13 @@ class Rehearsal:
         steps = self._comparable
         for step in steps:
             _refuse_differences(
-                found[step], expected[step], f"one rank and {scale} in step {step}", **BETWEEN_RANKS
+                found[step], expected[step], f"one rank and {self.scale} in step {step}", **BETWEEN_RANKS
             )
         said.append(f"equal in {_steps(steps)} up to rounding; {_losses(found)}")
 
     def _resumed(self, said: list[str], whole: Result | None) -> None:
         result = _needed(whole)
-        found = self._start(
-            "resumed",
-            _ready(self.small),
-            settings.scale_of(self.config, self.ranks).ranks,
-            resumes=True,
-            saves=False,
-        )
+        found = self._start("resumed", _ready(self.small), self.scale.ranks, resumes=True, saves=False)
         last, metrics = settings.STEPS, found.metrics
         if sorted(metrics) != [last]:
             raise RunFailedError(
@@ -201,11 +197,15 @@ class Rehearsal:
     def _trained_flag(self) -> str:
         return "actor.model_name_or_path" if self.is_rl else "model.model_name_or_path"
 
+    @property
+    def _head(self) -> str:
+        """Name of the scalar head of reward models."""
+        return getattr(self.config.ds, "value_head_prefix", CLASSIFIER_HEAD)
+
     def _shrink(self) -> Iterator[tuple[str, str | None]]:
         """Shrinks each model once, and yields flags with the shrunk models."""
         made: dict[str, str] = {}
         config, scorers = self.config, self.config.reward.models if self.is_rl else ()
-        head = getattr(config.ds, "value_head_prefix", "score")
         for key, value in values_of(config).items():
             if not key.endswith(MODEL):
                 continue
@@ -214,7 +214,7 @@ class Rehearsal:
                 if path not in made:
                     folder = self.folder / "models" / str(len(made))
                     small = shrunk_model(
-                        path, f"--{key}", folder, seed=len(made), scores=path in scorers, head=head
+                        path, f"--{key}", folder, seed=len(made), scores=path in scorers, head=self._head
                     )
                     made[path] = str(small)
             if key.startswith("reward."):
@@ -227,7 +227,8 @@ class Rehearsal:
     ) -> Result:
         config = settings.in_folders(config, self.folder, name, resumes=resumes, saves=saves)
         flags = self.folder / name / "flags.yaml"
-        settings.write_flags(config, flags)
+        flags.parent.mkdir(parents=True, exist_ok=True)
+        flags.write_text(to_yaml(config, defaults=False), encoding="utf-8")
         processes = 1 if self.is_rl else ranks
         expected = RL_SECONDS if self.is_rl else SECONDS
         tick = lambda seconds: self.tell(name.replace("_", " "), seconds, expected)
@@ -235,10 +236,9 @@ class Rehearsal:
 
     def _run_stage(self, name: str, work: Callable[[list[str]], Result | None]) -> Result | None:
         """Runs a stage and returns its result; None after a failure."""
-        results: list[Result | None] = [None]
         with self._stage(name) as said:
-            results.append(work(said))
-        return results[-1]
+            return work(said)
+        return None
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:
