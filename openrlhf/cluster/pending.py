@@ -46,9 +46,10 @@ def first(results: list) -> Any:
 def results(refs: Sequence[ray.ObjectRef | Answer]) -> list:
     """Returns the results of calls, or raises the first error of one. A wait for a process that hangs ends
     when watch.py kills the process, whose calls then fail. A long wait is reported on stderr."""
-    if answers := [ref.value for ref in refs if isinstance(ref, Answer)]:
-        return answers
-    calls, began = [ref for ref in refs if not isinstance(ref, Answer)], time.monotonic()
+    calls: list[Any] = list(refs)
+    if all(isinstance(call, Answer) for call in calls):
+        return [call.value for call in calls]
+    began = time.monotonic()
     while True:
         try:
             return ray.get(calls, timeout=STALL)

@@ -12,7 +12,7 @@ from rich.text import Text
 from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.gap import gap_findings
 from openrlhf.diagnosis.memory import memory_findings
-from openrlhf.diagnosis.policy import policy_findings
+from openrlhf.diagnosis.policy import policy_findings, warning_findings
 from openrlhf.diagnosis.record import RunRecord
 from openrlhf.diagnosis.rewards import reward_findings
 from openrlhf.diagnosis.speed import speed_findings
@@ -46,8 +46,7 @@ def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
     """Returns the causes of what is wrong with a run, from the surest on; none for a healthy run. `model`: as
     in `gap_findings`."""
     found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
-    if any(finding.cause.startswith("gap") for finding in found):
-        found = [finding for finding in found if not finding.title.startswith("mismatch/")]
+    found += warning_findings(run, {finding.cause.partition(":")[0] for finding in found})
     return sorted(found, key=lambda finding: -finding.score)
 
 

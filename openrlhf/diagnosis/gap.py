@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from openrlhf.algorithms.mismatch import NEVER_WARN_BELOW
 from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.gap_rows import GapRow, fresh, rows_of
 from openrlhf.diagnosis.record import RunRecord, Series
@@ -67,7 +66,7 @@ def gap_series(run: RunRecord) -> Series:
 
 def noise_of(run: RunRecord) -> float:
     """Returns the mean of |log r| up to which rounding explains a gap."""
-    return NOISE.get(str(run.flag("ds.param_dtype", "bf16")), NEVER_WARN_BELOW["bf16"])
+    return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +106,9 @@ def gap_of(run: RunRecord) -> Gap | None:
     return Gap(run=run, course=course, rows=rows, noise=noise_of(run)) if course else None
 
 
-def gap_findings(run: RunRecord, model: Path | None = None, budget: float = BUDGET) -> Iterator[Finding]:
+def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
     """Yields the causes of a gap. `model`: the weights that step 1 was sampled with, instead of
-    `--actor.model_name_or_path`. `budget`: seconds for recomputing log-probs."""
+    `--actor.model_name_or_path`."""
     gap, reported = gap_of(run), gap_series(run)
     if gap is None:
         if len(reported) and reported.last(5) > noise_of(run):
@@ -124,7 +123,7 @@ def gap_findings(run: RunRecord, model: Path | None = None, budget: float = BUDG
         f"mean |log r| is {shown} nats; rounding explains up to {gap.noise:g}",
         f"the gap is there {'from the first step on' if gap.from_start else f'since step {gap.above[0]}'}",
     )
-    causes = explain(gap, model, deadline=time.monotonic() + budget)
+    causes = explain(gap, model, deadline=time.monotonic() + BUDGET)
     for cause in causes:
         yield Finding(
             cause=f"gap: {cause.name}",

@@ -151,7 +151,12 @@ def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
             if cause.score >= CERTAIN:
                 return [cause]
     if max((cause.score for cause in found), default=0.0) < LIKELY:
-        note = problem or "no hypothesis that can be recomputed explains the gap"
+        is_late = examined is not None and not examined.in_time
+        note = problem or (
+            "the time for recomputing log-probs was over before a hypothesis explained the gap"
+            if is_late
+            else "no hypothesis that can be recomputed explains the gap"
+        )
         found += _of_signs(gap, signs, has_experts=bool(examined and examined.policy.routers), note=note)
     best: dict[str, Cause] = {}
     for cause in sorted(found, key=lambda cause: -cause.score):
@@ -164,7 +169,7 @@ def _of_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
     if cause := _of_text(examined):
         yield cause
     for test in HYPOTHESES:
-        if cause := _tested(examined, *test):
+        if examined.in_time and (cause := _tested(examined, *test)):
             yield cause
     yield from _of_noise(examined, signs)
 
@@ -177,7 +182,7 @@ def examine(gap: Gap, model: Path | None, deadline: float) -> tuple[Examined | N
     first = str(model or run.flag("actor.model_name_or_path", ""))
     weights = {0: first} | checkpoints_of(folder) | checkpoints_of(folder / "_actor")
     step = next((step for step in gap.above if step - 1 in weights), gap.above[0])
-    version = max((version for version in weights if version <= step - 1), default=0)
+    version = max(version for version in weights if version < step)
     try:
         policy = Recomputed.load(weights[version])
     except (OSError, ValueError) as error:
@@ -202,7 +207,7 @@ def _few(rows: Sequence[GapRow], vocabulary: int) -> list[GapRow]:
 
 
 def _tested(examined: Examined, name: str, variants: Callable[[Examined], Variants]) -> Cause | None:
-    """Returns the hypothesis with its best variant; None without one, or after the deadline."""
+    """Returns the hypothesis with its best variant, of those until the deadline; None without any."""
     best: tuple[float, str] | None = None
     for text, changed in variants(examined):
         left = examined.left(changed)
@@ -345,12 +350,13 @@ def _precision(e: Examined) -> Variants:
     hidden = torch.cat([e.policy.hidden(row) for row in e.rows])
     weight = e.policy.head.weight
     with torch.no_grad():
-        rounded = hidden.to(low) @ weight.to(low).T
-        yield "one side computes the head in bf16", e.of_logits(rounded.float())
+        rounded = e.policy.transformed(hidden.to(low) @ weight.to(low).T)
+        yield "one side computes the head in bf16", e.of_logits(rounded)
         yield "one side rounds logits to bf16", e.of_logits(e.logits.to(low).float())
-        yield "one side rounds the head's weights to bf16", e.of_logits(hidden @ weight.to(low).float().T)
-        if len(e.limits) and not e.has_support:
-            soft = (rounded.float() / e.temperature).to(low).log_softmax(-1)
+        of_rounded = e.policy.transformed(hidden @ weight.to(low).float().T)
+        yield "one side rounds the head's weights to bf16", e.of_logits(of_rounded)
+        if not e.has_support:
+            soft = (rounded / e.temperature).to(low).log_softmax(-1)
             yield (
                 "one side computes log-softmax in bf16",
                 soft.gather(1, e.targets[:, None])[:, 0].double().numpy(),
@@ -369,9 +375,10 @@ def _routing(e: Examined) -> Variants:
             continue
         for router, top_k in zip(routers, before, strict=True):
             router.top_k = top_k + change
-        yield f"one side chooses {before[0] + change} experts", e.of_logits(e.policy.all_logits(e.rows))
-    for router, top_k in zip(routers, before, strict=True):
-        router.top_k = top_k
+        changed = e.of_logits(e.policy.all_logits(e.rows))
+        for router, top_k in zip(routers, before, strict=True):
+            router.top_k = top_k
+        yield f"one side chooses {before[0] + change} experts", changed
 
 
 def _chunk(e: Examined) -> Variants:

@@ -1,6 +1,9 @@
 """Causes in the policy: entropy collapse, truncated answers, and the run's own warnings."""
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+import numpy as np
 
 from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
@@ -14,21 +17,22 @@ LOST = 0.2
 """Fraction of the initial entropy below which it has collapsed."""
 TRUNCATED = 0.3
 
-COVERED = {
+EXPLAINED_BY = {
     "reward/zero_std_fraction": "flat-reward",
     "rollout/failed_ratio": "failed-samples",
     "eval/failed_ratio": "failed-samples",
     "rollout/truncated_rate": "truncation",
     "policy/entropy": "entropy-collapse",
+    "mismatch/abs_diff_mean": "gap",
+    "mismatch/ess": "gap",
 }
-"""Metric of a health rule -> cause of the finding that explains it."""
+"""Metric of a health rule -> cause of a finding that explains it."""
 
 
 def policy_findings(run: RunRecord) -> Iterator[Finding]:
     yield from _entropy(run)
     yield from _truncation(run)
     yield from _loss(run)
-    yield from _rules(run)
 
 
 def _entropy(run: RunRecord) -> Iterator[Finding]:
@@ -61,8 +65,6 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
 
 def _estimated(run: RunRecord) -> Series:
     """Returns the mean of -log p over the actions of at most nine steps, evenly spaced."""
-    import numpy as np
-
     steps = sorted(run.journal)
     chosen = sorted({steps[round(i * (len(steps) - 1) / 8)] for i in range(9)}) if steps else []
     found = {step: answers.surprise for step in chosen if (answers := answers_of(run.journal[step]))}
@@ -118,11 +120,12 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
         )
 
 
-def _rules(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding for each health rule that fired and that no other finding explains."""
+def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
+    """Yields a finding for each health rule that fired and that none of `causes`, the causes that other
+    checks found, explains."""
     for rule in RULES:
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
-        if fired and rule.metric not in COVERED:
+        if fired and EXPLAINED_BY.get(rule.metric) not in causes:
             yield _of_rule(run, rule, fired)
 
 

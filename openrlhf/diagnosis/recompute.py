@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.diagnosis.gap_rows import GapRow
+from openrlhf.models.policy import transformed_logits
 
 MOST_LOGITS = 10**8
 """Numbers of logits that are held at a time."""
@@ -52,9 +53,11 @@ class Recomputed:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns (A, V) logits."""
-        logits = self.head(hidden).float()
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        return cap * torch.tanh(logits / cap) if cap else logits
+        return self.transformed(self.head(hidden))
+
+    def transformed(self, logits: Tensor) -> Tensor:
+        """Returns the logits of the model, given those of its head, (A, V)."""
+        return transformed_logits(logits.float(), self.model.config)
 
     def all_logits(self, rows: Sequence[GapRow]) -> Tensor:
         return torch.cat([self.logits(self.hidden(row)) for row in rows])

@@ -1,6 +1,5 @@
 """Causes in the rewards: all equal, failed samples, and rewards that rise while the held-out score falls."""
 
-import math
 from collections.abc import Iterator
 
 from openrlhf.diagnosis.finding import Finding
@@ -182,7 +181,7 @@ def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
         ),
         ("duplicates", first.duplicates, last.duplicates, "an answer of another sample is repeated by"),
     ):
-        if after - before > 0.3 and not math.isnan(after):
+        if after - before > 0.3:
             yield (
                 kind,
                 f"{text} {before:.0%} of the samples of step {steps[0]} and {after:.0%} of step {steps[-1]}",

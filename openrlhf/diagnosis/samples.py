@@ -22,8 +22,6 @@ class Answers:
     """Statistics of the answers of a step, each over samples with a reward."""
 
     count: int
-    length: float
-    """Mean number of actions."""
     surprise: float
     """Mean of minus the sampler's log-prob, in nats per action: an estimate of the policy's entropy."""
     ngram_share: float
@@ -51,7 +49,6 @@ def answers_of(path: Path) -> Answers | None:
     lowest = [row for row in rows if row["reward"] == min(rewards)]
     return Answers(
         count=len(rows),
-        length=float(np.mean([len(ids) for ids in actions])),
         surprise=float(-log_probs.mean()) if len(log_probs) else 0.0,
         ngram_share=_commonest({tuple(ids[i : i + NGRAM]) for i in _starts(ids)} for ids in actions),
         format_share=_commonest({(tuple(ids[:EDGE]), tuple(ids[-EDGE - 1 :]))} for ids in actions),

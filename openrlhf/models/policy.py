@@ -120,3 +120,10 @@ def head_options(config: PreTrainedConfig) -> tuple[float, float | None]:
         known("logits_scaling", "logits_mup_width_multiplier") or 1.0,
     )
     return factor / divisor, known("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
+def transformed_logits(logits: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Returns the logits of the architecture, given those of its head, of any shape (see `head_options`)."""
+    scale, softcap = head_options(config)
+    logits = logits * scale
+    return logits if softcap is None else softcap * (logits / softcap).tanh()

@@ -54,7 +54,7 @@ from openrlhf.models.backbone import (
 )
 from openrlhf.models.dropout import has_noise
 from openrlhf.models.liger import transformers_kernels
-from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.policy import head_of, transformed_logits
 from openrlhf.models.prefixes import PrefixTree, tree_of
 from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
@@ -522,10 +522,7 @@ def _differences(x: Tensor, y: Tensor) -> Tensor:
 def _head_error(model: PreTrainedModel, hidden: Tensor, sample: Sample) -> Tensor:
     """Returns the mean difference in nats, (), between log-probs as models/policy.py computes them and those
     of the model's own logits."""
-    scale, softcap = head_options(model.config)
-    ours = head_of(model)(hidden).float() * scale
-    if softcap is not None:
-        ours = softcap * torch.tanh(ours / softcap)
+    ours = transformed_logits(head_of(model)(hidden).float(), model.config)
     inputs = inputs_alone(model, sample.token_ids.to(hidden.device), sample.images)
     own = model(**inputs, use_cache=False).logits[0].float()
     next_ids = inputs["input_ids"][0, 1:, None]

@@ -22,7 +22,7 @@ from openrlhf.backends.base import Objective, RowT, TrainEngine
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import alone, reading_of
-from openrlhf.models.policy import head_of, head_options
+from openrlhf.models.policy import head_of, transformed_logits
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.training.invariants import SAME_POLICY, broken, check_parts
 from openrlhf.training.objectives.dpo import DPOObjective
@@ -145,10 +145,7 @@ def plain_log_probs(model: PreTrainedModel, row: PackedRow, temperature: float =
 
 def _plain_softmax(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
     """Returns the log-probs (A,) in float64 of `targets` (A,), given the hidden states (A, H) before them."""
-    scale, softcap = head_options(model.config)
-    logits = head_of(model)(hidden).double() * scale
-    if softcap is not None:
-        logits = softcap * (logits / softcap).tanh()
+    logits = transformed_logits(head_of(model)(hidden).double(), model.config)
     return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 

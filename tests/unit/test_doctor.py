@@ -146,6 +146,15 @@ def test_a_warning_that_nothing_explains_is_repeated(tmp_path: Path) -> None:
     assert "--algo.kl.init_coef" in finding.remedy
 
 
+def test_a_warning_is_left_out_only_if_another_cause_explains_it(tmp_path: Path) -> None:
+    text = "rollout/truncated_rate > 0.5 for 10 steps (last 0.9): most answers run out of tokens"
+    for name, change in (("lasting", DEFECTS["truncation"]), ("over", {})):
+        run = write_run(tmp_path / name, HEALTHY | change)
+        (run / "health.jsonl").write_text(json.dumps({"step": 5, "text": text}) + "\n")
+    assert causes(tmp_path / "lasting") == ["truncation"]
+    assert causes(tmp_path / "over") == ["unhealthy"]
+
+
 def test_the_rank_with_most_tokens_is_late(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY)
     rows = [sample([1] * (30 if rank else 10), ranks=[rank], optimizer_steps=[1]) for rank in (0, 0, 0, 1)]

@@ -16,6 +16,7 @@ from run_folders import sample, write_journal, write_run
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from openrlhf.diagnosis import gap, gap_causes
 from openrlhf.diagnosis.diagnose import diagnose
 from openrlhf.diagnosis.recompute import hooked, support_of
 from openrlhf.diagnosis.record import RunRecord
@@ -259,3 +260,25 @@ def test_each_injected_cause_comes_first(cause: Callable[[Folders], Case], tmp_p
     for finding in found:
         print(f"  {finding.score:.2f} {finding.cause}: {' | '.join(finding.evidence)}")
     assert found[0].cause == f"gap: {cause.__name__.replace('_', '-')}"
+
+
+def test_after_the_deadline_the_rollouts_alone_decide(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gap, "BUDGET", 0.0)
+    found = diagnose(RunRecord.read(build(tmp_path, temperature)))
+    assert found and all(finding.confidence != "certain" for finding in found)
+    assert any("the time for recomputing log-probs was over" in text for text in found[0].evidence)
+
+
+def test_a_search_that_ends_early_leaves_the_routers_as_they_were(tmp_path: Path) -> None:
+    run = RunRecord.read(build(tmp_path, routing))
+    measured = gap.gap_of(run)
+    assert measured is not None
+    examined, _ = gap_causes.examine(measured, None, deadline=0.0)
+    assert examined is not None
+    before = [router.top_k for router in examined.policy.routers]
+    for text, _ in gap_causes._routing(examined):
+        if "experts" in text:
+            break
+    assert [router.top_k for router in examined.policy.routers] == before
