@@ -1,13 +1,17 @@
 """Finds the first difference between two recorded runs: settings, then step by step in causal order."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from openrlhf.config.resume import Change, change_of
 from openrlhf.observability.journal import num_samples, read_table
 from openrlhf.replay.differences import NUMBER, ORDER, Compared, compare_metrics, compare_rollouts, same
 from openrlhf.replay.recorded import RecordedRun
+
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
 
 CAUSES = {
     ORDER: "the runs train on other prompts, or in another order: look at the flags data.*, --train.seed, "
@@ -107,7 +111,7 @@ def bisect(a: RecordedRun, b: RecordedRun) -> Bisection:
             break
         equal.append(stage)
     if first is not None and not first.name.startswith("checkpoint"):
-        later = next(checkpoint_stages(a, b, first.step), None)
+        later = next(_checkpoints_from(first.step, a, b), None)
     return Bisection(settings=settings(a, b), equal=equal, first=first, later=later, alone=_alone(a, b))
 
 
@@ -137,39 +141,44 @@ def stages(a: RecordedRun, b: RecordedRun, *, reads: bool = False) -> Iterator[S
     for step in sorted({*checkpoints, *metrics, *(s for steps in journals.values() for s in steps)}):
         for name in ("filtered", "step"):
             if step in journals[name]:
-                yield _rollouts(a, b, name, step)
+                yield _rollouts(step, name, journals[name][step])
         if step in metrics:
-            found = [*compare_metrics(a.metrics[step], b.metrics[step])]
-            yield Stage(step=step, name="metrics", found=found)
+            yield Stage(step=step, name="metrics", found=[*compare_metrics(*metrics[step])])
         if step in checkpoints:
-            yield from checkpoint_stages(a, b, step, last=step, reads=reads)
+            yield from _checkpoints(step, checkpoints[step], reads=reads)
         if step in journals["eval"]:
-            yield _rollouts(a, b, "eval", step)
+            yield _rollouts(step, "eval", journals["eval"][step])
 
 
-def _rollouts(a: RecordedRun, b: RecordedRun, name: str, step: int) -> Stage:
-    tables = [read_table(run.rollouts(name)[step]) for run in (a, b)]
+def _rollouts(step: int, name: str, journals: tuple[Path, Path]) -> Stage:
+    tables = [read_table(journal) for journal in journals]
     kept = any(len(table) != num_samples(table) for table in tables)
     title = {"step": "rollouts", "filtered": "filtered rollouts", "eval": "evaluation"}[name]
     return Stage(step=step, name=title, found=[*compare_rollouts(*tables, kept=kept)])
 
 
-def checkpoint_stages(
-    a: RecordedRun, b: RecordedRun, first: int, last: int | None = None, *, reads: bool = False
+def _checkpoints_from(step: int, a: RecordedRun, b: RecordedRun) -> Iterator[Stage]:
+    """Yields the comparisons of the common checkpoints of `step` and later steps."""
+    for saved, models in _common(a.checkpoints(), b.checkpoints()).items():
+        if saved >= step:
+            yield from _checkpoints(saved, models)
+
+
+def _checkpoints(
+    step: int, models: tuple[Mapping[str, Path], Mapping[str, Path]], *, reads: bool = False
 ) -> Iterator[Stage]:
-    """Yields the comparisons of the models of each common checkpoint from step `first` to `last`."""
+    """Yields the comparison of each model of a step's checkpoints. `models`: model -> folder, in both
+    runs."""
     from openrlhf.replay.tensors import compare_checkpoints
 
-    own, others = a.checkpoints(), b.checkpoints()
-    for step in _common(own, others):
-        if step >= first and (last is None or step <= last):
-            for model in _common(own[step], others[step]):
-                found = [*compare_checkpoints(own[step][model], others[step][model], reads=reads)]
-                yield Stage(step=step, name=f"checkpoint of the {model}", found=found)
+    for model, folders in _common(*models).items():
+        found = [*compare_checkpoints(*folders, reads=reads)]
+        yield Stage(step=step, name=f"checkpoint of the {model}", found=found)
 
 
-def _common(a: Any, b: Any) -> list:
-    return [key for key in a if key in b]
+def _common(a: Mapping[KeyT, ValueT], b: Mapping[KeyT, ValueT]) -> dict[KeyT, tuple[ValueT, ValueT]]:
+    """Returns the values of the keys that both have."""
+    return {key: (value, b[key]) for key, value in a.items() if key in b}
 
 
 def _alone(a: RecordedRun, b: RecordedRun) -> dict[str, list[int]]:

@@ -43,16 +43,14 @@ class Compared:
         return not self.first
 
 
-def compare_rollouts(
-    a: pa.Table, b: pa.Table, columns: Sequence[str] = COLUMNS, *, kept: bool = False
-) -> Iterator[Compared]:
+def compare_rollouts(a: pa.Table, b: pa.Table, *, kept: bool = False) -> Iterator[Compared]:
     """Yields the comparison of each column of two journals, in causal order. `kept`: True if the journals
     hold a selection of a step's samples. Columns that one of the tables lacks are left out."""
     a, b, problem = _paired(a, b, kept)
     if problem is not None:
         yield problem
         return
-    known = [c for c in columns if c in a.column_names and c in b.column_names]
+    known = [c for c in COLUMNS if c in a.column_names and c in b.column_names]
     for name in _by_token(a, b, known):
         yield _column(name, a, b)
 

@@ -78,7 +78,8 @@ class RecordedRun:
     @property
     def checkpoint_folder(self) -> Path:
         """The folder that `ckpt.path` and `ckpt.output_dir` name."""
-        return self.located(self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints")
+        named = self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints"
+        return self.working_directory / named
 
     @property
     def working_directory(self) -> Path:
@@ -90,10 +91,6 @@ class RecordedRun:
         if not named.is_absolute() and whole.parts[-len(named.parts) :] == named.parts:
             return Path(*whole.parts[: -len(named.parts)])
         return Path.cwd()
-
-    def located(self, path: str | Path) -> Path:
-        """Returns a path of the run's flags as an absolute one."""
-        return self.working_directory / path
 
     def checkpoints(self) -> dict[int, dict[str, Path]]:
         """Returns step -> model -> folder of each checkpoint. The only model of a supervised run is called

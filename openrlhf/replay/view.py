@@ -17,7 +17,6 @@ WIDTH = 118
 """Columns of the tables where stdout is no terminal."""
 MOST_ROWS = 30
 """Maximum number of quantities of a table that differ and are shown."""
-
 MOST_STAGES = 4
 """Maximum number of records that differ and are shown in tables."""
 
@@ -34,10 +33,7 @@ class Screen:
 
     def stage(self, stage: Stage) -> None:
         """Prints what differs in a stage, and the number of quantities that are equal."""
-        self.table(f"{stage.name} of step {stage.step}", stage.found)
-
-    def table(self, title: str, found: Sequence[Compared]) -> None:
-        differing = [compared for compared in found if not compared.is_equal]
+        title, differing = f"{stage.name} of step {stage.step}", stage.differing
         made = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
         for name in ("quantity", "differs in", "largest", "first difference"):
             made.add_column(name, justify="right" if name == "largest" else "left", overflow="fold")
@@ -51,7 +47,7 @@ class Screen:
             self.say(f"\n{title}")
         if len(differing) > MOST_ROWS:
             self.say(f"{len(differing) - MOST_ROWS} more differ")
-        if equal := [compared for compared in found if compared.is_equal]:
+        if equal := [compared for compared in stage.found if compared.is_equal]:
             self.say(f"equal: {_quantities(equal)}")
 
     def bisection(self, result: Bisection, names: tuple[str, str]) -> None:
