@@ -24,12 +24,12 @@ from openrlhf.replay.recorded import RecordedRun
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser()  # without flags: torchrun takes --start for one of its own
     parser.add_argument("command", choices=[command.name for command in TRAINING])
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--source", type=Path, required=True)
-    parser.add_argument("--start", type=int, required=True)
-    parser.add_argument("--step", type=int, required=True)
+    parser.add_argument("config")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("start", type=int)
+    parser.add_argument("step", type=int)
     options = parser.parse_args(sys.argv[1:] if argv is None else argv)
     command = next(command for command in TRAINING if command.name == options.command)
     with short_errors():
@@ -44,16 +44,18 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
-    """Trains from the checkpoint to `step`. Evaluates only if the recorded step has an evaluation."""
+    """Trains from the checkpoint to `step`. Evaluates after the same steps as the run."""
     from openrlhf.backends.distributed import leave_distributed
     from openrlhf.training.task import Run
 
     module, task_type = TASKS[name]
     with ExitStack() as held:
         trainer = Run(getattr(import_module(f"openrlhf.cli.{module}"), task_type)(config), [], held).trainer()
-        trainer.config = with_values(trainer.config, {"train.max_steps": step})
-        if not any(metric.startswith("eval/") for metric in source.metrics.get(step, ())):
-            trainer.eval_rows = []
+        settings = {"train.max_steps": step}
+        evaluates = any(metric.startswith("eval/") for metric in source.metrics[step])
+        if config.eval.steps == -1 and not evaluates:  # the run had not ended
+            settings["eval.steps"] = len(trainer.windows)
+        trainer.config = with_values(trainer.config, settings)
         try:
             trainer.fit()
         finally:

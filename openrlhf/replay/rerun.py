@@ -100,7 +100,7 @@ class Rerun:
                     f"has {len(table)} of {num_samples(table)} samples; a replay needs --logger.rollouts full"
                 )
                 raise UsageError(ErrorCode.NOT_FOUND, text, value=journals[step])
-            if any(map(len, table["images"].to_pylist())):
+            if "images" in table.column_names and any(map(len, table["images"].to_pylist())):
                 text = "has samples with images, whose pictures are not recorded"
                 raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
             if self._truncates and "kept_ids" not in table.column_names:
@@ -119,17 +119,21 @@ class Rerun:
         """Values of flags that differ from those of the run."""
         saves = self.step in self.run.checkpoints()
         checkpoints = {"ckpt.load_enable": self.start > 0, "ckpt.save_steps": self.step if saves else -1}
-        return {**settings_in(self.folder), **checkpoints, **(WITHOUT_ENGINES if self.is_rl else {})}
+        places = {
+            "ckpt.output_dir": str(self.folder / "out"),
+            "ckpt.path": str(self.folder / "checkpoints"),
+            "logger.run_dir": str(self.folder / "run"),
+        }
+        return {**OWN_SETTINGS, **places, **checkpoints, **(WITHOUT_ENGINES if self.is_rl else {})}
 
     def compute(self) -> None:
         """Computes the steps after the checkpoint. Raises RunError if that fails. The output of the
         processes goes to stderr."""
         self._link_checkpoint()
         file = configured(self.run, self.settings, self.folder / "replay.yaml")
-        module = ["openrlhf.cli.replayed", self.run.command, "--config", str(file)]
-        module += ["--source", str(self.run.path.resolve()), "--start", str(self.start)]
-        module += ["--step", str(self.step)]
-        command, place = [*launcher(self.run), *module], self.run.working_directory
+        module = ["openrlhf.cli.replayed", self.run.command, str(file), str(self.run.path.resolve())]
+        command = [*launcher(self.run), *module, str(self.start), str(self.step)]
+        place = self.run.working_directory
         code = subprocess.run(  # bounded: by the number of steps; Ctrl-C ends it
             command, check=False, cwd=place, env=environment_of(self.run), stdout=STDERR
         ).returncode
@@ -146,16 +150,6 @@ class Rerun:
             place.mkdir(parents=True, exist_ok=True)
             (place / target.name).symlink_to(target.resolve())
             (place / LATEST).write_text(target.name)
-
-
-def settings_in(folder: Path) -> dict[str, Any]:
-    """Returns flags with which a run writes to `folder` only, and nothing to trackers."""
-    return {
-        **OWN_SETTINGS,
-        "ckpt.output_dir": str(folder / "out"),
-        "ckpt.path": str(folder / "checkpoints"),
-        "logger.run_dir": str(folder / "run"),
-    }
 
 
 def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:
@@ -181,8 +175,10 @@ def launcher(run: RecordedRun) -> list[str]:
 
 
 def environment_of(run: RecordedRun) -> dict[str, str]:
-    """Returns the variables of this process, with the run's numbers of threads."""
+    """Returns the variables of this process, with the run's numbers of threads. In reinforcement learning
+    Ray's default for each process is one thread."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
+    own |= {"OMP_NUM_THREADS": "1"} if run.command == PPO.name else {}
     recorded = {name.removeprefix("variables."): v for name, v in run.environment.items()}
     return own | {name: str(value) for name, value in recorded.items() if name.startswith(THREADS)}
 

@@ -31,17 +31,18 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("layout", "num_ranks"),
     [
-        pytest.param("--train.backend torch", 1, id="torch"),
+        pytest.param("--train.backend torch --eval.dataset {sft} --eval.steps 3", 1, id="torch"),
         pytest.param("--ds.zero_stage 2", 2, id="two ranks of DeepSpeed"),
     ],
 )
 def test_a_supervised_step(task: TaskFiles, tmp_path: Path, capsys, layout: str, num_ranks: int) -> None:
-    """With dropout of adapters, from a checkpoint and from the beginning. Nothing in the run's folders
-    changes. A metric that was changed afterwards is found."""
+    """With dropout of adapters, from a checkpoint and from the beginning, and an evaluation between the
+    checkpoint and the step. Nothing in the run's folders changes. A metric that was changed afterwards is
+    found."""
     command = (
         f"openrlhf.cli.train_sft {flags(task)} --ckpt.save_steps 2 --ckpt.max_num 9 --ds.param_dtype fp32 "
         f"--ds.lora.rank 4 --ds.lora.dropout 0.5 --ckpt.output_dir {tmp_path}/out "
-        f"--logger.run_dir {tmp_path}/run {layout}"
+        f"--logger.run_dir {tmp_path}/run {layout.format(sft=task.sft)}"
     )
     run_ranks(shlex.split(command), num_ranks, log=tmp_path / "log")
     before = files_of(tmp_path)

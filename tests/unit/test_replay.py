@@ -69,6 +69,11 @@ def test_threads_are_those_of_the_run(recording, monkeypatch):
     assert found["OMP_NUM_THREADS"] == "3" and "MKL_NUM_THREADS" not in found
 
 
+def test_processes_of_ray_have_one_thread_unless_the_run_says_otherwise(recording, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment_of(recording.run)["OMP_NUM_THREADS"] == "1"
+
+
 def test_steps_that_are_not_recorded_are_refused(recording, tmp_path):
     with refused(ErrorCode.NOT_FOUND, flag="--step", value=4):
         Rerun(run=recording.run, step=4, folder=tmp_path).check()
