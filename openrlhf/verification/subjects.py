@@ -29,6 +29,7 @@ from openrlhf.models.loading import load_config, load_tokenizer, model_folder
 from openrlhf.models.scorer import check_reward_model
 from openrlhf.training.models import load_reward_model
 from openrlhf.training.reference import ComparedTask, reference_path
+from openrlhf.training.rl_data import build_prompt_datasets
 from openrlhf.training.task import MODEL_FLAG, Run, Task, load_tokenizer_of
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import Batch, Metrics, Sample
@@ -337,8 +338,6 @@ def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
 
 def prompts_of(config: PPOConfig, size: Size) -> list[list[int]]:
     """Returns the shortest of the run's first prompts, as tokens."""
-    from openrlhf.training.rl_data import build_prompt_datasets
-
     found, _, tokenizer = build_prompt_datasets(config)
     texts = [prompt.text for prompt in found.without_images]
     is_chat = config.data.apply_chat_template
