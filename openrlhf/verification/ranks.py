@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from openrlhf.backends.distributed import free_port, init_distributed, leave_distributed
+from openrlhf.backends.distributed import LAUNCHED, free_port, init_distributed, leave_distributed
 from openrlhf.config.fields import with_values
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
@@ -23,8 +23,6 @@ from openrlhf.verification.timing import Clock
 
 TIMEOUT = 3600.0
 """Maximum time of the job in seconds."""
-LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of this process's own group, which the job must not inherit."""
 
 
 def stages_of(subject: Subject) -> list[int]:

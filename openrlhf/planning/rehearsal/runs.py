@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch.distributed import TCPStore
 
+from openrlhf.backends.distributed import LAUNCHED
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Metrics
 
@@ -121,22 +122,9 @@ def _store() -> TCPStore:
     )
 
 
-LAUNCHERS = (
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "TORCHELASTIC_RUN_ID",
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-"""Variables of launchers, which a rehearsal inside a job must not inherit."""
-
-
 def _environment(home: Path) -> dict[str, str]:
     """Returns the variables of a rehearsed run: without GPUs, without the user's Ray cluster and cache."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
     return kept | {
         "CUDA_VISIBLE_DEVICES": "",
         "HIP_VISIBLE_DEVICES": "",
