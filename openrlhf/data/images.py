@@ -147,9 +147,14 @@ def _in_root(text: str, root: Path | None) -> Path:
     return path
 
 
+def kept_download(url: str) -> Path:
+    """Returns the place in the cache of a downloaded image, which may be missing."""
+    return cache_folder() / "images" / hashlib.sha256(url.encode()).hexdigest()
+
+
 def _downloaded(url: str, sources: ImageSources) -> Path:
     check_url(url, sources.hosts)
-    kept = cache_folder() / "images" / hashlib.sha256(url.encode()).hexdigest()
+    kept = kept_download(url)
     if not kept.exists():
         data = fetch(url, sources.hosts, MAX_BYTES)
         with _opened(data, url):  # raises for data that is not an image, so that it is not cached

@@ -1,7 +1,6 @@
 """Shows one rollout in full: its facts, and for each token of its answer the numbers that colour it."""
 
 import difflib
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
@@ -136,12 +135,12 @@ def _words(text: str) -> list[str]:
 def picture(folder: Path, reference: str) -> bytes:
     """Returns a picture of a rollout as PNG, from the folder of the run's images or from the cache of
     downloaded ones; nothing is fetched. Raises UsageError if it is not there or is no picture."""
-    from openrlhf.data.images import ImageSources, load_image
+    from openrlhf.data.images import ImageSources, kept_download, load_image
     from openrlhf.data.pictures import decoded, png
-    from openrlhf.files import cache_folder
 
     if "://" in reference:
-        root, name = cache_folder() / "images", hashlib.sha256(reference.encode()).hexdigest()
+        kept = kept_download(reference)
+        root, name = kept.parent, kept.name
     else:
         root, name = image_root(folder), reference
     return png(decoded(load_image(name, ImageSources(root=root)).data))

@@ -19,6 +19,7 @@ from PIL import Image as PILImage
 from refusals import refused
 
 from openrlhf.cli import view
+from openrlhf.data.images import kept_download
 from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
@@ -284,7 +285,8 @@ def test_hostile_text_stays_data(tmp_path, viewer_of):
     assert not re.search(r"<script>|onclick=|style=", (STATIC / "index.html").read_text())
 
 
-def test_pictures_come_from_the_folder_of_images_alone(tmp_path, viewer_of):
+def test_pictures_come_from_the_folder_of_images_alone(tmp_path, viewer_of, monkeypatch):
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "downloads"))
     run = written(tmp_path)
     images = tmp_path / "images"
     images.mkdir()
@@ -302,6 +304,10 @@ def test_pictures_come_from_the_folder_of_images_alone(tmp_path, viewer_of):
     )
     assert get(0).headers["content-type"] == "image/png" and get(0).content.startswith(b"\x89PNG")
     assert [get(i).status_code for i in range(1, len(names) + 1)].count(200) == 0
+    kept = kept_download(names[-1])
+    kept.parent.mkdir(parents=True)
+    PILImage.new("RGB", (3, 2), "red").save(kept, format="PNG")
+    assert get(len(names) - 1).content == get(0).content
 
 
 def test_runs_are_compared(tmp_path, viewer_of):
