@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.run_files import TRAINING
 from openrlhf.errors import short_errors
 
 if TYPE_CHECKING:
@@ -27,14 +28,12 @@ Install the script once, and again after an upgrade:
 bash needs the package bash-completion for this folder; without it, add the script to ~/.bashrc.
 """
 
-SUPERVISED = ("sft", "rm", "dpo", "kto", "prm", "kd")
+TRAINED = tuple(command.name for command in TRAINING)
+"""Names of the commands that train."""
 WORDS = {
-    "plan": ("ppo", *SUPERVISED),
-    "check": ("ppo", *SUPERVISED),
-    "rehearse": ("ppo", *SUPERVISED),
-    "verify": ("ppo", *SUPERVISED),
+    **dict.fromkeys(("plan", "check", "rehearse", "verify"), TRAINED),
     "data": ("preview",),
-    "data preview": SUPERVISED,
+    "data preview": tuple(name for name in TRAINED if name != "ppo"),
     "agent": ("try",),
     "completion": ("bash", "zsh", "fish"),
 }
@@ -170,7 +169,7 @@ def bash(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> st
             f'        "{line}") found={shlex.quote(" ".join(words))} ;;'
             for line, words in {"": commands, **WORDS}.items()
         ),
-        training="|".join(WORDS["plan"]),
+        training="|".join(TRAINED),
         like_ppo="|".join(LIKE_PPO),
         flags="\n".join(
             f'                {name}) found="$found {" ".join(words)}" ;;' for name, words in spelled.items()
@@ -236,7 +235,7 @@ def zsh(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str
     return ZSH.format(
         commands=" ".join(shlex.quote(f"{name}:{summary}") for name, summary in commands.items()),
         words="\n".join(f'        "{line}") found=({" ".join(words)}) ;;' for line, words in WORDS.items()),
-        training="|".join(WORDS["plan"]),
+        training="|".join(TRAINED),
         like_ppo="|".join(LIKE_PPO),
         flags="\n".join(f"                {name}) found+=({words}) ;;" for name, words in described.items()),
         values="\n".join(
@@ -268,7 +267,7 @@ end
 
 def fish(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str:
     """Returns the script for fish, which also describes commands and flags."""
-    lines = [FISH.format(like_ppo=" ".join(LIKE_PPO), training=" ".join(WORDS["plan"]))]
+    lines = [FISH.format(like_ppo=" ".join(LIKE_PPO), training=" ".join(TRAINED))]
     for name, summary in commands.items():
         lines.append(f"complete -c openrlhf -f -n __fish_use_subcommand -a {name} -d {shlex.quote(summary)}")
     for line, words in WORDS.items():

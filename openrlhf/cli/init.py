@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from openrlhf.errors import ErrorCode, UsageError, short_errors
 GPUS_OF_NODE = 8
 """Largest number of GPUs of a node; more GPUs are several nodes."""
 SAMPLES, SAMPLES_ON_CPU = 128, 8
-"""Samples of an optimizer step, in RL prompts of a step. On GPUs rounded down to a multiple of them."""
+"""Samples of an optimizer step, in RL prompts of a step. On GPUs they are rounded down to a multiple of the
+GPUs, and are at least one on each."""
 REWARD_FUNCTION = '''\
 def reward_func(queries, prompts, labels):
     """Returns 1 for a response that contains the label, else 0. Replace this rule by your own.
@@ -261,13 +261,12 @@ def first_row(path: Path) -> dict[str, Any]:
     if path.suffix != ".jsonl" or not path.is_file():
         return {}
     with open(path, encoding="utf-8", errors="replace") as file:
-        for line in islice(file, 1):
-            try:
-                row = json.loads(line)
-            except ValueError:
-                return {}
-            return row if isinstance(row, dict) else {}
-    return {}
+        line = file.readline()
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return {}
+    return row if isinstance(row, dict) else {}
 
 
 def write(file: Path, recipe: Recipe, text: str) -> None:
