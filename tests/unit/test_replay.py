@@ -1,6 +1,7 @@
 """`openrlhf replay`: what it starts from, what it refuses, and what its comparison finds."""
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from recorded_runs import Recording, samples
 from refusals import refused
+from torch.distributed.run import get_args_parser
 
 from openrlhf.errors import ErrorCode
 from openrlhf.replay.journal_collector import JournalCollector
@@ -74,6 +76,19 @@ def test_processes_of_ray_have_one_thread_unless_the_run_says_otherwise(recordin
     assert environment_of(recording.run)["OMP_NUM_THREADS"] == "1"
 
 
+def test_torchrun_leaves_the_words_of_a_process_alone(recording, tmp_path, monkeypatch):
+    (recording.run.path / "argv.txt").write_text("python -m openrlhf.cli.train_sft\n")
+    (recording.run.path / "env.json").write_text(json.dumps({"variables": {"WORLD_SIZE": "2"}}))
+    started = []
+    ended = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command) or ended)
+    Rerun(run=recording.run, step=3, folder=tmp_path).compute()
+    options = get_args_parser().parse_args(started[0][3:])
+    assert options.nproc_per_node == "2" and options.training_script == "openrlhf.cli.replayed"
+    words = ["sft", str(tmp_path / "replay.yaml"), str(recording.run.path), "0", "3"]
+    assert options.training_script_args == words
+
+
 def test_steps_that_are_not_recorded_are_refused(recording, tmp_path):
     with refused(ErrorCode.NOT_FOUND, flag="--step", value=4):
         Rerun(run=recording.run, step=4, folder=tmp_path).check()
@@ -95,6 +110,10 @@ def test_runs_whose_journal_lacks_something_are_refused(tmp_path):
     pq.write_table(pq.read_table(path).drop_columns(["kept_ids"]), path)
     with refused(ErrorCode.UNSUPPORTED, value=path):
         Rerun(run=truncated.run, step=2, folder=tmp_path).check()
+    old = Recording(tmp_path / "old")
+    path = old.run.rollouts()[2]
+    pq.write_table(pq.read_table(path).drop_columns(["images"]), path)
+    Rerun(run=old.run, step=2, folder=tmp_path).check()
     few = Recording(tmp_path / "few")
     table = pq.read_table(path := few.run.rollouts()[2])
     pq.write_table(table.slice(0, 1), path)
