@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.diagnosis.gap_rows import GapRow
 from openrlhf.models.policy import transformed_logits
+from openrlhf.training.checkpoints import COPY
 
 MOST_LOGITS = 10**8
 """Numbers of logits that are held at a time."""
@@ -142,8 +143,8 @@ def tokenizer_at(path: str) -> Any:
 def checkpoints_of(folder: Path) -> dict[int, str]:
     """Returns step -> Hugging Face copy of the checkpoint of that step (--ckpt.save_hf)."""
     found = {}
-    for path in folder.glob("*global_step*_hf"):
-        number = path.name.rpartition("global_step")[2].removesuffix("_hf")
+    for path in folder.glob(f"*global_step*{COPY}"):
+        number = path.name.rpartition("global_step")[2].removesuffix(COPY)
         if number.isdigit():
             found[int(number)] = str(path)
     return dict(sorted(found.items()))

@@ -110,11 +110,12 @@ def _failed(run: RunRecord) -> Iterator[Finding]:
 def _hacked(run: RunRecord) -> Iterator[Finding]:
     """Yields a finding if the reward rises while a held-out score falls, with what changed in the answers."""
     reward = run.series("rollout/reward_mean")
+    if not reward.trend > CLEAR:
+        return
     scores = [run.series(name) for name in run.names("eval/") if name.endswith("_score_mean")]
     falling = [score for score in scores if _falls(score)]
-    rises = reward.trend > CLEAR
     signs = list(_signs(run))
-    if not rises or (not falling and not (not scores and signs)):
+    if not falling and (scores or not signs):
         return
     evidence = [reward.describe()]
     for score in falling:

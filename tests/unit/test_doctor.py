@@ -22,6 +22,7 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord
 from openrlhf.diagnosis.stacks import Frame, Stack, doing, of_file, waiting
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.lock import locked
 
 STEPS = 40
 NOISE = np.random.default_rng(0).normal(size=STEPS) * 0.01
@@ -222,6 +223,13 @@ def living(run: Path) -> Iterator[int]:
             yield process.pid
         finally:
             process.kill()
+
+
+def test_the_owner_of_a_lock_is_read_as_the_lock_writes_it(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY)
+    with locked(run, flag="--logger.run_dir"):
+        process = RunRecord.read(run).process
+    assert process is not None and process.pid == os.getpid()
 
 
 def test_a_run_that_stands_still_shows_the_stack_of_its_process(tmp_path: Path) -> None:
