@@ -45,7 +45,12 @@ def steps(run_worker: Callable, models: dict[str, str]) -> Callable[..., RESULTS
     report and what it saved."""
 
     def run(
-        cases: list[tuple[str, str, int]], num_ranks: int = 1, *, precision: dict | None = None, **mesh: int
+        cases: list[tuple[str, str, int]],
+        num_ranks: int = 1,
+        *,
+        precision: dict | None = None,
+        rate: float = RATE,
+        **mesh: int,
     ) -> RESULTS:
         named = {
             f"{model} {objective} {stage}": {
@@ -57,7 +62,7 @@ def steps(run_worker: Callable, models: dict[str, str]) -> Callable[..., RESULTS
             }
             for model, objective, stage in cases
         }
-        options = {"rate": RATE, "max_norm": 0.05, "cases": named}
+        options = {"rate": rate, "max_norm": 0.05, "cases": named}
         reports = run_worker("tensor_parallel", num_ranks, **options, **mesh)
         assert all(report == reports[0] or mesh.get("data") for report in reports)
         return {
@@ -133,11 +138,12 @@ def test_a_wrong_plan_is_refused_at_load(task: TaskFiles, run_worker: Callable) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "accumulated"), [(1, None), (1, "fp32"), (2, None)])
 def test_norms_in_half_precision(steps: Callable, stage: int, accumulated: str | None) -> None:
-    """DeepSpeed has an optimizer for each combination. The part of the norm on one rank would be 0.7 of
-    it."""
+    """DeepSpeed has an optimizer for each combination. The part of the norm on one rank would be 0.7 of it.
+    The weights hardly move: a KL estimate that crosses its bound of 10, which rounding decides, would change
+    the second norm by a tenth."""
     cases, precision = [("qwen", "ppo", stage)], {"dtype": "bf16", "accumulated": accumulated}
     ((expected,), (found,)) = (
-        steps(cases, size, precision=precision, tensor=size).values() for size in (1, 2)
+        steps(cases, size, precision=precision, rate=1e-5, tensor=size).values() for size in (1, 2)
     )
     for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=0.02)
