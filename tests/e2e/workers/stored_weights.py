@@ -19,7 +19,6 @@ from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.weight_receiver import GlooReceiver
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import (
-    ROUNDING,
     DifferentWeightsError,
     EngineProbe,
     Limit,
@@ -112,7 +111,7 @@ def main(spec: dict) -> None:
     trainer = Trainer(spec["model"], spec["dtype"])  # first, because vLLM may change transformers' classes
     names = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
     sampled = spec.get("engine_dtype", spec["dtype"])
-    coarsest = max(spec["dtype"], sampled, key=lambda dtype: ROUNDING[dtype])
+    coarsest = max(spec["dtype"], sampled, key=lambda dtype: Limit(dtype=dtype, on_gpu=False).relative)
     llm = LLM(
         spec["model"],
         load_format="dummy",
