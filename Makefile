@@ -37,7 +37,7 @@ test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 mutants: env  ## The tests against silent bugs that they must catch, see docs/verification.md
 	$(RUN_MUTANTS) $(MUTANTS)
 
-chaos: env  ## Kills, full disks, damages and mistakes in numbers, in about 40 minutes; CHAOS="--only damages"
+chaos: env  ## Kills, full disks, damages and mistakes in numbers; takes long; CHAOS="--only damages"
 	.venv/bin/python tools/chaos.py $(CHAOS)
 
 gpu: env  ## Every part checked and measured on a GPU, stage by stage

@@ -2,8 +2,8 @@
 
     python tools/chaos.py [--only damages kills-sft ...] [--kills 50] [--rl-kills 3] [--stops 200]
 
-Every row of the table is a test, which `make test` runs with smaller numbers. Exits with 1 if one fails. On
-two cores the defaults take about 40 minutes. `--all` adds rows for which the tests alone give the figures.
+Every row of the table is a test, which `make test` runs with smaller numbers. Exits with 1 if one fails.
+`--all` adds rows for which the tests alone give the figures.
 """
 
 import argparse
