@@ -20,8 +20,8 @@ def reward_func(queries, prompts, labels):
         engine = next(p for p in psutil.Process().parents() if is_titled(p, "ray::EngineActor"))
         victim = next(p for p in [engine, *engine.children(recursive=True)] if is_titled(p, TITLE))
         victim.send_signal(SIGNAL)
-        if SIGNAL == signal.SIGKILL:
-            time.sleep(60)  # the engine's reward processes end with it
+        if SIGNAL == signal.SIGKILL and victim == engine:
+            time.sleep(60)  # the engine's reward processes end with it; they outlive a core
     answers = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     return {"rewards": [sum(c.isdigit() for c in answer) / max(1, len(answer)) for answer in answers]}
 
