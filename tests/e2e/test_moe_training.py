@@ -114,5 +114,5 @@ def test_a_model_that_reads_one_by_one_learns_alike_in_every_layout(
         for name in ("sft/loss", "grad_norm"):
             assert shared[step][name] == pytest.approx(alone[step][name], rel=2e-3), (step, name)
     assert alone[STEPS]["sft/loss"] < alone[1]["sft/loss"] - 0.5
-    note = "Qwen3NextForCausalLM reads one sequence at a time"
+    note = "Qwen3NextForCausalLM runs one sequence at a time"
     assert (tmp_path / "shared" / "log").read_text().count(note) == 1
