@@ -2,7 +2,7 @@
 
     python tools/chaos.py [--only damages kills-sft ...] [--kills 50] [--rl-kills 3] [--stops 200]
 
-Every row of the table is a test, which `make test` runs with smaller numbers. Exits with 1 if one fails.
+Every row of the table is a test, which `make test-all` runs with smaller numbers. Exits with 1 if one fails.
 `--all` adds rows for which the tests alone give the figures.
 """
 
@@ -45,7 +45,7 @@ MEMBERS = {
     "kills-async": Member("T2", "kill -9 of asynchronous PPO, resumed", (f"{JOBS}[async ppo]",)),
     "stops": Member("T3", "SIGTERM to SFT, resumed", (f"{JOBS}[stop]",)),
     "disk": Member(
-        "T4", "a full disk in a save or an export", (f"{DISK}[deepspeed-100]", f"{DISK}[torch-100]")
+        "T4", "a full disk in a save or an export", (f"{DISK}[deepspeed-many]", f"{DISK}[torch-many]")
     ),
     "damages": Member(
         "T5",
@@ -55,7 +55,7 @@ MEMBERS = {
     "fuzz": Member(
         "T12",
         "a command with mistakes",
-        ("tests/contracts/test_fuzz.py::test_a_mistake_is_refused_in_words[10000]",),
+        ("tests/contracts/test_fuzz.py::test_a_mistake_is_refused_in_words[many]",),
     ),
     "nan": Member("T13", "NaN in each kind of tensor of a step", (NAN,)),
 }
@@ -104,6 +104,8 @@ def main() -> None:
         "CHAOS_RL_KILLS": str(options.rl_kills),
         "CHAOS_STOPS": str(options.stops),
         "CHAOS_STEPS": str(options.steps),
+        "CHAOS_SAVES": str(options.saves),
+        "CHAOS_MISTAKES": str(options.mistakes),
     }
     print("| target | fault | figure | test | seconds |\n|---|---|---|---|---|", flush=True)
     failed = False
@@ -138,6 +140,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rl-kills", type=int, default=3, help="kills of each RL job (default: 3)")
     parser.add_argument("--stops", type=int, default=200, help="SIGTERMs (default: 200)")
     parser.add_argument("--steps", type=int, default=2000, help="steps of the row growth (default: 2000)")
+    parser.add_argument(
+        "--saves", type=int, default=100, help="saves to a full disk for each backend (default: 100)"
+    )
+    parser.add_argument(
+        "--mistakes", type=int, default=10_000, help="commands with mistakes (default: 10000)"
+    )
     return parser.parse_args()
 
 

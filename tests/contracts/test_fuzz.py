@@ -46,6 +46,10 @@ YAML = (
 )
 
 
+MANY = int(os.environ.get("CHAOS_MISTAKES", 1000))
+"""Number of commands of the exhaustive test. `make chaos` sets it by an environment variable."""
+
+
 class Accepted(BaseException):
     """Raised where a command would start to load data and models."""
 
@@ -100,7 +104,7 @@ def mistaken(rng: random.Random, good: Sequence[str], keys: Sequence[str], folde
     return argv
 
 
-@pytest.mark.parametrize("count", [150, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [150, pytest.param(MANY, marks=pytest.mark.slow, id="many")])
 def test_a_mistake_is_refused_in_words(
     files,  # noqa: F811
     stopped_early,

@@ -19,7 +19,12 @@ def number(name: str, default: int) -> int:
     return int(os.environ.get(f"CHAOS_{name}", default))
 
 
-SUPERVISED, RL, STOPS = number("KILLS", 50), number("RL_KILLS", 50), number("STOPS", 200)
+SUPERVISED, RL, STOPS, SAVES = (
+    number("KILLS", 4),
+    number("RL_KILLS", 2),
+    number("STOPS", 5),
+    number("SAVES", 20),
+)
 RL_JOBS = ("ppo", "async ppo")
 
 
@@ -60,7 +65,7 @@ def test_a_disturbed_job_ends_as_one_that_was_left_alone(
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("count", [8, pytest.param(100, marks=slow)])
+@pytest.mark.parametrize("count", [8, pytest.param(SAVES, marks=slow, id="many")])
 @pytest.mark.parametrize("backend", ["deepspeed", pytest.param("torch", marks=slow)])
 def test_a_full_disk_costs_no_checkpoint_and_no_model(
     task: TaskFiles, run_worker: Callable, record_property: Callable, backend: str, count: int
