@@ -27,12 +27,6 @@ ResultT = TypeVar("ResultT")
 
 BACKENDS = {"cuda": "nccl", "cpu": "gloo"}
 
-LAUNCHED = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
-)
-"""Variables in which a launcher names a group of ranks. A job that a rank starts must not inherit them."""
-
 MALLOPT = {-3: 1 << 30, -1: 2**31 - 1}
 """Values in bytes of glibc's options M_MMAP_THRESHOLD (blocks below it come from the heap) and
 M_TRIM_THRESHOLD (free heap up to it is kept)."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from openrlhf.cli.arguments import ArgumentParser
-from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.errors import ErrorCode, UsageError, catch_signals, short_errors
 
 
 def make_parser() -> ArgumentParser:
@@ -30,6 +30,7 @@ def make_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options = make_parser().parse_args(argv)
+        catch_signals()
         sys.exit(run(options.run, options.step, options.folder))
 
 
@@ -47,8 +48,8 @@ def run(path: Path, step: int, folder: Path | None = None) -> int:
     with ExitStack() as held:
         if folder is None:
             folder = Path(held.enter_context(TemporaryDirectory(prefix="openrlhf_replay_")))
-        elif folder.exists() and any(folder.iterdir()):
-            text = "is not empty; name a new folder"
+        elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            text = f"is {'not empty' if folder.is_dir() else 'no folder'}; name a new folder"
             raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--folder", value=folder)
         folder.mkdir(parents=True, exist_ok=True)
         rerun = Rerun(run=recorded, step=step, folder=folder.resolve())

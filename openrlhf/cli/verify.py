@@ -18,7 +18,7 @@ from openrlhf.cli.plan import configuration, parsed
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import with_values
-from openrlhf.errors import short_errors
+from openrlhf.errors import catch_signals, short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def make_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options, command, flags = parsed_like_run(sys.argv[1:] if argv is None else argv)
+        catch_signals()
         sys.exit(run(command, flags, options))
 
 

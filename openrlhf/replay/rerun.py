@@ -1,8 +1,6 @@
 """Computes steps of a recorded run again, in folders of their own. The processes run cli/replayed.py."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from openrlhf.backends.jobs import run_job
 from openrlhf.config.commands import PPO
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.journal import num_samples, read_table
@@ -131,12 +130,15 @@ class Rerun:
         processes goes to stderr."""
         self._link_checkpoint()
         file = configured(self.run, self.settings, self.folder / "replay.yaml")
-        module = ["openrlhf.cli.replayed", self.run.command, str(file), str(self.run.path.resolve())]
-        command = [*launcher(self.run), *module, str(self.start), str(self.step)]
-        place = self.run.working_directory
-        code = subprocess.run(  # bounded: by the number of steps; Ctrl-C ends it
-            command, check=False, cwd=place, env=environment_of(self.run), stdout=STDERR
-        ).returncode
+        words = ["openrlhf.cli.replayed", self.run.command, str(file), str(self.run.path.resolve())]
+        words += [str(self.start), str(self.step)]
+        code = run_job(
+            words,
+            STDERR,
+            ranks=self.run.num_ranks,
+            environment=environment_of(self.run),
+            folder=self.run.working_directory,
+        )
         if code:
             text = (
                 f"the step could not be computed again: its process ended with exit status {code}, see above"
@@ -164,14 +166,6 @@ def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Pat
         node[name] = settings[key]
     file.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
     return file
-
-
-def launcher(run: RecordedRun) -> list[str]:
-    """Returns the words before the name of a module, with which as many processes run it as the run had."""
-    if run.num_ranks == 1:
-        return [sys.executable, "-m"]
-    ranks = f"--nproc_per_node={run.num_ranks}"
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", ranks, "-m"]
 
 
 def environment_of(run: RecordedRun) -> dict[str, str]:

@@ -4,14 +4,14 @@ stages. This module is also the program of a rank."""
 import math
 import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from openrlhf.backends.distributed import LAUNCHED, free_port, init_distributed, leave_distributed
+from openrlhf.backends.distributed import init_distributed, leave_distributed
+from openrlhf.backends.jobs import run_job
 from openrlhf.config.fields import with_values
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
@@ -72,19 +72,12 @@ def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> st
     """Runs the job. Returns the end of its output if it failed, else ""."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "subject.pkl").write_bytes(pickle.dumps((subject, stages)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(number)]
-    command += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    command += ["-m", "openrlhf.verification.ranks", str(folder)]
-    environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    with (
-        open(folder / "log", "w") as log,
-        subprocess.Popen(command, stdout=log, stderr=log, env=environment) as job,
-    ):
+    words = ["openrlhf.verification.ranks", str(folder)]
+    with open(folder / "log", "w") as log:
         try:
-            code = job.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
-            job.terminate()  # torchrun ends its ranks, after 30 s by SIGKILL
-            return f"it took longer than {TIMEOUT:g} s"
+            code = run_job(words, log, ranks=number, timeout=TIMEOUT)
+        except TimeoutError as error:
+            return str(error)
     return (folder / "log").read_text()[-2000:] if code else ""
 
 

@@ -1,7 +1,6 @@
 """`openrlhf replay`: what it starts from, what it refuses, and what its comparison finds."""
 
 import json
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +12,10 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from recorded_runs import Recording, samples
 from refusals import refused
-from torch.distributed.run import get_args_parser
 
+from openrlhf.cli.replay import run as replay
 from openrlhf.errors import ErrorCode
+from openrlhf.replay import rerun
 from openrlhf.replay.journal_collector import JournalCollector
 from openrlhf.replay.rerun import Rerun, compare, configured, environment_of
 from openrlhf.training.collect import Admission
@@ -76,17 +76,16 @@ def test_processes_of_ray_have_one_thread_unless_the_run_says_otherwise(recordin
     assert environment_of(recording.run)["OMP_NUM_THREADS"] == "1"
 
 
-def test_torchrun_leaves_the_words_of_a_process_alone(recording, tmp_path, monkeypatch):
+def test_a_run_of_two_ranks_is_computed_again_by_two(recording, tmp_path, monkeypatch):
     (recording.run.path / "argv.txt").write_text("python -m openrlhf.cli.train_sft\n")
     (recording.run.path / "env.json").write_text(json.dumps({"variables": {"WORLD_SIZE": "2"}}))
     started = []
-    ended = subprocess.CompletedProcess([], 0)
-    monkeypatch.setattr(subprocess, "run", lambda command, **_: started.append(command) or ended)
+    monkeypatch.setattr(rerun, "run_job", lambda words, output, **options: started.append((words, options)))
     Rerun(run=recording.run, step=3, folder=tmp_path).compute()
-    options = get_args_parser().parse_args(started[0][3:])
-    assert options.nproc_per_node == "2" and options.training_script == "openrlhf.cli.replayed"
-    words = ["sft", str(tmp_path / "replay.yaml"), str(recording.run.path), "0", "3"]
-    assert options.training_script_args == words
+    words, options = started[0]
+    assert options["ranks"] == 2
+    file, source = str(tmp_path / "replay.yaml"), str(recording.run.path)
+    assert words == ["openrlhf.cli.replayed", "sft", file, source, "0", "3"]
 
 
 def test_steps_that_are_not_recorded_are_refused(recording, tmp_path):
@@ -182,3 +181,13 @@ def test_what_engines_measure_is_not_compared(recording, tmp_path):
     result = compare(rerun)
     assert result.is_equal
     assert any("eval/math_score_mean, rollout/num_prompts" in reason for reason in result.not_compared)
+
+
+@pytest.mark.parametrize("name", ["a_file", "full"])
+def test_a_folder_that_is_a_file_or_not_empty_is_refused(recording, tmp_path, name):
+    (tmp_path / "full").mkdir()
+    for path in (tmp_path / "a_file", tmp_path / "full" / "file"):
+        path.write_text("")
+    (recording.run.path / "argv.txt").write_text("python -m openrlhf.cli.train_sft\n")
+    with refused(ErrorCode.NOT_WRITABLE, flag="--folder", value=tmp_path / name):
+        replay(recording.run.path, 3, tmp_path / name)

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
+from openrlhf.backends.jobs import LAUNCHED
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.cli.verify import subject_of
@@ -75,7 +76,7 @@ def verified(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., dict[str, Finding]]]:
     """Yields a function that verifies a command and returns its findings by check."""
-    for name in ranks.LAUNCHED:
+    for name in LAUNCHED:
         monkeypatch.setenv(name, "")  # what the checks set is undone
         monkeypatch.delenv(name)
     monkeypatch.setenv("OPENRLHF_CACHE", str(folder / "cache"))

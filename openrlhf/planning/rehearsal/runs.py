@@ -1,24 +1,26 @@
 """Runs commands of this project on CPU cores as processes of their own, and reads what they wrote."""
 
 import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch.distributed import TCPStore
-
-from openrlhf.backends.distributed import LAUNCHED
+from openrlhf.backends.jobs import run_job
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Metrics
 
 TIMEOUT = 3600.0
 """Seconds after which a run is ended."""
+ON_CORES = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "RAY_ADDRESS": "local",
+    "OMP_NUM_THREADS": "1",
+    "WANDB_MODE": "disabled",
+}
+"""Variables of a rehearsed run."""
 LINES = 12
 """Last lines of a log that are shown."""
 
@@ -48,23 +50,18 @@ class Result:
 def run_command(
     command: str, flags: Path, folder: Path, *, ranks: int, tick: Callable[[float], None] = lambda s: None
 ) -> Result:
-    """Runs `openrlhf COMMAND --config FLAGS` and returns its result. Several ranks meet as under a launcher.
-    `tick` is called with the seconds since the start, about once a second. Raises RunFailedError."""
+    """Runs `openrlhf COMMAND --config FLAGS` and returns its result. The run has no GPUs, and neither the
+    user's Ray cluster nor cache. `tick`: see `run_job`. Raises RunFailedError."""
     folder.mkdir(parents=True, exist_ok=True)
     log, started = folder / "log.txt", time.monotonic()
-    words = [sys.executable, "-m", "openrlhf.cli.main", command, "--config", str(flags)]
-    with _processes(words, log, ranks, folder.parent) as group:
-        while any(process.poll() is None for process in group):
-            seconds = time.monotonic() - started
-            if any(process.poll() for process in group):  # the other ranks would wait for the failed one
-                break
-            if seconds > TIMEOUT:
-                raise RunFailedError(f"it was ended after {TIMEOUT:.0f} s; {_end_of(log)}")
-            tick(seconds)
-            time.sleep(0.2)
-        codes = [process.poll() for process in group]
-    if any(codes):
-        code = next(filter(None, codes))
+    words = ["openrlhf.cli.main", command, "--config", str(flags)]
+    environment = os.environ | ON_CORES | {"OPENRLHF_CACHE": str(folder.parent / "cache")}
+    with log.open("wb") as file:
+        try:
+            code = run_job(words, file, ranks=ranks, environment=environment, timeout=TIMEOUT, tick=tick)
+        except TimeoutError as error:
+            raise RunFailedError(f"it was ended after {TIMEOUT:.0f} s; {_end_of(log)}") from error
+    if code:
         raise RunFailedError(f"it ended with code {code}; {_end_of(log)}")
     return Result(folder=folder, seconds=time.monotonic() - started)
 
@@ -74,82 +71,6 @@ def _end_of(log: Path) -> str:
     errors = [i for i, line in enumerate(lines) if line.startswith("error: ")]
     shown = lines[errors[0] : errors[0] + LINES] if errors else lines[-LINES:]
     return "\n".join([f"the end of {log}:", *shown])
-
-
-@contextmanager
-def _processes(words: Sequence[str], log: Path, ranks: int, home: Path) -> Iterator[list[subprocess.Popen]]:
-    """Starts the processes of a run, each with a process group of its own, and kills what is left of them."""
-    common = _environment(home)
-    if ranks > 1:
-        # This process has the store in which ranks meet, as torchrun does. A port that rank 0 opened seconds
-        # later might be taken by then.
-        store = _store()
-        common |= {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RUN_ID": "rehearsal",
-        }
-    group: list[subprocess.Popen] = []
-    try:
-        with log.open("wb") as file:
-            for rank in range(ranks):
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
-                group.append(
-                    subprocess.Popen(
-                        words,
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        env=common | place,
-                        start_new_session=True,
-                    )
-                )
-        yield group
-    finally:
-        for process in group:
-            _end(process)
-
-
-def _store() -> TCPStore:
-    """Returns a store of this process that listens on loopback alone."""
-    bound = socket.create_server(("127.0.0.1", 0))
-    port = bound.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
-    )
-
-
-def _environment(home: Path) -> dict[str, str]:
-    """Returns the variables of a rehearsed run: without GPUs, without the user's Ray cluster and cache."""
-    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    return kept | {
-        "CUDA_VISIBLE_DEVICES": "",
-        "HIP_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
-        "RAY_ADDRESS": "local",
-        "OPENRLHF_CACHE": str(home / "cache"),
-        "OMP_NUM_THREADS": "1",
-        "WANDB_MODE": "disabled",
-    }
-
-
-PATIENCE = 10.0
-"""Seconds that a run has to end its own processes after SIGTERM."""
-
-
-def _end(process: subprocess.Popen) -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(PATIENCE)
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
-    process.wait()  # bounded: SIGKILL has ended it
 
 
 # ---- comparisons

@@ -1,0 +1,118 @@
+"""Runs a module in processes of their own on this machine: a job, whose several processes are ranks."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+from torch.distributed import TCPStore
+
+LAUNCHED = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
+"""Variables in which a launcher names a group of ranks. A job that a rank starts must not inherit them."""
+PATIENCE = 10.0
+"""Seconds that a process has to end its own processes after SIGTERM."""
+
+
+def run_job(
+    words: Sequence[str],
+    output: IO | int,
+    *,
+    ranks: int = 1,
+    environment: Mapping[str, str] = os.environ,
+    folder: Path | None = None,
+    timeout: float = float("inf"),
+    tick: Callable[[float], None] = lambda seconds: None,
+) -> int:
+    """Runs `python -m WORDS` and returns the first exit status that is not 0, else 0. Several ranks meet as
+    under torchrun; when one of them fails, the others are ended. Raises TimeoutError.
+
+    Args:
+        words: the module and its arguments.
+        output: file or descriptor of what the processes print.
+        ranks: number of processes.
+        environment: variables of the processes, by default those of this process; a launcher's are left out.
+        folder: working folder; None: the one of this process.
+        timeout: seconds after which the job is ended.
+        tick: called with the seconds since the start, five times a second.
+    """
+    started = time.monotonic()
+    with _processes([sys.executable, "-m", *words], output, ranks, environment, folder) as job:
+        while any(process.poll() is None for process in job) and not any(process.poll() for process in job):
+            seconds = time.monotonic() - started
+            if seconds > timeout:
+                raise TimeoutError(f"it took longer than {timeout:g} s")
+            tick(seconds)
+            time.sleep(0.2)
+        return next(filter(None, (process.poll() for process in job)), 0)
+
+
+@contextmanager
+def _processes(
+    command: Sequence[str], output: IO | int, ranks: int, environment: Mapping[str, str], folder: Path | None
+) -> Iterator[list[subprocess.Popen]]:
+    """Starts the processes, each with a process group of its own, and kills what is left of them."""
+    common = {name: value for name, value in environment.items() if name not in LAUNCHED}
+    if ranks > 1:
+        # This process has the store in which ranks meet, as torchrun does. A port that rank 0 opened seconds
+        # later might be taken by then.
+        store = _store()
+        common = {"OMP_NUM_THREADS": "1"} | common  # torchrun's default
+        common |= {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": "job",
+        }
+    job: list[subprocess.Popen] = []
+    try:
+        for rank in range(ranks):
+            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            job.append(
+                subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=common | place,
+                    cwd=folder,
+                    start_new_session=True,
+                )
+            )
+        yield job
+    finally:
+        for process in job:
+            _end(process)
+
+
+def _store() -> TCPStore:
+    """Returns a store of this process that listens on loopback alone."""
+    bound = socket.create_server(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    return TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=bound.detach()
+    )
+
+
+def _end(process: subprocess.Popen) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(PATIENCE)
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()  # bounded: SIGKILL has ended it
