@@ -554,8 +554,9 @@ class AlgoConfig:
     recomputed, it can be skipped for any number of optimizer steps."""
     max_mismatch: Positive | None = None
     """Largest mean difference between log-probs of engines and policy for the same weights, in nats, before
-    the run stops. None: 0.3 in bf16, 0.04 in fp16 and fp32, which is more than rounding explains. inf: the
-    run never stops."""
+    the run stops. None: 0.3 in bf16, 0.04 in fp16 and fp32, which is more than rounding explains; no limit
+    with rollout.max_kept_tokens 0 if top-p or top-k truncates, since the distributions differ. inf: no
+    limit."""
     router_replay: bool = False
     """MoE models: in training each token goes to the experts that it went to when it was sampled (rollout
     routing replay), so that engine and trainer do not diverge because rounding picked different experts.
@@ -805,6 +806,15 @@ class PPOConfig(TrainingConfig):
         are_read = self.algo.advantage.proximal.needs_forward or self.adapts_kl
         read_first = kl_in_reward or self.uses_teacher or self.algo.advantage.traits.needs_log_probs
         return not read_first and (known_later or not are_read)
+
+    @property
+    def largest_mismatch(self) -> float | None:
+        """`algo.max_mismatch`; if it is not set, infinity for a truncated sampling distribution whose supports
+        are not recorded: training then computes the log-probs of another distribution. None: the default
+        limit, rounding."""
+        rollout, limit = self.rollout, self.algo.max_mismatch
+        truncates = rollout.top_p < 1 or rollout.top_k > 0
+        return math.inf if limit is None and truncates and not rollout.max_kept_tokens else limit
 
     @property
     def adapts_kl(self) -> bool:

@@ -251,7 +251,7 @@ class PPOTrainer(Generic[PolicyT]):
 
     def check_mismatch(self, metrics: Metrics) -> None:
         config = self.config
-        check_mismatch(metrics, config.ds.precision.dtype, config.algo.max_mismatch, self.step + 1)
+        check_mismatch(metrics, config.ds.precision.dtype, config.largest_mismatch, self.step + 1)
 
     def forward(self, batch: Batch) -> Batch:
         """Returns the batch with the log-probs of policy, reference and teacher and the critic's values, as

@@ -1498,6 +1498,21 @@ def test_old_log_probs_are_skipped_where_nothing_reads_them_before_the_update(li
 
 
 @pytest.mark.parametrize(
+    ("line", "limit"),
+    [
+        ("", None),
+        ("--rollout.top_p 0.9", None),  # training normalises over the recorded supports
+        ("--rollout.max_kept_tokens 0", None),  # nothing is truncated
+        ("--rollout.top_p 0.9 --rollout.max_kept_tokens 0", math.inf),
+        ("--rollout.top_k 20 --rollout.max_kept_tokens 0", math.inf),
+        ("--rollout.top_p 0.9 --rollout.max_kept_tokens 0 --algo.max_mismatch 0.2", 0.2),
+    ],
+)
+def test_samples_of_an_unrecorded_truncated_distribution_have_no_default_limit(line, limit, say):
+    assert say(PPO, line)[0].largest_mismatch == limit
+
+
+@pytest.mark.parametrize(
     ("line", "remarked"), [("", True), ("--algo.advantage.proximal_policy rollout", False)]
 )
 def test_the_clip_is_read_in_a_step_of_one_update_where_it_counts_from_the_sampler(line, remarked, say):
