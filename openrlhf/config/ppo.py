@@ -809,9 +809,9 @@ class PPOConfig(TrainingConfig):
 
     @property
     def largest_mismatch(self) -> float | None:
-        """`algo.max_mismatch`; if it is not set, infinity for a truncated sampling distribution whose supports
-        are not recorded: training then computes the log-probs of another distribution. None: the default
-        limit, rounding."""
+        """`algo.max_mismatch`; if it is not set, infinity where top-p or top-k truncates the sampling
+        distribution and no supports are recorded: training then computes the log-probs of another
+        distribution. None: the default limit, rounding."""
         rollout, limit = self.rollout, self.algo.max_mismatch
         truncates = rollout.top_p < 1 or rollout.top_k > 0
         return math.inf if limit is None and truncates and not rollout.max_kept_tokens else limit

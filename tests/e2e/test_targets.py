@@ -35,15 +35,17 @@ class Size(NamedTuple):
 
 
 def sizes_of(started: Started) -> dict[str, Size]:
-    """Returns the size of the run's own process and of its actors, by title and pid."""
+    """Returns the size of the run's own process and of its actors, by name and pid."""
     started.look()
     found = {}
     for pid, process in started.family.items():
         try:
             title = " ".join(process.cmdline())
             if pid == started.pid or title.startswith("ray::"):
+                # a busy actor's title is ray::Class.method
+                name = "driver" if pid == started.pid else title.split()[0].partition(".")[0]
                 size = Size(process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
-                found[f"{title.split()[0]} {pid}"] = size
+                found[f"{name} {pid}"] = size
         except psutil.NoSuchProcess:
             continue
     return found
@@ -63,7 +65,7 @@ def test_a_long_run_does_not_grow(task: TaskFiles, tmp_path: Path, record_proper
             looks[name].append(size)
     assert started.wait(limit=1800) == 0, job.text()[-3000:]
     whole = {name: found for name, found in looks.items() if len(found) == LOOKS}
-    assert {"ray::PolicyWorker", "ray::EngineActor"} <= {name.split(".")[0].split()[0] for name in whole}
+    assert {"ray::PolicyWorker", "ray::EngineActor"} <= {name.split()[0] for name in whole}
     quarter, grown = LOOKS // 4, {}
     for name, found in whole.items():
         early, late = (
