@@ -25,7 +25,7 @@ COMMANDS = {
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
     "replay": ("replay", "compute a step of a recorded run again, and compare it bit for bit"),
-    "bisect": ("bisect", "find the first difference between two recorded runs"),
+    "bisect": ("bisect", "find the first difference between two recorded runs, or two commits"),
     "watch": ("watch", "show a run on one screen: steps, phases, curves, samples, warnings"),
     "view": ("view", "a local web page of runs: curves side by side, and every rollout"),
     "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),

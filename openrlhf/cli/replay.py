@@ -42,18 +42,15 @@ def run(path: Path, step: int, folder: Path | None = None) -> int:
 
     recorded = RecordedRun(path)
     _ = recorded.flags  # raises if the folder is no run
-    if not recorded.command:
-        text = "argv.txt names no training command, so nothing says how to compute a step again"
-        raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
     with ExitStack() as held:
         if folder is None:
             folder = Path(held.enter_context(TemporaryDirectory(prefix="openrlhf_replay_")))
         elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
             text = f"is {'not empty' if folder.is_dir() else 'no folder'}; name a new folder"
             raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--folder", value=folder)
-        folder.mkdir(parents=True, exist_ok=True)
         rerun = Rerun(run=recorded, step=step, folder=folder.resolve())
         rerun.check()
+        folder.mkdir(parents=True, exist_ok=True)
         rerun.compute()
         result = compare(rerun)
         Screen(sys.stdout).replay(rerun, result)

@@ -76,6 +76,13 @@ class RecordedRun:
         return journal_steps(self.path / "rollouts", name)
 
     @property
+    def steps(self) -> list[int]:
+        """Steps with the records that a replay needs: rollouts in reinforcement learning, else metrics."""
+        return sorted(
+            step for step in (self.rollouts() if self.command == PPO.name else self.metrics) if step > 0
+        )
+
+    @property
     def checkpoint_folder(self) -> Path:
         """The folder that `ckpt.path` and `ckpt.output_dir` name."""
         named = self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints"

@@ -38,6 +38,12 @@ OWN_SETTINGS: Mapping[str, Any] = {
     "train.verify_steps": 0,
 }
 """Flags of saving, logging and checks that differ from those of the run."""
+PLACES: Mapping[str, str] = {
+    "ckpt.output_dir": "out",
+    "ckpt.path": "checkpoints",
+    "logger.run_dir": "run",
+}
+"""Flags of folders that are written -> their names inside a rerun's folder."""
 OF_ENGINES = (
     *("eval/", "mismatch/probe", "rollout/num_prompts", "rollout/engine", "rollout/kept_ratio"),
     *("rollout/filtered_", "rollout/sampled_score_mean", "rollout/buffered_groups"),
@@ -56,11 +62,20 @@ class Rerun:
     """The last step to compute."""
     folder: Path
     """An empty folder for everything that is written."""
+    code: Path | None = None
+    """A folder whose package `openrlhf` computes the steps; None: the installed one."""
+    saves: bool = False
+    """True: a checkpoint of `step` is saved even if the run saved none."""
 
     @cached_property
     def start(self) -> int:
         """The step of the newest checkpoint before `step`; 0 without one."""
         return max((step for step in self.run.checkpoints() if step < self.step), default=0)
+
+    @property
+    def beginning(self) -> str:
+        """The state that the computation starts from, in words."""
+        return f"the checkpoint of step {self.start}" if self.start else "the beginning"
 
     @property
     def is_rl(self) -> bool:
@@ -74,10 +89,12 @@ class Rerun:
     def check(self) -> None:
         """Raises UsageError if the run recorded no such step, or not enough of the steps since the
         checkpoint."""
-        recorded = self.run.rollouts() if self.is_rl else self.run.metrics
-        steps = [step for step in recorded if step > 0]
+        if not self.run.command:
+            text = "argv.txt names no training command, so nothing says how to compute a step again"
+            raise UsageError(ErrorCode.NOT_FOUND, text, value=self.run.path)
+        steps = self.run.steps
         if self.step not in steps:
-            known = f"steps {min(steps)} to {max(steps)}" if steps else "no steps"
+            known = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
             what = "rollouts" if self.is_rl else "metrics"
             text = f"the run has {what} of {known} (--logger.logging_steps, --logger.rollouts)"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--step", value=self.step)
@@ -116,18 +133,15 @@ class Rerun:
     @property
     def settings(self) -> dict[str, Any]:
         """Values of flags that differ from those of the run."""
-        saves = self.step in self.run.checkpoints()
+        saves = self.saves or self.step in self.run.checkpoints()
         checkpoints = {"ckpt.load_enable": self.start > 0, "ckpt.save_steps": self.step if saves else -1}
-        places = {
-            "ckpt.output_dir": str(self.folder / "out"),
-            "ckpt.path": str(self.folder / "checkpoints"),
-            "logger.run_dir": str(self.folder / "run"),
-        }
+        places = {key: str(self.folder / name) for key, name in PLACES.items()}
         return {**OWN_SETTINGS, **places, **checkpoints, **(WITHOUT_ENGINES if self.is_rl else {})}
 
     def compute(self) -> None:
         """Computes the steps after the checkpoint. Raises RunError if that fails. The output of the
         processes goes to stderr."""
+        self.folder.mkdir(exist_ok=True)
         self._link_checkpoint()
         file = configured(self.run, self.settings, self.folder / "replay.yaml")
         words = ["openrlhf.cli.replayed", self.run.command, str(file), str(self.run.path.resolve())]
@@ -136,7 +150,7 @@ class Rerun:
             words,
             STDERR,
             ranks=self.run.num_ranks,
-            environment=environment_of(self.run),
+            environment=environment_of(self.run, self.code),
             folder=self.run.working_directory,
         )
         if code:
@@ -168,13 +182,21 @@ def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Pat
     return file
 
 
-def environment_of(run: RecordedRun) -> dict[str, str]:
+def environment_of(run: RecordedRun, code: Path | None = None) -> dict[str, str]:
     """Returns the variables of this process, with the run's numbers of threads. In reinforcement learning
-    Ray's default for each process is one thread."""
+    Ray's default for each process is one thread. `code`: folder that is imported from first."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
     own |= {"OMP_NUM_THREADS": "1"} if run.command == PPO.name else {}
     recorded = {name.removeprefix("variables."): v for name, v in run.environment.items()}
-    return own | {name: str(value) for name, value in recorded.items() if name.startswith(THREADS)}
+    own |= {name: str(value) for name, value in recorded.items() if name.startswith(THREADS)}
+    return own if code is None else own | _importing_first(code, run.working_directory)
+
+
+def _importing_first(code: Path, working_directory: Path) -> dict[str, str]:
+    """Returns variables with which `python -m` imports from `code` before its working directory, which may
+    be a clone."""
+    others = [path for path in (os.environ.get("PYTHONPATH"), str(working_directory)) if path]
+    return {"PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join([str(code), *others])}
 
 
 @dataclass(frozen=True, kw_only=True)

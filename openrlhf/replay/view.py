@@ -71,8 +71,7 @@ class Screen:
 
     def replay(self, rerun: Rerun, result: Replayed) -> None:
         """Prints the comparison of a step that was computed again."""
-        begin = f"the checkpoint of step {rerun.start}" if rerun.start else "the beginning"
-        self.say(f"{rerun.run.path}: step {rerun.step} computed again, from {begin}")
+        self.say(f"{rerun.run.path}: step {rerun.step} computed again, from {rerun.beginning}")
         equal = [stage for stage in result.stages if not stage.differing]
         self.say(f"\nequal bit for bit: {_summary(equal) or 'nothing'}")
         for stage in equal:

@@ -1,6 +1,8 @@
 """A step of a real run, computed again from checkpoint and journal, is equal to the last bit."""
 
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,6 +12,8 @@ from processes import run_ranks
 from sft_runs import flags
 from test_rl import COLOCATED, COMMON, train
 
+import openrlhf
+from openrlhf.cli.bisect import run_commits
 from openrlhf.cli.replay import run as replay
 from openrlhf.observability.run_folder import read_jsonl, to_json
 from openrlhf.tasks.prepare import TaskFiles
@@ -57,6 +61,41 @@ def test_a_supervised_step(task: TaskFiles, tmp_path: Path, capsys, layout: str,
     metrics.write_text("".join(to_json(row) + "\n" for row in rows))
     assert replay(tmp_path / "run", 4) == 1
     assert "first difference (recorded | computed): step 4, metrics, grad_norm" in capsys.readouterr().out
+
+
+def committed(clone: Path, message: str) -> None:
+    for words in ("add --all", f"-c user.name=test -c user.email=test@example.org commit -q -m {message}"):
+        subprocess.run(["git", "-C", str(clone), *words.split()], check=True, timeout=60)
+
+
+def test_two_versions_of_the_code(task: TaskFiles, tmp_path: Path, capsys) -> None:
+    """A loss that is a thousandth larger is found in the first step after the checkpoint, and then in the
+    weights. A changed comment changes no number."""
+    command = (
+        f"openrlhf.cli.train_sft {flags(task)} --ckpt.save_steps 2 --ckpt.max_num 9 --ds.param_dtype fp32 "
+        f"--ckpt.output_dir {tmp_path}/out --logger.run_dir {tmp_path}/run --train.backend torch"
+    )
+    run_ranks(shlex.split(command), log=tmp_path / "log")
+    clone = tmp_path / "clone"
+    package = Path(openrlhf.__file__).parent
+    shutil.copytree(package, clone / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
+    subprocess.run(["git", "init", "-q", str(clone)], check=True, timeout=60)
+    committed(clone, "first")
+    loss = clone / "openrlhf" / "algorithms" / "token_loss.py"
+    code = loss.read_text()
+    loss.write_text(f"{code}# a comment\n")
+    committed(clone, "comment")
+    loss.write_text(code.replace("return -log_probs", "return -log_probs * 1.001"))
+    committed(clone, "loss")
+    before = files_of(tmp_path)
+    assert run_commits(tmp_path / "run", ["HEAD~1", "HEAD"], 5, clone) == 1
+    out = capsys.readouterr().out
+    assert "step 5 computed by two commits, from the checkpoint of step 4" in out
+    assert "first difference: step 5, metrics, sft/loss" in out
+    assert "checkpoint of the model of step 5" in out and "weights.model." in out
+    assert run_commits(tmp_path / "run", ["HEAD~2", "HEAD~1"], 5, clone) == 0
+    assert "equal: metrics of step 5; checkpoint of the model of step 5" in capsys.readouterr().out
+    assert files_of(tmp_path) == before
 
 
 @pytest.mark.parametrize(
