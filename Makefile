@@ -34,7 +34,7 @@ test-kernels: env  ## The numeric tests under the instruction sets of other CPUs
 	    echo "$$kernels"; env $$kernels .venv/bin/pytest $(PARALLEL) -m "not slow" $(NUMERIC); \
 	done
 
-mutants: env  ## The tests against silent bugs that they must catch, see docs/verification.md
+mutants: env  ## The tests against silent bugs; generated ones: MUTANTS="--generated 400 --seed 1"
 	$(RUN_MUTANTS) $(MUTANTS)
 
 chaos: env  ## Kills, full disks, damages and mistakes in numbers; takes long; CHAOS="--only damages"

@@ -85,7 +85,7 @@ def load(folder: Path = FOLDER) -> list[Mutant]:
     return [
         Mutant(group=content["title"], **record)
         for content in (tomllib.loads(file.read_text()) for file in sorted(folder.glob("*.toml")))
-        for record in content["mutant"]
+        for record in content.get("mutant", ())  # equivalent.toml has none
     ]
 
 

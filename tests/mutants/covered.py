@@ -55,13 +55,22 @@ class Coverage:
             self.failed.append(report.nodeid)
 
 
-class Selection:
+class FirstFailure:
+    """Remembers the first test that fails."""
+
+    failed: str | None = None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed and self.failed is None:
+            self.failed = report.nodeid
+
+
+class Selection(FirstFailure):
     """Runs the given tests in the given order, and remembers the first that fails."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         self.order = {test: index for index, test in enumerate(tests)}
         self.ran = 0
-        self.failed: str | None = None
         self.not_collected: list[str] = []
 
     @pytest.hookimpl(trylast=True)
@@ -73,8 +82,7 @@ class Selection:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.ran += report.when == "call"
-        if report.failed and self.failed is None:
-            self.failed = report.nodeid
+        super().pytest_runtest_logreport(report)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

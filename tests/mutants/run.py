@@ -1,6 +1,7 @@
 """Puts each mutant into a copy of the repository and runs the tests that can see it: `make mutants`.
 
     python -m mutants.run [--only ID ...] [--class NAME] [--sample 12 --seed COMMIT] [--jobs 2]
+    python -m mutants.run --generated 400 --seed 1
 
 The tests that a record names come first. If they pass, the unit tests that run the changed function follow,
 cheap ones before expensive ones, up to the first that fails. Which tests run which functions is recorded once
@@ -37,6 +38,8 @@ from mutants.covered import Coverage, Selection
 
 CACHE = ROOT / ".pytest_cache" / "mutants.json"
 PRELOADED = ("torch", "transformers", "datasets", "peft", "hypothesis", "ray", "vllm", "deepspeed", "pytest")
+TESTS = ("tests/unit",)
+"""Tests that are tried with generated mutants."""
 FIRST_FILES = 3
 """Number of test files that run before all others, which saves the imports of the others."""
 LIMIT = 900.0
@@ -61,8 +64,11 @@ class Result:
 
 def main() -> None:
     options = _options()
-    mutants = _chosen(load(), options)
     start = time.monotonic()
+    if options.generated:
+        print(_try_generated(options))
+        return
+    mutants = _chosen(load(), options)
     if options.runs is not None:
         from mutants.runs import (
             RUNS,
@@ -104,6 +110,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, metavar="N", help="a random choice of N mutants")
     parser.add_argument("--seed", default="", help="text that determines the sample, such as a commit's hash")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
+    parser.add_argument("--generated", type=int, metavar="N", help="N mutants that mutmut's operators make")
+    parser.add_argument(
+        "--results",
+        metavar="FILE",
+        type=Path,
+        default=CACHE.with_name("generated.jsonl"),
+        help="outcomes of generated mutants, as JSON lines; those that it has are not tried again",
+    )
+    parser.add_argument("--again", action="store_true", help="tries generated mutants that survived again")
     parser.add_argument("--record", metavar="FILE", help="writes which test caught which mutant, as JSON")
     return parser.parse_args()
 
@@ -169,13 +184,14 @@ def _check_unchanged(pool: ProcessPoolExecutor, mutants: Sequence[Mutant]) -> No
             sys.exit(f"{test}: no such test")
 
 
-def _try(work: tuple[Mutant, Sequence[Sequence[str]]]) -> Result:
+def _try(work: tuple[Any, Sequence[Sequence[str]]]) -> Result:
     """Runs batches of tests against a mutant, up to the first test that fails."""
     mutant, batches = work
     start, file = time.monotonic(), copy / mutant.path
     result = partial(Result, mutant=mutant)
     try:
-        source, original = mutated(mutant, copy), file.read_text()
+        source = mutated(mutant, copy) if isinstance(mutant, Mutant) else mutant.source(copy)
+        original = file.read_text()
     except DoesNotApply as error:
         return result(outcome=str(error))
     try:
@@ -228,10 +244,11 @@ def _pytest_selected(files: list[str], selection: Selection) -> Run:
     return Run(selection.failed, selection.not_collected)
 
 
-def _fork(limit: float, function: Callable[[], Any]) -> Any:
+def _fork(limit: float | None, function: Callable[[], Any]) -> Any:
     """Returns the result of a function that runs in the copy, in a fork with its own process group.
 
-    Raises TimeoutError after `limit` seconds, and RuntimeError if the fork dies or its function raises.
+    Raises TimeoutError after `limit` seconds, if there is a limit, and RuntimeError if the fork dies or its
+    function raises.
     """
     receiver, sender = FORK.Pipe(duplex=False)
     process = FORK.Process(target=_in_copy, args=(function, sender))
@@ -279,18 +296,27 @@ def _in_copy(function: Callable[[], Any], sender: Connection) -> None:
 def _seen(pool: ProcessPoolExecutor) -> dict[str, Any]:
     """Returns the record of each test file: its tests, and the functions that they run. Files that changed
     since they were recorded are recorded again."""
+    seen, digest = _cached()
+    for file, entry in _map(pool, _record, [file for file in digest if file not in seen]):
+        seen[file] = entry | {"digest": digest[file]}
+        print(f"recorded  {entry['seconds']:6.1f} s  {file}", flush=True)
+        _keep(seen)
+    return seen
+
+
+def _cached() -> tuple[dict[str, Any], dict[str, str]]:
+    """Returns the kept records of test files that have not changed since, and the digests of all files."""
     cached = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     digest = {
         str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(ROOT.glob("tests/unit/test_*.py"))
     }
-    seen = {file: entry for file, entry in cached.items() if digest.get(file) == entry["digest"]}
-    for file, entry in _map(pool, _record, [file for file in digest if file not in seen]):
-        seen[file] = entry | {"digest": digest[file]}
-        print(f"recorded  {entry['seconds']:6.1f} s  {file}", flush=True)
-        CACHE.parent.mkdir(exist_ok=True)
-        CACHE.write_text(json.dumps(seen))
-    return seen
+    return {file: entry for file, entry in cached.items() if digest.get(file) == entry["digest"]}, digest
+
+
+def _keep(seen: dict[str, Any]) -> None:
+    CACHE.parent.mkdir(exist_ok=True)
+    CACHE.write_text(json.dumps(seen))
 
 
 def _record(file: str) -> tuple[str, dict[str, Any]]:
@@ -312,7 +338,48 @@ def _pytest_recorded(file: str) -> dict[str, Any]:
     }
 
 
-def _plan(mutant: Mutant, seen: dict[str, Any]) -> list[list[str]]:
+def _try_generated(options: argparse.Namespace) -> str:
+    """Tries generated mutants in memory, or in a copy where memory is not enough. Returns a table."""
+    from mutants.generated import Results, sample, summary  # mutmut is an optional package
+
+    mutants, results = sample(options.generated, options.seed), Results(options.results.resolve())
+    left = [mutant for mutant in mutants if results.wants(mutant, options.again)]
+    if left:
+        _preload()
+        with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+            _copy(folder)
+            seen = _fork(None, partial(_pytest_trials, left, options.jobs, results, os.dup(1)))
+            others = [(m, _plan(m, seen)) for m in left if results.outcome(m) == "not in memory"]
+            with ProcessPoolExecutor(options.jobs, FORK, initializer=_copy, initargs=(folder,)) as pool:
+                for result in _map(pool, _try, others):
+                    results.add(result.mutant, result.outcome, result.test, result.seconds)
+    return summary(mutants, results)
+
+
+def _pytest_trials(mutants: Sequence[Any], jobs: int, results: Any, console: int) -> dict[str, Any]:
+    """Tries mutants in memory, and prints to `console`. Returns the records of the test files."""
+    import pytest
+    from mutants.in_memory import Trials
+
+    seen, digest = _cached()
+
+    def note(item: Any, result: Any, seconds: float) -> None:
+        if isinstance(item, str):
+            outcome, test = "recorded" if result else "NOT RECORDED", item
+            if result:
+                seen[item] = result | {"digest": digest[item]}
+                _keep(seen)
+        else:
+            outcome, test = result or ("caught", "the process ended, or took too long")
+            results.add(item, outcome, test, seconds)
+        os.write(console, f"{outcome:9} {seconds:6.1f} s  {getattr(item, 'id', '')}  {test}\n".encode())
+
+    trials = Trials(mutants, dict(seen), _plan, jobs, note)
+    pytest.main([*PYTEST, "-m", "not slow and not gpu", *TESTS], plugins=[trials])
+    return trials.seen
+
+
+def _plan(mutant: Any, seen: dict[str, Any]) -> list[list[str]]:
     """Returns the tests that run the mutant's function, in two batches: first the files whose tests run
     little else, then the others, cheap ones first.
 
