@@ -362,5 +362,18 @@ def test_rewards_of_turns_are_earned_where_they_were_earned(estimator: str) -> N
         assert found[0].returns.tolist() == plain[0].returns.tolist()
 
 
+def test_the_rest_of_a_reward_is_earned_by_the_last_action():
+    """The first turn earns 1 of 5, and the last action the rest. A sample without rewards of turns earns its
+    reward at its last action."""
+    mask = [False, True, True, False, True]
+    samples = [
+        trajectory(5.0, 3, mask=mask, turn_starts=[1, 4], turn_rewards=[1, 2]),
+        trajectory(2.0, 3, mask=mask, turn_starts=[1, 4]),
+    ]
+    credit, metrics = assign(samples, estimator="reinforce")
+    assert [c.returns.tolist() for c in credit] == [[5, 5, 4], [2, 2, 2]]
+    assert metrics["reward/return_mean"] == 3.5
+
+
 def known(estimator: str) -> dict:
     return {"values": [[0.0] * 5], "lambd": 1.0} if ESTIMATORS[estimator].needs_critic else {}

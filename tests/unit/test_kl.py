@@ -24,6 +24,15 @@ def test_extreme_ratios_stay_finite(name):
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_an_action_that_is_impossible_for_one_policy_has_a_finite_gradient(name):
+    log_probs = torch.tensor([-1.0, -torch.inf], requires_grad=True)
+    kl = approx_kl(log_probs, torch.tensor([-torch.inf, -1.0]), name)
+    assert kl.abs().tolist() == [10, 10]
+    kl.sum().backward()
+    assert log_probs.grad.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
 def test_estimators_average_to_the_kl_of_close_distributions(name):
     """The average is over all outcomes, weighted by the policy. k2 is only close, the others are exact."""
     policy, ref = torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.45, 0.33, 0.22])

@@ -34,6 +34,18 @@ def test_the_mismatch_of_each_staleness():
     )
 
 
+def test_two_ages_are_told_apart():
+    metrics = mismatch_metrics(NOW, SAMPLER, torch.tensor([0, 0, 1, 1, 1]))
+    assert metrics["mismatch/abs_diff_mean_staleness_0"] == 0
+    assert metrics["mismatch/abs_diff_mean_staleness_1"] == pytest.approx(5 / 3)
+
+
+def test_log_ratios_are_clamped_in_both_directions():
+    metrics = mismatch_metrics(torch.tensor([-1.0, -500.0]), torch.tensor([-500.0, -1.0]))
+    assert metrics["mismatch/abs_diff_mean"] == metrics["mismatch/abs_diff_max"] == 20
+    assert metrics["mismatch/kl"] == pytest.approx((math.exp(20) - 21 + math.exp(-20) + 19) / 2)
+
+
 def test_where_all_are_equally_stale_the_mismatch_is_told_once():
     for staleness in (None, torch.full((5,), 2), torch.tensor([3, 4, 5, 6, 7])):
         assert len(mismatch_metrics(NOW, SAMPLER, staleness)) == 5
@@ -160,6 +172,7 @@ def test_the_first_steps_have_the_limit_of_their_precision():
     for dtype, limit in (("fp32", 0.005), ("fp16", 0.01), ("bf16", 0.05)):
         assert not MismatchWatch(dtype=dtype).check(gap(0.99 * limit, 9.9 * limit))
         assert MismatchWatch(dtype=dtype).check(gap(1.01 * limit))
+        assert not MismatchWatch(dtype=dtype).check(gap(limit))
     noisy = MismatchWatch(dtype="bf16")
     for _ in range(4):
         noisy.check(gap(0.04))

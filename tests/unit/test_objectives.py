@@ -11,9 +11,12 @@ from records import batch_of, trajectory
 from torch import Tensor, nn
 
 from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.corrections.tis import TIS
 from openrlhf.algorithms.logprobs import linear_log_probs
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.policy_losses.ppo import PPO
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
+from openrlhf.algorithms.proximal.recomputed import Recomputed
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.training.objectives.policy import PolicyObjective
@@ -468,13 +471,16 @@ def test_from_config():
                 is_correction_enable=True,
                 is_correction_type="icepop",
                 is_correction_threshold=(0.3, 3.0),
+                is_correction_sequence_threshold=(0.99, 1.01),
                 proximal_policy="interpolated",
                 staleness_decay=0.7,
                 max_token_staleness=4,
             ),
+            options={"tau": 2.0},
         ),
     )
-    assert PolicyObjective.from_config(config, kl_coef=0.05) == PolicyObjective(
+    seen = [torch.zeros(1)]
+    assert PolicyObjective.from_config(config, kl_coef=0.05, seen=seen) == PolicyObjective(
         loss_type="ppo",
         aggregation="constant_length",
         longest_response=77,
@@ -484,6 +490,7 @@ def test_from_config():
         correction="icepop",
         correction_low=0.3,
         correction_high=3.0,
+        correction_of_sequences=(0.99, 1.01),
         proximal_policy="interpolated",
         staleness_decay=0.7,
         max_staleness=4,
@@ -491,7 +498,75 @@ def test_from_config():
         kl_estimator="k3",
         entropy_coef=0.0,
         temperature=0.9,
+        options={"tau": 2.0},
+        seen=seen,
     )
+
+
+def test_a_loss_and_a_correction_see_the_whole_row_and_their_options(monkeypatch):
+    views = {}
+
+    class Loss(PPO):
+        needs_entropy = True
+        tau: float = 1.0
+
+        def __call__(self, row):
+            views["loss"] = self.tau, row
+            return super().__call__(row)
+
+    class Weights(TIS):
+        tau: float = 1.0
+
+        def __call__(self, gap):
+            views["correction"] = self.tau, gap
+            return super().__call__(gap)
+
+    class Proximal(Recomputed):
+        tau: float = 1.0
+
+        def __call__(self, *policies):
+            views["proximal"] = self.tau, policies
+            return super().__call__(*policies)
+
+    for kinds, kind in ((POLICY_LOSSES, Loss), (CORRECTIONS, Weights), (PROXIMAL_POLICIES, Proximal)):
+        monkeypatch.setitem(kinds.ours, "seeing", kind)
+    batch = row_of(
+        [2, 1],
+        old_log_probs=torch.tensor([-1.0, -1.5, -2.0]),
+        rollout_log_probs=torch.tensor([-1.25, -1.5, -1.0]),
+        advantages=torch.tensor([1.0, 2.0, 3.0]),
+        staleness=torch.tensor([0, 1, 2]),
+    )
+    log_probs, entropy, norm = (
+        torch.tensor([-3.0, -2.0, -1.0]),
+        torch.tensor([0.5, 0.25, 0.0]),
+        LossNorm(3, 2),
+    )
+    PolicyObjective(
+        loss_type="seeing",
+        clip_low=0.1,
+        clip_high=0.4,
+        dual_clip=5.0,
+        correction="seeing",
+        correction_low=0.3,
+        correction_high=3.0,
+        correction_of_sequences=(0.9, 1.1),
+        proximal_policy="seeing",
+        options={"tau": 2.0},
+    )(fixed(log_probs, entropy), batch, norm)
+    assert [tau for tau, _ in views.values()] == [2.0] * 3
+    row, gap, policies = (views[name][1] for name in ("loss", "correction", "proximal"))
+    assert row.log_probs is log_probs and row.entropy is entropy and row.norm is norm
+    assert row.log_ratio.tolist() == [-2.0, -0.5, 1.0]  # to the proximal policy, which is the old one
+    assert row.proximal_log_probs.tolist() == row.old_log_probs.tolist() == [-1.0, -1.5, -2.0]
+    assert row.rollout_log_probs is batch.rollout_log_probs and row.advantages is batch.advantages
+    assert row.staleness is gap.staleness is batch.staleness
+    assert row.counts.tolist() == gap.counts.tolist() == [2, 1]
+    assert (row.clip_low, row.clip_high, row.dual_clip) == (0.1, 0.4, 5.0)
+    assert gap.log_ratio.tolist() == [0.25, 0.0, -1.0]
+    assert (gap.bounds, gap.sequence_bounds) == ((0.3, 3.0), (0.9, 1.1))
+    known = [log_probs, batch.old_log_probs, batch.rollout_log_probs, batch.staleness]
+    assert [x.tolist() for x in policies] == [x.tolist() for x in known]
 
 
 def test_from_config_leaves_out_what_is_off():

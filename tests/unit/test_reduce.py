@@ -74,6 +74,13 @@ def test_a_row_without_actions_has_loss_zero_and_a_gradient():
     assert whiten(torch.zeros(0)).tolist() == []
 
 
+def test_sequences_are_found_without_a_copy_to_the_cpu():
+    """Tensors of the device `meta` have no values that could be read, so nothing waits for a GPU."""
+    x, counts = LOSS.to("meta"), COUNTS.to("meta")
+    assert segment_sum(x, counts).shape == segment_mean(x, counts).shape == (4,)
+    assert spread(segment_sum(x, counts), counts, 6).shape == (6,)
+
+
 def test_whiten():
     x = torch.tensor([1.0, 2.0, 3.0, 6.0])
     # mean 3, deviations -2 -1 0 3, variance (4 + 1 + 0 + 9) / 4 = 3.5

@@ -222,6 +222,15 @@ def test_an_answer_that_was_cut_and_continued() -> None:
     assert read and t.rollout_log_probs.tolist() == [-1.0, -3.0]
 
 
+def test_a_part_of_an_answer_keeps_how_the_answer_ended() -> None:
+    cut = replace(turn([1, 2], [5, 6], finish_reason="length"), seed=12, images=(A,))
+    for tokens, ranges in (([1, 2, 5], [(2, 3)]), ([1, 5, 6], [(1, 3)])):
+        (part,), _ = chosen_turns(np.array(tokens, np.int32), ranges, [cut])
+        assert (part.finish_reason, part.seed, part.images) == ("length", 12, (A,))
+        (t,) = trajectories(episode(part))
+        assert t.truncated and t.finish_reason == "length" and t.images == (A,)
+
+
 def test_an_action_behind_other_tokens_keeps_what_was_recorded_of_it() -> None:
     (t,), read = choose([1, 5, 6], [(1, 3)], FIRST)
     assert not read

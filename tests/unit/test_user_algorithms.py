@@ -26,7 +26,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.options import PREFIX
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.registry import Registry
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of
@@ -300,6 +300,14 @@ RETURNS = "    def shape(self, step):\n        return "
         (RETURNS + "step.rewards / 0", "shape: [inf, nan, -inf, inf] is not finite"),
         (RETURNS + "1.0", "shape: expected a tensor (4,), got float"),
         (
+            "    def advantages(self, rewards, step):\n        return rewards, rewards[:2]",
+            "the returns: expected (6,) floats, got (2,) torch.float32",
+        ),
+        (
+            "    def advantages(self, rewards, step):\n        return step.counts, rewards",
+            "the advantages: expected (6,) floats, got (4,) torch.int64",
+        ),
+        (
             "    def advantages(self, rewards, step):\n        return rewards",
             "advantages() must return a pair: advantages and returns, both (A,)",
         ),
@@ -332,6 +340,14 @@ def test_an_estimator_that_fails_its_trial(tmp_path, body, problem):
             "the loss has no gradient; compute it from log_probs or log_ratio",
         ),
         ("(row.log_probs, never, 0)", "the active upper bounds are not (6,) bool"),
+        ("(row.log_probs, never.float(), never)", "the active lower bounds are not (6,) bool"),
+        ("(row.log_probs, never, never[:2])", "the active upper bounds are not (6,) bool"),
+        ("[row.log_probs, never, never]", "the loss must return a triple"),
+        ("(row.log_probs / 0, never, never)", "the loss: [-inf"),
+        (
+            "((row.log_probs - row.log_probs.detach()).abs().sqrt(), never, never)",
+            "the gradient of the loss: [nan",
+        ),
         (
             "(row.log_probs - row.log_probs.max(), never, never)",
             "line 6: RuntimeError: max()",
@@ -347,6 +363,54 @@ def test_a_loss_that_fails_its_trial(tmp_path, returned, problem):
     config = parsed(LOSS, reference := f"{path}:Mine")
     with pytest.raises(ValueError, match=re.escape(problem)):
         check_algorithm(config, LOSS, reference)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "returned", "problem"),
+    [
+        (
+            "corrections.base import Correction",
+            "gap",
+            "gap.log_ratio[:2]",
+            "the weights: expected (6,) floats",
+        ),
+        ("corrections.base import Correction", "gap", "gap.counts", "the weights: expected (6,) floats"),
+        (
+            "corrections.base import Correction",
+            "gap",
+            "None",
+            "the weights: expected a tensor (6,), got NoneType",
+        ),
+        ("corrections.base import Correction", "gap", "gap.log_ratio - gap.log_ratio.max()", "max()"),
+        (
+            "proximal.base import ProximalPolicy",
+            "now, old, sampler, staleness",
+            "sampler + old",
+            "NoneType",
+        ),
+        (
+            "proximal.base import ProximalPolicy",
+            "now, old, sampler, staleness",
+            "now / (0 if staleness is None else 1)",
+            "log pi_prox: [-inf",
+        ),
+        (
+            "proximal.base import ProximalPolicy",
+            "now, old, sampler, staleness",
+            "now if staleness is None else staleness",
+            "log pi_prox: expected (6,) floats, got (6,) torch.int32",
+        ),
+    ],
+)
+def test_a_correction_or_proximal_policy_that_fails_its_trial(tmp_path, kind, arguments, returned, problem):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        f"from openrlhf.algorithms.{kind}\n\nclass Mine({kind.split()[-1]}):\n"
+        f"    def __call__(self, {arguments}):\n        return {returned}\n"
+    )
+    registry = CORRECTIONS if "correction" in kind else PROXIMAL_POLICIES
+    with pytest.raises((UsageError, TypeError, RuntimeError), match=re.escape(problem)):
+        try_out(registry[f"{path}:Mine"])
 
 
 # ---- a state
