@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
 
@@ -39,7 +39,9 @@ def make_parser() -> ArgumentParser:
     trying.add_argument("--model", required=True, help="policy: a Hugging Face name or a folder")
     trying.add_argument("--prompt", required=True, help="text of the prompt")
     trying.add_argument("--label", default="", help="ground truth for the reward (default: empty)")
-    trying.add_argument("--samples", type=int, default=1, metavar="N", help="episodes to play (default: 1)")
+    trying.add_argument(
+        "--samples", type=positive, default=1, metavar="N", help="episodes to play (default: 1)"
+    )
     return parser
 
 

@@ -1,5 +1,4 @@
-"""Argument parser of the commands that have no configuration class of their own: demo, rollouts, agent,
-plan and check."""
+"""The argument parser of commands without a configuration class, such as demo, rollouts, agent and plan."""
 
 import argparse
 import re
@@ -24,3 +23,10 @@ class ArgumentParser(argparse.ArgumentParser):
             if match := re.fullmatch(pattern, message, re.DOTALL):
                 raise UsageError(code, f"{match.expand(text)}; {remedy}", flag=match[1])
         raise UsageError(ErrorCode.INVALID_VALUE, f"{message}; {remedy}")
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
@@ -44,7 +44,7 @@ def make_parser() -> ArgumentParser:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)"
     )
-    parser.add_argument("--steps", type=int, default=30, help="RL steps (default: 30)")
+    parser.add_argument("--steps", type=positive, default=30, help="RL steps (default: 30)")
     parser.add_argument("--folder", type=Path, default=Path("demo"), help="output folder (default: demo)")
     return parser
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO
@@ -35,15 +35,15 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
         metavar="NODESxGPUSxKIND",
         help="cluster, such as 8x8xH100-80GB or 8xA100-40GB (default: this machine)",
     )
-    made.add_argument("--prompt_tokens", type=_count, metavar="N", help="mean tokens of a prompt")
+    made.add_argument("--prompt_tokens", type=positive, metavar="N", help="mean tokens of a prompt")
     made.add_argument(
         "--response_tokens",
-        type=_count,
+        type=positive,
         metavar="N",
         help="mean tokens of a response; in supervised learning of a sequence (default: half of the maximum)",
     )
     made.add_argument(
-        "--rows", type=_count, metavar="N", help="rows of the dataset (default: counted in .jsonl files)"
+        "--rows", type=positive, metavar="N", help="rows of the dataset (default: counted in .jsonl files)"
     )
     made.add_argument(
         "--rates", type=Path, metavar="FILE", help="gpu_report.json of benchmarks/gpu.py, whose rates to use"
@@ -129,12 +129,6 @@ def assumed_of(options: argparse.Namespace) -> "Assumed":
     from openrlhf.planning.plan import Assumed
 
     return Assumed(prompt=options.prompt_tokens, response=options.response_tokens, rows=options.rows)
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
-    return count
 
 
 if __name__ == "__main__":

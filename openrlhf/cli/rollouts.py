@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
 
@@ -38,7 +38,9 @@ def make_parser() -> ArgumentParser:
         default="step",
         help="samples of a training step (default), of an evaluation, or dropped by dynamic filtering",
     )
-    parser.add_argument("--limit", type=_count, default=8, metavar="N", help="samples to print (default: 8)")
+    parser.add_argument(
+        "--limit", type=positive, default=8, metavar="N", help="samples to print (default: 8)"
+    )
     return parser
 
 
@@ -160,12 +162,6 @@ def tokenizer_of(folder: Path) -> Any:
         if not Path(wrote).is_dir():
             raise
         return load_tokenizer(wrote, flag="--ckpt.output_dir", use_fast=use_fast)
-
-
-def _count(text: str) -> int:
-    if (count := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{count} is not at least 1")
-    return count
 
 
 def _listed(names: Sequence[Any]) -> str:

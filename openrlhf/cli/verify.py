@@ -1,6 +1,7 @@
-"""Verifies a setup: the run's own model on this machine, against transformers' own code and against itself in
-other layouts. Start it like the run: with the command and its flags, or with a YAML file of flags. Prints
-what was proved, with errors and bounds, and writes a file for a bug report."""
+"""Verifies a setup: compares a run's own model on this machine with transformers' own code, and with itself
+in other layouts, dtypes and numbers of ranks. Start it like the run: with its command and flags, or with a
+YAML file of flags. Prints which claims were proved, with errors and bounds, and writes a file for a bug
+report."""
 
 import argparse
 import sys
@@ -12,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.cli.arguments import ArgumentParser
+from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.cli.data import TASKS
 from openrlhf.cli.plan import configuration, parsed
 from openrlhf.config.command import Command
@@ -34,16 +35,21 @@ def make_parser() -> ArgumentParser:
         "[--tokens N] [--layers N] [--no_ranks] [--no_engine] [--out FILE.json]",
         allow_abbrev=False,
     )
-    made.add_argument("--rows", type=int, default=8, metavar="N", help="rows to verify on (default: 8)")
     made.add_argument(
-        "--tokens",
-        type=int,
-        default=512,
-        metavar="N",
-        help="longest row, tokens, if enough rows are that short (default: 512)",
+        "--rows", type=positive, default=8, metavar="N", help="number of rows of the dataset (default: 8)"
     )
     made.add_argument(
-        "--layers", type=int, metavar="N", help="verify a copy with only the first N layers, which is faster"
+        "--tokens",
+        type=positive,
+        default=512,
+        metavar="N",
+        help="maximum tokens of a row; longer rows are used if too few are that short (default: 512)",
+    )
+    made.add_argument(
+        "--layers",
+        type=positive,
+        metavar="N",
+        help="verify a copy with only the first N layers (faster)",
     )
     made.add_argument("--no_ranks", action="store_true", help="start no job of several ranks")
     made.add_argument("--no_engine", action="store_true", help="ppo: start no rollout engine")
@@ -52,7 +58,7 @@ def make_parser() -> ArgumentParser:
         type=Path,
         default=Path("verification.json"),
         metavar="FILE",
-        help="report as JSON, with the table beside it as text (default: verification.json)",
+        help="report as JSON; the table is written beside it as .txt (default: verification.json)",
     )
     return made
 
@@ -65,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parsed_like_run(words: Sequence[str]) -> tuple[argparse.Namespace, Command, list[str]]:
-    """Separates the options of this command from the run's command and its flags. `--config RUN.yaml` may
-    stand for RUN.yaml."""
+    """Separates the options of this command from the run's command and its flags. `--config RUN.yaml` is the
+    same as RUN.yaml."""
     return parsed(make_parser(), list(words[1:] if words[:1] == ["--config"] else words))
 
 
@@ -110,7 +116,8 @@ def subject_of(command: Command, config: Any, scratch: Path, size: "Size") -> "S
 
 
 def _with_layers(command: Command, config: Any, layers: int | None, scratch: Path) -> Any:
-    """Returns the configuration with copies of the models that have only the first layers."""
+    """Returns the configuration with copies of its models that have only the first `layers` layers; None: the
+    models as they are."""
     from openrlhf.verification.subjects import cut
 
     if layers is None:
@@ -147,7 +154,7 @@ def _checks(
 
 
 def _shown(total: int, findings: "Iterator[Finding]") -> "Iterator[Finding]":
-    """Yields the findings and prints each, with the time that is left, estimated from the checks so far."""
+    """Prints and yields each finding, with an estimate of the remaining time from the checks so far."""
     from openrlhf.verification.report import Verdict
 
     start = time.monotonic()

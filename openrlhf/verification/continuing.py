@@ -1,4 +1,5 @@
-"""Checks that a run continues where it was saved, and depends on its seed alone."""
+"""Checks that runs with one seed are equal, and that a resumed run equals an uninterrupted one, bit for
+bit."""
 
 import math
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ class State(NamedTuple):
 
 
 def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Finding]:
-    """Yields whether equal runs are equal to the last bit, and whether a run that is saved in the middle and
-    loaded by new processes' engines equals one that goes on. `folder`: for the checkpoint."""
+    """Yields the outcome of both checks. The first run is saved in the middle and goes on; the second repeats
+    its first half; the third is loaded from the checkpoint by a new engine and repeats the second half.
+    `folder`: folder of the checkpoint."""
     clock = Clock()
     with subject.running(dtype, learns=True) as running:
         first = State.of(running, running.learn(0, HALF))
@@ -48,8 +50,9 @@ def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Fi
         0.0,
         how=BITS,
         where=where,
-        meaning="Some kernel adds in a random order, or something is random that the seed does not set. Set "
-        "--train.full_determinism_enable; if it still fails, report it with the file of this verification.",
+        meaning="A kernel adds in a random order, or the seed does not set all random numbers. Set "
+        "--train.full_determinism_enable; if the check still fails, report it with the file of this "
+        "verification.",
         seconds=clock.lap(),
     )
     with subject.running(dtype, learns=True) as running:
@@ -59,23 +62,23 @@ def continuing_checks(subject: Subject, dtype: str, folder: Path) -> Iterator[Fi
     error, where = difference(resumed, whole)
     yield judged(
         "resume",
-        f"A run that is loaded from its checkpoint of step {HALF} equals one that goes on, after "
+        f"A run that is loaded from its checkpoint of step {HALF} equals an uninterrupted one after "
         f"{STEPS - HALF} more steps",
         error,
         0.0,
         how=BITS,
         where=where,
-        meaning="The checkpoint lacks a state of the optimizer, the schedule or the random numbers, or the "
-        "check `seeds` fails too. Report it with the file of this verification; do not resume such runs.",
+        meaning="The checkpoint lacks the state of the optimizer, the schedule or the random numbers. If "
+        "`seeds` failed too, begin with its remedy. Report it with the file of this verification; do not "
+        "resume runs of this setup.",
         seconds=clock.lap(),
     )
 
 
 def difference(found: State, expected: State) -> tuple[float, str]:
-    """Returns the largest difference of a metric or of a weight's element, and its place. Metrics that are
-    measured, such as times, are none."""
+    """Returns the largest difference of a metric or of an element of a weight, and its place."""
     differences = {
-        f"the metric {name} of step {i + 1} of these": gap(value, theirs[name])
+        f"the metric {name} of step {i + 1} of the compared steps": gap(value, theirs[name])
         for i, (mine, theirs) in enumerate(zip(found.metrics, expected.metrics, strict=True))
         for name, value in mine.items()
     }
@@ -87,8 +90,8 @@ def difference(found: State, expected: State) -> tuple[float, str]:
 
 
 def gap(found: float, expected: float) -> float:
-    """Returns the difference of two numbers: 0 if both are the same infinity or both are NaN, as gradient
-    norms in fp16 may be; infinite if only one of them is finite."""
+    """Returns the absolute difference of two numbers. It is 0 if both are the same infinity or both are NaN,
+    as gradient norms in fp16 may be, and infinite if only one of them is finite."""
     if found == expected or (math.isnan(found) and math.isnan(expected)):
         return 0.0
     difference = abs(found - expected)

@@ -1,4 +1,4 @@
-"""Checks of the rollout engine beside the trainer: its log-probs, weight syncs, sleep and seeds."""
+"""Checks a rollout engine against the trainer: log-probs, seeds, weight syncs and sleep."""
 
 import asyncio
 import math
@@ -32,33 +32,33 @@ from openrlhf.rollout.worker import engine_options
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import Batch, present
 from openrlhf.verification.report import Finding, judged, not_checked
-from openrlhf.verification.subjects import PolicySubject, policy_learned, prompts_of
+from openrlhf.verification.subjects import PolicySubject, batch_of, policy_learned, prompts_of
 from openrlhf.verification.timing import Clock
 
 ResultT = TypeVar("ResultT")
 
 SYNCS = 10
 ANSWERS, ANSWER_TOKENS = 4, 24
-"""Answers that are sampled, and tokens of each."""
+"""Number of sampled answers, and number of tokens of each."""
 MOST_STEPS = 20
-"""Optimizer steps between two syncs at most."""
+"""Maximum number of optimizer steps before a sync."""
 TIMEOUT = 900.0
 """Maximum time of a call to the engine in seconds. The start of an engine may compile kernels."""
 NAMES = ("engine", "sampled log-probs", "engine seeds", "one sync", "several syncs", "sleep and wake")
 CLAIMS = {
-    "engine": "The engine computes the log-probs of the model's files as the trainer does",
+    "engine": "Engine and trainer compute the same log-probs with the weights of the model's files",
     "sampled log-probs": "The log-probs that the engine returns with samples are those of the trainer",
     "engine seeds": "Equal seeds give equal answers, other seeds other answers",
-    "one sync": "After an optimizer step and a weight sync the engine computes with the new weights",
-    "several syncs": f"The same after each of {SYNCS} further optimizer steps and syncs",
-    "sleep and wake": "The same after the engine slept and woke, and got the weights again",
+    "one sync": "After optimizer steps and a weight sync the engine computes with the new weights",
+    "several syncs": f"The engine computes with the new weights after each of {SYNCS} further syncs",
+    "sleep and wake": "The engine computes with the new weights after it slept, woke and received them again",
 }
 REPORT = "Report it with the file of this verification; samples of this setup are not those of the policy."
 
 
 class LocalEngine:
-    """A rollout engine in this process. It is also the control plane of its weight syncs, see
-    `EngineClient`."""
+    """A rollout engine in this process. It has the methods of `EngineClient`, through which a trainer
+    controls weight syncs."""
 
     num_engines = 1
 
@@ -78,7 +78,7 @@ class LocalEngine:
         self.call(self.engine.start(free))
 
     def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Runs a coroutine of the engine, and returns its result."""
+        """Runs a coroutine of the engine and returns its result. Raises TimeoutError after `TIMEOUT`."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT)
 
     def close(self) -> None:
@@ -107,7 +107,7 @@ async def _made(engine_type: Callable[[EngineOptions], Any], options: EngineOpti
     return engine_type(options)
 
 
-class Pair:
+class SyncedPair:
     """The trainer's policy and an engine, connected by weight syncs."""
 
     def __init__(self, worker: PolicyWorker, engine: LocalEngine, options: EngineOptions) -> None:
@@ -123,13 +123,14 @@ class Pair:
         return self.worker.log_probs_of(self.probe)
 
     def difference(self) -> float:
-        """Returns the mean difference between the engine's log-probs of the probe and the trainer's, in units
-        of the limit."""
+        """Returns the mean absolute difference between the engine's and the trainer's log-probs of the probe,
+        as a fraction of the limit."""
         theirs = torch.tensor(self.engine.call(self.engine.engine.probe(self.probe.asked)).log_probs)
         return self.relative(theirs, self.trainer())
 
     def relative(self, found: Tensor, trainer: Tensor) -> float:
-        """Returns the mean difference as a fraction of the limit that rounding explains."""
+        """Returns the mean absolute difference as a fraction of the limit, which is what rounding
+        explains."""
         return float((found - trainer).abs().mean() / self.limit.allowed(trainer))
 
     def sync(self) -> None:
@@ -137,7 +138,7 @@ class Pair:
         present(self.worker.send_weights(self.version, self.probe))
 
     def reason(self) -> str:
-        """Returns which weights the engine lacks or stores differently, as far as they can be read back."""
+        """Names the weights that the engine lacks or stores differently, as far as they can be read back."""
         sent = self.worker.weight_sketches()
         lengths = {name: sketch.length for name, sketch in sent.items()}
         stored: dict[str, Sketch] = self.engine.call(self.engine.engine.layer_sketches(lengths))
@@ -146,8 +147,7 @@ class Pair:
 
 
 def engine_checks(subject: PolicySubject, dtype: str) -> Iterator[Finding]:
-    """Yields the outcome of each check with a real engine, which has the run's options and shares the
-    trainer's device."""
+    """Yields the outcome of each check. The engine has the run's options and shares the trainer's device."""
     if why := why_no_engine(subject):
         yield from (not_checked(name, CLAIMS[name], why) for name in NAMES)
         return
@@ -158,38 +158,39 @@ def engine_checks(subject: PolicySubject, dtype: str) -> Iterator[Finding]:
 
 
 def why_no_engine(subject: PolicySubject) -> str:
-    """Returns the reason why no engine can run beside the trainer in one process; "" if it can."""
+    """Returns the reason why no engine can run in the trainer's process; "" if one can."""
     config = subject.config
     if config.data.reads_images:
-        return "rows have images"
+        return "the prompts have images"
     if config.vllm.tensor_parallel_size * config.vllm.pipeline_parallel_size > 1:
         return "the engine spans several GPUs (--vllm.tensor_parallel_size, --vllm.pipeline_parallel_size)"
     if config.vllm.lora_sync == "adapter" and config.ds.lora.rank:
-        return "adapters are sent separately; every run with them checks the engine with random adapters"
+        return "adapters are sent separately; each run with adapters checks its engine with random ones"
     return ""
 
 
 @contextmanager
-def started(subject: PolicySubject, worker: PolicyWorker) -> Iterator[Pair]:
+def started(subject: PolicySubject, worker: PolicyWorker) -> Iterator[SyncedPair]:
     """Starts the run's engine with the weights of the model's files."""
     on_gpu = DEVICE_TYPE == "cuda"
     options = replace(engine_options(worker.config, on_gpu, from_files=True), enable_sleep=True)
-    if options.transfer_backend == "nccl":  # which needs a GPU of its own for each process
+    if options.transfer_backend == "nccl":  # NCCL needs a GPU for each process
         options = replace(options, transfer_backend="ipc")
     engine = LocalEngine(options)
     try:
-        yield Pair(worker, engine, options)
+        yield SyncedPair(worker, engine, options)
     finally:
         engine.close()
 
 
-def pair_checks(subject: PolicySubject, pair: Pair) -> Iterator[Finding]:
-    """Yields the outcome of each check of an engine and a trainer that have just been loaded."""
+def pair_checks(subject: PolicySubject, pair: SyncedPair) -> Iterator[Finding]:
+    """Yields the outcome of each check of an engine and a trainer that have both just loaded the model's
+    files."""
     clock = Clock()
     bound = (
-        "mean difference of log-probs in units of the limit of every run's weight check: "
-        f"{pair.limit.relative:.2g} (rounding of {pair.limit.dtype}) times the mean deviation of the "
-        "log-probs from their mean"
+        "mean absolute difference of log-probs, as a fraction of the limit of the weight check: "
+        f"{pair.limit.relative:.2g} (rounding of {pair.limit.dtype}) times the mean absolute deviation of "
+        "the log-probs"
     )
 
     def compared(check: str, error: float, meaning: str, where: str = "") -> Finding:
@@ -200,19 +201,18 @@ def pair_checks(subject: PolicySubject, pair: Pair) -> Iterator[Finding]:
     yield compared(
         "engine",
         pair.difference(),
-        "Engine and trainer load the files differently, or compute with other positions or scalings.",
+        "Engine and trainer load the files differently, or use different positions or scalings.",
     )
     yield compared(
         "sampled log-probs",
         sampled_difference(subject, pair),
-        "The engine returns log-probs of another distribution than that of --rollout.temperature, or of "
-        "other tokens.",
+        "The engine returns log-probs of other tokens, or not at --rollout.temperature.",
     )
     yield seeds_finding(subject, pair, clock)
     batch = subject.batch(pair.worker)
     causes = (
-        "The sync leaves out weights, sends old ones, or the engine keeps a copy of some that it does not "
-        "refresh. Try --vllm.sync_with_ray."
+        "The sync leaves out weights or sends old ones, or the engine computes with a copy of weights that "
+        "it does not refresh. Try --vllm.sync_with_ray."
     )
     for check, count in (("one sync", 1), ("several syncs", SYNCS)):
         error, where = error_of_syncs(pair, batch, count)
@@ -223,30 +223,21 @@ def pair_checks(subject: PolicySubject, pair: Pair) -> Iterator[Finding]:
     yield compared("sleep and wake", *after_sleep(pair))
 
 
-def sampled_difference(subject: PolicySubject, pair: Pair) -> float:
-    """Returns the mean difference between the log-probs of sampled tokens as the engine returned them and the
-    trainer's, in units of the limit."""
+def sampled_difference(subject: PolicySubject, pair: SyncedPair) -> float:
+    """Samples answers. Returns the mean absolute difference between the log-probs that the engine returned
+    with them and the trainer's, as a fraction of the limit."""
     config, prompts = subject.config, prompts_of(subject.config, subject.size)[:ANSWERS]
     answers = [answer(pair, prompt, config.rollout.temperature, seed=i) for i, prompt in enumerate(prompts)]
-    ids = [
-        np.array([*prompt, *tokens], np.int32) for prompt, (tokens, _) in zip(prompts, answers, strict=True)
-    ]
-    counts = np.array([len(tokens) for tokens, _ in answers])
     theirs = np.concatenate([log_probs for _, log_probs in answers])
-    masks = [np.arange(len(x)) >= len(x) - count for x, count in zip(ids, counts, strict=True)]
-    batch = Batch(
-        token_ids=np.concatenate(ids),
-        action_mask=np.concatenate(masks),
-        lengths=np.array([len(x) for x in ids]),
-        num_actions=counts,
-        rollout_log_probs=theirs,
-    )
+    batch = batch_of(prompts, [tokens for tokens, _ in answers], theirs)
     ours = torch.from_numpy(pair.worker.forward(batch))
     return pair.relative(torch.from_numpy(theirs), ours)
 
 
-def answer(pair: Pair, prompt: list[int], temperature: float, seed: int) -> tuple[list[int], np.ndarray]:
-    """Returns the tokens of a sampled answer and their log-probs, (A,)."""
+def answer(
+    pair: SyncedPair, prompt: list[int], temperature: float, seed: int
+) -> tuple[list[int], np.ndarray]:
+    """Samples an answer. Returns its tokens and their log-probs (A,)."""
     params = SamplingParams(
         temperature=temperature, seed=seed, max_tokens=ANSWER_TOKENS, logprobs=0, ignore_eos=True
     )
@@ -254,20 +245,21 @@ def answer(pair: Pair, prompt: list[int], temperature: float, seed: int) -> tupl
     return list(found.token_ids), present(found.log_probs)
 
 
-def seeds_finding(subject: PolicySubject, pair: Pair, clock: Clock) -> Finding:
-    """Samples an answer twice with one seed, and with another."""
+def seeds_finding(subject: PolicySubject, pair: SyncedPair, clock: Clock) -> Finding:
+    """Samples an answer twice with one seed and once with another, and compares their tokens."""
     prompt, temperature = prompts_of(subject.config, subject.size)[0], subject.config.rollout.temperature
     (first, _), (again, _), (other, _) = (answer(pair, prompt, temperature, seed) for seed in (1, 1, 2))
     differing = sum(a != b for a, b in zip(first, again, strict=True))
     where = "the tokens of two answers with seed 1" if differing else ""
     if not differing and other == first and temperature > 0:
-        differing, where = 1, "seeds 1 and 2, which give the same answer"
+        differing, where = 1, "seeds 1 and 2, whose answers are equal"
     return judged(
         "engine seeds",
         CLAIMS["engine seeds"],
         float(differing),
         0.0,
-        how="number of differing tokens; alone in the engine the same kernels run in the same order",
+        how="number of differing tokens; the same kernels run in the same order, because the engine has no "
+        "other requests",
         where=where,
         meaning="The engine does not use the seeds of requests, so samples of a group may be copies of one "
         f"another, or a run cannot be repeated. {REPORT}",
@@ -275,14 +267,14 @@ def seeds_finding(subject: PolicySubject, pair: Pair, clock: Clock) -> Finding:
     )
 
 
-def error_of_syncs(pair: Pair, batch: Batch, count: int) -> tuple[float | None, str]:
-    """Returns the largest difference after each of `count` syncs of moved weights, and its sync. The
-    difference is infinite where a sync fails, and None where optimizer steps do not move the weights enough
-    for old ones to be seen."""
+def error_of_syncs(pair: SyncedPair, batch: Batch, count: int) -> tuple[float | None, str]:
+    """Takes optimizer steps and syncs, `count` times. Returns the largest difference after a sync, and that
+    sync. The difference is infinite if a sync fails. It is None if optimizer steps change the log-probs too
+    little to tell old weights from new ones; the second value is then this reason."""
     worst, where = 0.0, ""
     for i in range(count):
         if not moved(pair, batch):
-            return None, f"{MOST_STEPS} optimizer steps hardly change the trainer's log-probs"
+            return None, f"{MOST_STEPS} optimizer steps hardly changed the trainer's log-probs"
         try:
             pair.sync()
         except RunError as error:
@@ -295,9 +287,9 @@ def error_of_syncs(pair: Pair, batch: Batch, count: int) -> tuple[float | None, 
     return worst, where
 
 
-def moved(pair: Pair, batch: Batch) -> bool:
+def moved(pair: SyncedPair, batch: Batch) -> bool:
     """Takes optimizer steps until the trainer's log-probs of the probe have changed by more than twice the
-    limit, so that an engine with the weights before them would be seen. Returns whether they have."""
+    limit, so that the old weights would exceed it. Returns False if `MOST_STEPS` do not suffice."""
     before = pair.trainer()
     for step in range(MOST_STEPS):
         policy_learned(pair.worker, batch, step, step + 1)
@@ -306,10 +298,10 @@ def moved(pair: Pair, batch: Batch) -> bool:
     return False
 
 
-def after_sleep(pair: Pair) -> tuple[float, str, str]:
-    """Returns the difference after the engine slept and woke and got the weights again, usual causes of a
-    failure, and its place."""
-    meaning = "Memory that the engine gave away does not come back, or caches of old weights survive."
+def after_sleep(pair: SyncedPair) -> tuple[float, str, str]:
+    """Lets the engine sleep, wakes it and sends the weights. Returns the difference, the usual causes of a
+    failure, and the place of the difference."""
+    meaning = "Memory that the engine released is not restored, or caches of old weights survive."
     engine = pair.engine.engine
     try:
         pair.engine.call(engine.sleep())

@@ -1,4 +1,4 @@
-"""The losses of the commands in a few lines, on what a plain model answers about one sequence at a time."""
+"""The commands' losses as plain formulas of a model's outputs, which it computes one sequence at a time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ Reference = Callable[[Sample], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlainLoss:
-    """A loss of sequences that a model reads one at a time."""
+    """A loss of sequences whose outputs a model computes one at a time."""
 
     sequences: Sequence[Sample]
     loss: Callable[[list[Tensor]], Tensor]
-    """Function from the answers about all sequences to the loss. An answer has the log-probs (A,) of the
-    sequence's actions, or with `entropy` (A, 2), log-probs and entropies; of a reward model it is the score
-    () of the last token."""
+    """Function from the outputs of all sequences to the loss. A language model's output is the log-probs (A,)
+    of a sequence's actions, with `entropy` (A, 2): log-probs and entropies. A reward model's output is the
+    score () of the last token."""
     temperature: float = 1.0
     entropy: bool = False
     formula: str
@@ -37,8 +37,9 @@ class PlainLoss:
 
 
 def plain_loss(objective: Any, items: Any, reference: Reference | None) -> PlainLoss | None:
-    """Returns the plain form of an objective on the items of an optimizer step; None if there is none.
-    `items`: items of the dataset, or the batch of a policy. `reference`: the reference of DPO and KTO."""
+    """Returns the plain loss of an objective on the items of an optimizer step; None if the objective has no
+    plain formula. `items`: items of the dataset, or the batch of a policy. `reference`: required by DPO and
+    KTO."""
     match objective:
         case SFTObjective():
             return sft(items)
@@ -56,7 +57,7 @@ def plain_loss(objective: Any, items: Any, reference: Reference | None) -> Plain
 def sft(samples: Sequence[Sample]) -> PlainLoss:
     return PlainLoss(
         sequences=samples,
-        loss=lambda answers: plain_sft(answers, sum(map(len, answers))),
+        loss=lambda outputs: plain_sft(outputs, sum(map(len, outputs))),
         formula="-mean(log-probs of all actions)",
     )
 
@@ -64,8 +65,8 @@ def sft(samples: Sequence[Sample]) -> PlainLoss:
 def rm(pairs: Sequence[Pair]) -> PlainLoss:
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
 
-    def loss(answers: list[Tensor]) -> Tensor:
-        chosen, rejected = torch.stack(answers).view(-1, 2).unbind(1)
+    def loss(outputs: list[Tensor]) -> Tensor:
+        chosen, rejected = torch.stack(outputs).view(-1, 2).unbind(1)
         return -F.logsigmoid(chosen - rejected - margins.to(chosen)).mean()
 
     return PlainLoss(
@@ -81,7 +82,7 @@ def dpo(pairs: Sequence[Pair], objective: DPOObjective, reference: Reference) ->
     formula = "mean((h - 1 / (2 beta))^2)" if objective.ipo else "-mean(log sigmoid(beta h))"
     return PlainLoss(
         sequences=sequences,
-        loss=lambda answers: plain_dpo(objective, answers, of_reference, len(pairs)),
+        loss=lambda outputs: plain_dpo(objective, outputs, of_reference, len(pairs)),
         formula=f"{formula}, h of summed log-probs",
     )
 
@@ -91,8 +92,8 @@ def kto(examples: Sequence[UnpairedExample], objective: KTOObjective, reference:
     sequences = [example.sample for example in examples] + [example.mismatched for example in examples]
     of_reference = [reference(sequence).sum() for sequence in sequences]
 
-    def loss(answers: list[Tensor]) -> Tensor:
-        ratios = [answer.sum() - ref.to(answer) for answer, ref in zip(answers, of_reference, strict=True)]
+    def loss(outputs: list[Tensor]) -> Tensor:
+        ratios = [output.sum() - ref.to(output) for output, ref in zip(outputs, of_reference, strict=True)]
         kl = torch.stack(ratios[count:]).mean().detach().clamp(min=0)
         losses = []
         for ratio, example in zip(ratios[:count], examples, strict=True):
@@ -111,17 +112,17 @@ def kto(examples: Sequence[UnpairedExample], objective: KTOObjective, reference:
 
 
 def policy(batch: Batch, objective: PolicyObjective) -> PlainLoss:
-    """Returns PPO's clipped loss in a few lines. Other policy losses, corrections and aggregations come from
-    the objective itself, on plain log-probs."""
+    """Returns PPO's clipped loss as a plain formula. Other policy losses, corrections and aggregations are
+    computed by the objective itself, from plain log-probs."""
     is_ppo = objective.loss_type == "ppo" and objective.aggregation in (None, "token_mean")
     is_ppo &= objective.proximal_policy == "recomputed" and objective.correction is None
     is_ppo &= objective.dual_clip is None and batch.staleness is None
     row = ExperienceRow.of(batch)
     norm = LossNorm(row.num_tokens, row.num_sequences)
 
-    def of_formula(answers: list[Tensor]) -> Tensor:
-        answer = torch.cat(answers)
-        log_probs = answer[:, 0] if objective.entropy_coef else answer
+    def of_formula(outputs: list[Tensor]) -> Tensor:
+        output = torch.cat(outputs)
+        log_probs = output[:, 0] if objective.entropy_coef else output
         to = lambda column: present(column).to(log_probs)
         ratio, advantages = (log_probs - to(row.old_log_probs)).exp(), to(row.advantages)
         clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
@@ -131,13 +132,13 @@ def policy(batch: Batch, objective: PolicyObjective) -> PlainLoss:
             kl = {"k1": d, "k2": d**2 / 2, "k3": (-d).exp() - 1 + d}[objective.kl_estimator]
             loss = loss + objective.kl_coef * kl.mean()
         if objective.entropy_coef:
-            loss = loss - objective.entropy_coef * answer[:, 1].mean()
+            loss = loss - objective.entropy_coef * output[:, 1].mean()
         return loss
 
-    def of_objective(answers: list[Tensor]) -> Tensor:
-        answer = torch.cat(answers)
-        device = answer.device
-        scores = TokenScores(answer[:, 0], answer[:, 1])
+    def of_objective(outputs: list[Tensor]) -> Tensor:
+        output = torch.cat(outputs)
+        device = output.device
+        scores = TokenScores(output[:, 0], output[:, 1])
         return objective(lambda *_, **__: scores, row.to(device), norm)[0]
 
     return PlainLoss(

@@ -1,5 +1,5 @@
-"""The gradient of the same items in several layouts: rows of one and of several items, all in one row, in
-other orders. Everything up to the optimizer step is built by the command's own code."""
+"""Computes the gradient of the same items in several layouts of their rows: one item in a row, several, all,
+in another order. The command's own code builds everything up to the optimizer step."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from openrlhf.backends.base import Objective, TrainEngine
 from openrlhf.types import LossNorm, Metrics
 
 Layout = tuple[bool, Mapping[str, Any]]
-"""Whether the items are shuffled, and changes of the flags `train.*`."""
+"""True if the items are shuffled, and changes of the flags `train.*`."""
 
 ONE_BY_ONE, ALL = "one by one", "all in a row"
 LAYOUTS: Mapping[str, Layout] = {
@@ -22,8 +22,8 @@ LAYOUTS: Mapping[str, Layout] = {
 }
 
 
-class Found(NamedTuple):
-    """An optimizer step as a trainer computes it."""
+class LayoutStep(NamedTuple):
+    """An optimizer step in one layout, as a trainer computed it."""
 
     layout: str
     rows: list
@@ -34,15 +34,14 @@ class Found(NamedTuple):
 
 
 TOTAL_LOSS = "verification/loss"
-"""Metric with the whole loss of a step, to which an objective may add terms that its own metrics leave
-out."""
+"""Metric with the whole loss of a step, which may have terms that the objective's own metrics leave out."""
 
 
 def step_with_gradients(
     engine: TrainEngine, rows: Sequence, objective: Objective, *also: tuple[Sequence, Objective]
 ) -> tuple[dict[str, Tensor], Metrics]:
-    """Takes an optimizer step, and returns the gradients that it was taken with, and its metrics with
-    `TOTAL_LOSS`. The learning rate should be 0 if further steps must begin with the same weights."""
+    """Takes an optimizer step. Returns its gradients, and its metrics with `TOTAL_LOSS`. At a learning rate
+    of 0 the weights stay as they are. `also`: rows and objectives of auxiliary losses."""
     found: dict[str, Tensor] = {}
 
     def with_loss(model: Callable, row: Any, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
@@ -58,9 +57,9 @@ def step_with_gradients(
 
 def steps(
     run: Any, layouts: Iterable[str] = LAYOUTS, indices: Sequence[int] | None = None
-) -> Iterator[Found]:
-    """Yields the optimizer step of the items at `indices` of a run's training set, all by default, as one
-    batch in each layout. `run`: see training/task.py; its learning rate must be 0."""
+) -> Iterator[LayoutStep]:
+    """Yields one optimizer step for each layout, on the items at `indices` of the run's training set (all by
+    default) as one batch. `run`: a `Run` of training/task.py with learning rate 0."""
     engine, task = run.engine, run.task
     prepare = objective_of_rows(run)
     items = run.train_set if indices is None else Chosen(run.train_set, indices)
@@ -71,7 +70,7 @@ def steps(
             task.config = replace(task.config, train=replace(train, **changes))
             (rows,) = run.lay_out(items, batch_size=len(items), shuffle=shuffle).epoch(0)
             minimised = prepare(rows)
-            yield Found(layout, rows, minimised, *step_with_gradients(engine, rows, minimised))
+            yield LayoutStep(layout, rows, minimised, *step_with_gradients(engine, rows, minimised))
     finally:
         task.config = replace(task.config, train=train)
 

@@ -1,4 +1,4 @@
-"""Loss and gradient by transformers' own model, loaded apart from the trainer's, one sequence at a time."""
+"""Computes loss and gradient with transformers' own model, loaded separately, one sequence at a time."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,8 +9,8 @@ from torch import Tensor
 from openrlhf.types import Sample
 from openrlhf.verification.formulas import PlainLoss
 
-Answer = Callable[[Any, Sample], Tensor]
-"""Function (model, sequence) -> its answer, see `PlainLoss.loss`."""
+PlainOutput = Callable[[Any, Sample], Tensor]
+"""Function (model, sequence) -> output, as described at `PlainLoss.loss`."""
 
 
 class PlainGradient(NamedTuple):
@@ -18,17 +18,17 @@ class PlainGradient(NamedTuple):
 
     loss: float
     loss_added: float
-    """Sum over all answers of |answer d loss / d answer|: the terms of the loss before they cancel."""
+    """Sum over all outputs of |output d loss / d output|: the terms of the loss before they cancel."""
     gradients: dict[str, Tensor]
     """Gradient of each weight, in float32 on the CPU."""
     added: dict[str, float]
-    """Sum over the sequences of the norm of each one's part of the gradient. Where parts cancel, it is larger
-    than the norm of their sum, and so is the rounding of the sum."""
+    """Sum over the sequences of the norm of each one's part of the gradient. Rounding errors are relative to
+    it: where parts cancel, it is larger than the norm of their sum."""
 
 
 def log_probs_of(model: Any, sample: Sample, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
-    """Returns the log-probs (A,) of a sequence's actions by a softmax over all logits; with `entropy` (A, 2),
-    log-probs and entropies."""
+    """Returns the log-probs (A,) of a sequence's actions by a softmax over all logits; with `entropy`,
+    log-probs and entropies (A, 2)."""
     device = next(model.parameters()).device
     token_ids, actions = sample.token_ids.to(device), sample.action_mask.nonzero()[:, 0].to(device)
     logits = model(token_ids[None], use_cache=False).logits[0][actions - 1].float()
@@ -40,20 +40,21 @@ def log_probs_of(model: Any, sample: Sample, *, temperature: float = 1.0, entrop
 
 
 def score_of(model: Any, sample: Sample) -> Tensor:
-    """Returns the score () of a sequence by transformers' classifier, which reads it at the last token."""
+    """Returns the score () of a sequence, which transformers' classifier computes at the last token."""
     device = next(model.parameters()).device
     return model(sample.token_ids[None].to(device), use_cache=False).logits[0, 0].float()
 
 
-def plain_gradient(model: Any, plain: PlainLoss, answer: Answer) -> PlainGradient:
+def plain_gradient(model: Any, plain: PlainLoss, output: PlainOutput) -> PlainGradient:
     """Computes the loss of all sequences, and its gradient one sequence at a time.
 
-    The first pass yields the answers, and the formula their weights, d loss / d answer. The second pass adds
-    up the gradients of the weighted answers, so no more than one sequence is in memory."""
+    The first pass computes all outputs without gradients; differentiating the formula gives the weight
+    d loss / d output of each. The second pass adds up the gradients of the weighted outputs, so that only one
+    sequence's activations are in memory."""
     with torch.no_grad():
-        answers = [answer(model, sample).double() for sample in plain.sequences]
+        outputs = [output(model, sample).double() for sample in plain.sequences]
     with torch.enable_grad():
-        leaves = [each.requires_grad_() for each in answers]
+        leaves = [each.requires_grad_() for each in outputs]
         loss = plain.loss(leaves)
         weights = torch.autograd.grad(loss, leaves, allow_unused=True)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -62,7 +63,7 @@ def plain_gradient(model: Any, plain: PlainLoss, answer: Answer) -> PlainGradien
     for sample, weight in zip(plain.sequences, weights, strict=True):
         if weight is None or not weight.any():
             continue
-        value = answer(model, sample)
+        value = output(model, sample)
         parts = torch.autograd.grad(
             (value * weight.to(value)).sum(), list(trained.values()), allow_unused=True
         )

@@ -1,5 +1,5 @@
-"""Checks that several ranks compute the gradient of one: a job of ranks on this machine, at several ZeRO
-stages. This module is also the program of a rank."""
+"""Checks that several ranks compute the gradient of one rank, at several ZeRO stages. The ranks are a job on
+this machine, and this module is also their program."""
 
 import math
 import os
@@ -26,7 +26,7 @@ TIMEOUT = 3600.0
 
 
 def stages_of(subject: Subject) -> list[int]:
-    """Returns the ZeRO stages to try: the run's own, nothing sharded, and everything sharded."""
+    """Returns the ZeRO stages to try: the run's own, the lowest one of the backend, and 3."""
     config = subject.config
     unsharded = 0 if config.train.backend == "deepspeed" else 2
     return sorted({unsharded, config.ds.zero.stage, 3})
@@ -35,21 +35,21 @@ def stages_of(subject: Subject) -> list[int]:
 def rank_checks(
     subject: Subject, folder: Path, expected: Gradient, scale: Scale, rounding: Rounding
 ) -> Iterator[Finding]:
-    """Yields whether the loss and gradient of several ranks are `expected`, those of one, at each ZeRO
-    stage."""
+    """Yields one finding for each ZeRO stage: whether several ranks compute the loss and gradient `expected`,
+    those of one rank."""
     stages, clock = stages_of(subject), Clock()
     names = {stage: f"ranks, ZeRO {stage}" for stage in stages}
     number = torch.cuda.device_count() if DEVICE_TYPE == "cuda" else 2
-    claim = f"{number} ranks compute the loss and gradient of one"
+    claim = f"{max(number, 2)} ranks compute the loss and gradient of one rank"
     if number < 2:
         for name in names.values():
-            yield not_checked(name, "Several ranks compute the loss and gradient of one", "there is one GPU")
+            yield not_checked(name, claim, "this machine has one GPU")
         return
     problem = launch(subject, folder, stages, number)
     seconds = clock.lap() / len(stages)
     meaning = (
-        "Ranks average what they should add up, read the same rows, or shard a weight wrongly. Try another "
-        f"--ds.zero_stage or --train.backend. {REPORT}"
+        "Ranks average gradients that they should add up, compute the same rows, or shard a weight wrongly. "
+        f"Try another --ds.zero_stage or --train.backend. {REPORT}"
     )
     for stage in stages:
         made = folder / f"{stage}.pt"
@@ -69,7 +69,7 @@ def rank_checks(
 
 
 def launch(subject: Subject, folder: Path, stages: list[int], number: int) -> str:
-    """Runs the job. Returns the end of its output if it failed, else ""."""
+    """Runs the job. Returns "" if it succeeded, else the end of its output."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "subject.pkl").write_bytes(pickle.dumps((subject, stages)))
     words = ["openrlhf.verification.ranks", str(folder)]

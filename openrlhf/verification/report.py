@@ -1,4 +1,5 @@
-"""Findings of a verification: a table with errors and bounds, and a file to attach to a bug report."""
+"""The findings of a verification, their table with errors and bounds, and the file to attach to a bug
+report."""
 
 import json
 import os
@@ -29,10 +30,10 @@ class Finding:
     check: str
     """Short name."""
     claim: str
-    """Statement that was tested."""
+    """Statement that the check tests."""
     verdict: Verdict
     error: float | None = None
-    """Largest difference that was found, relative unless `how` says otherwise; None where nothing is
+    """Largest difference that was found, relative unless `how` says otherwise; None if nothing was
     measured."""
     bound: float | None = None
     """Largest difference that rounding explains; 0: all bits must be equal."""
@@ -41,7 +42,7 @@ class Finding:
     where: str = ""
     """Place of the largest difference."""
     meaning: str = ""
-    """For a failure: its usual causes, and what to do."""
+    """Usual causes of a failure, and what to do."""
     seconds: float = 0.0
 
 
@@ -56,7 +57,7 @@ def not_checked(check: str, claim: str, why: str) -> Finding:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """Formats findings as lines of text, with the derivation of each bound below them."""
+    """Formats findings as a table, with the derivation of each bound and the failures below it."""
     rows = [("check", "verdict", "error", "bound", "seconds", "claim")]
     rows += [
         (f.check, f.verdict, _number(f.error), _number(f.bound), f"{f.seconds:.1f}", f.claim)
@@ -80,8 +81,8 @@ def _number(value: float | None) -> str:
 
 
 def write_report(path: Path, command: str, config: Any, findings: Sequence[Finding], notes: Any) -> None:
-    """Writes `path` as JSON, and the table beside it as text: findings, versions, machine and the run's
-    configuration, without secrets."""
+    """Writes findings, versions, machine and the run's configuration to `path` as JSON, and the table beside
+    it as .txt. Secrets are left out."""
     config_yaml = to_yaml(config)
     secrets = find_secrets(config_yaml, sys.argv, os.environ)
     content = {
@@ -97,7 +98,7 @@ def write_report(path: Path, command: str, config: Any, findings: Sequence[Findi
 
 
 def machine() -> dict[str, Any]:
-    """Returns the devices, and the versions of what computes on them."""
+    """Returns the GPUs, the versions of CUDA and torch, and the command line."""
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

@@ -1,10 +1,9 @@
 """Bounds for the difference between two correct computations of the same gradient or log-prob.
 
-Two correct computations differ by rounding alone: in another kernel, order of summation or row, each rounding
-is another random number. n independent roundings of relative size at most u, the unit roundoff of the dtype,
-add up to about u sqrt(n), and rarely to more than 5 times that (Higham and Mary, A New Approach to
-Probabilistic Rounding Error Analysis, https://doi.org/10.1137/18M1226312).
-"""
+Two correct computations differ by rounding alone. Each rounding is a random number, which changes with the
+kernel, the order of summation or the row. n independent roundings of relative size at most u, the unit
+roundoff of the dtype, add up to about u sqrt(n), and rarely to more than 5 times that (Higham and Mary, A New
+Approach to Probabilistic Rounding Error Analysis, https://doi.org/10.1137/18M1226312)."""
 
 import math
 from dataclasses import dataclass
@@ -15,23 +14,24 @@ from transformers import PreTrainedConfig
 from openrlhf.models.loading import DTYPES
 
 DEVIATIONS = 5
-"""Multiple of the expected size of an error up to which a difference counts as rounding."""
+"""Largest multiple of the expected error u sqrt(n) that counts as rounding."""
 ROUNDINGS = 20
-"""Number of values of a layer that are rounded one after the other in a forward and a backward pass: norms,
-projections, rotation, scores, softmax, sums of heads, residual sums, gate and product, and as many again."""
+"""Number of successive roundings of a value in a layer's forward and backward pass: norms, projections,
+rotation, scores, softmax, sums of heads, residual sums, gate and product, and as many in the backward
+pass."""
 TF32 = 2.0**-11
-"""Unit roundoff of the factors of float32 products on GPUs that round them to TF32."""
+"""Unit roundoff of TF32, to which some GPUs round the factors of float32 products."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rounding:
-    """The roundings between the tokens of a sequence and a gradient."""
+    """Number and size of the roundings between a sequence's tokens and a gradient."""
 
     dtype: str
     """fp32, bf16 or fp16."""
     layers: int
     longest_sum: int
-    """Terms of the longest sum: width, width of the feed-forward layer, vocabulary or tokens."""
+    """Number of terms of the longest sum: hidden size, intermediate size, vocabulary or tokens."""
 
     @classmethod
     def of(cls, config: PreTrainedConfig, dtype: str, tokens: int) -> "Rounding":
@@ -51,7 +51,8 @@ class Rounding:
 
     @property
     def roundings(self) -> int:
-        """Number of roundings. Sums are in float32 for every dtype, so a sum's terms count only in fp32."""
+        """Number of roundings. Sums are accumulated in float32 for every dtype, so their terms count only in
+        fp32."""
         return ROUNDINGS * (self.layers + 1) + (self.longest_sum if self.dtype == "fp32" else 0)
 
     @property

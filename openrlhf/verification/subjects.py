@@ -1,5 +1,5 @@
-"""The trained model of a command, as `openrlhf verify` runs it: in one process, at learning rate 0, on a few
-rows of the run's own data."""
+"""Builds the trained model of a command for `openrlhf verify`: in one process, on a few rows of the run's own
+data, with a learning rate of 0 or for short runs."""
 
 import gc
 import os
@@ -23,7 +23,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import RMConfig, SupervisedConfig
 from openrlhf.data.encode import encode_prompts
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import UsageError
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import load_config, load_tokenizer, model_folder
 from openrlhf.models.scorer import check_reward_model
@@ -37,12 +37,12 @@ from openrlhf.verification.formulas import Reference
 from openrlhf.verification.layouts import (
     LAYOUTS,
     Chosen,
-    Found,
+    LayoutStep,
     objective_of_rows,
     step_with_gradients,
     steps,
 )
-from openrlhf.verification.plain import Answer, log_probs_of, score_of
+from openrlhf.verification.plain import PlainOutput, log_probs_of, score_of
 
 AT_REST = {
     "train.on_nonfinite": "stop",
@@ -54,10 +54,10 @@ AT_REST = {
     "logger.trackers": None,
     "logger.tensorboard_dir": None,
 }
-"""Values with which every step of a run begins with the same weights, needs one process and writes
-nothing."""
+"""Values of flags with which a run needs one process and writes nothing, and its steps change no random
+state."""
 LEARNING_RATE = 1e-3
-"""Learning rate of the short runs that must move the weights. The run's own would hardly do so."""
+"""Learning rate of the short runs. The run's own would hardly move the weights."""
 STEPS = 4
 """Optimizer steps of a short run."""
 OPTIMIZER_AT_REST = {"adam.lr": 0.0, "adam.weight_decay": 0.0, "muon.lr": 0.0, "max_norm": 0.0}
@@ -68,23 +68,23 @@ class Running:
     """The trained model of a command in this process."""
 
     engine: TrainEngine
-    steps: Callable[[Iterable[str]], Iterator[Found]]
+    steps: Callable[[Iterable[str]], Iterator[LayoutStep]]
     """Function from names of layouts to their optimizer steps."""
     learn: Callable[[int, int], list[Metrics]]
-    """Function (from, to) that takes these optimizer steps of a short run with the run's own objective, and
+    """Function (start, stop) that takes the optimizer steps in this range with the run's own objective, and
     returns their metrics."""
     items: Any
-    """Items of the dataset, or the batch of a policy, on which the steps are taken."""
+    """Items of the dataset, or the batch of a policy, on which steps are taken."""
 
 
 @dataclass(kw_only=True)
 class Size:
-    """Amount of data to verify on."""
+    """Amount of data that a verification uses."""
 
     rows: int = 8
     """Rows of the dataset, or samples of a policy."""
     tokens: int = 512
-    """Longest row in tokens; shorter ones are preferred."""
+    """Maximum number of tokens of a row. Longer rows are used if too few are that short."""
 
 
 class Subject:
@@ -92,51 +92,47 @@ class Subject:
 
     config: Any
     path: str
-    """Model that is trained."""
+    """Name or folder of the model that is trained."""
     notes: dict[str, str]
-    """Remarks on what was verified, by topic."""
+    """Remarks for the report, by topic."""
     size: Size
-
     learning: dict[str, Any]
-    """Values of the flags with which the model learns: a learning rate, and the run's own dropout."""
+    """Values of flags in short runs: a learning rate above 0, and the run's own dropout and clipping."""
 
     @contextmanager
     def running(self, dtype: str, *, learns: bool = False) -> Iterator[Running]:
-        """Builds the model with its training backend in `dtype`; it is gone afterwards. `learns`: with a
-        learning rate above 0."""
+        """Builds the model with its training backend in `dtype`, and frees it afterwards. `learns`: with
+        the values `learning`, for a short run."""
         raise NotImplementedError
         yield
 
     def configured(self, dtype: str, learns: bool) -> Any:
-        """Returns the configuration of a model in `dtype`."""
+        """Returns the configuration with `dtype`, and with the values `learning` if the model learns."""
         return with_values(self.config, {"ds.param_dtype": dtype} | (self.learning if learns else {}))
 
-    def answer(self, entropy: bool, temperature: float) -> Answer:
+    def output(self, entropy: bool, temperature: float) -> PlainOutput:
         return partial(log_probs_of, temperature=temperature, entropy=entropy)
 
     def plain_model(self) -> Any:
-        """Loads transformers' own model in float32, apart from the trainer's."""
-        model = AutoModelForCausalLM.from_pretrained(
-            model_folder(self.path), dtype=torch.float32, trust_remote_code=False
-        )
-        return model.to(DEVICE_TYPE)
+        """Loads transformers' own model in float32, separately from the trainer's."""
+        return language_model(self.path)
 
     def reference(self) -> Reference | None:
         return None
 
     @property
     def why_no_plain_model(self) -> str:
-        """Reason why no plain model can be compared; "" if one can."""
+        """Reason why there is no comparison with a plain model; "" if there is one."""
         ds = self.config.ds
         if ds.lora.rank:
-            return "adapters start at 0, and a plain model has none; layouts are compared with one another"
+            return "the plain model has no adapters; layouts are compared with one another"
         if self.config.data.reads_images:
-            return "rows have images"
+            return "the rows have images"
         return "weights are in 4 bits" if ds.precision.in_4bit else ""
 
 
 class SupervisedSubject(Subject):
-    """A supervised command."""
+    """The model of a supervised command."""
 
     def __init__(self, task_type: type[Task], config: SupervisedConfig, scratch: Path, size: Size) -> None:
         values = {
@@ -177,10 +173,10 @@ class SupervisedSubject(Subject):
             del run
         forget_engines()
 
-    def answer(self, entropy: bool, temperature: float) -> Answer:
+    def output(self, entropy: bool, temperature: float) -> PlainOutput:
         if isinstance(self.config, RMConfig):
             return score_of
-        return super().answer(entropy, temperature)
+        return super().output(entropy, temperature)
 
     def plain_model(self) -> Any:
         if not isinstance(self.config, RMConfig):
@@ -195,9 +191,7 @@ class SupervisedSubject(Subject):
     def reference(self) -> Reference | None:
         if not issubclass(self.task_type, ComparedTask):
             return None
-        path = model_folder(reference_path(self.config))
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False)
-        model = model.to(DEVICE_TYPE)
+        model = language_model(reference_path(self.config))
 
         def of(sample: Sample) -> torch.Tensor:
             with torch.no_grad():
@@ -206,8 +200,15 @@ class SupervisedSubject(Subject):
         return of
 
 
+def language_model(path: str) -> Any:
+    folder = model_folder(path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    return model.to(DEVICE_TYPE)
+
+
 def with_head(config: RMConfig, folder: Path) -> str:
-    """Returns the reward model's folder; of a language model that of a copy with a new scalar head."""
+    """Returns the model's folder if it is a reward model. Else writes a copy of the language model with a new
+    scalar head to `folder`, and returns that."""
     path, tokenizer = config.model.model_name_or_path, load_tokenizer_of(config)
     if Path(path).is_dir():
         try:
@@ -223,8 +224,8 @@ def with_head(config: RMConfig, folder: Path) -> str:
 
 
 class PolicySubject(Subject):
-    """The policy of a reinforcement learning run. Its samples are prompts of the dataset, two answers each;
-    answers are pieces of other prompts, and rewards are random."""
+    """The policy of an RL run. Its samples are prompts of the dataset, each with two answers. The answers are
+    pieces of other prompts, and advantages are random."""
 
     def __init__(self, config: PPOConfig, size: Size) -> None:
         at_rest = {f"actor.{key}": value for key, value in OPTIMIZER_AT_REST.items()}
@@ -264,14 +265,14 @@ class PolicySubject(Subject):
         yield made
 
     def batch(self, worker: PolicyWorker) -> Batch:
-        """Returns the batch of all checks, which the first worker completes."""
+        """Returns the batch of all checks. Its log-probs are derived from those of the first worker."""
         if self.kept is None:
             self.kept = with_columns(sampled(prompts_of(self.config, self.size), self.size.rows), worker)
         return self.kept
 
 
 def learned(run: Run, items: Chosen, start: int, stop: int) -> list[Metrics]:
-    """Takes the optimizer steps from `start` to `stop` of a run of three steps an epoch on `items`."""
+    """Takes the optimizer steps `start` to `stop` - 1 of a run with three steps an epoch on `items`."""
     prepare = objective_of_rows(run)
     windows = run.lay_out(items, batch_size=-(-len(items) // 3), shuffle=True)
     return [
@@ -280,14 +281,16 @@ def learned(run: Run, items: Chosen, start: int, stop: int) -> list[Metrics]:
 
 
 def policy_learned(worker: PolicyWorker, batch: Batch, start: int, stop: int) -> list[Metrics]:
-    """Takes the optimizer steps from `start` to `stop` on halves of a batch."""
+    """Takes the optimizer steps `start` to `stop` - 1, on the even and the odd samples of a batch in turn."""
     objective = worker.objective(worker.config.algo.kl.init_coef)
     windows = [list(range(len(batch)))[step % 2 :: 2] for step in range(start, stop)]
     return worker.take_steps(batch, windows, objective)
 
 
-def policy_steps(worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LAYOUTS) -> Iterator[Found]:
-    """Yields the policy's optimizer step on a batch in each layout; see `layouts.steps`."""
+def policy_steps(
+    worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LAYOUTS
+) -> Iterator[LayoutStep]:
+    """Yields one optimizer step of the policy for each layout, on a batch. See `layouts.steps`."""
     config, objective = worker.config, worker.objective(worker.config.algo.kl.init_coef)
     try:
         for layout in layouts:
@@ -296,34 +299,36 @@ def policy_steps(worker: PolicyWorker, batch: Batch, layouts: Iterable[str] = LA
             order = np.random.default_rng(0).permutation(len(batch)) if shuffle else range(len(batch))
             mine = [int(i) for i in order][worker.mesh.data_rank :: worker.mesh.data]
             rows = worker.rows(batch, mine)
-            yield Found(layout, rows, objective, *step_with_gradients(worker.model, rows, objective))
+            yield LayoutStep(layout, rows, objective, *step_with_gradients(worker.model, rows, objective))
     finally:
         worker.config = config
 
 
 def sampled(prompts: list[list[int]], count: int) -> Batch:
-    """Returns a batch of `count` samples, two of each prompt."""
+    """Returns a batch of `count` samples, two for each prompt. Answers are pieces of other prompts."""
     used = prompts[: max(1, count // 2)]
     text = [token for prompt in reversed(prompts) for token in prompt]
-    ids, masks = [], []
-    for i in range(count):
-        prompt = used[i % len(used)]
-        start, length = (37 * i) % max(1, len(text) - 40), 8 + (11 * i) % 24
-        answer = text[start : start + length]
-        ids.append(np.array([*prompt, *answer], np.int32))
-        masks.append(np.arange(len(ids[-1])) >= len(prompt))
-    counts = np.array([int(mask.sum()) for mask in masks])
+    starts = [(37 * i) % max(1, len(text) - 40) for i in range(count)]
+    answers = [text[start : start + 8 + (11 * i) % 24] for i, start in enumerate(starts)]
+    log_probs = np.zeros(sum(map(len, answers)), np.float32)
+    return batch_of([used[i % len(used)] for i in range(count)], answers, log_probs)
+
+
+def batch_of(prompts: list[list[int]], answers: list[list[int]], log_probs: np.ndarray) -> Batch:
+    """Joins each prompt and its answer to a sequence. `log_probs`: the engine's, (A,)."""
+    pairs = list(zip(prompts, answers, strict=True))
+    counts = np.array([len(answer) for answer in answers])
     return Batch(
-        token_ids=np.concatenate(ids),
-        action_mask=np.concatenate(masks),
-        lengths=np.array([len(x) for x in ids]),
+        token_ids=np.concatenate([np.array([*prompt, *answer], np.int32) for prompt, answer in pairs]),
+        action_mask=np.concatenate([np.arange(len(p) + len(a)) >= len(p) for p, a in pairs]),
+        lengths=np.array([len(prompt) + len(answer) for prompt, answer in pairs]),
         num_actions=counts,
-        rollout_log_probs=np.zeros(int(counts.sum()), np.float32),
+        rollout_log_probs=log_probs,
     )
 
 
 def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
-    """Adds log-probs that differ a little from the policy's own, and random advantages."""
+    """Adds log-probs that differ a little from the policy's own, and random advantages and returns."""
     own, random = worker.forward(batch), np.random.default_rng(0)
     noise = lambda size: size * random.standard_normal(len(own)).astype(np.float32)
     return replace(
@@ -337,7 +342,7 @@ def with_columns(batch: Batch, worker: PolicyWorker) -> Batch:
 
 
 def prompts_of(config: PPOConfig, size: Size) -> list[list[int]]:
-    """Returns the shortest of the run's first prompts, as tokens."""
+    """Returns `size.rows` of the run's prompts as tokens: see `shortest`."""
     found, _, tokenizer = build_prompt_datasets(config)
     texts = [prompt.text for prompt in found.without_images]
     is_chat = config.data.apply_chat_template
@@ -346,8 +351,8 @@ def prompts_of(config: PPOConfig, size: Size) -> list[list[int]]:
 
 
 def shortest(lengths: list[int], size: Size) -> list[int]:
-    """Returns the first `size.rows` indices of items of at most `size.tokens` tokens; of the shortest items
-    if there are fewer."""
+    """Returns the indices of the first `size.rows` items of at most `size.tokens` tokens; if there are fewer,
+    the indices of the shortest items."""
     fitting = [i for i, length in enumerate(lengths) if length <= size.tokens]
     if len(fitting) < size.rows:
         fitting = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -355,7 +360,7 @@ def shortest(lengths: list[int], size: Size) -> list[int]:
 
 
 def forget_engines() -> None:
-    """Frees the memory of engines that are no longer used."""
+    """Frees the memory of training engines that are no longer used."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
@@ -364,10 +369,14 @@ def forget_engines() -> None:
 
 
 def cut(path: str, layers: int, folder: Path, flag: str) -> str:
-    """Writes the model with its first `layers` layers to `folder`, with its tokenizer, and returns it."""
+    """Writes a copy of the model with only its first `layers` layers to `folder`, with its tokenizer. Returns
+    the folder."""
     config = load_config(path, flag)
     text = config.get_text_config()
     whole = text.num_hidden_layers
+    if layers > whole:
+        problem = f"{path} has only {whole} layers; leave out the option to verify all of them"
+        raise UsageError(ErrorCode.INVALID_VALUE, problem, flag="--layers", value=layers)
     text.num_hidden_layers = layers
     for name, value in list(vars(text).items()):
         if isinstance(value, list) and len(value) == whole:

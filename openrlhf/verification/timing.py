@@ -1,4 +1,4 @@
-"""Seconds of the checks."""
+"""A clock for the seconds of each check."""
 
 import time
 

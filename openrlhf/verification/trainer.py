@@ -12,7 +12,7 @@ from openrlhf.models.prefixes import tree_of
 from openrlhf.types import PackedRow
 from openrlhf.verification.compare import REPORT, Gradient, Scale, compared, on_cpu
 from openrlhf.verification.formulas import plain_loss
-from openrlhf.verification.layouts import ALL, LAYOUTS, ONE_BY_ONE, Found
+from openrlhf.verification.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
 from openrlhf.verification.plain import PlainGradient, plain_gradient
 from openrlhf.verification.ranks import rank_checks
 from openrlhf.verification.report import Finding, not_checked
@@ -24,18 +24,18 @@ CLAIMS: Mapping[str, tuple[str, str, str]] = {
     "shuffled, three in a row": (
         "micro-batches and order",
         "Loss and gradient do not depend on the micro-batch size and the order of the rows",
-        "The loss divides by what is in a row instead of by the step's totals, or a row's data follow "
-        "another order than its tokens.",
+        "The loss divides by a row's totals instead of the step's, or a row's data are in another order than "
+        "its tokens.",
     ),
     "300 tokens in a row": (
         "token budget",
         "Loss and gradient do not depend on how rows are filled by --train.max_tokens_per_gpu",
-        "The loss divides by what is in a row, or sequences of a row change one another.",
+        "The loss divides by a row's totals instead of the step's, or sequences of a row affect each other.",
     ),
     ALL: (
         "packing",
         "Loss and gradient of sequences in one packed row are those of each sequence alone",
-        "Attention crosses the borders of sequences, or positions do not start again at each. Try "
+        "Attention crosses the boundaries of sequences, or positions do not restart at each sequence. Try "
         "--ds.attn_implementation eager.",
     ),
 }
@@ -43,18 +43,18 @@ CLAIMS: Mapping[str, tuple[str, str, str]] = {
 
 
 def number_of_checks(own_dtype: str) -> int:
-    """Returns the number of findings of `trainer_checks` without those of several ranks."""
+    """Returns the number of findings of `trainer_checks` except those of several ranks."""
     return 2 + len(CLAIMS) + {"fp32": 0, "fp16": 1, "bf16": 2}[own_dtype]
 
 
 def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) -> Iterator[Finding]:
-    """Yields the outcome of each check. The computations are in float32, where rounding is so small that
-    defects show; then the run's own dtype is compared with them. `ranks`: folder for a job of several ranks,
-    which also computes the gradient; None: no such job."""
+    """Yields the outcome of each check. Computes in float32, in which rounding is too small to hide defects,
+    then compares the run's own dtype with these results. `ranks`: scratch folder of a job of several ranks
+    that computes the gradient too; None: no such job."""
     clock = Clock()
     with subject.running("fp32") as running:
         found: dict[str, Gradient] = {}
-        last: Found | None = None
+        last: LayoutStep | None = None
         for step in running.steps(LAYOUTS):
             found[step.layout], last = on_cpu(step), step
         assert last is not None
@@ -71,11 +71,12 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
         scale = Scale.of(sizes, one_by_one.gradients, one_by_one.loss)
         yield not_checked("plain transformers", claim, why)
     else:
-        scale = Scale.of(plain.added, plain.gradients, plain.loss_added)
+        relative_to = "the sum over the sequences of the norm of each one's part of a weight's gradient"
+        scale = Scale.of(plain.added, plain.gradients, plain.loss_added, relative_to)
         expected = Gradient(plain.loss, plain.gradients)
         causes = (
-            "Another formula, mask of actions, temperature or weight than that of the run's flags; or a "
-            "forward pass that computes the model in another way than transformers does."
+            "The formula, the mask of actions, the temperature or a weight of the loss is not that of the "
+            "run's flags; or the forward pass differs from that of transformers."
         )
         meaning = f"{causes} {REPORT}"
         yield compared(
@@ -85,10 +86,12 @@ def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) 
         meaning = f"{causes} {REPORT}"
         arguments = (found[layout], one_by_one, scale, rounding, meaning, seconds_of_layouts)
         yield compared(name, statement, *arguments)
-    statement = "Common prefixes that are read once give the gradient of sequences that are read whole"
+    statement = "Sequences whose common prefix is computed once have the gradient of sequences computed whole"
     if unshared is None:
         yield not_checked(
-            "common prefixes", statement, "this model reads each sequence whole (or no two begin alike)"
+            "common prefixes",
+            statement,
+            "this model computes each sequence whole, or no two sequences begin alike",
         )
     else:
         meaning = f"Set --ds.share_prefixes false. {REPORT}"
@@ -106,7 +109,7 @@ def dtype_checks(
     """Compares the run's own dtype with float32."""
     statement = f"In {dtype}, loss and gradient are those of float32 up to rounding"
     if dtype == "fp16":
-        why = "gradients in fp16 have a scale that changes from step to step"
+        why = "the loss scale of fp16, and so its gradients, change from step to step"
         yield not_checked(f"dtype {dtype}", statement, why)
         return
     clock.lap()
@@ -115,8 +118,8 @@ def dtype_checks(
         rounding = Rounding.of(running.engine.module.model.config, dtype, 0)
     seconds = clock.lap() / 2
     meaning = (
-        "The kernels of this dtype compute something else, or the model is unusually sensitive to rounding: "
-        f"compare with --ds.attn_implementation eager and with --ds.param_dtype fp32. {REPORT}"
+        "The kernels of this dtype are wrong, or the model is unusually sensitive to rounding. Compare with "
+        f"--ds.attn_implementation eager and with --ds.param_dtype fp32. {REPORT}"
     )
     names = {ONE_BY_ONE: f"dtype {dtype}", ALL: f"dtype {dtype}, packed"}
     for layout, gradient in found.items():
@@ -124,7 +127,8 @@ def dtype_checks(
 
 
 def plain_of(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradient | None, str]:
-    """Returns loss and gradient of transformers' own model; or None, and why there is no such comparison."""
+    """Returns loss and gradient of transformers' own model and ""; or None and the reason why there is no
+    such comparison."""
     if subject.why_no_plain_model:
         return None, subject.why_no_plain_model
     with torch.no_grad():
@@ -132,12 +136,13 @@ def plain_of(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradien
     if plain is None:
         return None, f"there is no plain formula of {type(objective).__name__}"
     subject.notes["formula"] = plain.formula
-    answer = subject.answer(plain.entropy, plain.temperature)
-    return plain_gradient(subject.plain_model(), plain, answer), ""
+    output = subject.output(plain.entropy, plain.temperature)
+    return plain_gradient(subject.plain_model(), plain, output), ""
 
 
 def unshared_gradient(running: Running, row: PackedRow) -> Gradient | None:
-    """Returns the step with all items in a row, `row`, without shared prefixes; None if it shares none."""
+    """Repeats the step with all items in one row, with each sequence computed whole. `row`: this row. Returns
+    None if its sequences share no prefix."""
     if not running.engine.trains_on_prefixes or tree_of(row, with_routing=False) is None:
         return None
     reading = reading_of(running.engine.module.model)
