@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
 from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
@@ -72,15 +70,14 @@ def run(options: argparse.Namespace) -> None:
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:
     from openrlhf.observability.journal import journal_steps
+    from openrlhf.observability.run_folder import RunFolder
 
     rollouts = folder / "rollouts"
     if steps := journal_steps(rollouts, name):
         return steps
     if others := [other for other in NAMES if journal_steps(rollouts, other)]:
         raise _not_found(f"{folder} has no such rollouts; it has {', '.join(others)}", "--name", name)
-    runs = sorted(str(path.parent) for path in folder.glob("**/rollouts"))
-    hint = f"there are {_listed(runs)}" if runs else "give the folder of an RL run (--logger.run_dir)"
-    raise _not_found(f"has no rollouts; {hint}", value=folder)
+    raise _not_found(f"has no rollouts; {RunFolder(folder).runs_inside('rollouts')}", value=folder)
 
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
@@ -148,11 +145,10 @@ def tokenizer_of(folder: Path) -> Any:
     """Loads the tokenizer of the model that the policy started from, or else of the final model. Raises
     UsageError if neither exists."""
     from openrlhf.models.loading import load_tokenizer
+    from openrlhf.observability.run_folder import RunFolder
 
-    path = folder / "config.yaml"
-    if not path.exists():
+    if not (config := RunFolder(folder).read_config()):
         raise _not_found("has no config.yaml, which names the run's tokenizer", value=folder)
-    config = yaml.safe_load(path.read_text(encoding="utf-8"))
     choose_hub(config.get("use_ms", False))
     use_fast = not config["data"].get("disable_fast_tokenizer", False)
     began, wrote = config["actor"]["model_name_or_path"], config["ckpt"]["output_dir"]

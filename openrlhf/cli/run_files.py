@@ -1,8 +1,7 @@
 """The command and the flags of a run that words describe: `RUN.yaml ...` or `COMMAND ...`."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from openrlhf.config.command import Command
 from openrlhf.config.commands import DPO, KD, KTO, PPO, PRM, RM, SFT
@@ -37,6 +36,8 @@ def _command_of(file: str, prog: str) -> Command:
     """Returns the only training command that has all keys of the file."""
     import yaml
 
+    from openrlhf.observability.run_folder import flat
+
     try:
         tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
@@ -44,7 +45,7 @@ def _command_of(file: str, prog: str) -> Command:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         text = f"not YAML: {' '.join(str(error).split())[:200]}"
         raise UsageError(ErrorCode.UNREADABLE, text, flag=prog, value=file) from error
-    keys = {*_keys(tree, "")}
+    keys = {key.replace("-", "_") for key in flat(tree)} if isinstance(tree, dict) else set()
     found = [command for command in TRAINING if all(_has(command, key) for key in keys)]
     if len(found) == 1:
         return found[0]
@@ -52,14 +53,6 @@ def _command_of(file: str, prog: str) -> Command:
     why = "is a file of several commands" if found else "has keys that no single command has"
     text = f"{why}; name the command ({names}): {prog} {(found or TRAINING)[0].name} {file}"
     raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=file)
-
-
-def _keys(node: Any, prefix: str) -> Iterator[str]:
-    if not isinstance(node, dict):
-        yield prefix.rstrip(".")
-        return
-    for key, value in node.items():
-        yield from _keys(value, f"{prefix}{str(key).replace('-', '_')}.")
 
 
 def _has(command: Command, key: str) -> bool:

@@ -1,4 +1,4 @@
-"""`openrlhf view RUN...`: a local web page of runs, with their curves side by side and every rollout."""
+"""Serves a local web page with the curves of one or several runs and every rollout."""
 
 import sys
 import webbrowser
@@ -52,7 +52,9 @@ def run(folders: Sequence[Path], port: int, *, opens_browser: bool) -> None:
     bound = bind(port)
 
     def say(address: str) -> None:
-        print(f"{len(folders)} run{'s' if len(folders) > 1 else ''} at {address}\nCtrl-C ends it", flush=True)
+        print(
+            f"{len(folders)} run{'s' if len(folders) > 1 else ''} at {address}\nEnd with Ctrl-C", flush=True
+        )
         if opens_browser:
             webbrowser.open(address)
 
@@ -74,7 +76,8 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def token_texts(folder: Path, row: dict[str, Any]) -> list[str]:
-    """Returns the text of each token behind the prompt."""
+    """Returns the text of each token after the prompt. Raises ValueError if the run's tokenizer cannot be
+    used."""
     from openrlhf.observability.rollout_view import prompt_length
     from openrlhf.text import decode_each
 

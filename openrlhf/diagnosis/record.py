@@ -13,12 +13,11 @@ from typing import Any
 
 import numpy as np
 import psutil
-import yaml
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
 from openrlhf.observability.lock import LOCK
-from openrlhf.observability.run_folder import read_jsonl
+from openrlhf.observability.run_folder import RunFolder, read_jsonl
 
 FEWEST = 8
 """Number of steps below which a series has no trend."""
@@ -111,20 +110,16 @@ class RunRecord:
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
         """Reads a run folder. Raises UsageError if it has neither metrics nor a configuration."""
-        metrics, config, health = (path / name for name in ("metrics.jsonl", "config.yaml", "health.jsonl"))
-        if not metrics.exists() and not config.exists():
-            runs = sorted(str(found.parent) for found in path.glob("**/metrics.jsonl"))
-            hint = (
-                f"there are {', '.join(runs[:8])}" if runs else "give the folder of a run (--logger.run_dir)"
-            )
-            text = f"has no metrics.jsonl and no config.yaml; {hint}"
+        folder = RunFolder(path)
+        metrics, health, config = folder.metrics_path, folder.health_path, folder.read_config()
+        if not metrics.exists() and not config:
+            text = f"has no metrics.jsonl and no config.yaml; {folder.runs_inside('metrics.jsonl')}"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
-        tree = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
         return cls(
             path=path,
             rows=list(read_jsonl(metrics)) if metrics.exists() else [],
             warnings=list(read_jsonl(health)) if health.exists() else [],
-            config=tree if isinstance(tree, dict) else {},
+            config=config,
             owner=_owner(path / LOCK),
         )
 

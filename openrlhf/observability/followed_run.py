@@ -9,8 +9,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import yaml
-
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.lock import LOCK
 from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder
@@ -148,9 +146,8 @@ class FollowedRun:
         try:
             changed = path.stat().st_mtime_ns
             if changed != self._config[0]:
-                content = yaml.safe_load(path.read_text(encoding="utf-8"))
-                self._config = changed, content if isinstance(content, dict) else {}
-        except (OSError, ValueError, yaml.YAMLError):
+                self._config = changed, self.folder.read_config()
+        except (OSError, UsageError):
             self._config = -1, {}
         return self._config[1]
 

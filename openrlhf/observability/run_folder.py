@@ -97,6 +97,24 @@ class RunFolder:
     def rollouts_path(self) -> Path:
         return self.path / "rollouts"
 
+    def read_config(self) -> dict[str, Any]:
+        """Returns the tree of config.yaml; {} if there is no such file. Raises UsageError if it is not
+        YAML."""
+        path = self.path / "config.yaml"
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            text = f"not YAML: {' '.join(str(error).split())[:200]}"
+            raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error
+        return tree if isinstance(tree, dict) else {}
+
+    def runs_inside(self, file: str) -> str:
+        """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
+        runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
+        return f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
+
     def write_total(self, steps: int) -> None:
         """Records the number of steps of the whole run."""
         write_atomically(self.path / "progress.json", [to_json({"total_steps": steps}) + "\n"])
@@ -262,6 +280,15 @@ def _git_commit(directory: Path) -> str | None:
 
 def _last_part(name: str) -> str:
     return name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens a tree of mappings to {dotted key: value}."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found
 
 
 def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:

@@ -2,18 +2,15 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from openrlhf.config.commands import PPO
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
-from openrlhf.observability.run_folder import read_jsonl
+from openrlhf.observability.run_folder import RunFolder, flat, read_jsonl
 from openrlhf.training.checkpoints import ORIGIN
 
 MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
@@ -32,16 +29,11 @@ class RecordedRun:
     @cached_property
     def flags(self) -> dict[str, Any]:
         """Values of all flags by key. Raises UsageError if the folder has no configuration."""
-        file = self.path / "config.yaml"
-        if not file.is_file():
-            runs = sorted(str(found.parent) for found in self.path.glob("**/config.yaml"))[:10]
-            hint = f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
-            raise UsageError(ErrorCode.NOT_FOUND, f"has no config.yaml; {hint}", value=self.path)
-        try:
-            return dict(_leaves(yaml.safe_load(file.read_text(encoding="utf-8")), ""))
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            text = f"not YAML: {' '.join(str(error).split())[:200]}"
-            raise UsageError(ErrorCode.UNREADABLE, text, value=file) from error
+        folder = RunFolder(self.path)
+        if not (config := folder.read_config()):
+            text = f"has no configuration in config.yaml; {folder.runs_inside('config.yaml')}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, value=self.path)
+        return flat(config)
 
     @property
     def command(self) -> str:
@@ -54,7 +46,7 @@ class RecordedRun:
     def environment(self) -> dict[str, Any]:
         """Versions, machine and variables by name; empty if the folder has none."""
         file = self.path / "env.json"
-        return dict(_leaves(yaml.safe_load(file.read_text(encoding="utf-8")), "")) if file.is_file() else {}
+        return flat(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
 
     @property
     def num_ranks(self) -> int:
@@ -117,12 +109,3 @@ class RecordedRun:
                 if (file := folder / ORIGIN).is_file():
                     return json.loads(file.read_bytes())["origin"]["contents"]
         return {}
-
-
-def _leaves(node: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yields (dotted key, value) of everything in a tree that is no mapping."""
-    if not isinstance(node, Mapping) or not node:
-        yield prefix.removesuffix("."), node
-        return
-    for key, value in node.items():
-        yield from _leaves(value, f"{prefix}{key}.")

@@ -13,6 +13,7 @@ from openrlhf.backends.jobs import run_job
 from openrlhf.config.commands import PPO
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.journal import num_samples, read_table
+from openrlhf.observability.run_folder import RunFolder
 from openrlhf.replay.bisect import Stage, stages
 from openrlhf.replay.recorded import RecordedRun
 from openrlhf.training.checkpoints import LATEST
@@ -171,7 +172,7 @@ class Rerun:
 def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:
     """Writes the configuration of a run with other values of some of its flags to `file`, which it
     returns."""
-    tree = yaml.safe_load((run.path / "config.yaml").read_text(encoding="utf-8"))
+    tree = RunFolder(run.path).read_config()
     for key in settings.keys() & run.flags.keys():
         *sections, name = key.split(".")
         node = tree

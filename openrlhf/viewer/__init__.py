@@ -1,1 +1,1 @@
-"""The local web page of `openrlhf view`: an index of the journals, queries, and a server on loopback."""
+"""The web page of `openrlhf view`: an index of the runs' journals, queries, and a server on loopback."""

@@ -1,9 +1,8 @@
-"""Indexes the journals of runs in DuckDB, in a thread of its own, the newest steps first.
+"""Indexes the journals of runs in DuckDB, in a separate thread, the newest steps first.
 
-The index has a row for each rollout with its facts and texts, and none of its tokens. It is kept in
-`$OPENRLHF_CACHE/view`, one file per run, so that only new steps are read again. If that file cannot be used,
-for instance because another viewer has it open, the index is built in memory.
-"""
+The index has a row for each rollout, with its facts and texts but without its tokens. Each run's index is a
+file in `$OPENRLHF_CACHE/view`, so that the next viewer reads only new steps. If the file cannot be used, for
+instance because another viewer has it open, the index is built in memory."""
 
 import hashlib
 import os
@@ -21,13 +20,13 @@ from openrlhf.files import cache_folder
 from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder
 
 POLL_SECONDS = 2.0
-"""Time between two looks at the folders of journals."""
+"""Time between two scans of the folders of journals."""
 BATCH_FILES = 32
-"""Files that one transaction indexes."""
+"""Maximum number of files that one transaction indexes."""
 MEMORY = "2GB"
-"""DuckDB's limit of memory. It spills to the disk above it."""
+"""DuckDB's memory limit, above which it spills to disk."""
 FORMAT = 1
-"""Version of the tables. Another version has another file."""
+"""Version of the tables. It is part of the file's name, so that versions do not share a file."""
 
 FILES = "file VARCHAR, mtime BIGINT, size BIGINT"
 FACTS = {
@@ -46,15 +45,15 @@ FACTS = {
     "prompt": "VARCHAR",
     "response": "VARCHAR",
 }
-"""Columns of the journal that the index has, with their types."""
+"""Columns that the index copies from the journal, with their types."""
 DERIVED = {
     "length": ("BIGINT", "action_ranges", 'list_sum(list_transform({}, lambda r: r."end" - r."start"))'),
     "turns": ("BIGINT", "turn_starts", "len({})"),
     "version": ("INTEGER", "weight_versions", "list_max(list_transform({}, lambda r: r.version))"),
     "num_images": ("BIGINT", "images", "len({})"),
 }
-"""Column -> (type, column of the journal, expression). `length` counts the tokens that the policy chose, and
-`version` is the newest of the weights that sampled them."""
+"""Column of the index -> (type, column of the journal, SQL expression of it). `length` is the number of
+tokens that the policy chose, and `version` the newest weight version that sampled them."""
 PLACE = {"file": "VARCHAR", "row": "BIGINT", "kind": "VARCHAR", "step": "BIGINT"}
 """Place of a rollout: file of the journal, row in it, and the two parts of the file's name."""
 TYPES = PLACE | FACTS | {name: type_ for name, (type_, _, _) in DERIVED.items()}
@@ -73,20 +72,21 @@ class Indexed:
 
     folder: RunFolder
     note: str = ""
-    """Reason why the index is in memory; empty if it is kept."""
+    """Reason why the index is in memory; empty if it is a file."""
     known: dict[str, FileState] = field(default_factory=dict)
+    """Indexed files, in the state in which they were read."""
     damaged: dict[str, tuple[FileState, str]] = field(default_factory=dict)
-    """Files that cannot be read, with the reasons."""
+    """Files that could not be read, with the reasons."""
     waiting: list[str] = field(default_factory=list)
     """Files that are not indexed yet, the newest step first."""
     num_rows: int = 0
 
 
 class Index:
-    """The rollouts of several runs as one view `rollouts`, whose column `run` counts the runs from 0."""
+    """The rollouts of several runs as one SQL view `rollouts`, whose column `run` numbers the runs from 0."""
 
     def __init__(self, folders: Sequence[Path], *, cache: Path | None = None) -> None:
-        """`cache`: folder of the kept indices, by default in the user's cache folder."""
+        """`cache`: folder of the index files, by default in the user's cache folder."""
         self._cache = cache_folder() / "view" if cache is None else cache
         self._database = duckdb.connect(
             config={
@@ -107,7 +107,7 @@ class Index:
         """Error that ended the indexing thread; empty while it works."""
 
     def start(self) -> None:
-        """Starts the thread that indexes."""
+        """Starts the indexing thread."""
         self._thread.start()
 
     def close(self) -> None:
@@ -118,15 +118,15 @@ class Index:
         self._database.close()
 
     def rows(self, query: str, values: Sequence[Any] = ()) -> list[dict[str, Any]]:
-        """Runs a query, from any thread, and returns its rows as dictionaries."""
+        """Runs a query and returns its rows as dictionaries. May be called from any thread."""
         with self._database.cursor() as cursor:
             found = cursor.execute(query, list(values))
             names = [column[0] for column in found.description]
             return [dict(zip(names, row, strict=True)) for row in found.fetchall()]
 
     def update(self) -> bool:
-        """Looks at the folders, and indexes at most one batch of files for each run. Returns whether more
-        files wait."""
+        """Scans the folders, and indexes at most one batch of files for each run. Returns True if more files
+        wait."""
         for i, run in enumerate(self.runs):
             states = self._scan(i, run)
             if batch := run.waiting[:BATCH_FILES]:
@@ -140,7 +140,10 @@ class Index:
                 if not self.update():
                     self._stopped.wait(POLL_SECONDS)
         except Exception as error:
-            self.error = f"the index is not updated: {type(error).__name__}: {error}"
+            self.error = (
+                f"rollouts written from now on are not shown, because indexing them failed "
+                f"({type(error).__name__}: {error}); restart `openrlhf view`"
+            )
 
     def _attach(self, i: int, run: Indexed) -> None:
         digest = hashlib.sha256(os.fsencode(run.folder.path.resolve())).hexdigest()[:24]
@@ -150,7 +153,10 @@ class Index:
             self._database.execute(f"ATTACH {_quoted(str(path))} AS run{i}")
             self._create(i, run)
         except (duckdb.Error, OSError) as error:
-            run.note = f"the index of this run is in memory: {path} cannot be used: {error}"
+            run.note = (
+                f"the index of this run is in memory, so the next viewer builds it again: {path} cannot be "
+                f"used: {error}"
+            )
             self._database.execute(f"DETACH DATABASE IF EXISTS run{i}")
             self._database.execute(f"ATTACH ':memory:' AS run{i}")
             self._create(i, run)
@@ -186,7 +192,7 @@ class Index:
         self._count(i, run)
 
     def _add(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
-        """Indexes files, all at once, or one by one if any cannot be read."""
+        """Indexes files in one transaction, or one by one if any of them cannot be read."""
         try:
             self._insert(i, run, states)
         except (duckdb.Error, OSError, ValueError) as error:
@@ -217,12 +223,13 @@ class Index:
 
 
 def parquet(path: Path) -> str:
-    """Returns the SQL expression that reads a Parquet file, with its rows counted in `file_row_number`."""
+    """Returns the SQL expression that reads a Parquet file and numbers its rows in `file_row_number`."""
     return f"read_parquet([{_literal(path)}], filename=true, file_row_number=true)"
 
 
 def _relations(cursor: duckdb.DuckDBPyConnection, folder: Path, names: Sequence[str]) -> list[str]:
-    """Returns the SQL expressions that read files: one for all Parquet files, one for each of JSON lines."""
+    """Returns the SQL expressions that read files: one for all Parquet files, and one for each .jsonl
+    file."""
     relations = []
     if paths := [folder / name for name in names if name.endswith(".parquet")]:
         listed = ", ".join(_literal(path) for path in paths)
@@ -244,8 +251,8 @@ def _json_lines(cursor: duckdb.DuckDBPyConnection, path: Path) -> str:
 
 
 def _selection(cursor: duckdb.DuckDBPyConnection, relation: str) -> str:
-    """Returns the query for the columns of the index. Columns that a journal of an earlier version lacks are
-    null."""
+    """Returns the query for the columns of the index. Copied columns that the journal lacks, because an
+    earlier version wrote it, are null, and derived ones are 0."""
     described = cursor.execute(f"DESCRIBE SELECT * FROM {relation}").fetchall()
     there = {row[0] for row in described}
     earlier = {new: old for old, new in RENAMED_COLUMNS.items()}
@@ -269,7 +276,7 @@ def _selection(cursor: duckdb.DuckDBPyConnection, relation: str) -> str:
 
 
 def _journals(folder: Path) -> dict[str, FileState]:
-    """Returns the journal's files with their states; none if the folder does not exist."""
+    """Returns the journal's files with their states; empty if the folder does not exist."""
     states = {}
     for path in folder.glob("*"):
         if JOURNAL_FILE.fullmatch(path.name):
@@ -285,7 +292,7 @@ def _step(name: str) -> int:
 
 
 def _literal(path: Path) -> str:
-    """Returns a path as an SQL literal in which no character is a pattern."""
+    """Returns a path as an SQL literal. Characters that DuckDB would expand as a pattern are escaped."""
     return _quoted(re.sub(r"[\[*?]", lambda match: f"[{match[0]}]", str(path)))
 
 

@@ -1,4 +1,4 @@
-"""Follows the metrics of a run: its curves, and what is new in a file that grows."""
+"""Follows the metrics file of a run while it grows, and returns its curves."""
 
 from pathlib import Path
 from threading import Lock
@@ -7,22 +7,22 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.followed_run import Tail, metrics_of
 
 MOST_POINTS = 2000
-"""Points of a curve that the page receives. Of more, the smallest and the largest of each stretch stay."""
+"""Approximate maximum number of points of a curve that the page receives."""
 
 
 class Metrics:
-    """The metrics of a run, read again only as far as its file has grown."""
+    """The metrics of a run. An update reads only the new rows of its file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._tail, self._lock = path, Tail(path), Lock()
         self.steps: dict[int, dict[str, float]] = {}
         """Step -> metrics. Rows of the same step are merged."""
         self.num_rows = 0
-        """Rows read so far, which changes whenever the metrics do."""
+        """Number of rows read so far. It changes whenever the metrics do."""
 
     def update(self) -> None:
-        """Reads new rows, and a file that was replaced or cut from its beginning. Raises UsageError while the
-        file has a line that is not JSON; the other lines are read."""
+        """Reads new rows; reads the file again from its beginning if it was replaced or cut. Raises
+        UsageError after reading if a line is not a JSON object."""
         with self._lock:
             is_new, rows = self._tail.read()
             if is_new:
@@ -31,7 +31,7 @@ class Metrics:
                 self.steps.setdefault(step, {}).update(metrics)
             self.num_rows += len(rows)
             if line := self._tail.first_unreadable:
-                text = "not a JSON object, so the line is left out"
+                text = "not a JSON object; curves leave this line out"
                 raise UsageError(ErrorCode.UNREADABLE, text, value=self._path, row=line)
 
     @property
@@ -51,8 +51,8 @@ class Metrics:
 
 
 def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Returns at most about MOST_POINTS points: the first, the last, and of each stretch its smallest and its
-    largest value."""
+    """Reduces a curve to at most about MOST_POINTS points: the first, the last, and the smallest and largest
+    value of each of equally long stretches."""
     if len(points) <= MOST_POINTS:
         return points
     width = -(-len(points) * 2 // MOST_POINTS)

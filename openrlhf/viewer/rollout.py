@@ -1,4 +1,4 @@
-"""Shows one rollout in full: its facts, and for each token of its answer the numbers that colour it."""
+"""Returns one rollout in full: its facts, and the numbers by which each token of its answer is coloured."""
 
 import difflib
 import math
@@ -7,27 +7,25 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.rollout_view import prompt_length
-from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
+from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder
 from openrlhf.viewer.index import Index, parquet
 
 Row = dict[str, Any]
 TokenTexts = Callable[[Path, Row], list[str]]
-"""Returns the text of each token behind the prompt. Raises ValueError, with the reason, if the run's
-tokenizer cannot be used."""
+"""Function (run folder, row) -> the text of each token after the prompt. Raises ValueError, with the reason,
+if the run's tokenizer cannot be used."""
 
 MOST_WORDS = 3000
-"""Words of each text that a diff compares."""
+"""Maximum number of words of each text that a diff compares."""
 
 FACTS = (
     *("prompt_id", "epoch", "sample_index", "part", "seed", "source", "label", "prompt", "response"),
     *("reward", "score", "outcome", "error", "finish_reason", "truncated", "extra_logs", "turn_rewards"),
     *("weight_versions", "optimizer_steps", "ranks", "images"),
 )
-"""Columns that are shown as they are."""
+"""Columns that the page shows unchanged."""
 
 
 def read_row(index: Index, run: int, file: str, row: int) -> Row:
@@ -49,10 +47,10 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
 
 
 def shown(row: Row) -> dict[str, Any]:
-    """Returns the facts of a row, its number of prompt tokens, its token ids behind the prompt, and
-    {track: one number for each of these tokens}; null where the policy did not choose the token."""
+    """Returns the facts of a row, the number of its prompt tokens, its token ids after the prompt, and
+    `tracks` of these."""
     facts = {name: row.get(name) for name in FACTS}
-    # JavaScript has no integers of 64 bits.
+    # JavaScript's numbers cannot hold all 64-bit integers.
     facts["seed"] = None if facts["seed"] is None else str(facts["seed"])
     start = prompt_length(row)
     return facts | {
@@ -63,8 +61,8 @@ def shown(row: Row) -> dict[str, Any]:
 
 
 def tracks(row: Row) -> dict[str, list[float | None]]:
-    """Returns the numbers of each token behind the prompt, by the name of what they measure. A track of a
-    column that the journal does not have is left out."""
+    """Returns quantity -> its value for each token after the prompt, None for tokens that the policy did not
+    choose. Quantities that need a column that the journal lacks are left out."""
     start = prompt_length(row)
     places = [i - start for r in row["action_ranges"] for i in range(r["start"], r["end"])]
     size = len(row["token_ids"]) - start
@@ -107,8 +105,8 @@ def _placed(values: Sequence[float], places: Sequence[int], size: int) -> list[f
 
 
 def diff(first: str, second: str) -> dict[str, Any]:
-    """Compares two texts word by word. Returns {"parts": [[kind, text], ...], "cut": whether words beyond the
-    limit were left out}; kind is "same", "removed" (in the first text only) or "added"."""
+    """Compares two texts word by word. Returns {"parts": [[kind, text], ...], "cut": True if a text has more
+    than MOST_WORDS words}. A kind is "same", "removed" (only in the first text) or "added"."""
     a, b = (_words(text) for text in (first, second))
     parts: list[list[str]] = []
     matcher = difflib.SequenceMatcher(None, a[:MOST_WORDS], b[:MOST_WORDS])
@@ -124,7 +122,7 @@ def diff(first: str, second: str) -> dict[str, Any]:
 
 
 def _words(text: str) -> list[str]:
-    """Splits a text into words, each with the white space behind it."""
+    """Splits a text into words, each with the white space that follows it."""
     words: list[str] = []
     for piece in text.splitlines(keepends=True):
         ends = [i + 1 for i in range(len(piece)) if piece[i].isspace()]
@@ -133,8 +131,8 @@ def _words(text: str) -> list[str]:
 
 
 def picture(folder: Path, reference: str) -> bytes:
-    """Returns a picture of a rollout as PNG, from the folder of the run's images or from the cache of
-    downloaded ones; nothing is fetched. Raises UsageError if it is not there or is no picture."""
+    """Returns a picture of a rollout as PNG, from the run's image folder or from the cache of downloads;
+    fetches nothing. Raises UsageError if the picture is not there or cannot be decoded."""
     from openrlhf.data.images import ImageSources, kept_download, load_image
     from openrlhf.data.pictures import decoded, png
 
@@ -147,16 +145,10 @@ def picture(folder: Path, reference: str) -> bytes:
 
 
 def image_root(folder: Path) -> Path | None:
-    """Returns the folder that the run's image paths are relative to, as its configuration has it:
-    `data.image_root`, or else the folder of `data.prompt_dataset`."""
-    data = configuration(folder).get("data", {})
+    """Returns the folder that the run's image paths are relative to: `data.image_root` of its configuration,
+    or else the folder of `data.prompt_dataset`."""
+    data = RunFolder(folder).read_config().get("data", {})
     if root := data.get("image_root"):
         return Path(root)
     prompts = Path(data.get("prompt_dataset") or "")
     return prompts if prompts.is_dir() else prompts.parent
-
-
-def configuration(folder: Path) -> dict[str, Any]:
-    """Returns the configuration of a run; empty if the folder has none."""
-    path = folder / "config.yaml"
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {} if path.exists() else {}

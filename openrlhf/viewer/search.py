@@ -1,5 +1,5 @@
-"""Filters, sorts and pages rollouts. Every value that a user types is a parameter of the query, never part of
-its text."""
+"""Filters and sorts rollouts, and returns them page by page. Every value that a user types is a parameter of
+the query, never part of its text."""
 
 from typing import Any, Literal, get_args
 
@@ -10,14 +10,14 @@ from openrlhf.viewer.index import Index
 Order = Literal["step", "reward", "score", "length", "turns", "version", "prompt_id"]
 ORDERS: tuple[Order, ...] = get_args(Order)
 EXCERPT = 240
-"""Characters of a prompt and of an answer in a list."""
+"""Number of characters of a prompt and of an answer that a list shows."""
 ERRORS_SHOWN = 100
 ERROR_CHARACTERS = 300
 
 RANGES = ("step", "reward", "score", "length", "turns", "version")
-"""Columns that a filter may bound, as NAME_min and NAME_max."""
+"""Columns with filters NAME_min and NAME_max."""
 EXACT = ("run", "kind", "prompt_id", "source", "outcome", "truncated", "finish_reason")
-"""Columns that a filter may fix to a value."""
+"""Columns with a filter for one value."""
 LISTED = (
     *("run", "file", "row", "kind", "step", "prompt_id", "epoch", "sample_index", "part", "source", "reward"),
     *("score", "outcome", "error", "finish_reason", "truncated", "length", "turns", "version", "num_images"),
@@ -39,7 +39,7 @@ class Search(BaseModel):
     finish_reason: str | None = None
     truncated: bool | None = None
     failed: bool | None = None
-    """Only samples without a reward because of an error, or only the others."""
+    """True: only samples that an error left without a reward; False: only the others."""
     step_min: int | None = None
     step_max: int | None = None
     reward_min: float | None = None
@@ -53,13 +53,13 @@ class Search(BaseModel):
     version_min: int | None = None
     version_max: int | None = None
     text: str = ""
-    """Part of the prompt or of the answer."""
+    """Text that the prompt or the answer contains."""
     prompt: str = ""
     response: str = ""
     error: str = ""
     ignore_case: bool = False
     log: str = ""
-    """Name in `extra_logs`, whose value `log_min` and `log_max` bound and `by_log` sorts by."""
+    """Name in `extra_logs`. `log_min` and `log_max` limit its value, and `by_log` sorts by it."""
     log_min: float | None = None
     log_max: float | None = None
     by_log: bool = False
@@ -91,8 +91,8 @@ class Search(BaseModel):
         return " AND ".join(text for text, _ in parts), [value for _, values in parts for value in values]
 
     def order(self) -> tuple[str, list[Any]]:
-        """Returns the content of an ORDER BY clause and its parameters. Rollouts that are equal in it are in
-        the order of the journal."""
+        """Returns the content of an ORDER BY clause and its parameters. Ties are in the order of the
+        journal."""
         key = _LOG if self.by_log and self.log else self.sort
         direction = "DESC" if self.descending else "ASC"
         values = [self.log] if key == _LOG else []
@@ -106,7 +106,7 @@ class Search(BaseModel):
 
 
 def find(index: Index, search: Search) -> dict[str, Any]:
-    """Returns {"total": number of rollouts that match, "rows": those of the page}."""
+    """Returns {"total": number of matching rollouts, "rows": the rollouts of the page}."""
     where, values = search.condition()
     order, of_order = search.order()
     ids = index.rows(
@@ -116,7 +116,7 @@ def find(index: Index, search: Search) -> dict[str, Any]:
     )
     rows: dict[tuple[int, int], dict[str, Any]] = {}
     for run in {found["run"] for found in ids}:
-        # The texts of the page alone are read.
+        # Texts are long, so they are read for the rollouts of the page only.
         texts = f"left(prompt, {EXCERPT}) AS prompt, left(response, {EXCERPT}) AS response"
         query = f"SELECT id, {', '.join(LISTED)}, {texts} FROM rollouts"
         query += " WHERE run = ? AND id IN (SELECT unnest(?))"
@@ -127,7 +127,7 @@ def find(index: Index, search: Search) -> dict[str, Any]:
 
 
 def errors(index: Index, search: Search) -> list[dict[str, Any]]:
-    """Returns the errors of the failed rollouts that match, the most frequent first."""
+    """Returns the errors of matching rollouts, the most frequent first."""
     where, values = search.condition()
     return index.rows(
         f"SELECT outcome, left(error, {ERROR_CHARACTERS}) AS error, count(*) AS count, min(step) AS first,"
@@ -138,14 +138,14 @@ def errors(index: Index, search: Search) -> list[dict[str, Any]]:
 
 
 def choices(index: Index) -> dict[str, list[str]]:
-    """Returns the values by which rollouts can be filtered, of the columns that have few."""
+    """Returns the values of the columns that a page offers as choices of a filter."""
     found = {
         name: [
             row["v"] for row in index.rows(f"SELECT DISTINCT {name} AS v FROM rollouts ORDER BY v LIMIT 100")
         ]
         for name in ("kind", "source", "outcome", "finish_reason")
     }
-    # Names of the newest rows; a scan of all logs would take long.
+    # Only the newest rows are read, because a scan of all logs would take long.
     newest = "SELECT extra_logs FROM rollouts ORDER BY step DESC LIMIT 2000"
     logs = f"SELECT DISTINCT unnest(extra_logs).name AS v FROM ({newest})"
     found["log"] = sorted(row["v"] for row in index.rows(logs))[:100]

@@ -1,9 +1,8 @@
 """Serves the page of `openrlhf view` on loopback.
 
-Every address begins with a secret token, which the command prints. A request without it is refused with 403,
-and one for another host name with 400, so that no page of another site can read anything. All answers are
-data: the page writes them as text, and its Content-Security-Policy permits no script but its own.
-"""
+Every address begins with a secret token, which the command prints. A request without it gets 403, and one for
+another host name 400, so that pages of other sites can read nothing. All answers are data, which the page
+shows as text. Its Content-Security-Policy permits only its own scripts."""
 
 import hmac
 import os
@@ -24,7 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.metric_names import headlines
-from openrlhf.observability.run_folder import RunFolder, read_jsonl, to_json
+from openrlhf.observability.run_folder import RunFolder, flat, read_jsonl, to_json
 from openrlhf.viewer import rollout
 from openrlhf.viewer.index import Index
 from openrlhf.viewer.metrics import Metrics
@@ -33,13 +32,14 @@ from openrlhf.viewer.search import Search, choices, errors, find
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
-"""Names of this machine in a request. Any other one comes from a page whose name leads to this address."""
+"""Host names that requests may have. Another one comes from a site whose name was pointed at this address
+(DNS rebinding)."""
 STATIC = Path(__file__).parent / "static"
 WARNINGS_SHOWN = 100
 GRACE_SECONDS = 10
-"""Time in which requests may end after Ctrl-C."""
+"""Seconds that requests have to end after Ctrl-C."""
 HEADERS = {
-    # The charts set styles of their elements.
+    # 'unsafe-inline': Plotly sets the styles of its elements.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'",
@@ -52,7 +52,7 @@ HEADERS = {
 
 
 class Viewer:
-    """The runs of a page, and what it reads of them."""
+    """The runs of a page, and the data that the page requests."""
 
     def __init__(
         self, folders: Sequence[Path], token_texts: TokenTexts, *, cache: Path | None = None
@@ -64,7 +64,7 @@ class Viewer:
         self._token_texts = token_texts
 
     def state(self) -> dict[str, Any]:
-        """Returns what a page asks for again and again, to see whether there is anything new."""
+        """Returns the state of the runs, from which the page, by polling, sees whether there are new data."""
         return {"runs": [self._state_of(i) for i in range(len(self.folders))], "error": self.index.error}
 
     def _state_of(self, i: int) -> dict[str, Any]:
@@ -104,10 +104,10 @@ class Viewer:
         }
 
     def comparison(self) -> dict[str, Any]:
-        """Returns the flags in which the runs differ, and the warnings of each."""
-        flat = [flattened(rollout.configuration(folder)) for folder in self.folders]
-        keys = sorted({key for flags in flat for key in flags})
-        values = {key: [flags.get(key) for flags in flat] for key in keys}
+        """Returns the flags in which the runs differ, and the warnings of each run."""
+        flags = [flat(RunFolder(folder).read_config()) for folder in self.folders]
+        keys = sorted({key for own in flags for key in own})
+        values = {key: [own.get(key) for own in flags] for key in keys}
         differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
         return {
             "flags": {
@@ -120,7 +120,8 @@ class Viewer:
         return rollout.shown(rollout.read_row(self.index, run, file, row))
 
     def token_texts(self, run: int, file: str, row: int) -> dict[str, Any]:
-        """Returns {"texts": text of each token of the answer, "note": ""}, or null and the reason."""
+        """Returns {"texts": text of each token of the answer, "note": ""}. If there are no texts, they are
+        None and the note is the reason."""
         content = rollout.read_row(self.index, run, file, row)
         try:
             texts = self._token_texts(self.folders[run], content)
@@ -129,7 +130,7 @@ class Viewer:
         if content.get("response") not in (None, "".join(texts)):
             return {
                 "texts": None,
-                "note": "the tokenizer is not the run's: it decodes the answer differently",
+                "note": "the tokenizer is not the run's, because it decodes the answer differently",
             }
         return {"texts": texts, "note": ""}
 
@@ -140,7 +141,8 @@ class Viewer:
     def picture(self, run: int, file: str, row: int, number: int) -> bytes:
         images = rollout.read_row(self.index, run, file, row).get("images") or []
         if not 0 <= number < len(images):
-            raise UsageError(ErrorCode.NOT_FOUND, f"the rollout has no image {number}", value=file)
+            text = f"row {row} has {len(images)} images, and no image {number}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, value=file)
         return rollout.picture(self.folders[run], images[number])
 
 
@@ -168,7 +170,7 @@ def build_app(viewer: Viewer, token: str) -> FastAPI:
             response = await call(request)
         else:
             response = Response(
-                "The address has no token, or a wrong one. The command has printed it.\n", 403
+                "The token is missing or wrong. Open the address that `openrlhf view` printed.\n", 403
             )
         response.headers.update(HEADERS)
         return response
@@ -244,13 +246,13 @@ def api_of(viewer: Viewer) -> APIRouter:
 
 
 def answer(content: Any, status: int = 200) -> Response:
-    """Returns strict JSON, in which NaN and infinities are strings."""
+    """Returns a response in strict JSON, in which NaN and infinities are strings."""
     return Response(to_json(content), status, media_type="application/json")
 
 
 @cache
 def plotly_js() -> Path:
-    """Returns the path of the chart library, which is part of the package plotly."""
+    """Returns the path of the JavaScript library for charts, which the package plotly contains."""
     spec = find_spec("plotly")  # an import takes long
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError("plotly", name="plotly")
@@ -258,7 +260,7 @@ def plotly_js() -> Path:
 
 
 def names_of(folders: Sequence[Path]) -> list[str]:
-    """Returns the name of each run: its folder's, with those above it as far as the names differ."""
+    """Returns a name for each run: the last parts of its folder's path, as many as make the names differ."""
     paths = [folder.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths)):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -267,21 +269,13 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-def flattened(tree: Any, name: str = "") -> dict[str, Any]:
-    """Returns flag -> value of a configuration."""
-    if not isinstance(tree, dict):
-        return {name: tree}
-    inner = (flattened(value, f"{name}.{key}" if name else str(key)) for key, value in tree.items())
-    return {key: value for part in inner for key, value in part.items()}
-
-
 def warnings_of(folder: Path) -> list[dict[str, Any]]:
     path = RunFolder(folder).health_path
     return list(read_jsonl(path))[-WARNINGS_SHOWN:] if path.exists() else []
 
 
 def bind(port: int) -> socket.socket:
-    """Takes a port of loopback; 0 takes a free one. Raises UsageError if another program has it."""
+    """Binds a port of loopback, any free one for 0. Raises UsageError if it cannot be used."""
     try:
         return socket.create_server((HOST, port))
     except OSError as error:

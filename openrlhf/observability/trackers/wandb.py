@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
 from openrlhf.observability.run_folder import REDACTED, redact
@@ -48,7 +46,7 @@ class WandbTracker(Tracker):
                 entity=flags.org,
                 group=flags.group,
                 name=flags.run_name,
-                config=yaml.safe_load((folder.path / "config.yaml").read_text(encoding="utf-8")),
+                config=folder.read_config(),
                 # As a setting the key is in memory only; `wandb.login` would write it to ~/.netrc.
                 # Without x_disable_meta, W&B uploads the command line, which may hold secrets.
                 settings=wandb.Settings(
