@@ -1,5 +1,5 @@
-"""Predicts a training run from its configuration, without weights, GPUs or Ray: placement, batches, memory
-and time. Start it like the run: with the command and its flags, or with a YAML file of flags."""
+"""Predicts placement, batches, memory and time of a training run from its configuration, without weights,
+GPUs or Ray. Takes what the run takes: a command with its flags, or a YAML file of flags."""
 
 import argparse
 import json
@@ -40,13 +40,13 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
         "--response_tokens",
         type=positive,
         metavar="N",
-        help="mean tokens of a response; in supervised learning of a sequence (default: half of the maximum)",
+        help="mean tokens of a response, or of a sequence in supervised learning (default: half the maximum)",
     )
     made.add_argument(
         "--rows", type=positive, metavar="N", help="rows of the dataset (default: counted in .jsonl files)"
     )
     made.add_argument(
-        "--rates", type=Path, metavar="FILE", help="gpu_report.json of benchmarks/gpu.py, whose rates to use"
+        "--rates", type=Path, metavar="FILE", help="measured rates: gpu_report.json of benchmarks/gpu.py"
     )
     return made
 
@@ -92,8 +92,8 @@ def run(command: Command, flags: Sequence[str], cluster: "Cluster", options: arg
 
 
 def configuration(command: Command, flags: Sequence[str], cluster: "Cluster") -> Any:
-    """Parses the flags of a run. Unset placement flags are chosen for the cluster. Supervised commands have a
-    rank for each of its devices."""
+    """Parses the flags of a run on a cluster. Unset placement flags are chosen for it; supervised commands
+    have one rank per device."""
     from openrlhf.config.parse import parse
 
     if command.name != PPO.name:
@@ -107,7 +107,7 @@ def configuration(command: Command, flags: Sequence[str], cluster: "Cluster") ->
 
 @contextmanager
 def _launched(ranks: int) -> Iterator[None]:
-    """Sets the variable with which a launcher tells the number of ranks, unless it is set."""
+    """Sets WORLD_SIZE, the number of ranks, as a launcher does, unless it is set already."""
     if "WORLD_SIZE" in os.environ:
         yield
         return

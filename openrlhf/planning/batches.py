@@ -13,22 +13,23 @@ from openrlhf.planning.hardware import Cluster
 from openrlhf.training.schedule import prompts_of_steps
 
 SEQUENCES: Mapping[str, int] = {"rm": 2, "dpo": 2, "kto": 2}
-"""Sequences of an item of each command, if it is not 1: chosen and rejected, or an answer and a mismatched
-one."""
+"""Number of sequences of an item, for commands where it is not 1: chosen and rejected, or an answer and a
+mismatched one (KTO)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """Tokens of a sample: assumptions about the data, and limits of the flags."""
+    """Numbers of tokens of a sample: means, which are given or assumed, and the maximum that the flags
+    allow."""
 
     prompt: int
     """Mean tokens of a prompt."""
     response: int
     """Mean tokens of a response; of the whole sequence in supervised learning."""
     longest: int
-    """Largest number of tokens of a response."""
+    """Maximum number of tokens of a response."""
     assumed: bool
-    """True if the mean lengths are assumptions; False if the user gave them."""
+    """True if a mean is an assumption; False if the user gave them."""
 
     @property
     def total(self) -> int:
@@ -37,10 +38,11 @@ class Lengths:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batches:
-    """Numbers of a step of a run; in supervised learning a step is one optimizer step."""
+    """Numbers of prompts, samples and rows in a step of a run. In supervised learning a step is one optimizer
+    step."""
 
     prompts: int
-    """Prompts of a step; items of a batch in supervised learning."""
+    """Prompts of a step; in supervised learning items of a batch."""
     samples: int
     """Sequences of a step."""
     updates: int
@@ -52,19 +54,19 @@ class Batches:
     samples_per_rank: float
     """Samples of an optimizer step on one copy."""
     row_tokens: int
-    """Largest number of tokens of a row, over the ranks that share it."""
+    """Maximum number of tokens of a row, summed over the sequence-parallel ranks that share it."""
     rows_per_rank: int
-    """Rows, the micro-batches, of an optimizer step on one copy, at mean lengths."""
+    """Rows (micro-batches) of an optimizer step on one copy, at mean lengths."""
     steps: int | None
-    """Steps of the run; None if the number of rows is unknown."""
+    """Steps of the run; None if the number of dataset rows is unknown."""
     rows: int | None
     """Rows of the dataset; None if unknown."""
 
 
 def lengths_of(max_len: int, longest: int | None, prompt: int | None, response: int | None) -> Lengths:
-    """Returns the lengths of samples of a run. Means that are not given are assumed: prompts have what a
-    maximum response leaves of `max_len`, at least an eighth of it, and responses half of what they may have.
-    `longest`: the flag rollout.max_new_tokens."""
+    """Returns the lengths of a run's samples. A mean that is None is assumed. An assumed prompt has the
+    tokens of `max_len` that the longest response leaves, at least an eighth; an assumed response is half as
+    long as it may be. `longest`: the flag rollout.max_new_tokens."""
     assumed = prompt is None or response is None
     prompt = prompt or max(max_len - (longest or max_len), max_len // 8)
     most = min(longest or max_len, max_len - prompt)
@@ -118,8 +120,8 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
 
 
 def rows_of(spec: str, most: int) -> int | None:
-    """Counts the rows of local .jsonl files by their lines, at most `most` of each and in all. Returns None
-    if another dataset is among them."""
+    """Counts the lines of local .jsonl files, at most `most` of each and in all. Returns None if the datasets
+    include anything else."""
     files = [Path(item) for item in split_spec(spec)]
     if not files or not all(file.suffix == ".jsonl" and file.is_file() for file in files):
         return None

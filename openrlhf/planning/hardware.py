@@ -11,19 +11,19 @@ from typing import Any
 from openrlhf.errors import ErrorCode, UsageError
 
 REPORTED = 0.995 * 2**30
-"""Bytes that a driver reports for each GB in a GPU's name: 81,559 MiB of an H100-80GB, 143,771 MiB of an
-H200-141GB, 183,359 MiB of a B200-180GB (nvidia-smi)."""
+"""Bytes of memory per GB in a GPU's name. The driver reports 81,559 MiB for an H100-80GB, 143,771 MiB for an
+H200-141GB and 183,359 MiB for a B200-180GB (nvidia-smi)."""
 
 CORE_FLOPS = 32e9
-"""FLOP/s of a CPU core in float32: two 256-bit multiply-adds in each cycle at 1 GHz, half of what current
-cores reach in large products."""
+"""FLOP/s of a CPU core in float32: two 256-bit multiply-adds per cycle at 1 GHz, which is half of what
+current cores reach in large matrix products."""
 CPU_MEMORY_RATE = 20e9
-"""Bytes per second that a machine's cores read from memory: one channel of DDR4-2666."""
+"""Bytes per second that all cores of a machine together read from memory: one channel of DDR4-2666."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """A kind of device. Rates are peaks of the data sheet; those of links count one direction."""
+    """A kind of device. Rates are the peaks of the data sheet; rates of links are for one direction."""
 
     name: str
     memory: float
@@ -39,12 +39,12 @@ class Kind:
     network_rate: float
     """Bytes per second to other nodes, for each device."""
     mfu: float | None = None
-    """Share of `flops` that training reaches, where it was measured."""
+    """Fraction of `flops` that training reaches; None if it was not measured."""
     on_gpu: bool = True
 
 
 def _gpu(name: str, gb: float, tflops: float, memory: float, link: float, host: float, net: float) -> Kind:
-    """Builds a kind of GPU: GB, TFLOP/s, and GB/s."""
+    """Builds a kind of GPU from GB, TFLOP/s and GB/s."""
     return Kind(
         name=name,
         memory=gb * REPORTED,
@@ -80,17 +80,17 @@ KINDS = (
     _gpu("RTX4090", 24, 165.2, 1008, 32, 32, 12.5),
     _gpu("RTX3090", 24, 71, 936, 32, 32, 12.5),
 )
-"""Sources: the data sheets of NVIDIA and AMD. Networks are those of the vendors' reference systems with one
-adapter for each GPU (DGX A100: 200 Gbit/s, DGX H100 and B200: 400 Gbit/s), otherwise 100 Gbit/s."""
+"""Known GPUs, from the data sheets of NVIDIA and AMD. Networks are those of the vendors' reference systems
+with one adapter for each GPU (DGX A100: 200 Gbit/s, DGX H100 and B200: 400 Gbit/s), otherwise 100 Gbit/s."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Nodes with equally many devices of one kind."""
+    """Nodes with the same number of devices of one kind."""
 
     nodes: int
     per_node: int
-    """Devices of a node; processes that share the cores on a machine without GPUs."""
+    """Number of devices of a node; without GPUs, the number of processes that share its cores."""
     kind: Kind
 
     @property
@@ -103,8 +103,8 @@ class Cluster:
         return [self.per_node if self.kind.on_gpu else 0] * self.nodes
 
     def rate_between(self, devices: int) -> float:
-        """Returns the bytes per second with which each of `devices` neighbours exchanges data with the
-        others."""
+        """Returns the bytes per second at which each of this many devices sends data to the others: within a
+        node or between nodes."""
         return self.kind.link_rate if devices <= self.per_node else self.kind.network_rate
 
     def __str__(self) -> str:
@@ -115,8 +115,8 @@ class Cluster:
 
 
 def cluster_of(text: str) -> Cluster:
-    """Parses NODESxGPUSxKIND or GPUSxKIND, such as 8x8xH100-80GB or 8xA100-40GB. Without its memory a kind
-    has the first one of `KINDS`. Raises UsageError for another form or an unknown kind."""
+    """Parses NODESxGPUSxKIND or GPUSxKIND, such as 8x8xH100-80GB or 8xA100-40GB. If the memory is left out,
+    it is that of the first such kind in `KINDS`. Raises UsageError for another form or an unknown kind."""
     pattern = r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})x([A-Za-z][\w-]*?)(?:-(\d+)GB)?"
     match = re.fullmatch(pattern, text.replace(" ", ""), re.IGNORECASE)
     if match is None:
@@ -126,7 +126,7 @@ def cluster_of(text: str) -> Cluster:
     named = [kind for kind in KINDS if kind.name.casefold() == name.casefold()]
     if not named:
         known = ", ".join(dict.fromkeys(kind.name for kind in KINDS))
-        wrong = f"no rates are known of {name}; there are {known}"
+        wrong = f"{name} is an unknown GPU; known are {known}"
         raise UsageError(ErrorCode.INVALID_VALUE, wrong, flag="--cluster", value=text)
     memory = None if gb is None else float(gb) * REPORTED
     kind = next((kind for kind in named if kind.memory == memory), named[0])
@@ -136,8 +136,8 @@ def cluster_of(text: str) -> Cluster:
 
 
 def this_machine() -> Cluster:
-    """Returns the GPUs of this machine, or its cores. GPUs of an unknown kind count as the first of
-    `KINDS` with their own memory."""
+    """Returns the GPUs of this machine, or its cores. A GPU of an unknown kind gets the rates of the first
+    one in `KINDS`, with its own memory."""
     from openrlhf.device import gpu_bytes, gpu_names
 
     if names := gpu_names():
@@ -150,7 +150,7 @@ def this_machine() -> Cluster:
 
 
 def cores(processes: int) -> Cluster:
-    """Returns the cores of this machine, for this number of ranks."""
+    """Returns the cores of this machine, shared by this number of ranks."""
     return Cluster(nodes=1, per_node=processes, kind=_cores())
 
 
@@ -169,18 +169,18 @@ def _cores() -> Kind:
 
 
 def with_measured(cluster: Cluster, path: Path) -> Cluster:
-    """Replaces rates by those that benchmarks/gpu.py measured and wrote to gpu_report.json: the bandwidth of
-    memory, and the MFU of supervised training relative to the data sheet. Raises UsageError if the file is
-    no such report."""
+    """Replaces rates by measured ones from the gpu_report.json of benchmarks/gpu.py: the memory bandwidth,
+    and the MFU of supervised training relative to the data sheet. Raises UsageError if the file is no such
+    report."""
     try:
         report = json.loads(path.read_text(encoding="utf-8"))
         stages = {stage["stage"]: stage["figures"] for stage in report["stages"]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         code = ErrorCode.UNREADABLE if path.exists() else ErrorCode.NOT_FOUND
-        text = f"is no report of benchmarks/gpu.py ({error})"
+        text = f"not a report of benchmarks/gpu.py ({error}); run it on a GPU and name its gpu_report.json"
         raise UsageError(code, text, flag="--rates", value=path) from error
     if report.get("rehearsal"):
-        text = "was rehearsed on a CPU, so its figures mean nothing"
+        text = "a rehearsal on a CPU wrote it, so its figures are not those of a GPU; run it on a GPU"
         raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--rates", value=path)
     changes: dict[str, Any] = {}
     if copied := stages.get("facts", {}).get("copy GB/s, read and written"):

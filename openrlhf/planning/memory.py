@@ -1,14 +1,13 @@
-"""The memory that a run needs on a device, phase by phase. Equations are per device, in bytes:
+"""Predicts the memory that a run needs on a device, phase by phase. Equations are per device, in bytes:
 
-    weights        2 P in bf16, 4 P in fp32; divided by the ranks at ZeRO stage 3
-    gradients      4 P / R at stages 2 and 3 (fp32), otherwise one element of the weights' dtype for each of P
-    optimizer      12 P, divided by R from stage 1 on: master weights and Adam's two moments in fp32
-    activations    tokens * layers * kept + one layer recomputed, see backends/row_memory.py
-    logits         float32 logits of a chunk and the gradient of the head, see algorithms/logprobs.py
-    KV cache       what an engine leaves of its share of the GPU; a token takes 2 L K elements
-    buffers        gathered weights, gradients that wait for their reduction or, in float32, for the optimizer
-                   step, if these need more than the activations; buckets of a weight sync
-    libraries      contexts of CUDA and NCCL, for each process
+    weights        2 P in bf16, 4 P in fp32; divided by the ranks at ZeRO stage 3 gradients      4 P / R at
+    stages 2 and 3 (fp32), otherwise P elements of the weights' dtype optimizer      12 P, divided by R from
+    stage 1 on: master weights and Adam's two moments in fp32 activations    tokens * layers * kept + one
+    layer recomputed, see backends/row_memory.py logits         float32 logits of a chunk and the gradient of
+    the head, see algorithms/logprobs.py KV cache       an engine's share of the GPU minus its weights and
+    activations; a token takes 2 L K elements buffers        gathered weights, gradients that wait for their
+    reduction or, in float32, for the optimizer step, if these need more than the activations; buckets of a
+    weight sync libraries      contexts of CUDA and NCCL, per process
 
 P parameters, R ranks, L layers, K elements of a token's keys. Sources: ZeRO, https://arxiv.org/abs/1910.02054
 (section 3 and figure 1: 16 P / R in all for mixed-precision Adam with bf16 gradients); activations,
@@ -34,17 +33,17 @@ from openrlhf.planning.hardware import Cluster
 from openrlhf.planning.models import ModelSize
 
 Parts = Mapping[str, float]
-"""Maps a part of a device's memory to its bytes."""
+"""Part of a device's memory -> its bytes. Parts are named in `PARTS`."""
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "buffers", "libraries")
 
 LIBRARIES = 2**30
-"""Bytes of a process's libraries on a GPU, the upper end of what docs/models.md states."""
+"""Bytes of a process's libraries on a GPU: the upper end of the range in docs/models.md."""
 ENGINE_WORK = 3 * 2**30
-"""Bytes of an engine on a GPU beside weights and cache: activations of a batch of 8,192 tokens and CUDA
-graphs. An assumption."""
+"""Assumed bytes of an engine on a GPU besides weights and cache: activations of a batch of 8,192 tokens and
+CUDA graphs."""
 CPU_CACHE = 2**28
-"""Bytes of an engine's KV cache on a CPU without vllm.kv_cache_gb."""
+"""Bytes of an engine's KV cache on a CPU if vllm.kv_cache_gb is not set."""
 FITS = 0.95
 """Maximum fraction of a device's memory that a plan fills, because allocators fragment."""
 
@@ -53,10 +52,10 @@ TRAINED = ("actor", "critic")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
-    """Memory of the fullest device of a group in one phase."""
+    """Memory that one phase needs on each device of a group."""
 
     devices: str
-    """The roles on the devices of the group."""
+    """Names of the roles on these devices."""
     count: int
     """Number of devices."""
     phase: str
@@ -75,7 +74,8 @@ class Demand:
 
     @property
     def limit(self) -> float:
-        """Fraction of the device that may be taken. An engine that samples takes what the models leave."""
+        """Maximum fraction of the device's memory. While engines sample it is 1, because they take all that
+        the models leave."""
         return 1.0 if self.phase == "generate" else FITS
 
     @property
@@ -93,9 +93,9 @@ def training_memory(
     ranks: int = 1,
     gpu: int | None = None,
 ) -> dict[str, float]:
-    """Returns the parts of a rank's memory in an optimizer step, which add up to what a run estimates at its
-    start. `tokens`: this rank's part of the longest row; `ranks`: those that share one copy of optimizer
-    states; `gpu`: the GPU's memory in bytes, None on a CPU."""
+    """Returns the parts of a rank's memory in an optimizer step, which add up to the estimate that a run
+    makes at its start. `tokens`: this rank's tokens of the longest row; `ranks`: number of ranks that share
+    one copy of the optimizer states; `gpu`: the GPU's memory in bytes, None on a CPU."""
     estimate = torch_memory if backend == "torch" else deepspeed_memory
     options = {"ranks": ranks, "tokens": tokens, "checkpointing": checkpointing, "gpu": gpu}
     if backend == "torch":
@@ -122,8 +122,8 @@ def training_memory(
 
 
 def forward_memory(shape: ModelShape, tokens: int, item: int, gpu: int | None) -> dict[str, float]:
-    """Returns what a pass without gradients needs beside the weights: one layer of the row, and a chunk of
-    logits. On a CPU the head's weights also exist in float32."""
+    """Returns the memory of a pass without gradients besides the weights: one layer's activations of the row,
+    and a chunk of logits. On a CPU the head's weights also exist in float32. `item`: bytes per element."""
     logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
     if gpu is None and item < 4:
         logits += 4 * shape.vocabulary * shape.hidden
@@ -131,7 +131,7 @@ def forward_memory(shape: ModelShape, tokens: int, item: int, gpu: int | None) -
 
 
 def combined(parts: Iterable[Parts]) -> dict[str, float]:
-    """Adds up parts of the same name, in the order of PARTS."""
+    """Adds up parts of the same name. Returns them in the order of PARTS."""
     total: Counter[str] = Counter()
     for some in parts:
         total.update(some)
@@ -144,8 +144,9 @@ def combined(parts: Iterable[Parts]) -> dict[str, float]:
 def supervised_memory(
     config: SupervisedConfig, cluster: Cluster, sizes: Mapping[str, ModelSize], *, sequences: int
 ) -> list[Demand]:
-    """Returns the memory of an optimizer step of a supervised command, whose ranks fill the cluster.
-    `sizes`: the model, and the reference or teacher if the run has one. `sequences`: sequences of an item."""
+    """Returns the memory of an optimizer step of a supervised command, whose ranks fill the cluster. `sizes`:
+    size of the model, and of the reference or teacher if the run has one. `sequences`: number of sequences of
+    an item."""
     ds, gpu = config.ds, _gpu(cluster)
     ranks = max(1, cluster.devices // ds.parallel.tensor)
     row = most_tokens(config.train, sequences * config.data.max_len, ds.parallel.sequence)
@@ -194,13 +195,13 @@ def ppo_memory(
 def engine_cache(
     config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]
 ) -> float:
-    """Returns the bytes of an engine's KV cache on each of its devices; negative if its weights do not
-    fit."""
+    """Returns the bytes of an engine's KV cache on each of its devices. They are negative if its weights do
+    not fit."""
     return _Group(config, cluster, layout, sizes, layout.home(ENGINES)).cache()
 
 
 class _Group:
-    """The devices of one role, with the roles that share them."""
+    """The devices of one role, and all roles that share them."""
 
     def __init__(
         self,
@@ -238,27 +239,28 @@ class _Group:
         ]
 
     def reads(self, role: str) -> bool:
-        """Tells whether the role computes log-probs, values or scores before an update."""
+        """Returns True if the role computes log-probs, values or scores before an update."""
         if role == "actor":
             return not self.config.skips_old_log_probs
         return role != ENGINES
 
     def asleep(self, active: Mapping[str, Parts]) -> dict[str, float]:
-        """Returns the memory of a phase in which models compute: engines sleep, or keep their memory."""
+        """Returns the memory of a phase in which models compute and engines sleep (or, if they never do, keep
+        their memory)."""
         if ENGINES not in self.roles or self.config.engines_sleep:
             return self.together(active)
         return self.together({ENGINES: self.engine(with_cache=True), **active})
 
     def together(self, active: Mapping[str, Parts]) -> dict[str, float]:
-        """Returns the memory of these roles at work, of the others at rest, and of all libraries."""
+        """Adds up the memory of the active roles, of the other roles at rest, and of all libraries."""
         resting = {role: self.at_rest(role) for role in self.roles if role not in active}
         needs: dict[str, Parts] = {**resting, **active}
         scaled = ({n: self.processes(role) * x for n, x in parts.items()} for role, parts in needs.items())
         return combined([*scaled, _libraries(self.gpu, len(self.roles))])
 
     def processes(self, role: str) -> int:
-        """Returns the number of the role's processes on a device: 1 for a GPU, and all of the node's on a
-        CPU."""
+        """Returns the number of the role's processes on a device: 1 on a GPU, and on a CPU all processes of
+        the node."""
         devices = self.layout.roles[role].devices
         return 1 if self.gpu is not None else max(Counter(devices).values())
 
@@ -307,7 +309,7 @@ class _Group:
         held = self.at_rest(role)
         is_split = self.ds.zero_stage == 3 or (not trained and not held)
         item = ITEM_BYTES[self.ds.param_dtype]
-        if not held:  # offloaded: layers come from the CPU one after the other
+        if not held:  # offloaded: layers are copied from the CPU one after the other
             held = {"weights": 0.0}
         gathered = min(shape.weight_bytes, MAX_LIVE_PARAMETERS * item) if is_split else 0
         work = forward_memory(shape, -(-row // sequence), item, self.gpu)
@@ -323,8 +325,8 @@ class _Group:
         return size / self.config.vllm.num_gpus
 
     def cache(self) -> float:
-        """Returns the bytes of the KV cache on a device: the engine's fraction of what the models that rest
-        there leave (vllm/engine.py `memory_fraction`), less its weights and its work."""
+        """Returns the bytes of the KV cache on a device: the engine's share of the memory that resting models
+        leave (`memory_fraction` in backends/vllm/engine.py), minus its weights and activations."""
         vllm = self.config.vllm
         if vllm.kv_cache_gb is not None:
             return vllm.kv_cache_gb * 2**30
@@ -339,8 +341,8 @@ class _Group:
         return share * self.cluster.kind.memory - self.engine_weights() - ENGINE_WORK - LIBRARIES
 
     def sync(self) -> dict[str, Parts]:
-        """Returns the memory of the roles that a weight sync needs: two buckets on each side, and on the
-        trainer's the largest parameter, gathered."""
+        """Returns the memory of the roles in a weight sync: two buckets on each side, and at ZeRO stage 3 the
+        largest gathered parameter on the trainer's side."""
         vllm, active = self.config.vllm, {}
         transport = "gloo" if self.gpu is None else "ipc" if self.config.engines_colocated else "nccl"
         bucket = vllm.sync_bucket_mb << 20 if vllm.sync_bucket_mb else BUCKET_BYTES[transport]
@@ -372,5 +374,5 @@ def _gpu(cluster: Cluster) -> int | None:
 
 
 def tightest(demands: Sequence[Demand]) -> Demand:
-    """Returns the demand that comes closest to what it may take."""
+    """Returns the demand that comes closest to its limit."""
     return max(demands, key=lambda demand: demand.share / demand.limit)

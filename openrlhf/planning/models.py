@@ -1,4 +1,4 @@
-"""The sizes of a model, read from its configuration without weights."""
+"""Reads the sizes of a model from its configuration, without weights."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -8,13 +8,13 @@ from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape
 from openrlhf.config.sections import DeepSpeedConfig
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / 16384
-"""Bytes of a weight in NF4 with double quantization (QLoRA, https://arxiv.org/abs/2305.14314, section 3):
-half a byte, an 8-bit scale for each 64 weights, and a float32 scale for each 256 of these."""
+"""Bytes per weight in NF4 with double quantization (QLoRA, https://arxiv.org/abs/2305.14314, section 3): half
+a byte, an 8-bit scale per 64 weights, and a float32 scale per 256 of these scales."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """Parameters of a model, and the sizes that determine its activations and its KV cache."""
+    """Numbers of parameters of a model, and the sizes that determine its activations and its KV cache."""
 
     path: str
     parameters: int
@@ -27,30 +27,29 @@ class ModelSize:
     expert_share: float
     """Fraction of its layer's experts that compute a token."""
     linear: int
-    """Parameters of all linear layers except the head; experts are none."""
+    """Parameters of all linear layers except the head and experts."""
     adapted: int
-    """Sum of inputs and outputs over these layers: parameters of adapters of rank 1."""
+    """Sum of inputs and outputs over the layers that get adapters: the parameters of adapters of rank 1."""
     shape: ModelShape
-    """Sizes of a layer. Its weight_bytes and trainable are set by `shape_of_rank`."""
+    """Sizes of a layer. `shape_of_rank` sets its weight_bytes and trainable."""
 
     @property
     def active(self) -> float:
-        """Parameters that multiply each token: without the input embedding, which is looked up, and with a
-        token's experts only."""
+        """Number of parameters that multiply a token: without the input embedding, which is looked up, and
+        without experts that do not compute the token."""
         idle = self.experts * (1 - self.expert_share)
         return self.parameters - (self.embedding if self.head else 0) - idle
 
     def read_by(self, tokens: float) -> float:
-        """Returns the parameters that a pass over `tokens` tokens reads at least once.
+        """Returns the number of parameters that a pass over `tokens` tokens reads.
 
-        An expert that computes the share s of tokens is idle for all of n tokens with the probability
-        (1 - s)^n, if routers choose evenly.
-        """
+        If routers choose evenly, an expert that computes the fraction s of tokens is idle for all n tokens
+        with probability (1 - s)^n."""
         idle = self.experts * (1 - self.expert_share) ** tokens
         return self.parameters - (self.embedding if self.head else 0) - idle
 
     def kv_bytes(self, item: int) -> int:
-        """Returns the bytes of a token's keys and values in all layers: 2 L K, with `item` bytes each."""
+        """Returns the bytes of a token's keys and values in all layers: 2 L K elements of `item` bytes."""
         return 2 * self.shape.layers * self.shape.keys * item
 
     def weight_bytes(self, item: int, *, in_4bit: bool = False) -> int:
@@ -59,7 +58,7 @@ class ModelSize:
         return int(self.linear * NF4_BYTES) + (self.parameters - self.linear) * item
 
     def scorer(self) -> "ModelSize":
-        """Returns the size with a scalar head instead of the head over the vocabulary."""
+        """Returns the size of this model with a scalar head instead of the head over the vocabulary."""
         return replace(
             self,
             parameters=self.parameters - self.head,
@@ -68,8 +67,8 @@ class ModelSize:
         )
 
     def shape_of_rank(self, ds: DeepSpeedConfig, *, trained: bool) -> ModelShape:
-        """Returns the sizes from which a rank's memory follows, with the weights of its tensor-parallel
-        shard. `trained`: with adapters and 4-bit weights if the flags ask for them."""
+        """Returns the sizes of one rank's tensor-parallel shard, from which its memory follows. `trained`:
+        True for a trained model, which has the adapters and 4-bit weights that the flags ask for."""
         item, ranks = ITEM_BYTES[ds.param_dtype], ds.parallel.tensor
         adapters = self.adapted * ds.lora.rank if trained else 0
         in_4bit = trained and ds.precision.in_4bit
@@ -87,8 +86,8 @@ class ModelSize:
 def model_size(
     path: str, flag: str, *, images: bool = False, adapted: tuple[str, ...] = ("all-linear",)
 ) -> ModelSize:
-    """Builds the model on torch's meta device and counts. `adapted`: names of the layers that get adapters.
-    Raises UsageError if there is no configuration."""
+    """Builds the model on torch's meta device and counts its parameters. `adapted`: names of the layers that
+    get adapters. Raises UsageError if the model has no configuration."""
     from torch.nn import Linear
     from transformers.pytorch_utils import Conv1D
 
@@ -129,4 +128,4 @@ def model_size(
 
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of the number of a layer's experts in transformers' configurations."""
+"""Fields of transformers' configurations with the number of experts of a layer."""

@@ -1,4 +1,4 @@
-"""The whole plan of a run, and changes of flags with which a run fits."""
+"""Predicts a whole run, and suggests changes of flags with which it fits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ Remedy = tuple[Change, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """Facts that the user gave about the data; None where none was given."""
+    """Facts about the data that the user gave; None for each that was not given."""
 
     prompt: int | None = None
     """Mean tokens of a prompt."""
@@ -44,7 +44,7 @@ class Assumed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunPlan:
-    """Prediction of a run."""
+    """The prediction of a run."""
 
     command: str
     cluster: Cluster
@@ -69,7 +69,8 @@ class RunPlan:
 
     @property
     def starved(self) -> Demand | None:
-        """Devices on which an engine has no room for the cache of its longest sequence; None without any."""
+        """Devices on which an engine's KV cache is too small for its longest sequence; None if there are
+        none."""
         if ENGINES not in self.sizes:
             return None
         for demand in self.memory:
@@ -140,7 +141,7 @@ def _plan_supervised(
 
 
 def _sizes(config: PPOConfig) -> dict[str, ModelSize]:
-    """Returns the size of each role's model; of several reward models the largest."""
+    """Returns the size of each role's model, for several reward models that of the largest."""
     images, adapted = config.reads_images, config.ds.lora.target_modules
     actor = model_size(config.actor.model_name_or_path, ACTOR_FLAG, images=images, adapted=adapted)
     sizes = {"actor": actor}
@@ -165,7 +166,7 @@ def _supervised_sizes(command: Command, config: Any) -> dict[str, ModelSize]:
     sizes = {"model": model.scorer() if command.name == "rm" else model}
     if command.name in ("dpo", "kto"):
         own = config.ref.model_name_or_path
-        # With adapters the bare model is the reference.
+        # With adapters, the model without them is the reference.
         if not config.ref.precompute_enable and not (config.ds.lora.rank and not own):
             sizes["ref"] = model_size(own or path, "--ref.model_name_or_path", images=images)
     if command.name == "kd":
@@ -180,10 +181,10 @@ def _supervised_sizes(command: Command, config: Any) -> dict[str, ModelSize]:
 def suggestion(
     command: Command, config: Any, cluster: Cluster, assumed: Assumed
 ) -> tuple[list[Change], RunPlan] | None:
-    """Returns changes of flags with which the run fits, and its plan; None if none of them suffices.
+    """Returns changes of flags with which the run fits, and the plan with them; None if no changes suffice.
 
-    Tries the remedies in the order of their cost and keeps those that leave more room, then leaves out the
-    ones that are not needed."""
+    Tries the remedies in the order of their cost and keeps each that needs less memory, until the run fits.
+    Then drops the ones that were not needed."""
     plan, remedies = plan_run(command, config, cluster, assumed), list[Remedy]()
 
     def planned(some: Sequence[Remedy]) -> RunPlan | None:
@@ -211,8 +212,8 @@ def suggestion(
 
 
 def _need(plan: RunPlan) -> tuple[int, float]:
-    """Returns a measure of what does not fit: the number of such phases, and the sum of their
-    shares."""
+    """Returns a measure of the missing memory: the number of phases that do not fit, and the sum of all
+    phases' shares of their devices."""
     wrong = sum(not demand.fits for demand in plan.memory) + (plan.starved is not None)
     return wrong, sum(max(demand.share, demand.limit) for demand in plan.memory)
 
@@ -225,7 +226,7 @@ def _is_allowed(command: Command, config: Any, cluster: Cluster) -> bool:
 
 
 def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
-    """Yields changes that lower the need of memory, cheapest first."""
+    """Yields changes that need less memory, cheapest first."""
     rl = isinstance(config, PPOConfig)
     if rl and config.engines_colocated:
         yield (("vllm.enable_sleep", True),)
@@ -255,7 +256,7 @@ def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
 
 
 def _of_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
-    """Yields engines of more GPUs; those on the actor's GPUs become fewer."""
+    """Yields changes to engines: fewer ones of more GPUs, and a smaller share of the GPU's memory."""
     gpus = config.num_engines * config.vllm.num_gpus
     for size in (2, 4, 8):
         if config.vllm.tensor_parallel_size < size <= cluster.per_node:
@@ -286,30 +287,30 @@ def spelled(changes: Sequence[Change]) -> str:
 ADVICE: Mapping[str, Callable[[Any], str]] = {
     "KV cache": lambda c: "a larger --vllm.gpu_memory_utilization or --vllm.tensor_parallel_size",
     "the longest response": lambda c: (
-        "--train.async_enable overlaps it with training; a smaller --rollout.max_new_tokens shortens it"
+        "--train.async_enable overlaps sampling with training; --rollout.max_new_tokens limits responses"
     ),
     "memory": lambda c: (
         "a smaller --vllm.tensor_parallel_size with more --vllm.num_engines, or " * (c.vllm.num_gpus > 1)
         + "--train.async_enable on more GPUs, which samples while the models train"
     ),
-    "prefill": lambda c: "--vllm.enable_prefix_caching computes a prompt once for all of its samples",
+    "prefill": lambda c: "--vllm.enable_prefix_caching computes each prompt once for all of its samples",
     "communication of ZeRO": lambda c: (
         "longer rows (--train.dynamic_batch_enable --train.max_tokens_per_gpu)"
         + (", --ds.zpg within a node, or --ds.zero_stage 2" if c.ds.zero_stage == 3 else "")
     ),
-    "link to the host": lambda c: "more GPUs, on which less has to move; without offloading if it fits",
+    "link to the host": lambda c: "more GPUs, or no offloading if the run fits without it",
     "links between devices": lambda c: "--vllm.lora_sync adapter with LoRA; otherwise more steps per sync",
-    "CPU memory": lambda c: "--ds.enable_sleep instead of --ds.adam_offload, if it fits",
+    "CPU memory": lambda c: "--ds.enable_sleep instead of --ds.adam_offload, if the run fits with it",
 }
-"""Maps what bounds a phase to the flags that relieve it."""
+"""Bottleneck of a phase -> advice with the flags that relieve it."""
 
 
 def advice(config: Any, phase: Phase) -> str:
-    """Names the flags that shorten the phase that takes longest."""
+    """Names the flags that shorten a phase."""
     if phase.bound in ADVICE:
         return ADVICE[phase.bound](config)
     section = "actor" if isinstance(config, PPOConfig) else "model"
     if "update" in phase.name and getattr(config, section).gradient_checkpointing_enable:
         flag = f"--{section}.no_gradient_checkpointing_enable"
-        return f"more GPUs; {flag} saves a quarter of it where memory allows"
+        return f"more GPUs; {flag} saves a quarter of this time if the memory suffices"
     return "more GPUs"

@@ -1,8 +1,8 @@
-"""The time of a step, phase by phase, from arithmetic and the rates of the hardware.
+"""Predicts the time of a step, phase by phase, from operation counts and the rates of the hardware.
 
-A phase takes the longest of what it computes, reads and sends, divided by the rate times the share of it
-that such work reaches. The shares are assumptions, stated as constants here; benchmarks/gpu.py measures them
-on a GPU."""
+A phase takes as long as the slowest of computing, reading and sending. Each takes its amount divided by an
+achieved rate, which is a fraction of the peak rate. These fractions are assumptions and are constants of this
+module; benchmarks/gpu.py measures some of them on a GPU."""
 
 import math
 from collections.abc import Mapping
@@ -13,29 +13,27 @@ from openrlhf.cluster.layout import ENGINES, Layout
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.batches import Batches, Lengths
-from openrlhf.planning.hardware import Cluster
+from openrlhf.planning.hardware import Cluster, Kind
 from openrlhf.planning.memory import TRAINED, engine_cache
 from openrlhf.planning.models import ModelSize
 
 TRAIN_MFU = 0.4
-"""Share of the data sheet's FLOP/s that forward and backward passes of dense models reach on packed rows.
-Published for H100: 0.38 to 0.43 of Llama 3 405B (https://arxiv.org/abs/2407.21783, table 4)."""
+"""Fraction of the data sheet's FLOP/s that forward and backward passes of dense models reach on packed rows.
+Published for Llama 3 405B on H100: 0.38 to 0.43 (https://arxiv.org/abs/2407.21783, table 4)."""
 MOE_MFU = 0.2
-"""The same for mixtures of experts, whose products are smaller."""
+"""The same fraction for mixtures of experts, whose matrix products are smaller."""
 FORWARD_MFU = 0.45
-"""Share of FLOP/s in passes without gradients, prefill included."""
+"""Fraction of the data sheet's FLOP/s that passes without gradients reach, prefill included."""
 DECODE_RATE = 0.6
-"""Share of the memory's rate at which an engine reads weights and cache while it decodes."""
+"""Fraction of the memory bandwidth that an engine reaches when it reads weights and cache while decoding."""
 LINK_RATE = 0.7
-"""Share of the rate of links and networks that collectives reach."""
+"""Fraction of the bandwidth of links and networks that collectives reach."""
 DECODE_LATENCY = 20e-6
-"""Seconds of each layer of an engine's step, whatever its batch: starting kernels, and waiting for the other
+"""Seconds per layer of an engine's step, for any batch: kernel launches, and waiting for the other
 tensor-parallel ranks."""
-ENGINE_BATCH = {True: 1024, False: 256}
-"""Maximum number of sequences of an engine's step on GPUs with and without at least 70 GB: vLLM's
-defaults."""
+
 HOST_ADAM = 50e9
-"""Bytes per second of a node's memory while CPU cores update weights (ds.adam_offload)."""
+"""Bytes per second that a node's CPU cores read and write while they update weights (ds.adam_offload)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,19 +43,20 @@ class Phase:
     name: str
     seconds: float
     bound: str
-    """Resource or event that the phase waits for."""
+    """The bottleneck: the resource or event that the phase waits for."""
 
 
 def forward_flops(size: ModelSize, tokens: float, length: float) -> float:
     """Returns the operations of a forward pass: 2 N D + 2 L Q D T, with N active parameters, D tokens, L
-    layers, Q elements of a token's queries and T tokens of a sequence. The second term is attention's two
-    products with the T / 2 tokens before each (https://arxiv.org/abs/2001.08361, section 2.1, causal)."""
+    layers, Q elements of a token's queries and T tokens per sequence. The second term is attention's two
+    matrix products of each token with the T / 2 tokens before it (https://arxiv.org/abs/2001.08361, section
+    2.1, causal)."""
     return tokens * (2 * size.active + 2 * size.shape.layers * size.shape.queries * length)
 
 
 def training_flops(size: ModelSize, tokens: float, length: float, *, checkpointing: bool) -> float:
-    """Returns three times the forward pass, because the backward pass is twice as long; four times with
-    gradient checkpointing, which computes the forward pass again."""
+    """Returns the operations of forward and backward pass: three times the forward pass, or four times with
+    gradient checkpointing, which repeats it."""
     return (4 if checkpointing else 3) * forward_flops(size, tokens, length)
 
 
@@ -89,7 +88,7 @@ def ppo_time(
     batches: Batches,
     lengths: Lengths,
 ) -> list[Phase]:
-    """Returns the phases of an RL step, one after the other."""
+    """Returns the phases of an RL step, in order."""
     tokens = batches.samples * lengths.total
     phases = [_generate(config, cluster, layout, sizes, batches, lengths)]
     for role, place in layout.roles.items():
@@ -111,8 +110,8 @@ def ppo_time(
 
 
 def step_seconds(config: PPOConfig | SupervisedConfig, phases: list[Phase]) -> float:
-    """Returns the time of a step: the sum of its phases, or with asynchronous training the longer of sampling
-    and all others."""
+    """Returns the seconds of a step: the sum of its phases, or with asynchronous training the maximum of
+    sampling and the sum of all others."""
     if isinstance(config, PPOConfig) and config.max_staleness:
         sampling = sum(phase.seconds for phase in phases if phase.name == "generate")
         return max(sampling, sum(phase.seconds for phase in phases) - sampling)
@@ -136,7 +135,7 @@ class _Trainer:
         self.epochs = config.train.max_epochs if isinstance(config, PPOConfig) else 1
 
     def phases(self, name: str, tokens: float, length: float) -> list[Phase]:
-        """Returns passes over `tokens` tokens in each epoch, and the optimizer's own time."""
+        """Returns two phases: the passes over `tokens` tokens in all epochs, and the optimizer."""
         flops = self.epochs * training_flops(self.size, tokens, length, checkpointing=self.checkpointing)
         mfu = self.cluster.kind.mfu or (MOE_MFU if self.size.experts else TRAIN_MFU)
         computing = _compute(name, flops, self.cluster, self.devices, mfu)
@@ -152,9 +151,9 @@ class _Trainer:
         return [passes, self._optimizer(name)]
 
     def _sent(self) -> float:
-        """Returns the bytes that a rank sends in a step: 2 P for each optimizer step, in elements of the
-        weights' dtype; 3 P for each row at stage 3, which gathers weights for both passes and scatters
-        gradients (ZeRO, section 7)."""
+        """Returns the bytes that a rank sends in a step: 2 P elements of the weights' dtype per optimizer
+        step (per row with ds.overlap_comm). At stage 3 it is 3 P per row, because weights are gathered for
+        both passes and gradients are scattered (ZeRO, section 7)."""
         size = self.size.weight_bytes(ITEM_BYTES[self.ds.param_dtype]) / self.ds.parallel.tensor
         if self.ds.lora.rank:
             size = self.size.adapted * self.ds.lora.rank * ITEM_BYTES[self.ds.param_dtype]
@@ -164,9 +163,9 @@ class _Trainer:
         return 2 * size * (rows if self.ds.overlap_comm else self.batches.updates)
 
     def _optimizer(self, name: str) -> Phase:
-        """Returns the time of AdamW, which reads 16 bytes of each of its parameters (gradient, master weight,
-        two moments) and writes 14 (the last three and the bf16 weight). With ds.adam_offload the CPU does so,
-        and 6 bytes, the gradient and the new weight, cross the link to the host."""
+        """Returns the time of AdamW. For each of its parameters a rank reads 16 bytes (gradient, master
+        weight, two moments) and writes 14 (the last three and the bf16 weight). With ds.adam_offload the CPU
+        reads and writes them, and 6 bytes (the gradient and the new weight) cross the link to the host."""
         trained = self.size.adapted * self.ds.lora.rank or self.size.parameters
         own = trained / (self.devices if self.ds.zero_stage else 1)
         kind, per_node = self.cluster.kind, min(self.devices, self.cluster.per_node)
@@ -186,17 +185,17 @@ def _generate(
     batches: Batches,
     lengths: Lengths,
 ) -> Phase:
-    """Returns the time of sampling, the same on each engine:
+    """Returns the time of sampling, which is the same for each engine:
 
         prefill   2 N S p / (G F)
-        decode    r max(1, S / C) steps of C sequences, then the longest response with C / 16
+        decode    r max(1, S / C) steps of C sequences, then the rest of the longest response with C / 16
 
-    S sequences of an engine with p prompt and r response tokens, G GPUs of F FLOP/s each, C sequences at a
-    time: what the KV cache and vLLM's batch hold. A step reads the weights and the cache of its sequences
-    once; it takes the longer of that and of its products."""
+    An engine has G GPUs of F FLOP/s each and S sequences with p prompt and r response tokens. C of them run
+    at a time, as many as the KV cache and vLLM's batch hold. A step takes the longer of reading (the weights
+    and the cache of its sequences, once) and computing."""
     size, kind = sizes[ENGINES], cluster.kind
     gpus = config.vllm.num_gpus if kind.on_gpu else 1
-    most = ENGINE_BATCH[kind.memory > 70e9]
+    most = largest_batch(kind)
     sequences = math.ceil(batches.samples / config.num_engines)
     item, length = ITEM_BYTES[config.ds.param_dtype], lengths.prompt + lengths.response / 2
     cache = max(0.0, engine_cache(config, cluster, layout, sizes))
@@ -226,9 +225,16 @@ def _generate(
     return Phase(name="generate", seconds=seconds, bound=bound)
 
 
+def largest_batch(kind: Kind) -> int:
+    """Returns vLLM's default of the maximum number of sequences in an engine's step: 1,024 on GPUs of at
+    least 70 GiB except A100, else 256 (`max_num_seqs` in vllm/engine/arg_utils.py)."""
+    is_large = kind.on_gpu and kind.memory >= 70 * 2**30 and "A100" not in kind.name.upper()
+    return 1024 if is_large else 256
+
+
 def _sync(config: PPOConfig, cluster: Cluster, size: ModelSize) -> Phase:
-    """Returns the time of a weight sync: 2 P bytes are gathered at stage 3, sent to the engines, and loaded.
-    With adapters alone, their bytes."""
+    """Returns the time of a weight sync: the weights (or only the adapters) are gathered at stage 3, sent to
+    the engines unless these share the trainer's GPUs, read and written."""
     sent = float(size.weight_bytes(ITEM_BYTES[config.ds.param_dtype]))
     if config.ds.lora.rank and config.vllm.lora_sync == "adapter":
         sent = size.adapted * config.ds.lora.rank * ITEM_BYTES[config.ds.param_dtype]
@@ -242,8 +248,8 @@ def _sync(config: PPOConfig, cluster: Cluster, size: ModelSize) -> Phase:
 
 
 def _moved(config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]) -> float:
-    """Returns the bytes that cross a GPU's link to the host in a step: optimizer states (12 P / R) and an
-    engine's weights leave and come back, offloaded frozen models come once."""
+    """Returns the bytes that cross a GPU's link to the host in a step. Optimizer states (12 P / R) and an
+    engine's weights cross it twice, offloaded frozen models once."""
     moved, item = 0.0, ITEM_BYTES[config.ds.param_dtype]
     for role, place in layout.roles.items():
         if not place.offload:
@@ -260,7 +266,7 @@ def _moved(config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[s
 
 
 def _devices(cluster: Cluster, ranks: int) -> int:
-    """Returns the devices that ranks compute on; without GPUs they share the cores."""
+    """Returns the number of devices that ranks compute on: 1 without GPUs, because they share the cores."""
     return ranks if cluster.kind.on_gpu else 1
 
 

@@ -14,16 +14,17 @@ from openrlhf.planning.memory import FITS, PARTS, Demand
 from openrlhf.planning.plan import Change, RunPlan, advice, spelled
 
 WIDTH = 118
-"""Columns of the tables where stdout is no terminal."""
+"""Width of the tables in columns if stdout is no terminal."""
 GIB = 2**30
 MOST_LINES = 24
-"""Maximum number of lines of the placement."""
+"""Maximum number of lines that the placement takes."""
 
 
 def show(
     plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None, stream: TextIO
 ) -> None:
-    """Prints a plan. `suggested`: changes of flags with which the run fits, and the plan with them."""
+    """Prints a plan. `suggested`: changes of flags with which the run fits, and the plan with them; None if
+    no changes suffice or none are needed."""
     width = shutil.get_terminal_size().columns if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False)
     say = lambda text, style="": console.print(Text(text, style=style), soft_wrap=True)
@@ -66,7 +67,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _models(plan: RunPlan) -> Table:
-    found = _table("models", "model", "parameters", "of a token", "roles")
+    found = _table("models", "model", "parameters", "active per token", "roles")
     roles: dict[Any, list[str]] = {}
     for role, size in plan.sizes.items():
         roles.setdefault(size, []).append(role)
@@ -77,7 +78,7 @@ def _models(plan: RunPlan) -> Table:
 
 
 def batch_lines(plan: RunPlan) -> Iterator[str]:
-    """Yields the arithmetic of a step in sentences."""
+    """Yields lines with the numbers of prompts, samples, optimizer steps, rows and tokens of a step."""
     b, tokens = plan.batches, plan.lengths
     said = "assumed" if tokens.assumed else "given"
     if plan.layout is not None:
@@ -125,20 +126,21 @@ def _time(plan: RunPlan) -> Table:
 def binding_lines(
     plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None
 ) -> Iterator[str]:
-    """Yields what binds, and the flags that relieve it."""
+    """Yields lines with the bottlenecks of memory and time, the flags that relieve them, and the suggestion
+    if the run does not fit."""
     tight, slow = plan.tightest, plan.slowest
     part = max(tight.parts, key=lambda name: tight.parts[name])
     yield (
         f"memory: tightest in {tight.phase}, {tight.share:.0%} of a device, most of it {part} "
         f"({tight.parts[part] / GIB:.1f} GiB)"
     )
-    yield f"time: longest is {slow.name}, bound by {slow.bound}; {advice(config, slow)}"
+    yield f"time: longest phase {slow.name}, bound by {slow.bound}; remedy: {advice(config, slow)}"
     if plan.fits:
         return
     if suggested is None:
         yield (
-            "suggestion: none of the flags that save memory suffices; use more or larger GPUs, or a smaller "
-            "model or --data.max_len"
+            "suggestion: the flags that save memory do not suffice; use more or larger GPUs, a smaller model "
+            "or a smaller --data.max_len"
         )
         return
     changes, fitting = suggested

@@ -24,7 +24,7 @@ from openrlhf.planning.hardware import REPORTED, Cluster, cluster_of, with_measu
 from openrlhf.planning.memory import training_memory
 from openrlhf.planning.models import model_size
 from openrlhf.planning.plan import Assumed, RunPlan, plan_run, spelled, suggestion
-from openrlhf.planning.time import forward_flops, training_flops
+from openrlhf.planning.time import forward_flops, largest_batch, training_flops
 from openrlhf.planning.view import duration
 
 LLAMA_8B = hf.LlamaConfig(
@@ -254,6 +254,13 @@ def test_clusters_are_read() -> None:
     for wrong in ("8", "8x8", "0xH100", "8xH100-80", "8xQuantum9"):
         with refusals.refused(ErrorCode.INVALID_VALUE, flag="--cluster", value=wrong):
             cluster_of(wrong)
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest"), [("H100-80GB", 1024), ("A100-80GB", 256), ("L40S", 256), ("B200", 1024)]
+)
+def test_an_engine_samples_as_many_sequences_as_vllm_does_by_default(kind: str, largest: int) -> None:
+    assert largest_batch(cluster_of(f"8x{kind}").kind) == largest
 
 
 def test_measured_rates_replace_the_data_sheet(tmp_path: Path) -> None:
