@@ -1,5 +1,4 @@
-"""`openrlhf agent try FILE`: plays an episode of an agent with a model and prints it turn by turn, to test
-the agent before training."""
+"""Plays episodes of an agent with a model and prints them turn by turn, to test the agent before training."""
 
 import argparse
 import asyncio
@@ -83,7 +82,7 @@ def prepare(options: argparse.Namespace, flags: Sequence[str], folder: Path) -> 
 
 
 async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
-    """Plays the episodes with a rollout engine in this process."""
+    """Plays the episodes with a rollout engine that it starts in this process."""
     from openrlhf.observability.progress import waiting
 
     with waiting("starting 1 rollout engine", key=config.actor.model_name_or_path):
@@ -160,7 +159,7 @@ def print_turns(console: "Console", tokenizer: Any, t: "Trajectory") -> None:
 
 
 def departure(tokenizer: Any, earlier: "Sequence[Trajectory]", other: "Trajectory") -> str:
-    """Explains why a request does not continue an earlier sequence. Compares it with the earlier sequence
+    """Explains why a request does not continue an earlier sequence. It is compared with the earlier sequence
     that has the longest common prefix."""
     from openrlhf.text import decode
 

@@ -1,5 +1,5 @@
-"""Batch inference: answers a dataset's prompts, or scores its answers. Run it as `python -m
-openrlhf.cli.batch_inference`; the tasks generate and rm also run under torchrun or deepspeed."""
+"""Batch inference: answers a dataset's prompts, or scores its answers (`openrlhf batch_inference`). The tasks
+generate and rm also run under torchrun or deepspeed, as the module openrlhf.cli.batch_inference."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,8 @@ ONLY_SPEED = (
     *("vllm.tensor_parallel_size", "vllm.max_num_seqs", "vllm.enable_prefix_caching", "vllm.enforce_eager"),
     *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
 )
-"""Flags that may change when a stopped run is continued. The dataset's rows may not change, see `origin`."""
+"""Flags that may change when a stopped run is continued. The rows of the dataset must stay the same
+(`origin`)."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(config: BatchInferenceConfig) -> None:
-    """Runs the task and writes `output_path`. Called on every rank; does not leave the process group."""
+    """Runs the task and writes `output_path`. Every rank calls it; the process group stays open."""
     choose_hub(config.use_ms)
     from openrlhf.observability.progress import Progress, checking, waiting
 
@@ -89,7 +90,7 @@ def run(config: BatchInferenceConfig) -> None:
 
 
 def check(config: BatchInferenceConfig) -> None:
-    """Raises UsageError for problems with the dataset or the model's files, before anything is loaded."""
+    """Checks the dataset and the model's files before anything is loaded. Raises UsageError for problems."""
     from openrlhf.data.sources import check_columns
 
     check_columns(
@@ -129,7 +130,7 @@ def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Se
 def build_work(
     config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Returns the items of work, each with its `key`, and the origin of their results, see `origin`."""
+    """Returns the items of work, each with its `key`, and the `origin` of their results."""
     from openrlhf.data.inference import build_answers, build_questions, fingerprint, iteration
     from openrlhf.data.sources import load_rows
     from openrlhf.rollout.batch_inference import requests_for
@@ -169,8 +170,8 @@ def build_work(
 
 
 def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
-    """Returns everything that determines the results: flags, fingerprint of the rows, and size and time of
-    each weight file."""
+    """Returns everything that determines the results: flags, fingerprint of the rows, and size and
+    modification time of each weight file."""
     from pathlib import Path
 
     from openrlhf.config.fields import values_of
@@ -269,7 +270,7 @@ def _loader(config: BatchInferenceConfig) -> str:
 
 
 def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
-    """Returns (mean, std) by which scores are normalised. For csft these are (0, 1), because it normalises
+    """Returns (mean, std) by which scores are normalised. For csft they are (0, 1), because csft normalises
     all scores at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0

@@ -1,8 +1,8 @@
-"""Finds the first step, and in it the first quantity in causal order, in which two recorded runs differ: the
-order of prompts, tokens, rewards, log-probs, advantages, metrics, or a tensor of a checkpoint. Also lists the
-flags and versions that differ. With --commits, computes steps of one recorded run again with the code of two
-commits, as `openrlhf replay` does, and compares the results. Run folders and the repository are only read.
-The exit status is 0 if nothing differs, and 1 if something does."""
+"""Finds the first difference between two recorded runs: the first step that differs and, in it, the first
+quantity in causal order (prompts, tokens, rewards, log-probs, advantages, metrics, tensors of a checkpoint).
+Also lists the flags and versions that differ. With --commits, computes steps of one recorded run again with
+the code of two commits, as `openrlhf replay` does, and compares the results. Nothing is written to run
+folders or the repository. The exit status is 0 if nothing differs, and 1 if something does."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="openrlhf bisect", description=__doc__)
     parser.add_argument("run_a", type=Path, metavar="RUN_A", help="run folder (--logger.run_dir)")
     parser.add_argument(
-        "run_b", type=Path, metavar="RUN_B", nargs="?", help="run folder of another run of this command"
+        "run_b", type=Path, metavar="RUN_B", nargs="?", help="run folder of another run of the same command"
     )
     parser.add_argument(
         "--commits", nargs=2, metavar=("GOOD", "BAD"), help="two versions of openrlhf, instead of RUN_B"
@@ -66,9 +66,9 @@ def run(a: Path, b: Path) -> int:
 
     runs = RecordedRun(a), RecordedRun(b)
     commands = [run.command for run in runs]
-    _ = [run.flags for run in runs]  # raises where a folder is no run
+    _ = [run.flags for run in runs]  # raises if a folder is not a run
     if commands[0] != commands[1]:
-        text = f"is a run of `openrlhf {commands[1]}`, and {a} of `openrlhf {commands[0]}`"
+        text = f"a run of `openrlhf {commands[1]}`, but {a} is one of `openrlhf {commands[0]}`"
         raise UsageError(ErrorCode.CONFLICT, text, flag="RUN_B", value=b)
     result = bisect(*runs)
     Screen(sys.stdout).bisection(result, (str(a), str(b)))

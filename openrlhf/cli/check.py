@@ -1,5 +1,6 @@
-"""Checks a training run before it starts, and lists everything that is wrong with it: files and models, masks
-of the loss in colour, stop tokens, the chat template, the reward function, disks, ports, versions, memory."""
+"""Checks a training run before it starts, and lists all problems: versions, files, models, stop tokens, the
+chat template, the reward function, disks, ports and memory. Shows in colour which tokens have a loss. Takes
+what the run takes: a command with its flags, or a YAML file of flags."""
 
 import asyncio
 import socket
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
     from openrlhf.types import Prompt
 
 ROWS = 64
-"""Rows of each dataset that are read."""
+"""Number of rows that are read from each dataset."""
 SAMPLES = 3
-"""Samples that are shown."""
+"""Number of samples that are shown."""
 REWARD_FLAG = "--reward.remote_url"
 
 
@@ -46,7 +47,8 @@ class Check:
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
-        """Prints a title. A problem that is raised inside is printed, kept, and ends only this part."""
+        """Prints a title. A ValueError that is raised inside is printed and kept as a problem, and ends only
+        this part."""
         self.screen.line(f"\n{title}")
         before = len(self.problems)
         try:
@@ -72,7 +74,9 @@ class Check:
 
 def make_parser() -> ArgumentParser:
     own = parser("openrlhf check", __doc__)
-    own.add_argument("--no_color", action="store_true", help="mark learned tokens with brackets")
+    own.add_argument(
+        "--no_color", action="store_true", help="mark tokens with a loss by brackets instead of colour"
+    )
     return own
 
 
@@ -123,7 +127,7 @@ def _versions(check: Check) -> None:
     from openrlhf.cli.installation import mismatches
 
     check.problems += mismatches()
-    check.say("the installed packages are those that every change is tested with, unless named here")
+    check.say("packages that are not named here have the versions that every change is tested with")
 
 
 def _files(check: Check) -> None:
@@ -145,7 +149,8 @@ def _files(check: Check) -> None:
 
 
 def _task(check: Check) -> Any:
-    """Returns the task of a supervised command, with the first rows of its dataset and without the cache."""
+    """Returns the task of a supervised command, limited to the first rows of its dataset and without the
+    cache."""
     module, name = TASKS[check.command.name]
     few = with_values(
         check.config,
@@ -175,7 +180,7 @@ def _rl_data(check: Check) -> None:
 
     config, tokenizer, prompts = check.config, None, []
     is_chat = config.data.apply_chat_template
-    with check.part("prompts: nothing in them is learned, the responses are"):
+    with check.part("prompts: their tokens have no loss, those of responses do"):
         tokenizer = policy_tokenizer(config)
         check.screen.first_tokens(tokenizer, is_chat=is_chat)
         prompts = _show_prompts(check, tokenizer)
@@ -211,8 +216,8 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
 def _stops(
     check: Check, tokenizer: "PreTrainedTokenizerBase", flag: str, path: str, *, is_chat: bool
 ) -> None:
-    """Prints the tokens that end a response. They must include the one that the chat template writes after an
-    answer, or answers never end."""
+    """Prints the tokens that end a response. Raises UsageError if there are none, or if the chat template
+    ends an answer with another token, because then answers would never end."""
     from openrlhf.models.loading import stop_token_ids
     from openrlhf.text import decode
 
@@ -246,7 +251,9 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
     try:
         remarks = probe(tokenizer, with_tools=False)
     except TemplateProblem as problem:
-        if not check.config.train.agent:  # a single answer is all that such a run samples
+        if (
+            not check.config.train.agent
+        ):  # without an agent a run samples a single answer, so this is no problem
             check.say(f"not for agents of several turns: {problem}")
             return
         raise UsageError(ErrorCode.CHAT_TEMPLATE, str(problem), flag="--train.agent_func_path") from problem
@@ -261,17 +268,17 @@ def _rewards(check: Check, prompts: "list[Prompt]") -> None:
     """Calls the reward function with a right, a wrong and an empty answer of the first prompt."""
     config = check.config
     if config.train.agent:
-        check.say("an agent gives the rewards; `openrlhf agent try` plays one episode")
+        check.say("not tried: the agent gives the rewards. `openrlhf agent try` plays one of its episodes")
         return
     if servers := config.reward.servers:
         for url in servers:
             _reach(check, url)
         return
     if not config.reward_function:
-        check.say("reward models or a teacher give the rewards; they were not loaded")
+        check.say("not tried: reward models or a teacher give the rewards, and no model is loaded here")
         return
     if not prompts:
-        check.say("not called, because there are no prompts")
+        check.say("not tried: there are no prompts")
         return
     prompt = prompts[0]
     label = "" if prompt.label is None else str(prompt.label)
@@ -283,13 +290,14 @@ def _rewards(check: Check, prompts: "list[Prompt]") -> None:
         check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
     if len({reward.reward for reward in rewards}) == 1:
         check.say(
-            "note: all answers have the same reward. If the right answer needs another form than the label, "
-            "this is no problem."
+            "note: all answers have the same reward. This is a problem unless a right answer must look "
+            "different from the label."
         )
 
 
 async def _called(config: PPOConfig, prompt: "Prompt", answers: Sequence[str]) -> list[Any]:
-    """Returns the reward of each answer. Raises UsageError if a call fails."""
+    """Calls the reward function with all answers. Returns their rewards. Raises UsageError if a call
+    fails."""
     from openrlhf.agents.base import RewardError
     from openrlhf.rewards.function import RewardFunction
 
@@ -306,7 +314,7 @@ async def _called(config: PPOConfig, prompt: "Prompt", answers: Sequence[str]) -
 
 
 def _reach(check: Check, url: str) -> None:
-    """Connects to a reward server."""
+    """Connects to a reward server. Adds a problem if it does not answer."""
     from urllib.parse import urlsplit
 
     parts = urlsplit(url)
@@ -324,16 +332,15 @@ def _reach(check: Check, url: str) -> None:
 
 
 def _disks(check: Check) -> None:
+    from openrlhf.cli.train_ppo_ray import checkpoints_of
     from openrlhf.training.checkpoints import CheckpointFolder
     from openrlhf.training.start import check_places, check_space
 
-    config = check.config
+    config, ckpt = check.config, check.config.ckpt
     check_places(config)
     is_rl = isinstance(config, PPOConfig)
-    folder = f"{config.ckpt.folder}/_actor" if is_rl else config.ckpt.folder
-    others = [f"{config.ckpt.folder}/_critic"] if is_rl and config.uses_critic else []
-    many_steps = (config.ckpt.max_num + 1) * max(1, config.ckpt.save_steps)
-    check_space(config, CheckpointFolder(folder, config.ckpt, others), many_steps)
+    checkpoints = checkpoints_of(config) if is_rl else CheckpointFolder(ckpt.folder, ckpt)
+    check_space(config, checkpoints, (ckpt.max_num + 1) * max(1, ckpt.save_steps))
     check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
 
 

@@ -1,5 +1,5 @@
 """Prints a script with which bash, zsh or fish completes commands, flags and values of `openrlhf`. The script
-holds the lists, so that no key starts Python."""
+contains all lists, so that completing does not start Python."""
 
 import argparse
 import re
@@ -37,7 +37,7 @@ WORDS = {
     "agent": ("try",),
     "completion": ("bash", "zsh", "fish"),
 }
-"""Words so far -> the words that may follow, beside files."""
+"""Words so far -> the words that may follow, besides names of files."""
 LIKE_PPO = ("plan", "check", "rehearse", "verify", "agent")
 """Commands that also take the flags of ppo, unless the line names another training command."""
 
@@ -48,7 +48,7 @@ class Flag:
     """The flag without dashes."""
     summary: str
     values: tuple[str, ...] = ()
-    """Named values; empty for a flag whose value is free, or that has none."""
+    """Allowed values; empty if any value is allowed or the flag takes none."""
     takes_value: bool = True
 
 
@@ -69,14 +69,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def summaries() -> dict[str, str]:
-    """Returns command -> its summary, in the order of `openrlhf --help`."""
+    """Returns command -> summary, in the order of `openrlhf --help`."""
     from openrlhf.cli.main import COMMANDS
 
     return {name: summary for name, (_, summary) in COMMANDS.items()}
 
 
 def flags_of_commands() -> dict[str, list[Flag]]:
-    """Returns command -> its flags: those of its configuration, or those of its module's `make_parser`."""
+    """Returns command -> flags, from its configuration or from its module's `make_parser`."""
     from openrlhf.cli.main import COMMANDS
     from openrlhf.config.commands import COMMANDS as CONFIGURED
 
@@ -162,7 +162,7 @@ complete -o default -F _openrlhf openrlhf
 
 
 def bash(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str:
-    """Returns the script for bash 3.2 and later. Where it finds nothing, bash completes files."""
+    """Returns the script for bash 3.2 and later. If it finds nothing, bash completes names of files."""
     spelled = {name: [f"--{flag.name}" for flag in found] for name, found in flags.items()}
     return BASH.format(
         words="\n".join(
@@ -245,7 +245,8 @@ def zsh(commands: Mapping[str, str], flags: Mapping[str, Sequence[Flag]]) -> str
 
 
 def _cases(flags: Mapping[str, Sequence[Flag]]) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Yields a pattern of a shell's `case` for `COMMAND --FLAG`, and the values of these flags."""
+    """Yields (pattern, values): the pattern of a shell's `case` that matches `COMMAND --FLAG` for all flags
+    with these values."""
     patterns = defaultdict(list)
     for name, found in flags.items():
         for flag in found:

@@ -1,5 +1,4 @@
-"""Previews the training data of a supervised command: `openrlhf data preview sft` with that command's
-flags."""
+"""Previews the training data of a supervised command: `openrlhf data preview COMMAND`."""
 
 import os
 import sys
@@ -24,8 +23,9 @@ TASKS = {
 USAGE = f"""\
 usage: openrlhf data preview {"|".join(TASKS)} [--samples N] [--no_color] [flags of that command]
 
-Prints the first N samples (default: 3) as training reads them, with the tokens that have a loss marked, then
-the first packed rows, and counts and lengths of the whole dataset. Loads the tokenizer, but no model."""
+Prints the first N samples (default: 3) as the command trains on them, with tokens that have a loss marked.
+Then prints the first packed rows, and counts and lengths of the whole dataset. Loads the tokenizer, but no
+model."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,7 +56,7 @@ def preview(task_type: type[Task], flags: Sequence[str]) -> None:
 
 
 def show(task: Task, *, num_samples: int, coloured: bool) -> None:
-    """Prints samples, rows and a summary of the dataset. It is built as for training, with the same
+    """Prints samples, rows and a summary of the dataset, which is built as for training, with the same
     cache."""
     from openrlhf.observability.preview import Preview
 
@@ -93,5 +93,5 @@ def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
 
 
 def shows_colours() -> bool:
-    """Tells whether stdout is a terminal that shows colours, and NO_COLOR is unset."""
+    """Returns True if stdout is a terminal that shows colours, and NO_COLOR is unset."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

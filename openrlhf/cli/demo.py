@@ -1,9 +1,8 @@
-"""`openrlhf demo`: trains a tiny model on this machine, in minutes, without a download.
+"""Trains a tiny model on this machine, in minutes, without a download.
 
-It prints and runs three commands, which you can also run and change one by one. The first SFT run teaches the
+Prints and runs three commands, which you can also run and change one by one. The first SFT run teaches the
 model worked problems as plain text. The second teaches it to answer in a chat, with or without reasoning. RL
-with a verifier as the only reward then teaches it that reasoning pays.
-"""
+with a verifier as the only reward then teaches it that reasoning pays."""
 
 import argparse
 import os
@@ -50,7 +49,7 @@ def make_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    # The models are so small that a second thread only slows them down. Must be set before torch is imported.
+    # A second thread only slows down such small models. torch reads the variable when it is imported.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
         options = make_parser().parse_args(argv)
@@ -150,8 +149,8 @@ def _ppo(flags: str) -> None:
 
 
 def _show_result(folder: Path, steps: int) -> None:
-    """Prints accuracy, share of answers with reasoning, answer length and sample answers, before and
-    after RL."""
+    """Prints accuracy, fraction of answers with reasoning, answer length and sample answers before and after
+    RL."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,5 +1,5 @@
-"""Examines the installation, or a run, live or dead, from the files of its folder. Names what is wrong and
-why, from the surest cause on, each with evidence and remedy."""
+"""Examines the installation, or a run from the files of its folder, whether it still runs or not. Names the
+causes of problems, the surest first, each with evidence and a remedy."""
 
 import json
 import sys
@@ -18,7 +18,7 @@ def make_parser() -> ArgumentParser:
         type=Path,
         nargs="?",
         metavar="RUN",
-        help="run folder (--logger.run_dir); without it the installation is examined",
+        help="run folder (--logger.run_dir); without it, the installation is examined",
     )
     parser.add_argument(
         "--model",
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def examine_installation(*, as_data: bool) -> int:
-    """Prints what there is on this machine. Returns 1 if something is wrong, else 0."""
+    """Prints the facts of the installation and their problems. Returns 1 if there are problems, else 0."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -80,7 +80,7 @@ def examine_run(path: Path, model: Path | None = None, *, as_data: bool) -> int:
 
 
 WIDTH = 110
-"""Columns of the table where stdout is no terminal."""
+"""Width of the table in columns if stdout is no terminal."""
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""`openrlhf init`: asks what to train, with which model and data, on how many GPUs, and where to write, and
-writes a configuration with comments for `openrlhf plan`, `openrlhf check` and the run."""
+"""Asks what to train, with which model and data, on how many GPUs, and for the output folder. Writes a
+commented configuration for `openrlhf plan`, `openrlhf check` and the run."""
 
 import argparse
 import json
@@ -13,10 +13,10 @@ from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 GPUS_OF_NODE = 8
-"""Largest number of GPUs of a node; more GPUs are several nodes."""
+"""Number of GPUs of a node; more GPUs are on several nodes."""
 SAMPLES, SAMPLES_ON_CPU = 128, 8
-"""Samples of an optimizer step, in RL prompts of a step. On GPUs they are rounded down to a multiple of the
-GPUs, and are at least one on each."""
+"""Samples of an optimizer step, or prompts of an RL step. On GPUs they are rounded down to a multiple of the
+number of GPUs, with at least one per GPU."""
 REWARD_FUNCTION = '''\
 def reward_func(queries, prompts, labels):
     """Returns 1 for a response that contains the label, else 0. Replace this rule by your own.
@@ -41,7 +41,7 @@ class Recipe:
     columns: Mapping[str, tuple[str, ...]]
     """Role of a column -> its usual names, the default first."""
     reward: str = ""
-    """Question for the source of rewards; empty where nothing is rewarded."""
+    """Question for the source of rewards; empty for supervised commands."""
     default_reward: str = ""
 
 
@@ -106,7 +106,7 @@ RECIPES = {
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="openrlhf init", description=__doc__, epilog="Flags answer questions, which are not asked then."
+        prog="openrlhf init", description=__doc__, epilog="A question whose flag is given is not asked."
     )
     parser.add_argument("--what", choices=RECIPES, help="what to train")
     parser.add_argument("--model", help="model to start from: a Hugging Face name or a folder")
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ask(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the answers to all questions, from flags, from the user, or the defaults with --yes."""
+    """Returns the answers to all questions: from flags, else from the user, or with --yes the defaults."""
     question = Questions(asks=not options.yes)
     what = options.what
     if not what:
@@ -167,13 +167,15 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Questions:
+    """Asks the user on the terminal."""
+
     def __init__(self, *, asks: bool) -> None:
-        """`asks`: False takes the defaults."""
+        """`asks`: False takes the defaults without asking."""
         self._asks = asks
 
     def __call__(self, flag: str, text: str, default: str, convert: Callable[[str], Any] = str) -> Any:
-        """Returns the converted answer. Asks again if it cannot be converted. Raises UsageError if there is
-        neither an answer nor a default."""
+        """Returns the converted answer, and asks again if it cannot be converted. Raises UsageError if there
+        is neither an answer nor a default."""
         while self._asks:
             try:
                 answer = input(f"{text} [{default}] " if default else f"{text} ").strip() or default
@@ -200,7 +202,7 @@ def _gpus(text: str) -> int:
     gpus = int(text) if text.isdecimal() else -1
     if gpus < 0 or (gpus > GPUS_OF_NODE and gpus % GPUS_OF_NODE):
         raise argparse.ArgumentTypeError(
-            f"{text} is not 0 to {GPUS_OF_NODE}, or a multiple of {GPUS_OF_NODE}"
+            f"{text!r} is neither a number from 0 to {GPUS_OF_NODE} nor a multiple of {GPUS_OF_NODE}"
         )
     return gpus
 
@@ -240,8 +242,8 @@ def quoted(text: str) -> str:
 
 
 def columns_of(recipe: Recipe, data: str) -> dict[str, Any]:
-    """Returns the column for each role, `chat` (whether answers are lists of messages), and `guess`: a remark
-    for the comments, empty if the first row of a local file has the columns."""
+    """Returns the column for each role; `chat`, True if answers are lists of messages; and `guess`, a remark
+    for the comments that is empty if the first row of a local file has the columns."""
     row = first_row(Path(data))
     found: dict[str, Any] = {
         role: next((name for name in names if name in row), names[0])
@@ -270,7 +272,8 @@ def first_row(path: Path) -> dict[str, Any]:
 
 
 def write(file: Path, recipe: Recipe, text: str) -> None:
-    """Writes the file, if the command accepts what is in it. Never replaces a file."""
+    """Writes the file, and removes it again if the command does not accept its flags. Never replaces a
+    file."""
     from openrlhf.cli.run_files import TRAINING
     from openrlhf.config.parse import parse
 
@@ -290,7 +293,7 @@ def write(file: Path, recipe: Recipe, text: str) -> None:
 
 
 def write_reward_function(reward: str) -> None:
-    """Writes a first reward function where a file is named that does not exist."""
+    """Writes an example reward function to `reward` if it names a Python file that does not exist."""
     path = Path(reward)
     if path.suffix == ".py" and path.parent.is_dir() and not path.exists():
         path.write_text(REWARD_FUNCTION, encoding="utf-8")

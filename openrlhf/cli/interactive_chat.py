@@ -1,4 +1,4 @@
-"""Chat with a model: `openrlhf chat`, on a terminal or with lines from a pipe."""
+"""Chats with a model (`openrlhf chat`), on a terminal or with messages from a pipe."""
 
 import sys
 from collections.abc import Sequence

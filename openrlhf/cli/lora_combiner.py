@@ -46,9 +46,9 @@ def run(config: LoraCombinerConfig) -> None:
 
 
 def _check_adapter(config: LoraCombinerConfig) -> str:
-    """Returns the name of the base model that the adapter was trained on. Raises UsageError if there is no
-    adapter, if it belongs to another kind of model, or if its weights have another rank than its
-    configuration. Prints a note if it was trained on another model than --model_path."""
+    """Returns the name of the base model that the adapter was trained on. Prints a note if it is not
+    --model_path. Raises UsageError if there is no adapter, if it belongs to another kind of model, or if the
+    rank of its weights is not that of its configuration."""
     from peft import PeftConfig
 
     try:
@@ -78,7 +78,7 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
         weights = load_peft_weights(config.lora_path, device="cpu")
     except (OSError, ValueError, SafetensorError) as error:
         raise _wrong_adapter(config, f"its weights cannot be read: {first_line(error)}") from error
-    if getattr(adapter, "rank_pattern", None):  # layers have ranks of their own
+    if getattr(adapter, "rank_pattern", None):  # layers have different ranks
         return
     for name, weight in weights.items():
         if ".lora_A." in name and len(weight) != adapter.r:

@@ -1,4 +1,4 @@
-"""Entry point `openrlhf`: imports the module of the given command, and only that, and runs it."""
+"""Entry point `openrlhf`: imports only the module of the given command, and runs it."""
 
 import difflib
 import sys
@@ -8,7 +8,7 @@ from importlib import import_module, metadata
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 COMMANDS = {
-    "init": ("init", "ask five questions and write a configuration with comments for a training run"),
+    "init": ("init", "ask a few questions and write a commented configuration for a training run"),
     "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
     "sft": ("train_sft", "supervised fine-tuning"),
     "rm": ("train_rm", "train a reward model on pairs of answers"),
@@ -16,19 +16,19 @@ COMMANDS = {
     "dpo": ("train_dpo", "preference optimization (DPO, IPO, cDPO) on pairs of answers"),
     "kto": ("train_kto", "KTO on single answers labelled good or bad"),
     "kd": ("train_kd", "knowledge distillation from a teacher model"),
-    "ppo": ("train_ppo_ray", "reinforcement learning with Ray, vLLM and DeepSpeed"),
+    "ppo": ("train_ppo_ray", "reinforcement learning: PPO, GRPO, RLOO, ... with Ray and vLLM"),
     "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
-    "check": ("check", "check a training run before it starts, and list everything that is wrong"),
+    "check": ("check", "check a training run before it starts, and list all problems"),
     "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),
-    "doctor": ("doctor", "examine the installation or a run, and name what is wrong, why, and the remedy"),
-    "verify": ("verify", "prove on this machine that a run's model is trained as transformers computes it"),
+    "doctor": ("doctor", "examine the installation or a run: causes of problems, evidence, remedies"),
+    "verify": ("verify", "compare a run's loss, gradient, engine and checkpoints with references"),
     "data": ("data", "data preview: show the samples that a supervised command would train on"),
     "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
     "replay": ("replay", "compute a step of a recorded run again, and compare it bit for bit"),
     "bisect": ("bisect", "find the first difference between two recorded runs, or two commits"),
     "watch": ("watch", "show a run on one screen: steps, phases, curves, samples, warnings"),
-    "view": ("view", "a local web page of runs: curves side by side, and every rollout"),
-    "agent": ("agent", "agent try: play one episode of an agent and print it turn by turn"),
+    "view": ("view", "serve a local web page of runs: curves side by side, and every rollout"),
+    "agent": ("agent", "agent try: play episodes of an agent and print them turn by turn"),
     "batch_inference": ("batch_inference", "answer the prompts of a dataset, or score its answers"),
     "chat": ("interactive_chat", "chat with a model"),
     "serve_rm": ("serve_rm", "serve a reward model over HTTP"),

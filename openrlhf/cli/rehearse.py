@@ -1,5 +1,6 @@
-"""Rehearses a training run on the cores of this machine in minutes: the same flags, data and reward function
-with shrunk models and few ranks. Losses, weight sync, checkpoint, resume, evaluation and export are tried."""
+"""Rehearses a training run on the CPU cores of this machine in minutes: the same flags, data and reward
+function, with shrunk models and few ranks. Tries losses, weight sync, checkpoint, resume, evaluation and
+export. Takes what the run takes: a command with its flags, or a YAML file of flags."""
 
 import json
 import math
@@ -51,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_on(
     command: Command, flags: Sequence[str], cluster: "Cluster", *, is_named: bool
 ) -> tuple[Any, "Cluster"]:
-    """Returns the configuration of the real run, and its hardware. Where no cluster is named and this machine
-    has no GPU, that is as many GPUs as the flags of reinforcement learning ask for, and two for a supervised
+    """Returns the configuration of the real run, and its hardware. If no cluster is named and this machine
+    has no GPU, the hardware is as many H100 as the flags of an RL run ask for, or two for a supervised
     command."""
     from openrlhf.cluster.layout import demands
 
@@ -70,7 +71,7 @@ def _gpus(count: int) -> "Cluster":
     from openrlhf.planning.hardware import cluster_of
 
     cluster = cluster_of(f"{math.ceil(count / 8)}x{min(count, 8)}xH100")
-    notify(f"note: the plan is for {cluster}; --cluster names other hardware")
+    notify(f"note: the run is planned for {cluster}; set --cluster for other hardware")
     return cluster
 
 
@@ -106,11 +107,11 @@ def run(
 
 
 EVERY = 15.0
-"""Seconds between two lines about a stage."""
+"""Minimum seconds between two progress lines of a stage."""
 
 
 class Progress:
-    """Prints on stderr which stage works, and how long it still takes."""
+    """Prints the current stage and its remaining time on stderr."""
 
     def __init__(self, started: float) -> None:
         self.started, self.said = started, 0.0

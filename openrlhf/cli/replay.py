@@ -1,8 +1,8 @@
-"""Computes a step of a recorded run again, from the newest checkpoint before it, and compares every number
-with what the run recorded, bit for bit: metrics; in reinforcement learning log-probs, values and advantages
-of every token; and the checkpoint of the step if there is one. Recorded samples take the place of engines and
-rewards. The run's folders are only read. The exit status is 0 if everything is equal, and 1 if something
-differs."""
+"""Computes a step of a recorded run again, from the newest checkpoint before it, and compares the numbers
+with those that the run recorded, bit for bit: metrics, in reinforcement learning the log-probs, values and
+advantages of every token, and the checkpoint of the step if there is one. Recorded samples replace engines
+and rewards. Nothing is written to the run's folders. The exit status is 0 if everything is equal, and 1 if
+something differs."""
 
 import sys
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def make_parser() -> ArgumentParser:
         "--folder",
         type=Path,
         metavar="PATH",
-        help="empty folder for what is computed (default: a temporary one)",
+        help="new or empty folder for the results, which is kept (default: a temporary folder)",
     )
     return parser
 
@@ -46,7 +46,7 @@ def run(path: Path, step: int, folder: Path | None = None) -> int:
         if folder is None:
             folder = Path(held.enter_context(TemporaryDirectory(prefix="openrlhf_replay_")))
         elif folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-            text = f"is {'not empty' if folder.is_dir() else 'no folder'}; name a new folder"
+            text = f"is {'not empty' if folder.is_dir() else 'not a folder'}; name a new folder"
             raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--folder", value=folder)
         rerun = Rerun(run=recorded, step=step, folder=folder.resolve())
         rerun.check()

@@ -1,6 +1,6 @@
-"""A process of `openrlhf replay`: computes steps of a recorded run again, in folders of its own. In
-supervised learning each rank runs this module. In reinforcement learning all models are in this process, and
-recorded samples take the place of engines and rewards."""
+"""The program of a process of `openrlhf replay`, which computes steps of a recorded run again in separate
+folders. In supervised learning each rank runs it. In reinforcement learning one process has all models, and
+recorded samples replace engines and rewards."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from openrlhf.cli.data import TASKS
 from openrlhf.cli.run_files import TRAINING
-from openrlhf.cli.train_ppo_ray import build_trainer
+from openrlhf.cli.train_ppo_ray import build_trainer, checkpoints_of
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import with_values
 from openrlhf.config.parse import parse
@@ -24,7 +24,7 @@ from openrlhf.replay.recorded import RecordedRun
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()  # without flags: torchrun takes --start for one of its own
+    parser = argparse.ArgumentParser()  # positions, not flags: torchrun would take --start for its own
     parser.add_argument("command", choices=[command.name for command in TRAINING])
     parser.add_argument("config")
     parser.add_argument("source", type=Path)
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
-    """Trains from the checkpoint to `step`. Evaluates after the same steps as the run."""
+    """Trains from the checkpoint to the end of `step`, and evaluates after the same steps as the run."""
     from openrlhf.backends.distributed import leave_distributed
     from openrlhf.training.task import Run
 
@@ -53,7 +53,8 @@ def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
         trainer = Run(getattr(import_module(f"openrlhf.cli.{module}"), task_type)(config), [], held).trainer()
         settings = {"train.max_steps": step}
         evaluates = any(metric.startswith("eval/") for metric in source.metrics[step])
-        if config.eval.steps == -1 and not evaluates:  # the run had not ended
+        # With eval.steps -1 the last step evaluates. If the run did not after `step`, this was not its last.
+        if config.eval.steps == -1 and not evaluates:
             settings["eval.steps"] = len(trainer.windows)
         trainer.config = with_values(trainer.config, settings)
         try:
@@ -65,14 +66,13 @@ def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
 
 
 def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int) -> None:
-    """Trains on the recorded samples of the steps after `start`, whose checkpoint is loaded, to `step`. All
-    models are in this process."""
+    """Loads the checkpoint of step `start` (0: none) and trains on the recorded samples of the steps up to
+    `step`. All models are in this process."""
     from openrlhf.replay.local_roles import start_local_roles
-    from openrlhf.training.checkpoints import CheckpointFolder, Found
+    from openrlhf.training.checkpoints import Found
     from openrlhf.training.rl_data import build_data
 
-    others = [f"{config.ckpt.folder}/_critic"] if config.uses_critic else []
-    checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, others)
+    checkpoints = checkpoints_of(config)
     found = checkpoints.find() if start else Found(None, [])
     if found.skipped:
         raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(found.skipped), value=source.path)

@@ -1,4 +1,4 @@
-"""Checks of what the flags of an RL run refer to: the cluster, files, models and users' code."""
+"""Checks the things that the flags of an RL run refer to: cluster, files, models and users' code."""
 
 import sys
 from collections.abc import Callable
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 def problems_outside(config: PPOConfig) -> list[ValueError]:
-    """Returns the first problem of each flag with the cluster or with files. Nothing is loaded or
-    started."""
+    """Returns the first problem of each flag with the cluster, files or users' code. Loads no weights and
+    starts no processes."""
     from openrlhf.observability.progress import checking
     from openrlhf.observability.trackers.load import trackers_of
 
@@ -59,8 +59,8 @@ def _note_offloading(config: PPOConfig) -> None:
 
 
 def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) -> None:
-    """Checks datasets, models and users' files through `ask(flag, check, ...)`, which calls `check(...)`
-    unless the flag already has a problem. `on_cpu`: whether the engines are known to have no GPU."""
+    """Checks datasets, models and users' files by `ask(flag, check, ...)`, which calls `check(...)` unless
+    the flag already has a problem. `on_cpu`: True if the engines are known to have no GPU."""
     _check_columns(config, ask)  # before the import of transformers, which takes longer than these checks
     from openrlhf.models.experts import check_experts
     from openrlhf.models.loading import check_model
@@ -200,12 +200,12 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
-    """Raises UsageError if the critic's warm-up takes the whole run: the policy would never learn."""
+    """Raises UsageError if the policy would never learn, because the critic's warm-up takes the whole run."""
     from openrlhf.training.schedule import prompts_of_steps
 
     steps = len(prompts_of_steps(config, num_prompts))
     if steps <= config.frozen_actor_steps:
-        text = f"the run has only {steps} steps, so the policy would never learn; use less than {steps}"
+        text = f"the run has only {steps} steps, so the policy would never learn; use fewer than {steps}"
         raise UsageError(
             ErrorCode.CONFLICT, text, flag="--critic.freezing_steps", value=config.critic.freezing_steps
         )

@@ -1,5 +1,4 @@
-"""`openrlhf rollouts RUN`: prints samples of an RL run, from its last step or any other, with tokens coloured
-by advantage."""
+"""Prints samples of an RL run, from its last step or any other, with tokens coloured by advantage."""
 
 import argparse
 import math
@@ -81,8 +80,8 @@ def steps_of(folder: Path, name: str) -> dict[int, Path]:
 
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
-    """Returns the indices of the rows that the options select, in their order, and the step's number of
-    samples. Raises UsageError for a prompt that the step does not have."""
+    """Returns the indices of the rows that the options select, in the order of --sort, and the step's number
+    of samples. Raises UsageError if the step does not have the prompt."""
     from openrlhf.observability.journal import num_samples, read_table
 
     values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
@@ -120,8 +119,8 @@ def _not_found(text: str, flag: str = "", value: object = "") -> UsageError:
 
 
 def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
-    """Returns, for each row, the text of each token of its answer. Returns None and prints a note if the
-    run's tokenizer is missing or does not reproduce the stored text."""
+    """Returns for each row the text of each token of its answer. Returns None and prints a note if the run's
+    tokenizer is missing or does not reproduce the stored text."""
     from openrlhf.observability.rollout_view import prompt_length
     from openrlhf.text import decode_each
 
@@ -161,7 +160,8 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def _listed(names: Sequence[Any]) -> str:
-    """Joins names for an error; of more than MOST_LISTED names only the first ones and the last."""
+    """Joins names for an error message. From more than MOST_LISTED names it leaves some out before the
+    last."""
     if len(names) <= MOST_LISTED:
         return ", ".join(map(str, names))
     return f"{', '.join(map(str, names[: MOST_LISTED - 1]))}, ... {names[-1]} ({len(names)} in all)"

@@ -1,4 +1,4 @@
-"""The command and the flags of a run that words describe: `RUN.yaml ...` or `COMMAND ...`."""
+"""Finds the command and the flags of a run that words describe: `RUN.yaml ...` or `COMMAND ...`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,11 +14,11 @@ TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
 
 
 def command_and_flags(words: Sequence[str], prog: str) -> tuple[Command, list[str]]:
-    """Returns the command and its flags. A file after the command, or in its place, stands for `--config
-    FILE`; without a command the keys of the file must belong to exactly one. Raises UsageError if the
-    command remains unknown."""
+    """Returns the command and its flags. A file after the command, or in its place, means `--config FILE`.
+    Without a command, exactly one command must have all keys of the file. Raises UsageError if the command
+    remains unknown."""
     names = {command.name: command for command in TRAINING}
-    first, rest = (words[0], list(words[1:])) if words else ("", [])
+    first, *rest = words[words[:1] == ["--config"] :] or [""]
     if first in names:
         files = [rest.pop(0)] if rest and _is_file(rest[0]) else []
         return names[first], [*(word for file in files for word in ("--config", file)), *rest]
@@ -50,7 +50,7 @@ def _command_of(file: str, prog: str) -> Command:
     if len(found) == 1:
         return found[0]
     names = ", ".join(command.name for command in found or TRAINING)
-    why = "is a file of several commands" if found else "has keys that no single command has"
+    why = "its keys are flags of several commands" if found else "no single command has all of its keys"
     text = f"{why}; name the command ({names}): {prog} {(found or TRAINING)[0].name} {file}"
     raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=file)
 

@@ -1,4 +1,4 @@
-"""Serves a reward model over HTTP: `python -m openrlhf.cli.serve_rm`."""
+"""Serves a reward model over HTTP: `openrlhf serve_rm`."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -41,7 +41,7 @@ def run(config: ServeRMConfig) -> None:
 
 
 def check(config: ServeRMConfig) -> None:
-    """Raises UsageError for problems with the model's files, before the model is loaded."""
+    """Checks the model's files before the model is loaded. Raises UsageError for problems."""
     from openrlhf.models.loading import check_room, load_config
     from openrlhf.models.scorer import score_statistics
 
@@ -60,7 +60,7 @@ def check(config: ServeRMConfig) -> None:
 
 
 def load(config: ServeRMConfig) -> "TextScorer":
-    """Loads the model, and returns it as a function from texts to scores."""
+    """Loads the model with its tokenizer as a function from texts to scores."""
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics

@@ -66,12 +66,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 RESTARTS = "OPENRLHF_RESTARTS"
-"""Variable with the number of times that this run has started again."""
+"""Environment variable with the number of restarts of this run."""
 
 
 def restart_after(error: Exception, config: PPOConfig, argv: Sequence[str]) -> None:
-    """Starts the command again in this process, from the newest checkpoint, where a process of the run was
-    lost and `train.max_restarts` allows it; otherwise returns."""
+    """Starts the command again in this process, from the newest checkpoint, if the error is the loss of a
+    process and `train.max_restarts` allows it; otherwise returns."""
     from openrlhf.cluster.deaths import is_lost_process
 
     count = int(os.environ.get(RESTARTS, "0")) + 1
@@ -85,7 +85,7 @@ def restart_after(error: Exception, config: PPOConfig, argv: Sequence[str]) -> N
 
 
 def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
-    """Trains, and writes the policy to `ckpt.output_dir`. `clock`: began with the start of the run."""
+    """Trains, and writes the policy to `ckpt.output_dir`. `clock`: clock that started with the run."""
     from openrlhf.cluster.disks import check_disks
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
@@ -105,7 +105,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
             with clock.stage("data"):
                 data = build_data(config)
             check_policy_learns(config, len(data.prompts))
-            checkpoints = checkpoints_of(config, data)
+            checkpoints = checkpoints_of(config, _origin(config, data) if config.ckpt.is_used else None)
             lock_folders(config, checkpoints, held)
             check_space(config, checkpoints, len(prompts_of_steps(config, len(data.prompts))))
             tag = choose_checkpoint(config, checkpoints)
@@ -167,15 +167,15 @@ def train(
 
 
 def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
-    """Ends this process with a message, because Ray's head at this address is gone. Calls to Ray would never
-    return. After a signal to the whole process group, the run ends by that signal."""
+    """Ends this process with a message, because Ray's head at this address is gone and calls to Ray would
+    never return. Does nothing after a signal to the process group, by which the run ends."""
     from openrlhf.cluster.deaths import logs_folder
 
     if trainer.stop.is_requested:
         return
     text = (
         f"Ray's process gcs_server at {address} was killed (out of memory?) or crashed.\n"
-        f"Its log is {logs_folder()}/gcs_server.out. A cluster of `ray start` must be started again."
+        f"Its log is {logs_folder()}/gcs_server.out. Start a cluster of `ray start` again."
     )
     notify(f"error: {describe(RunError(ErrorCode.CLUSTER, text))}\n{position(trainer, False)}")
     os._exit(EXIT_FAILURE)
@@ -192,7 +192,7 @@ def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
     """Returns the table of the run's placement (`--print_plan`). Raises UsageError if the run does not fit.
-    `cluster`: GPUs of each node; empty for the cluster that the run would join, or this machine."""
+    `cluster`: number of GPUs of each node; empty for the cluster that the run would join, or this machine."""
     from openrlhf.cluster.layout import layout_of, table
 
     return table(layout_of(config, _nodes(cluster)))
@@ -229,9 +229,9 @@ def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> 
 
 
 def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> int:
-    """Returns the number of GPUs that an engine's weights need, given the memory of this machine's GPUs.
-    Returns the flag's value if it is set, if `cluster` describes another machine, or if the memory is
-    unknown."""
+    """Returns the number of GPUs that an engine's weights need on this machine. Returns the value of
+    --vllm.tensor_parallel_size if the flag is set, if `cluster` describes another machine, or if the GPUs'
+    memory is unknown."""
     from openrlhf.device import gpu_bytes
 
     size = config.vllm.tensor_parallel_size
@@ -249,8 +249,8 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
 
 
 def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:
-    """Returns `num_gpus_per_node` for roles whose flag is unset and whose default exceeds a node's GPUs: the
-    GPUs of the smallest node, or 1 without GPUs. `cluster`: as in `plan`."""
+    """Returns values of `num_gpus_per_node` for roles whose flag is unset and whose default exceeds the GPUs
+    of the smallest node: the number of these GPUs, or 1 without GPUs. `cluster`: as in `plan`."""
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
@@ -262,14 +262,13 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
     return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 
 
-def checkpoints_of(config: PPOConfig, data: RLData) -> "CheckpointFolder":
-    """Returns the checkpoint folders of the policy and, if there is one, of the critic. Loaded checkpoints
-    are compared with this run's origin."""
+def checkpoints_of(config: PPOConfig, origin: "Origin | None" = None) -> "CheckpointFolder":
+    """Returns the checkpoint folders of the policy and, if there is one, of the critic. `origin`: compared
+    with that of a checkpoint before it is loaded, and stored in new ones; None for neither."""
     from openrlhf.training.checkpoints import CheckpointFolder
 
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
-    origin = _origin(config, data) if ckpt.is_used else None
     universal = config.ds.zero.universal_checkpoint
     return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
 

@@ -28,7 +28,7 @@ class PairTask(task.Task[ConfigT]):
 
     column_keys = ("prompt_key", "chosen_key", "rejected_key")
     score_last_token: ClassVar[bool]
-    """Whether only the last token of each answer is scored, see `build_pairs`."""
+    """True if only the last token of each answer is scored (`build_pairs`)."""
 
     @property
     def margin_key(self) -> str | None:

@@ -65,15 +65,9 @@ def make_parser() -> ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        options, command, flags = parsed_like_run(sys.argv[1:] if argv is None else argv)
+        options, command, flags = parsed(make_parser(), argv)
         catch_signals()
         sys.exit(run(command, flags, options))
-
-
-def parsed_like_run(words: Sequence[str]) -> tuple[argparse.Namespace, Command, list[str]]:
-    """Separates the options of this command from the run's command and its flags. `--config RUN.yaml` is the
-    same as RUN.yaml."""
-    return parsed(make_parser(), list(words[1:] if words[:1] == ["--config"] else words))
 
 
 def run(command: Command, flags: Sequence[str], options: argparse.Namespace) -> int:

@@ -1,5 +1,5 @@
-"""`openrlhf watch RUN`: shows a run on one screen while it runs, or after its end: steps and remaining time,
-phases, curves, sampling, warnings, and the newest samples. Reads only the run folder."""
+"""Shows a run on one screen, while it runs or after its end: steps and remaining time, phases, curves,
+sampling, warnings and the newest samples. Reads only the run folder."""
 
 import argparse
 import os
@@ -25,13 +25,13 @@ REFRESH = 0.5
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
-        prog="openrlhf watch", description=__doc__, epilog="q or Ctrl-C leaves; the run goes on."
+        prog="openrlhf watch", description=__doc__, epilog="Leave with q or Ctrl-C; the run goes on."
     )
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="run folder, or an output folder: its newest run"
+        "run", type=Path, metavar="RUN", help="run folder, or an output folder for its newest run"
     )
     parser.add_argument(
-        "--once", action="store_true", help="print one frame as text and exit, as without a terminal"
+        "--once", action="store_true", help="print one frame as text and exit (default without a terminal)"
     )
     parser.add_argument(
         "--width",
@@ -73,10 +73,14 @@ def show_live(run: "FollowedRun") -> None:
     with suppress(KeyboardInterrupt), keys() as pressed:
         run.refresh()
         first = _frame(run, console, height=console.height)
-        with Live(first, console=console, screen=True, auto_refresh=False, transient=True) as live:
+        live = Live(first, console=console, screen=True, auto_refresh=False, transient=True)
+        try:
+            live.start(refresh=True)  # a `with` would not restore the screen after a Ctrl-C in here
             while not pressed(REFRESH):
                 run.refresh()
                 live.update(_frame(run, console, height=console.height), refresh=True)
+        finally:
+            live.stop()
 
 
 def _frame(run: "FollowedRun", console: "Console", height: int | None) -> "Group":
@@ -87,8 +91,8 @@ def _frame(run: "FollowedRun", console: "Console", height: int | None) -> "Group
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for so many seconds, and returns whether q was pressed meanwhile. The
-    terminal shows no typed keys inside the block."""
+    """Yields a function that waits for at most the given seconds, and returns True if q was pressed. Inside
+    the block the terminal does not show typed keys."""
     if not sys.stdin.isatty():
         yield lambda seconds: bool(time.sleep(seconds))
         return
@@ -105,7 +109,7 @@ def keys() -> Iterator[Callable[[float], bool]]:
 
 
 def _is_q_pressed(descriptor: int, seconds: float) -> bool:
-    """Waits for a key. The end of the input counts as q."""
+    """Waits for a key, at most for these seconds. The end of the input counts as q."""
     if not select.select([descriptor], [], [], seconds)[0]:
         return False
     typed = os.read(descriptor, 64)

@@ -105,7 +105,7 @@ def test_command_is_understood(
         case ["openrlhf", "plan" | "check" | "rehearse" as command, *flags]:
             check_plan(command, flags)
         case ["openrlhf", "verify", *flags]:
-            _, command, of_run = verify.parsed_like_run(flags)
+            _, command, of_run = planning.parsed(verify.make_parser(), flags)
             check_flags(command.name, of_run)
         case ["openrlhf", command, *flags]:
             check_flags(command, flags)

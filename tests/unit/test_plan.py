@@ -382,6 +382,7 @@ def test_a_file_says_its_command_if_only_one_has_its_keys(tmp_path: Path) -> Non
         ["--config", str(file), "--seed", "1"],
     )
     file.write_text("model: {beta: 0.1, ipo_enable: true}\n")
+    assert command_and_flags([str(file)], "plan") == command_and_flags(["--config", str(file)], "plan")
     assert command_and_flags([str(file)], "plan")[0] is DPO
     assert command_and_flags(["sft", str(file)], "plan") == (SFT, ["--config", str(file)])
     file.write_text("model: {model_name_or_path: a}\n")
