@@ -8,8 +8,8 @@ from openrlhf.types import Trajectory
 
 
 def commonest_failure(failed: Sequence[Trajectory]) -> tuple[Trajectory, int]:
-    """Returns the first sample with the most common error, and the number of samples with it. Errors count as
-    the same where they differ only in numbers and quoted words. `failed` must not be empty."""
+    """Returns the first sample with the most common error, and the number of samples with it. Errors that
+    differ only in numbers and quoted words count as the same. `failed` must not be empty."""
     kind, count = Counter(map(_kind, failed)).most_common(1)[0]
     return next(t for t in failed if _kind(t) == kind), count
 

@@ -1,4 +1,4 @@
-"""Follows a run by the files of its folder, live, ended or dead: reads what is new, and writes nothing."""
+"""Follows a run, whether it still runs or not, by reading new content of the files in its folder."""
 
 import fcntl
 import json
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 STEPS_KEPT = 2000
 """Number of the newest steps whose metrics are kept."""
 TAIL_BYTES = 16 << 20
-"""Bytes at the end of a file of rows that are read first."""
+"""Maximum number of bytes, at the end of a file, that the first refresh reads."""
 PROBE_EVERY = 5.0
-"""Seconds between two looks at the lock of the folder."""
+"""Seconds between two probes of the folder's lock."""
 SAMPLE_COLUMNS = ("prompt_id", "prompt", "response", "reward", "outcome", "error", "finish_reason")
 SAMPLES_KEPT = 16
 
@@ -42,12 +42,13 @@ class Tail:
     def _begin(self, inode: int, offset: int) -> None:
         self._inode, self._offset, self._num_lines = inode, offset, 0
         self.num_unreadable = 0
-        """Number of complete lines that are no JSON objects."""
+        """Number of complete lines that are not JSON objects."""
         self.first_unreadable = 0
-        """Number of the first of them, counted from 1 in the lines that were read; 0 without any."""
+        """Line number of the first unreadable line among the lines that were read, from 1; 0 if there is
+        none."""
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns whether the file was replaced or cut since the last call, and its new complete rows."""
+        """Returns True if the file was replaced or cut since the last call, and its new complete rows."""
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())
@@ -83,14 +84,14 @@ class Tail:
 
 
 def metrics_of(row: dict[str, Any]) -> "tuple[int, Metrics]":
-    """Returns the step of a row of metrics.jsonl, and its metrics by their current names. Values that are no
-    numbers are left out."""
+    """Returns the step of a row of metrics.jsonl, and its metrics by their current names. Leaves out values
+    that are not numbers."""
     metrics = {RENAMED.get(name, name): value for name, value in _numbers(row) if name != "step"}
     return _integer(row.get("step")), metrics
 
 
 class FollowedRun:
-    """The state of a run. `refresh` reads what is new in its folder."""
+    """The state of a run, which `refresh` updates from its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = RunFolder(folder)
@@ -101,10 +102,10 @@ class FollowedRun:
         self.warnings: list[tuple[int, str]] = []
         """(step, text) of each warning about the run's health."""
         self.samples: list[Sample] = []
-        """A few samples of the newest file of rollouts: best, worst, failed."""
+        """A few samples of the newest file of rollouts, from best to worst, and failed ones."""
         self.samples_file = ""
         self.samples_error = ""
-        """The reason why the newest samples cannot be read; empty if they can."""
+        """Reason why the newest samples cannot be read; empty if they can."""
         self.state: State = "unknown"
         self._metrics = Tail(self.folder.metrics_path, TAIL_BYTES)
         self._health = Tail(self.folder.health_path, TAIL_BYTES)
@@ -127,7 +128,7 @@ class FollowedRun:
 
     @property
     def num_unreadable(self) -> int:
-        """Number of lines that are no JSON."""
+        """Number of lines that are not JSON objects."""
         return self._metrics.num_unreadable + self._health.num_unreadable
 
     @property
@@ -141,7 +142,7 @@ class FollowedRun:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration of the last start; {} where it cannot be read."""
+        """The configuration of the last start; {} if it cannot be read."""
         path = self.folder.path / "config.yaml"
         try:
             changed = path.stat().st_mtime_ns
@@ -153,13 +154,14 @@ class FollowedRun:
 
     @property
     def model(self) -> str:
-        """Name of the model that is trained; empty if unknown."""
+        """Name of the trained model; empty if unknown."""
         sections = (_inside(self.config, name) for name in ("actor", "model"))
         return next((str(s["model_name_or_path"]) for s in sections if s.get("model_name_or_path")), "")
 
     @property
     def age(self) -> float | None:
-        """Seconds since the last step, or since the start; None if nothing is written."""
+        """Seconds since the last step or, before the first one, since the start; None if nothing is
+        written."""
         for path in (self.folder.metrics_path, self.folder.path / "config.yaml"):
             try:
                 return max(0.0, time.time() - path.stat().st_mtime)
@@ -169,8 +171,8 @@ class FollowedRun:
 
     @property
     def seconds_per_step(self) -> float | None:
-        """Mean duration of the last 50 steps. The first step, which compiles and warms up, counts if it is
-        the only one."""
+        """Mean duration of the last 50 steps; None if unknown. The first step, which compiles and warms up,
+        counts only if there is no other."""
         found = [metrics.get("timing/step_total", math.nan) for step, metrics in self.steps.items() if step]
         found = [seconds for seconds in found if math.isfinite(seconds)]
         recent = found[1:][-50:] or found
@@ -178,7 +180,7 @@ class FollowedRun:
 
     @property
     def eta(self) -> float | None:
-        """Estimated remaining seconds; None when unknown, or nothing is left."""
+        """Estimated remaining seconds; None if they are unknown or the run does not go on."""
         total, seconds = self.total_steps, self.seconds_per_step
         if self.state != "running" or total is None or seconds is None or self.last_step >= total:
             return None
@@ -222,7 +224,7 @@ class FollowedRun:
                 self.state = "ended" if self._has_closed() else "died"
 
     def _has_closed(self) -> bool:
-        """Returns whether the run wrote its report after its last step, as it does unless it is killed."""
+        """Returns True if the run wrote its report after its last step, as a run does unless it is killed."""
         try:
             report = (self.folder.path / "report.html").stat().st_mtime_ns
             return report >= self.folder.metrics_path.stat().st_mtime_ns
@@ -231,8 +233,8 @@ class FollowedRun:
 
 
 def is_locked(folder: Path) -> bool | None:
-    """Returns whether a living process holds the lock of a run folder; None without a lock, or on a file
-    system without locks. The probe shares the lock for some microseconds."""
+    """Returns True if a living process holds the lock of a run folder; None if there is no lock file, or the
+    file system has no locks. The probe holds a shared lock for some microseconds."""
     try:
         with open(folder / LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -244,7 +246,7 @@ def is_locked(folder: Path) -> bool | None:
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """Returns a few samples of a step's Parquet file, evenly spaced from the best reward to the worst, and
+    """Reads a few samples of a step's Parquet file: samples evenly spaced from best to worst reward, and
     failed ones."""
     import pyarrow.parquet as pq
 
@@ -259,12 +261,23 @@ def read_samples(path: Path) -> list[Sample]:
 
 
 def evenly(items: Sequence[T], count: int) -> list[T]:
-    """Returns at most `count` items, evenly spaced, with the first and the last one."""
+    """Returns at most `count` items, evenly spaced, including the first and the last one."""
     if count >= len(items):
         return list(items)
     if count == 1:
         return list(items[:1])
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def thinned(curve: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Reduces a curve to at most `most` points: the first, the last, and the lowest and the highest one of
+    each of equally long stretches, so that spikes stay."""
+    if len(curve) <= most:
+        return curve
+    width, height = -(-len(curve) // (most // 2 - 1)), lambda point: point[1]
+    stretches = [curve[start : start + width] for start in range(0, len(curve), width)]
+    extremes = (pick(stretch, key=height) for stretch in stretches for pick in (min, max))
+    return sorted({curve[0], curve[-1], *extremes})
 
 
 def find_run(path: Path) -> Path:
@@ -277,7 +290,7 @@ def find_run(path: Path) -> Path:
     patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
     runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunFolder(folder).is_run}
     if not runs:
-        text = "has no run; name the folder of a run, or --ckpt.output_dir"
+        text = "has no run inside; give the folder of a run (--logger.run_dir), or --ckpt.output_dir"
         raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
     return max(runs, key=_last_change)
 

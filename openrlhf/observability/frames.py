@@ -17,15 +17,17 @@ if TYPE_CHECKING:
 
 
 def metrics_to_pandas(run: str | Path) -> "DataFrame":
-    """Returns the metrics of a run, one row per step (the index) and one column per metric. A metric that a
-    step does not have is NaN. Raises UsageError if the folder has no metrics.jsonl."""
+    """Returns the metrics of a run, with one row per step (the index) and one column per metric. A metric
+    that a step does not have is NaN. Raises UsageError if the folder has no metrics.jsonl."""
     import pandas as pd
 
-    path = RunFolder(Path(run)).metrics_path
-    if not path.exists():
-        text = "has no metrics.jsonl, so it is not a run folder; give the folder of a run"
-        raise UsageError(ErrorCode.NOT_FOUND, text, value=run)
-    return pd.DataFrame.from_dict(read_metrics(path), orient="index").sort_index().rename_axis("step")
+    folder = RunFolder(Path(run))
+    folder.check_metrics()
+    return (
+        pd.DataFrame.from_dict(read_metrics(folder.metrics_path), orient="index")
+        .sort_index()
+        .rename_axis("step")
+    )
 
 
 def rollouts_to_pandas(
@@ -35,11 +37,15 @@ def rollouts_to_pandas(
     steps: Container[int] | None = None,
     columns: Sequence[str] = FACTS.names,
 ) -> "DataFrame":
-    """Returns the rollouts of a run, one row for each, in the order of steps, with a column `step`.
+    """Returns the rollouts of a run in the order of steps, one row per rollout, with a column `step`. Raises
+    UsageError if there are no such rollouts.
 
-    `name`: `step` for training, `eval` or `filtered`. `steps`: the steps to read, by default all. `columns`:
-    columns of the journal, by default those with a few values per rollout; the columns of tokens take much
-    more memory. Raises UsageError if there are no such rollouts.
+    Args:
+        run: run folder.
+        name: `step` for training, `eval` or `filtered`.
+        steps: steps to read; None for all.
+        columns: columns of the journal, by default those with a few values per rollout. The columns of tokens
+            take much more memory.
     """
     files = journal_steps(RunFolder(Path(run)).rollouts_path, name)
     chosen = {step: path for step, path in files.items() if steps is None or step in steps}

@@ -1,7 +1,5 @@
-"""Rules on metrics that detect an unhealthy run, each with its remedy.
-
-The rules see only metrics: a run without messages may still be unhealthy.
-"""
+"""Detects unhealthy runs by rules on metrics, each with a remedy. A run that no rule detects may still be
+unhealthy."""
 
 import math
 from collections import Counter
@@ -18,13 +16,14 @@ class Rule:
     sign: Literal["<", ">"]
     limit: float
     steps: int
-    """Consecutive steps that report the metric for which the condition must hold."""
+    """Number of consecutive steps for which the condition must hold. Steps without the metric do not
+    count."""
     text: str
     """The meaning of the condition, and the remedy."""
 
     @classmethod
     def of(cls, condition: str, text: str) -> Self:
-        """Reads a condition as it is printed: "policy/entropy < 0.02 for 20 steps"."""
+        """Parses a condition such as "policy/entropy < 0.02 for 20 steps"."""
         metric, sign, limit, _, steps, _ = condition.split()
         assert sign in ("<", ">")
         return cls(metric=metric, sign=sign, limit=float(limit), steps=int(steps), text=text)
@@ -136,8 +135,8 @@ class Rewards:
     differ: bool = False
 
     def check(self, metrics: Metrics) -> list[str]:
-        """Returns a message after the first step if all its rewards are equal. Steps of a single sample,
-        steps that learn from a teacher, and steps without rewards do not count."""
+        """Returns a message after the first step if all its rewards are equal. Steps with a single sample,
+        with a teacher or without rewards do not count."""
         is_one_sample = metrics.get("rollout/num_samples") == 1
         if is_one_sample or "teacher/kl_mean" in metrics or "rollout/reward_std" not in metrics:
             return []
@@ -150,7 +149,7 @@ class Rewards:
         return [f"all rewards of the step are {mean:g}: {SAME_REWARD}"]
 
     def at_end(self) -> list[str]:
-        """Returns a message for a run of several steps whose rewards never differed."""
+        """Returns a message if the rewards of several steps were all equal."""
         if self.differ or self.steps < 2:
             return []
         return [f"all rewards of these {self.steps} steps are {self.value:g}: {SAME_REWARD}"]
@@ -158,17 +157,19 @@ class Rewards:
 
 @dataclass(kw_only=True)
 class Health:
+    """Checks the metrics of each step by all rules."""
+
     rules: tuple[Rule, ...] = RULES
     mismatch: MismatchWatch | None = None
-    """Compares sampler and trainer, in RL."""
+    """Comparison of sampler and trainer; None in supervised learning."""
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
     """Number of consecutive steps for which each rule's condition has held."""
     rewards: Rewards = field(default_factory=Rewards, init=False)
 
     def check(self, metrics: Metrics) -> list[str]:
-        """Returns messages about what became unhealthy with this step. A rule fires when its condition has
-        held for its number of steps, and not again until the metric was healthy in between. A step that does
-        not report the metric, or reports NaN, neither counts nor interrupts."""
+        """Returns messages about metrics that became unhealthy with this step. A rule fires when its
+        condition has held for its number of steps, and again only after the metric was healthy. A step
+        without the metric, or with NaN, neither counts nor interrupts."""
         messages = self.mismatch.check(metrics) if self.mismatch else []
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)

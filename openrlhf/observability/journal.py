@@ -1,8 +1,7 @@
-"""Journals every trajectory of every step, in one Parquet file per step, written asynchronously.
+"""Journals the trajectories of every step in one Parquet file per step, in a separate thread.
 
-`rollouts/step_000012.parquet` holds training step 12, `eval_...` an evaluation, `filtered_...` the samples
-that dynamic filtering left out. rollout_table.py defines the columns. A file is complete or absent.
-"""
+`rollouts/step_000012.parquet` has training step 12, `eval_...` an evaluation, and `filtered_...` the samples
+that dynamic filtering dropped. rollout_table.py defines the columns. A file is complete or absent."""
 
 import queue
 import threading
@@ -18,6 +17,7 @@ import pyarrow.parquet as pq
 
 from openrlhf.config.choices import JournalMode
 from openrlhf.files import replacing
+from openrlhf.observability.followed_run import evenly
 from openrlhf.observability.rollout_table import (
     FACTS,
     OF_ACTIONS,
@@ -33,12 +33,11 @@ from openrlhf.types import Batch, Schedule, Trajectory
 
 QUEUE_STEPS = 2
 PATIENCE = 2.0
-"""Seconds that a step may wait for the journal before a message says so."""
+"""Seconds that a step waits for the journal before a message is printed."""
 ROW_GROUP = 256
-"""Samples that are converted, and read, at a time."""
+"""Number of samples that are converted, and read, at a time."""
 SAMPLES_KEPT = 16
-"""Number of samples that mode `sample` keeps of a step: up to this many from best to worst, and up to this
-many that failed."""
+"""Maximum number of samples with a reward, and of failed ones, that mode `sample` keeps of a step."""
 _NUM_SAMPLES = b"num_samples"
 
 
@@ -50,12 +49,12 @@ class Decode(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trained:
-    """Training data of a step's finished trajectories, in their order; failed ones have none."""
+    """Training data of a step's finished trajectories, in their order. Failed trajectories have none."""
 
     batch: Batch
     schedule: Schedule
     first_update: int
-    """Optimizer steps of the run before this step."""
+    """Number of optimizer steps of the run before this step."""
 
     def visits(self) -> Visits:
         visits: list[list[tuple[int, int]]] = [[] for _ in range(len(self.batch))]
@@ -67,11 +66,11 @@ class Trained:
 
 
 class Journal:
-    """Writes trajectories in a thread of its own, at most `QUEUE_STEPS` steps behind the run.
+    """Writes trajectories in a separate thread, at most `QUEUE_STEPS` steps behind the run.
 
-    A disk that is slower than the run slows it down. On a write error journalling ends and the run goes on.
-    `report` receives a message about both. Any other error is raised by the next call.
-    """
+    If the disk is slower than the run, the run waits for it. After an error of the disk, nothing more is
+    written and the run goes on. `report` receives a message in both cases. The next call raises any other
+    error."""
 
     def __init__(
         self,
@@ -97,8 +96,8 @@ class Journal:
         name: str = "step",
         trained: Trained | None = None,
     ) -> Path | None:
-        """Queues the trajectories of a step and returns the path of their file, which replaces an existing
-        one; None without a journal. The arguments must not change afterwards."""
+        """Queues the trajectories of a step, which must not change afterwards. Returns the path of their
+        file, which replaces an existing one; None if nothing is journalled."""
         self._raise_error()
         if self._is_off:
             return None
@@ -115,7 +114,7 @@ class Journal:
         self._raise_error()
 
     def close(self) -> None:
-        """Waits until everything is written, and ends the thread."""
+        """Waits until everything is written, then ends the thread."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()  # bounded: likewise
@@ -134,8 +133,8 @@ class Journal:
             self._jobs.put(job)
 
     def _work(self) -> None:
-        """Writes jobs until the end. After an error it only empties the queue, so that `write` never
-        blocks."""
+        """Writes jobs until the journal is closed. After an error it only empties the queue, so that `write`
+        never blocks."""
         while job := self._jobs.get():  # bounded: an idle thread
             try:
                 if not self._is_off:
@@ -143,7 +142,7 @@ class Journal:
             except OSError as error:
                 self._is_off = True
                 reason = error.strerror or error
-                self._report(f"no more rollouts are written: {job.path}: {reason}. Training goes on.")
+                self._report(f"rollouts are no longer written: {job.path}: {reason}. Training goes on.")
             except BaseException as error:
                 self._is_off, self._error = True, error
             finally:
@@ -151,7 +150,7 @@ class Journal:
         self._jobs.task_done()
 
     def _write(self, job: "_Job") -> None:
-        """Writes row groups one at a time, to limit the memory for copies."""
+        """Writes one row group at a time, to limit the memory of copies."""
         ts, trained = job.trajectories, job.trained
         visits = trained.visits() if trained else ()
         chosen = range(len(ts)) if self._mode == "full" else best_worst_failed(ts)
@@ -191,8 +190,8 @@ _ENCODING: dict[str, Any] = {
 
 
 def read_journal(path: str | Path) -> list[Trajectory]:
-    """Returns the trajectories of a step, from Parquet or JSON lines. A label that JSON cannot hold comes
-    back as its repr."""
+    """Returns the trajectories of a step, from Parquet or JSON lines. A label that JSON does not know is
+    returned as its repr."""
     return to_trajectories(read_table(path))
 
 
@@ -208,7 +207,7 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
 
 
 def num_samples(table: pa.Table) -> int:
-    """Returns the number of samples of the step that a table was read from, journalled or not."""
+    """Returns the number of samples of a table's step, including those that the journal left out."""
     return int(table.schema.metadata[_NUM_SAMPLES])
 
 
@@ -237,12 +236,11 @@ def response_of(trajectory: Trajectory, decode: Decode) -> str:
 
 
 def spread(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
-    """Returns the indices of at most `limit` trajectories, evenly spaced from best to worst reward, then
-    failures if there is room."""
+    """Returns the indices of at most `limit` trajectories, evenly spaced from best to worst reward, then of
+    failed ones if there is room."""
     rewards = [(t.reward, i) for i, t in enumerate(trajectories) if t.reward is not None]
     scored = [i for _, i in sorted(rewards, key=lambda pair: pair[0], reverse=True)]
-    last = max(1, min(limit, len(scored)) - 1)
-    chosen = [scored[i * (len(scored) - 1) // last] for i in range(min(limit, len(scored)))]
+    chosen = evenly(scored, limit)
     return chosen + _failed(trajectories, limit - len(chosen))
 
 

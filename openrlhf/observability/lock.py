@@ -29,13 +29,17 @@ def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            owner = file.read().strip() or "a process that its lock does not name"
+            owner = file.read().strip() or "an unknown process"
             text = f"in use by {owner}.\nWait for that run or end it, or name another folder."
             raise UsageError(ErrorCode.IN_USE, text, flag=flag, value=path) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
                 raise
-            logger.warning("%s has no file locks (%s): nothing keeps a second run out", path, error.strerror)
+            logger.warning(
+                "%s has no file locks (%s), so a second run in this folder is not refused",
+                path,
+                error.strerror,
+            )
             yield
             return
         try:
@@ -44,9 +48,8 @@ def locked(folder: str | os.PathLike, *, flag: str) -> Iterator[None]:
             file.flush()
             yield
         finally:
-            fcntl.flock(
-                file, fcntl.LOCK_UN
-            )  # releases the lock also where a forked process still has the file open
+            # Closing the file would not release the lock if a forked process still has it open.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _now() -> str:

@@ -1,4 +1,4 @@
-"""Names of the metrics that show the progress of a run."""
+"""Selects the metrics that show the progress of a run by their names."""
 
 import re
 from collections.abc import Iterable
@@ -15,8 +15,8 @@ HEADLINES = (
     (r"policy/entropy", 1),
     (r"(rollout/)?truncated_rate", 1),
 )
-"""(pattern of metric names, maximum number of tiles), in the order of the tiles at the top. The loss of a
-policy or a critic does not show the progress of a run."""
+"""(pattern of metric names, maximum number of metrics), in the order of importance. The losses of policy and
+critic are left out, because they do not show progress."""
 
 
 def headlines(names: Iterable[str]) -> list[str]:

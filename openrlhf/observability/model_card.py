@@ -26,11 +26,10 @@ def write_model_card(
     base_model: str,
     datasets: Iterable[str],
 ) -> Path:
-    """Writes README.md with how `folder`'s model was made: method, final metrics, versions, configuration.
+    """Writes the README.md of the model in `folder`: method, final metrics, versions, configuration.
 
-    Names on the hub go into the metadata by which the hub links models and datasets; local paths do not. For
-    a local base model, the base model named in its own card goes there.
-    """
+    Its metadata, by which the hub links models and datasets, contain names on the hub but no local paths. For
+    a local base model they contain the base model that its own card names."""
     data = ModelCardData(
         base_model=base_model if _is_on_hub(base_model) else _base_in_card(Path(base_model)),
         datasets=[name for name in datasets if _is_on_hub(name)] or None,
@@ -54,11 +53,8 @@ def write_model_card(
 
 
 def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
-    """Uploads a model's folder; creates the repository as private where it does not exist. Returns its
-    address.
-
-    Raises RunError where the upload fails; the folder stays as it is.
-    """
+    """Uploads a model's folder and returns the address. A new repository is private. Raises RunError if the
+    upload fails."""
     api = HfApi()
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)
@@ -68,12 +64,12 @@ def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
             commit_message="Model trained with openrlhf",
             ignore_patterns=["checkpoints*/**", "runs/**"],
         )
-    except Exception as error:  # of the hub, of the network, of the disk
+    except Exception as error:  # the hub, the network and the disk raise errors of many types
         raise RunError(
             ErrorCode.NOT_WRITABLE,
             f"the upload failed: {first_line(error)}\n"
-            f"The model is complete in {folder}. Log in with `hf auth login`, then\n"
-            f"`hf upload {repository} {folder}` sends it.",
+            f"The model is complete in {folder}. Log in with `hf auth login`, then run\n"
+            f"`hf upload {repository} {folder}`.",
             flag="--ckpt.push_to_hub",
             value=repository,
         ) from error

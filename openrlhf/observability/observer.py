@@ -24,7 +24,7 @@ SAMPLES_IN_TABLE = 8
 
 
 class Observer:
-    """Reports a run, in the one process that logs for all."""
+    """Reports a run. It exists only in the process that logs for all ranks."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Observer:
         rollouts: JournalMode = "full",
         mismatch: MismatchWatch | None = None,
     ) -> None:
-        """`resume_step`: the restored step, None for a fresh run. `rollouts`: which rollouts the journal
-        keeps. `mismatch`: compares sampler and trainer, in RL."""
+        """`resume_step`: the restored step; None for a fresh run. `rollouts`: the rollouts that the journal
+        keeps. `mismatch`: comparison of sampler and trainer; None in supervised learning."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
@@ -45,20 +45,20 @@ class Observer:
         self.health = Health(mismatch=mismatch)
         self.step = resume_step or 0
         self.samples: dict[str, list[Trajectory]] = {}
-        """A few samples of the last training step and of the last evaluation, by the names of
-        `log_rollouts`."""
+        """A few samples of the last training step (`step`), the last evaluation (`eval`) and dynamic
+        filtering (`filtered`)."""
         self.journal = Journal(folder.rollouts_path, decode=decode, mode=rollouts, report=self.message)
         run = TrackedRun(folder=folder, logger=logger, resume_step=resume_step)
         self.trackers = Trackers(JsonlTracker(folder.metrics_path), open_trackers(run))
         self._of_start: Metrics = {}
-        """Metrics of the run's start, until the first row of metrics has them."""
+        """Metrics of the run's start, until they are logged with the first row of metrics."""
 
     def start(self, total_steps: int, done: int = 0) -> None:
         self.folder.write_total(total_steps)
         self.progress.start(total_steps, done=done)
 
     def started(self, clock: StartClock) -> None:
-        """Prints where the start of the run spent its time, and adds it to the next row of metrics."""
+        """Prints the seconds of each stage of the start, and adds them to the next row of metrics."""
         self.message(clock.line())
         self._of_start = clock.metrics()
 
@@ -72,7 +72,8 @@ class Observer:
         self.current.advance(count)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Reports one step, once: prints its line, writes its metrics, and warns of what looks unhealthy."""
+        """Reports a step: prints its line, logs its metrics, and warns about unhealthy ones. Call it once a
+        step."""
         self.step = step
         metrics = metrics | self.progress.step(step, metrics)
         for text in self.health.check(metrics):
@@ -88,8 +89,8 @@ class Observer:
         name: str = "step",
         trained: Trained | None = None,
     ) -> None:
-        """Journals the trajectories and shows a few. `name` is step for training, filtered for samples that a
-        step left out, and eval for evaluation."""
+        """Journals trajectories, and logs a table of a few. `name`: `step` for training, `filtered` for
+        samples that dynamic filtering dropped, `eval` for an evaluation."""
         path = self.journal.write(step, trajectories, name=name, trained=trained)
         self._tell_failures(trajectories, path)
         self.samples[name] = few_samples(trajectories)
@@ -105,12 +106,12 @@ class Observer:
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
 
     def flush(self) -> None:
-        """Waits until the rollouts are on disk. Must be called before a checkpoint is complete, because a run
-        that resumes from it does not write them again."""
+        """Waits until all rollouts are on disk. Call it before a checkpoint is complete, because a run that
+        resumes from the checkpoint does not write them again."""
         self.journal.flush()
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
-        """Prints the most common error on one line, with a sample that has it."""
+        """Prints one line with the number of failed samples, their most common error and an example of it."""
         failed = [t for t in trajectories if not t.ok]
         if not failed:
             return
@@ -128,8 +129,8 @@ class Observer:
         self.progress.message(text)
 
     def close(self) -> None:
-        """Ends the run's output: writes the report, and prints a few samples of the last evaluation, or of
-        the last step if there was no evaluation."""
+        """Closes all files, writes the report, and prints a few samples of the last evaluation, or of the
+        last step if there was none."""
         try:
             with self.progress.phase("write rollouts"):
                 self.journal.close()

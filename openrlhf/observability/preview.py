@@ -1,4 +1,4 @@
-"""Previews the data of a supervised run: first samples, learned tokens, packed rows, and lengths."""
+"""Previews the data of a supervised run: first samples, tokens with a loss, packed rows, and lengths."""
 
 import math
 import re
@@ -27,13 +27,13 @@ UNITS = {Sample: "sample", Pair: "pair", UnpairedExample: "answer", Steps: "solu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """Consecutive tokens of the same kind."""
+    """Consecutive tokens that all have a loss or all have none, and are all special or all ordinary."""
 
     text: str
     learned: bool
     special: bool
     label: str = ""
-    """Label of the step, in a process reward model."""
+    """Label of the step, for process reward models."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,8 +81,8 @@ def _side(
 def stretches_of(
     sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
 ) -> Iterator[Stretch]:
-    """Yields the stretches of a sample; their texts joined are the decoded sample. labels: one for each
-    learned token, which is then a stretch of its own."""
+    """Yields the stretches of a sample, whose texts add up to the decoded sample. `labels`: label of each
+    token with a loss, which is then a separate stretch; None if there are no labels."""
     token_ids, mask = sample.token_ids.tolist(), sample.action_mask.tolist()
     special_ids = {*tokenizer.all_special_ids} | {
         token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -102,7 +102,8 @@ def stretches_of(
 
 
 def plain_text(side: Side) -> str:
-    """Returns the text with learned tokens between ⟦ and ⟧ and each label in parentheses after its step."""
+    """Returns the text with tokens that have a loss between ⟦ and ⟧, and each label in parentheses after its
+    step."""
     parts = []
     for learned, group in groupby(side.stretches, lambda stretch: (stretch.learned, stretch.label)):
         text = "".join(stretch.text for stretch in group)
@@ -121,7 +122,7 @@ def coloured_text(side: Side) -> Text:
 
 
 def _shown(text: str) -> str:
-    """Collapses repeated special tokens, such as those of an image, to one with a count."""
+    """Replaces repetitions of a special token, such as those of an image, by one with a count."""
     times = lambda found: f"{found[1]}×{len(found[0]) // len(found[1])}"
     return clean_text(_REPEATED.sub(times, text))
 
@@ -130,7 +131,7 @@ _REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 class Preview:
-    """Prints a preview in colour (learned tokens green, others grey, special tokens reversed) or as plain
+    """Prints a preview in colour (tokens with a loss green, others grey, special tokens reversed) or as plain
     text."""
 
     def __init__(self, stream: TextIO, *, coloured: bool):
@@ -173,7 +174,7 @@ class Preview:
         self.line("")
 
     def summary(self, dataset: Any) -> None:
-        """Prints the counts of rows and tokens, and the distribution of lengths."""
+        """Prints the numbers of rows and tokens, and the distribution of lengths."""
         unit = UNITS[type(dataset[0])]
         lengths = np.array(dataset.lengths)
         items = tracked(range(len(dataset)), len(dataset), f"counting {unit}s")
@@ -204,7 +205,7 @@ BAR_WIDTH = 40
 
 
 def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
-    """Returns (shortest, longest, count) of ranges of equal width."""
+    """Returns (shortest, longest, count) for `bins` ranges of lengths with equal widths."""
     low, high = int(lengths.min()), int(lengths.max())
     width = max(1, math.ceil((high - low + 1) / bins))
     counts = np.bincount((lengths - low) // width)
@@ -213,7 +214,7 @@ def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
 
 
 def _percentiles(lengths: np.ndarray) -> str:
-    """Formats nearest-rank percentiles, which are lengths that occur."""
+    """Formats the mean and the nearest-rank percentiles of lengths."""
     shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
     found = {name: np.percentile(lengths, share, method="inverted_cdf") for name, share in shares.items()}
     return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())

@@ -1,10 +1,9 @@
-"""Shows the progress of long operations: bars on a terminal, elsewhere plain lines.
+"""Shows the progress of long operations: bars on a terminal, elsewhere plain lines without control
+characters.
 
-Plain lines have no control characters.
-
-`Progress` is for a run: lines of steps above bars of the run and of each phase. Quick steps share a line: on
-a terminal one a second, elsewhere one every 5 seconds, with the means of the steps since the last line. In a
-file, any other long operation reports its progress every 10 seconds.
+`Progress` is for a run. It prints lines of steps above bars of the run and of each phase. Quick steps share a
+line: one a second on a terminal, elsewhere one every 5 seconds, with the means of the steps since the last
+line. In a file, any other long operation reports its progress every 10 seconds.
 
     with Progress() as progress:
         progress.start(total_steps)
@@ -13,11 +12,10 @@ file, any other long operation reports its progress every 10 seconds.
                 phase.advance(8, tokens_per_second=9012)
             metrics |= progress.step(step, metrics)    # timing/generate, timing/step_total
 
-Only the driver shows progress. Other ranks use Progress(show=False), which still measures times.
+Only the process that logs shows progress. Other ranks use Progress(show=False), which still measures times.
 
 Outside the steps of a run, `tracked` (for loops) and `waiting` (for operations without countable parts) print
-to stderr.
-"""
+to stderr."""
 
 import json
 import logging
@@ -79,11 +77,11 @@ KEY_METRICS = {
     "grad_norm": "grad_norm",
     "lr": "lr",
 }
-"""Maps the metrics on a step's line to their labels there. Evaluations are shown too."""
+"""Metric on a step's line -> its label there. Metrics of evaluations are on the line too."""
 
 EVALUATION_METRICS_SHOWN = 6
 EVALUATION_DETAILS = ("num_samples", "response_length_mean", "truncated_rate")
-"""Endings of the names of evaluation metrics that are not on the line."""
+"""Suffixes of evaluation metrics that are not on the line."""
 ETA_STEPS = 50
 
 LINE_EVERY = 10.0
@@ -91,10 +89,10 @@ LINE_EVERY = 10.0
 STEPS_EVERY, STEPS_EVERY_ON_TERMINAL = 5.0, 1.0
 """Seconds between two lines of quick steps."""
 LOOP_PATIENCE, WAIT_PATIENCE = 2.0, 1.0
-"""Seconds before the bar of a loop, and before any output about a wait."""
+"""Seconds after which the bar of a loop appears, and the first output about a wait."""
 CHECK_PATIENCE = 4.0
-"""Seconds before the first line about checks in a file. Checks often end with an error, which then stands
-alone."""
+"""Seconds after which a file gets the first line about checks. Checks often fail earlier, and then only the
+error is printed."""
 DURATIONS_KEPT = 200
 """Number of waits whose durations are remembered."""
 
@@ -128,8 +126,8 @@ class Progress:
         self._last_line = time.monotonic()
 
     def start(self, total_steps: int | None = None, *, done: int = 0) -> None:
-        """Starts the clock. `done` steps were made before a resume. total_steps None: the number is unknown;
-        0: there are no steps, only phases."""
+        """Starts the clock. `total_steps`: None if it is unknown, 0 if there are only phases. `done`: steps
+        before a resume."""
         self._clock = StepClock(total=total_steps, done=done, now=self._now())
         if not self._show:
             return
@@ -143,7 +141,7 @@ class Progress:
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator["Phase"]:
         """Measures a part of a step, whose seconds become `timing/{name}`. Phases may overlap, nest and
-        repeat: seconds of the same name add up."""
+        repeat; seconds of the same name add up."""
         phase = Phase(name=clean_text(name), total=total, now=self._now)
         with self._lock:
             self._phases.append(phase)
@@ -161,9 +159,8 @@ class Progress:
     def step(self, step: int, metrics: "Metrics") -> "Metrics":
         """Finishes a step and returns the `timing/` metrics since the last one.
 
-        Its line is printed at once for the first and the last step and for a step with evaluation metrics;
-        else together with later steps, unless the last line is old enough.
-        """
+        Prints the line of the first step, the last step and steps with evaluation metrics at once. Other
+        steps may share the line of a later one."""
         total = self._clock.finish(step, self._now())
         with self._lock:
             seconds, self._seconds = self._seconds | {"step_total": total}, defaultdict(float)
@@ -178,8 +175,8 @@ class Progress:
         return timing
 
     def message(self, text: str) -> None:
-        """Prints a line above the bars, after the line of the steps so far. Control characters in `text` are
-        removed."""
+        """Prints a line above the bars, after the line of pending steps. Removes control characters from
+        `text`."""
         if self._show:
             self._print_steps()
             self._print(text)
@@ -203,7 +200,7 @@ class Progress:
         return is_old or self._clock.is_at_an_end or any(map(is_evaluation, metrics))
 
     def _print_steps(self) -> None:
-        """Prints one line about all steps not yet printed."""
+        """Prints one line for all pending steps."""
         with self._lock:
             pending, self._pending = self._pending, PendingSteps()
         if not pending.count:
@@ -257,6 +254,8 @@ class Progress:
 
 @dataclass(eq=False, slots=True)
 class Phase:
+    """Progress and elapsed time of a part of a step."""
+
     name: str
     total: int | None
     done: int = 0
@@ -291,7 +290,7 @@ class Phase:
 
 
 class PendingSteps:
-    """Accumulates the steps that are not yet printed."""
+    """Accumulates the metrics of steps that are not printed yet."""
 
     def __init__(self) -> None:
         self.count = self.last = 0
@@ -346,13 +345,13 @@ class StepClock:
         return self._num_finished == 1 or self._done == self.total
 
     def lines(self, now: float) -> list[str]:
-        """Returns a line about the step in progress, if there is one."""
+        """Returns a line about the current step, if there is one."""
         if self.total is not None and self._done >= self.total:
             return []
         return [f"step {self._done + 1} {format_duration(now - self._last)}"]
 
     def eta(self) -> float | None:
-        """Returns the estimated remaining seconds; None when unknown or nothing is left."""
+        """Returns the estimated remaining seconds; None if they are unknown or no step is left."""
         if not self.total or not self._per_step or self._done >= self.total:
             return None
         return (self.total - self._done) * sum(self._per_step) / len(self._per_step)
@@ -366,9 +365,9 @@ def tracked(
     stream: TextIO | None = None,
     now: Callable[[], float] = time.monotonic,
 ) -> Generator[ItemT, None, None]:
-    """Yields the items unchanged and shows progress: a bar, or a line every 10 seconds in a file. A loop of
-    less than 2 seconds shows nothing, and the bar leaves no trace. Only the first process of a machine
-    prints. `total` may be unknown."""
+    """Yields the items unchanged and shows progress: a bar that disappears at the end, or a line every 10
+    seconds in a file. A loop of less than 2 seconds shows nothing. Only the first process of a machine
+    prints. `total`: None if the number of items is unknown."""
     if not is_first_of_machine():
         yield from items
         return
@@ -396,13 +395,15 @@ def tracked(
 def waiting(
     title: str, *, key: str = "", patience: float | None = None, stream: TextIO | None = None
 ) -> Iterator[None]:
-    """Reports on stderr that the block runs, its elapsed time, and its duration the last time. Only the first
-    rank prints.
+    """Reports on stderr that the block runs, its elapsed time, and its duration the last time. Only rank 0
+    prints.
 
-    title: name of the operation: `starting 2 rollout engines`.
-    key: what else determines the duration, such as the model. The cache folder keeps durations by title and
-    key.
-    patience: seconds before the first line in a file. None, and always on a terminal: `WAIT_PATIENCE`.
+    Args:
+        title: name of the operation, such as `starting 2 rollout engines`.
+        key: other things that determine the duration, such as the model. Durations are stored by title and
+            key in the cache folder.
+        patience: seconds before the first line in a file; None: `WAIT_PATIENCE`, as on a terminal.
+        stream: stream to print to; None: stderr.
     """
     if os.environ.get("RANK", "0") != "0":
         yield
@@ -444,7 +445,7 @@ def _report_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience:
 
 
 def _durations() -> dict[str, float]:
-    """Returns the seconds of each wait, the newest last; {} without a readable file."""
+    """Returns the stored seconds of each wait, the newest last; {} if the file cannot be read."""
     try:
         return json.loads(_durations_path().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -459,7 +460,7 @@ def _remember(name: str, seconds: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, [json.dumps(dict(newest), indent=0)], shared=True)
     except OSError as error:
-        _warn_once(f"{path}: durations of starts are not saved: {error.strerror or error}")
+        _warn_once(f"durations of starts cannot be stored in {path}: {error.strerror or error}")
 
 
 @cache
@@ -488,9 +489,8 @@ def _print_plain(text: str, stream: TextIO) -> None:
 
 
 def clean_text(text: str) -> str:
-    """Returns `text` without control characters (except newline and tab) and marks that reverse reading
-    order, which could act on a terminal. Lone surrogates, which no stream can encode, become question marks.
-    """
+    """Removes control characters (except newline and tab) and marks that reverse the reading order, because
+    they could act on a terminal. Replaces lone surrogates, which no stream can encode, by question marks."""
     return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
 
 
@@ -567,7 +567,7 @@ class _TerminalBars(Bars):
         self.update(self._run, completed=step, note=f"eta {format_duration(eta)}" if eta else "")
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """Updates the bars; rich calls it on each refresh, so that `advance` costs nothing."""
+        """Updates the bars. rich calls it on each refresh, so that `advance` itself is cheap."""
         for task in self.tasks:
             if phase := task.fields["phase"]:
                 task.completed = phase.done
@@ -576,12 +576,12 @@ class _TerminalBars(Bars):
 
 
 def pass_name(name: str) -> str | None:
-    """Returns the pass@k name under which a mean or best-of-k of scores is also reported where all scores are
-    0 or 1; None for other names."""
+    """Returns the name of the pass@k metric that equals a mean (k = 1) or best-of-k of scores if all scores
+    are 0 or 1; None for other metrics."""
     found = re.search(r"_(?:score_mean|best_of(\d+))$", name)
     return f"{name[: found.start()]}_pass{found[1] or 1}" if found else None
 
 
 def is_evaluation(name: str) -> bool:
-    """Returns whether a metric of this name is measured on held-out data."""
+    """Returns True if a metric of this name is measured on held-out data."""
     return name.startswith(("eval/", "eval_"))

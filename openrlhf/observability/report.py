@@ -1,8 +1,8 @@
-"""Writes a run's report as one page without server, network or script: `report.html` in the run folder.
+"""Writes the report of a run, `report.html` in the run folder: one page that needs no server, network or
+script.
 
-All its parts are bounded, so that it stays below 300 kB for any length of the run. Its layout is in
-`report.html.j2`.
-"""
+The size of each part is limited, so that the page stays below 300 kB for a run of any length.
+`report.html.j2` is its template."""
 
 import itertools
 import json
@@ -19,8 +19,8 @@ from typing import Any, Self, TextIO
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
+from openrlhf.observability.followed_run import thinned
 from openrlhf.observability.journal import (
     Decode,
     journal_steps,
@@ -80,23 +80,22 @@ SECTIONS = (
         ),
     ),
 )
-"""(heading, words in the names of its metrics), in the order of the charts. The first match wins."""
+"""(heading, words in the names of its metrics), in the order of the charts. A metric belongs to the first
+match."""
 
 
 def write_report(run_dir: str | Path) -> Path:
-    """Writes `run_dir/report.html` from the folder's files, also during a run, and returns its path. Raises
-    UsageError if there is no metrics.jsonl."""
+    """Writes `run_dir/report.html` from the files of the run folder, and returns its path. Works during the
+    run too. Raises UsageError if there is no metrics.jsonl."""
     folder = RunFolder(Path(run_dir))
-    if not folder.metrics_path.exists():
-        text = "has no metrics.jsonl, so it is not a run folder; give the folder of a run"
-        raise UsageError(ErrorCode.NOT_FOUND, text, value=folder.path)
+    folder.check_metrics()
     path = folder.path / "report.html"
     write_atomically(path, _template().generate(contents_of(folder)))
     return path
 
 
 def contents_of(folder: RunFolder) -> dict[str, Any]:
-    """Returns the variables of the page."""
+    """Returns the variables of the page's template."""
     curves = _curves(read_metrics(folder.metrics_path))
     files = journal_steps(folder.rollouts_path)
     own = _own_metrics(files)
@@ -190,8 +189,8 @@ def _headline_names(curves: dict[str, Curve], same: Container[str]) -> list[str]
 
 
 def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
-    """Returns metric -> earlier metric with equal values at every step: a mean of verdicts is pass@1, and
-    often a score is the reward. Users' own metrics and constant metrics are not listed."""
+    """Returns metric -> earlier metric with equal values at every step, such as pass@1 and the mean of scores
+    that are 0 or 1. Leaves out users' own metrics and constant ones."""
     before: dict[tuple, list[str]] = {}
     same: dict[str, str] = {}
     for name, curve in curves.items():
@@ -206,7 +205,7 @@ def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
 
 
 def _are_equal(first: Curve, second: Curve) -> bool:
-    """Compares two curves at the same steps, up to float32 rounding."""
+    """Returns True if two curves with the same steps are equal up to float32 rounding."""
     pairs = zip(first, second, strict=True)
     return all(
         math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for (_, a), (_, b) in pairs
@@ -215,13 +214,14 @@ def _are_equal(first: Curve, second: Curve) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Final level of a curve: the mean of the last tenth of its steps, because a single step is noisy."""
+    """Levels of a curve at its beginning and end. They are means over a tenth of its steps, because a single
+    step is noisy."""
 
     first: float
-    """Mean of the same number of steps at the beginning."""
+    """Mean of the first `width` steps."""
     last: float
+    """Mean of the last `width` steps."""
     width: int
-    """Number of steps."""
 
     @classmethod
     def of(cls, curve: Curve) -> Self:
@@ -241,7 +241,7 @@ def _tile(name: str, curve: Curve) -> dict[str, Any]:
 
 
 def _own_metrics(files: dict[int, Path]) -> set[str]:
-    """Returns the metrics from the `extra_logs` of samples, without those of reward models."""
+    """Returns the metrics that come from the `extra_logs` of samples, except those of reward models."""
     columns = [
         read_table(files[step], ["extra_logs"])["extra_logs"].combine_chunks() for step in _ends(files)
     ]
@@ -250,7 +250,8 @@ def _own_metrics(files: dict[int, Path]) -> set[str]:
 
 
 def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
-    """Returns the charts by section, the constant metrics, and the metrics left out for lack of room."""
+    """Returns the charts by section, the constant metrics, and the metrics that are left out because the
+    number of charts is limited."""
     headings: dict[str, list[str]] = {}
     constants: list[str] = []
     in_table = ("timing/", "memory/")
@@ -296,8 +297,8 @@ def _heading(name: str, own: set[str]) -> str:
 
 
 def _chart(name: str, curve: Curve) -> dict[str, Any]:
-    """Builds one small multiple, in pixels of `PLOT`: noisy values pale behind their running mean, dots with
-    tooltips; without lines where no value is finite."""
+    """Builds one chart, in pixels of `PLOT`: a line with dots that have tooltips, and for noisy values their
+    running mean with the values pale behind it. Has no lines if no value is finite."""
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     chart = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
     if not finite:
@@ -306,10 +307,10 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
     low, high = finite[0][0], finite[-1][0]
     x = _Axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
     y = _Axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
-    points = _thin(finite)
+    points = thinned(finite, CURVE_POINTS)
     is_sparse = len(finite) < 30
     is_noisy = not is_sparse and _is_noisy(finite)
-    smooth = _thin(_running_mean(finite)) if is_noisy else points
+    smooth = thinned(_running_mean(finite), CURVE_POINTS) if is_noisy else points
     raw = [{"kind": "raw", "points": _points(points, x, y)}] if is_noisy else []
     level = Level.of(curve)
     return chart | {
@@ -327,8 +328,8 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
 
 
 def _step_ticks(low: int, high: int, x: _Axis) -> list[dict[str, Any]]:
-    """Returns ticks at the first, a middle and the last step; the outer labels align with the ends of the
-    plot."""
+    """Returns ticks at the first, a middle and the last step. The outer labels are aligned with the ends of
+    the plot."""
     anchors = {low: "start", high: "end"} if low < high else {}
     return [
         {
@@ -341,8 +342,8 @@ def _step_ticks(low: int, high: int, x: _Axis) -> list[dict[str, Any]]:
 
 
 def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
-    """Returns one table row of times per phase, the longest first. The mean of a phase is over the steps that
-    have it."""
+    """Returns one table row of times per phase, the longest first. Means are over the steps that have the
+    phase."""
     phases = {
         name.removeprefix("timing/"): finite
         for name, curve in curves.items()
@@ -364,7 +365,7 @@ def _times(curves: dict[str, Curve]) -> list[dict[str, str]]:
 
 
 def _peak(curve: Curve) -> str:
-    """Returns the peak over all steps in GB; "" where none was measured."""
+    """Formats the peak over all steps in GB; "" if none was measured."""
     return f"{max(value for _, value in curve):.1f} GB" if curve else ""
 
 
@@ -409,7 +410,7 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Returns three to six round values that enclose low and high."""
+    """Returns three to six round values that include `low` and `high` in their range."""
     if math.isclose(low, high):  # values that differ only by rounding have no ticks between
         low, high = (low - abs(low) / 2, high + abs(high) / 2) if low else (-1.0, 1.0)
     rough = (high - low) / 4
@@ -419,31 +420,17 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(i * unit, 12 - math.floor(math.log10(unit))) for i in range(first, last + 1)]
 
 
-def _thin(curve: Curve) -> Curve:
-    """Thins a curve to at most CURVE_POINTS points. Each bucket keeps its lowest and highest point, so that
-    spikes stay."""
-    if len(curve) <= CURVE_POINTS:
-        return curve
-    size = math.ceil(len(curve) / (CURVE_POINTS // 2))
-    thinned = []
-    for start in range(0, len(curve), size):
-        bucket = curve[start : start + size]
-        extremes = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
-        thinned += sorted(extremes)
-    return thinned
-
-
 def _is_noisy(curve: Curve) -> bool:
-    """Returns True if the curve's total variation is more than 4 times its range; false for a schedule or a
-    slow trend."""
+    """Returns True if the curve's total variation is more than 4 times its range. It is less for a schedule
+    or a slow trend."""
     values = [value for _, value in curve]
     travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
     return travelled > 4 * (max(values) - min(values))
 
 
 def _running_mean(curve: Curve) -> Curve:
-    """Averages each point with its neighbours, a fifteenth of the run in all; centred, so that a trend is not
-    delayed."""
+    """Averages each point with its neighbours on both sides, a fifteenth of the run in all, so that trends
+    are not delayed."""
     half = max(2, len(curve) // 30)
     sums = [0.0, *itertools.accumulate(value for _, value in curve)]
     smooth = []
@@ -486,7 +473,7 @@ def _template() -> Template:
 
 
 def _cleaned(value: Any) -> Any:
-    """Cleans plain text; markup from the template passes unchanged."""
+    """Removes control characters from plain text. Markup of the template passes unchanged."""
     return clean_text(value) if type(value) is str else value
 
 

@@ -1,9 +1,9 @@
-"""Converts trajectories to columns, and back. A row:
+"""Converts trajectories to table columns, and back. A row has:
 
     prompt_id, epoch, sample_index, part, seed, source   origin of the trajectory
     label                                                  JSON
     prompt, response                                       text; response is null without a decoder
-    images                                                 name of each; the pictures are not kept
+    images                                                 name of each image, without its content
     reward, score, outcome, error, finish_reason, truncated
     extra_logs                                             [{name, value}, ...]
     token_ids                                              [L]
@@ -14,12 +14,10 @@
     rollout_log_probs                                      [A] log-probs of the sampler
     kept_ids, kept_counts, kept_log_masses                 `KeptSets`; null: the whole vocabulary
     log_probs, ref_log_probs, values, advantages, returns  [A] null where not computed
-    optimizer_steps, ranks                                 of the updates on it, by epoch; null: no update
+    optimizer_steps, ranks                                 of each update on it, by epoch; null: no update
 
-The experts of each token are not stored.
-
-A lone surrogate, which UTF-8 cannot encode, is escaped in a text and kept in a label.
-"""
+The routing of experts is not stored. Lone surrogates, which UTF-8 cannot encode, are escaped in texts and
+kept in labels."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,8 +33,7 @@ from openrlhf.observability.run_folder import RENAMED_COLUMNS, plain, read_jsonl
 from openrlhf.types import Batch, Image, KeptSets, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
-"""For each sequence, by epoch: (optimizer step that learned from it, rank)."""
-
+"""For each sequence, by epoch: (optimizer step that trained on it, rank)."""
 
 _INT = pa.int32()
 _FLOATS = pa.list_(pa.float32())
@@ -74,7 +71,7 @@ ARRAYS = pa.schema(
     }
 )
 KEPT = pa.schema({"kept_ids": pa.list_(_INT), "kept_counts": pa.list_(_INT), "kept_log_masses": _FLOATS})
-"""Columns of the top-p/top-k support. Their names are those of `KeptSets` after `kept_`."""
+"""Columns of the top-p/top-k support: the fields of `KeptSets` with the prefix `kept_`."""
 OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Columns of a `Batch` with one value per action."""
 TRAINED = pa.schema(
@@ -89,8 +86,8 @@ def to_table(
     batch: Batch | None = None,
     visits: Visits = (),
 ) -> pa.Table:
-    """Builds the table of a step. `batch` and `visits` hold the finished trajectories, in their order;
-    `batch` None: no training."""
+    """Builds the table of a step. `batch`, `visits`: training data of the finished trajectories, in their
+    order; None and empty if nothing is trained on them."""
     columns = _facts(trajectories, responses) | _arrays(trajectories) | _kept(trajectories)
     if batch is not None:
         columns |= _trained([t.ok for t in trajectories], batch, visits)
@@ -105,7 +102,7 @@ def with_names_of_today(table: pa.Table) -> pa.Table:
 
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
-    """Rebuilds trajectories, whose arrays are views of the table's columns."""
+    """Rebuilds trajectories. Their arrays are views of the table's columns."""
     if "turn_rewards" not in table.column_names:  # absent in journals of earlier versions
         table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
     if "images" not in table.column_names:
@@ -132,7 +129,8 @@ def _kept_sets(table: pa.Table) -> list[KeptSets | None]:
 
 
 def table_of_json(path: Path) -> pa.Table:
-    """Reads a journal in JSON lines. Its turns are the runs of actions between feedback."""
+    """Reads a journal in JSON lines, as earlier versions wrote it. A turn is a range of consecutive
+    actions."""
     rows = [
         {RENAMED_COLUMNS.get(name, name): value for name, value in row.items()} for row in read_jsonl(path)
     ]
@@ -184,14 +182,14 @@ def _kept(trajectories: Sequence[Trajectory]) -> dict[str, pa.Array]:
 
 
 def _ranges(mask: np.ndarray) -> np.ndarray:
-    """Returns (R, 2) [start, end) ranges where `mask` is True."""
+    """Returns the ranges [start, end) where `mask` is True, (R, 2)."""
     bordered = np.zeros(len(mask) + 2, bool)
     bordered[1:-1] = mask
     return np.flatnonzero(bordered[1:] != bordered[:-1]).reshape(-1, 2)
 
 
 def _lists(parts: Sequence[np.ndarray], value_type: pa.DataType) -> pa.ListArray:
-    """Builds a list array with one list per part from one flat array; (R, 2) parts become structs."""
+    """Builds a list array with one list per part. Parts of shape (R, 2) become lists of structs."""
     sizes = [len(part) for part in parts]
     if not pa.types.is_struct(value_type):
         return _cut(_joined(parts, value_type), sizes)
@@ -212,7 +210,7 @@ def _cut(
 
 
 def _trained(is_ok: Sequence[bool], batch: Batch, visits: Visits) -> dict[str, pa.Array]:
-    """Returns the columns of training, null for samples that failed."""
+    """Returns the columns of the training step. They are null for failed samples."""
     missing = ~np.array(is_ok, bool)
     sizes = np.zeros(len(missing), np.int64)
     sizes[~missing] = batch.num_actions
@@ -242,7 +240,7 @@ def _split(column: pa.ChunkedArray) -> list[np.ndarray]:
 
 
 def _trajectory(row: Mapping[str, Any]) -> Trajectory:
-    """Builds a trajectory from a row with FACTS and, as numpy arrays, ARRAYS."""
+    """Builds a trajectory from a row with the columns FACTS and, as numpy arrays, ARRAYS."""
     action_mask = np.zeros(len(row["token_ids"]), bool)
     for start, end in row["action_ranges"]:
         action_mask[start:end] = True

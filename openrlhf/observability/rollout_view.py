@@ -1,4 +1,4 @@
-"""Prints rows of a journal: the facts of a sample, and its answer coloured by token."""
+"""Prints samples of a journal: the facts of each, and its answer with coloured tokens."""
 
 import json
 import math
@@ -17,7 +17,7 @@ UNSURE = 0.5
 """Sampling probability below which a token is dim."""
 GOOD = ("#133d22", "#19572f", "#20733d", "#278f4c")
 BAD = ("#471a17", "#66221e", "#862b26", "#a7332d")
-"""Background colours from a small advantage to the largest one shown."""
+"""Background colours, from small advantages to the largest one shown."""
 NOT_CHOSEN = "italic cyan"
 NOT_DECODED = "(not decoded)"
 
@@ -25,8 +25,8 @@ NOT_DECODED = "(not decoded)"
 def show(
     console: Console, title: str, rows: Sequence[Row], pieces: Sequence[Sequence[str]] | None = None
 ) -> None:
-    """Prints rows of a journal. `title`: where the rows come from. `pieces`: for each row, the text of each
-    token after the prompt; None shows answers as they were stored."""
+    """Prints rows of a journal. `title`: name of their source, such as "step 12". `pieces`: for each row, the
+    text of each token after the prompt; None: print answers as they are stored."""
     largest = max((abs(a) for row in rows for a in row["advantages"] or () if math.isfinite(a)), default=0.0)
     if pieces:
         _print(console, legend(largest))
@@ -39,7 +39,7 @@ def show(
 
 
 def _print(console: Console, text: Text) -> None:
-    """Prints text that only the terminal wraps."""
+    """Prints text without wrapping it, which is left to the terminal."""
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -71,7 +71,7 @@ def mean_advantage(row: Row) -> float | None:
 
 
 def updates_of(row: Row) -> str:
-    """Lists the optimizer steps that learned from the sample, with their ranks."""
+    """Lists the optimizer steps that trained on the sample, with their ranks."""
     visits = zip(row["optimizer_steps"] or (), row["ranks"] or (), strict=True)
     return ", ".join(f"optimizer step {step} on rank {rank}" for step, rank in visits)
 

@@ -33,7 +33,7 @@ from openrlhf.files import write_atomically
 REDACTED = "<redacted>"
 
 GIT_TIMEOUT = 30.0
-"""Seconds that git has to compare the files of a repository with its commit."""
+"""Maximum seconds that git may take to compare the files of a repository with its commit."""
 
 OWN_FILES = (
     "config.yaml",
@@ -51,7 +51,7 @@ JOURNAL_FILE = re.compile(r"(?P<name>\w+)_(?P<step>\d+)\.(parquet|jsonl)")
 """Pattern of the file names in `rollouts/`."""
 
 RENAMED_COLUMNS = {"episode": "epoch"}
-"""Columns of journals of earlier versions -> current names."""
+"""Columns of earlier versions' journals -> current names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +60,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike, *, config_yaml: str, argv: Sequence[str], resume: bool) -> Self:
-        """Creates the folder and writes the configuration of this start. Secrets never reach a file.
-        A folder that is new can be read by its owner alone.
+        """Creates the folder and writes the configuration, environment and command line of this start,
+        without secrets. Only the owner can read a new folder.
 
         With `resume` the files of earlier starts stay, and `rewind` must be called with the restored step.
-        Without it, an earlier run's files move to `previous/001`, `002`, ...: nothing is mixed or lost.
+        Without it, an earlier run's files move to `previous/001`, `002`, ..., so that runs do not mix.
         """
         folder = cls(Path(path))
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -81,7 +81,7 @@ class RunFolder:
 
     @property
     def is_run(self) -> bool:
-        """Whether the folder has metrics, rollouts, or the command line of a start."""
+        """True if the folder has metrics, rollouts, or the command line of a start."""
         files = (self.metrics_path, self.path / "argv.txt")
         return any(file.is_file() for file in files) or self.rollouts_path.is_dir()
 
@@ -110,6 +110,12 @@ class RunFolder:
             raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error
         return tree if isinstance(tree, dict) else {}
 
+    def check_metrics(self) -> None:
+        """Raises UsageError if the folder has no metrics.jsonl."""
+        if not self.metrics_path.exists():
+            text = f"has no metrics.jsonl; {self.runs_inside('metrics.jsonl')}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, value=self.path)
+
     def runs_inside(self, file: str) -> str:
         """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
         runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
@@ -128,9 +134,9 @@ class RunFolder:
         return total if isinstance(total, int) and total > 0 else None
 
     def rewind(self, step: int) -> None:
-        """Removes everything written after `step`, from which a resumed run starts.
+        """Removes metrics, warnings and rollouts of all steps after `step`, the one that a run resumes from.
 
-        If killed at any moment, each file is either as it was or rewound; a second call finishes the work.
+        A kill leaves each file either unchanged or rewound, and a second call finishes the work.
         """
         for path in (self.metrics_path, self.health_path):
             if path.exists():
@@ -143,8 +149,8 @@ class RunFolder:
 
 
 def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
-    """Moves these files and folders to `previous/001`, `002`, ... in `folder`; returns that folder, None
-    where there is nothing to move."""
+    """Moves these files and folders to the next of `previous/001`, `002`, ... in `folder`. Returns that
+    folder; None if there is nothing to move."""
     if not names:
         return None
     numbers = [int(p.name) for p in (folder / "previous").glob("*") if p.name.isdigit()]
@@ -157,8 +163,8 @@ def set_aside(folder: Path, names: Sequence[str]) -> Path | None:
 
 def to_json(row: Mapping[str, Any]) -> str:
     """Returns one line of strict JSON. NaN and infinities become the strings "NaN", "Infinity" and
-    "-Infinity", which float() reads back; arrays become lists; a value that JSON does not know becomes its
-    repr."""
+    "-Infinity", which float() reads back. Arrays become lists. Any other value that JSON does not know
+    becomes its repr."""
     try:
         return json.dumps(row, allow_nan=False, default=plain)
     except ValueError:
@@ -171,10 +177,8 @@ def plain(value: Any) -> Any:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file, without a half-written last line, which a killed writer leaves.
-
-    Raises UsageError with file and line for any other line that is not JSON.
-    """
+    """Yields the rows of a file. Leaves out a half-written last line, which a killed writer leaves. Raises
+    UsageError with file and line for any other line that is not JSON."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -182,13 +186,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
             except ValueError as error:
                 if not line.endswith(b"\n"):
                     return
-                text = f"not JSON: {error}. Delete the line to go on."
+                text = f"not JSON: {error}. Delete the line to read the rest."
                 raise UsageError(ErrorCode.UNREADABLE, text, value=path, row=number) from None
 
 
 def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, str]) -> set[str]:
-    """Returns values that must not be written: those of flags, YAML keys and variables with names of
-    secrets."""
+    """Returns the values of flags, YAML keys and environment variables whose names are those of secrets."""
     named = [
         (flag.partition("=")[0], flag.partition("=")[2] if "=" in flag else following)
         for flag, following in zip(argv, [*argv[1:], "--"], strict=True)
@@ -206,7 +209,7 @@ def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, st
 
 
 def redact(text: str, secrets: set[str]) -> str:
-    """Returns `text` with every secret, and every password inside a URL, redacted."""
+    """Replaces every secret, and every user and password of a URL, by `REDACTED`."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w.-])", REDACTED, text)
     return re.sub(r"://[^/\s@]+@", f"://{REDACTED}@", text)
@@ -242,8 +245,8 @@ def _write_keeping_old(path: Path, text: str) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """Returns the versions of Python, the platform and packages, the commit, and the environment variables
-    that change a run, without those whose names are names of secrets."""
+    """Returns the machine, the versions of Python and packages, the commits, and the environment variables
+    that influence a run, without secrets."""
     versions = {}
     for name in _DISTRIBUTIONS:
         try:
@@ -266,8 +269,8 @@ def environment() -> dict[str, Any]:
 
 
 def _git_commit(directory: Path) -> str | None:
-    """Returns the commit, with "-dirty" if files differ from it. None outside a repository, without git, or
-    where git does not answer."""
+    """Returns the commit of a repository, with "-dirty" if files differ from it; None outside a repository,
+    without git, or if git does not answer in time."""
     if shutil.which("git") is None:
         return None
     command = ["git", "-C", str(directory), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -292,7 +295,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:
-    """Returns (key, value) of every string in a YAML tree."""
+    """Returns (key, value) of every text and whole number in a YAML tree."""
     if isinstance(node, dict):
         return [leaf for key, value in node.items() for leaf in _leaves(value, str(key))]
     if isinstance(node, list):

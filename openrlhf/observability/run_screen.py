@@ -1,4 +1,4 @@
-"""Renders the state of a run as one screen: steps, phases, curves, sampling, warnings, newest samples."""
+"""Renders the state of a run on one screen: steps, phases, curves, sampling, warnings, newest samples."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from openrlhf.types import Metrics  # its module imports torch
 
 WIDE = 110
-"""Columns from which panels stand side by side."""
+"""Minimum width of a screen, in columns, on which panels are side by side."""
 CURVES, TIMELINE_STEPS, WARNINGS = 14, 8, 3
-"""Largest numbers of curves, of steps on the timeline, and of warnings."""
+"""Maximum numbers of curves, of steps on the timeline, and of warnings."""
 SAMPLE_LINES = 12
-"""Lines of the panel of samples on a screen without a fixed height."""
+"""Number of lines of the panel of samples if the screen has no fixed height."""
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 """Levels of a sparkline."""
 PHASES = {
@@ -49,7 +49,7 @@ ENGINES = {
     "rollout/buffered_groups": "groups waiting for a later step",
     "rollout/num_samples": "samples",
     "rollout/staleness_mean": "staleness",
-    "rollout/staleness_max": "at most",
+    "rollout/staleness_max": "maximum staleness",
     "rollout/kept_ratio": "kept by filtering",
     "rollout/engine_restarts": "engines replaced",
 }
@@ -61,8 +61,8 @@ def frame(run: FollowedRun, width: int, height: int | None = None, *, ascii_only
 
     Args:
         run: the run, after a `refresh`.
-        width: columns of the screen; panels stand side by side from `WIDE` columns on.
-        height: lines of the screen, which the samples fill; None shows a few samples.
+        width: number of columns of the screen. Panels are side by side from `WIDE` columns on.
+        height: number of lines of the screen, which samples fill; None: show a few samples.
         ascii_only: True for a terminal without block characters.
     """
     parts = [header(run, width)]
@@ -121,14 +121,18 @@ def _notes(run: FollowedRun) -> Iterator[Text]:
         parts = ", ".join(f"{clean_text(name)} {value:.0f}" for name, value in stages.items())
         yield Text(f"started in {total:.0f} s ({parts})", style="dim", no_wrap=True, overflow="ellipsis")
     if run.state == "died":
-        text = "the process is gone and wrote no report: it was killed, or its machine is gone"
+        text = (
+            "the process ended without a report: it was killed, or its machine is gone; `openrlhf doctor` "
+            "names causes"
+        )
         yield Text(text, style="red")
     if run.num_unreadable:
-        yield Text(f"{run.num_unreadable} lines of metrics.jsonl or health.jsonl are no JSON", style="red")
+        text = f"{run.num_unreadable} lines of metrics.jsonl or health.jsonl are not JSON and left out"
+        yield Text(text, style="red")
 
 
 def curves(run: FollowedRun, *, ascii_only: bool) -> RenderableType:
-    """Returns the panel with the most important metrics: a sparkline, the last value, and the range."""
+    """Returns the panel with the last value, a sparkline and the range of the most important metrics."""
     table = Table.grid(padding=(0, 1), expand=True)
     table.add_column(no_wrap=True, max_width=28)
     table.add_column(justify="right", no_wrap=True)
@@ -149,7 +153,7 @@ def curves(run: FollowedRun, *, ascii_only: bool) -> RenderableType:
 
 
 def chosen_metrics(rows: "Iterable[Metrics]") -> list[tuple[str, str]]:
-    """Returns (name, label) of the metrics with a curve: scores of evaluations first."""
+    """Returns (name, label) of the metrics with a curve, scores of evaluations first."""
     names = dict.fromkeys(name for metrics in rows for name in metrics)
     endings = ("_pass1", "_score_mean", "_loss", "_accuracy", "/loss", "/accuracy")
     scores = [name for name in names if is_evaluation(name) and name.endswith(endings)]
@@ -160,7 +164,7 @@ def chosen_metrics(rows: "Iterable[Metrics]") -> list[tuple[str, str]]:
 
 
 class Sparkline:
-    """A curve of one line, as wide as its place. NaN and infinities are gaps."""
+    """A curve on one line, as wide as the available space. NaN and infinities are gaps."""
 
     def __init__(self, values: "Sequence[float]", *, ascii_only: bool) -> None:
         self._values, self._blocks = values, ASCII_BLOCKS if ascii_only else BLOCKS
@@ -172,7 +176,7 @@ class Sparkline:
         return Measurement(1, options.max_width)
 
     def text(self, width: int) -> str:
-        """Returns the curve in at most `width` characters, each of which stands for the mean of its steps."""
+        """Returns the curve in at most `width` characters. Each character shows the mean of its steps."""
         values = self._values
         width = min(width, len(values))
         edges = [i * len(values) // max(1, width) for i in range(width + 1)]
@@ -184,7 +188,8 @@ class Sparkline:
 
 
 def timeline(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel with the phases of the last steps: a bar for each step, whose letters are phases."""
+    """Returns the panel with a bar for each of the last steps, in which each phase has a letter and a colour.
+    None if no step has times."""
     rows = [(step, phases_of(m)) for step, m in run.steps.items() if "timing/step_total" in m]
     rows = rows[-TIMELINE_STEPS:]
     if not rows:
@@ -212,7 +217,8 @@ def timeline(run: FollowedRun) -> RenderableType | None:
 
 
 def phases_of(metrics: "Metrics") -> "Metrics":
-    """Returns the seconds of each phase of a step, and of the time outside all phases. Phases may overlap."""
+    """Returns the seconds of each phase of a step, and of the time outside all phases if phases do not
+    overlap."""
     phases = {
         name.removeprefix("timing/"): seconds
         for name, seconds in metrics.items()
@@ -225,7 +231,7 @@ def phases_of(metrics: "Metrics") -> "Metrics":
 
 
 class PhaseBar:
-    """A bar of letters in colours, whose parts have the given (letter, style, share of the whole width)."""
+    """A bar of coloured letters. Its parts are (letter, style, fraction of the available width)."""
 
     def __init__(self, parts: Sequence[tuple[str, str, float]]) -> None:
         self._parts = parts
@@ -242,7 +248,8 @@ class PhaseBar:
 
 
 def engines(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel about sampling in the last step: queues, staleness, speed, memory."""
+    """Returns the panel about sampling in the last step: speed, queues, staleness, memory. None in supervised
+    learning."""
     metrics = next((m for m in reversed(run.steps.values()) if "rollout/num_samples" in m), None)
     if metrics is None:
         return None
@@ -261,7 +268,7 @@ def engines(run: FollowedRun) -> RenderableType | None:
 
 
 def health(run: FollowedRun) -> RenderableType | None:
-    """Returns the panel with the last warnings."""
+    """Returns the panel with the last warnings; None if there are none."""
     if not run.warnings:
         return None
     lines = []
@@ -274,7 +281,7 @@ def health(run: FollowedRun) -> RenderableType | None:
 
 
 def samples(run: FollowedRun, lines: int) -> RenderableType:
-    """Returns the panel with the newest samples in so many lines, two for each sample."""
+    """Returns the panel with the newest samples, two lines for each, in `lines` lines."""
     texts: list[Text] = []
     if run.samples_error:
         texts.append(Text(_one_line(run.samples_error), style="red", no_wrap=True, overflow="ellipsis"))

@@ -1,4 +1,4 @@
-"""Measures where the start of a run spends its time."""
+"""Measures the seconds of each stage of a run's start."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class StartClock:
-    """The seconds of each stage of a run's start. Stages may run side by side, so they can add up to more
-    than the whole start."""
+    """The seconds of each stage of a run's start. Stages may overlap, so that their sum may exceed the
+    whole."""
 
     def __init__(self, *, age: float = 0.0, now: Callable[[], float] = time.monotonic) -> None:
-        """`age`: seconds that the start has already taken."""
+        """`age`: seconds since the start began."""
         self._now = now
         self._began = now() - age
         self.stages: dict[str, float] = {}
@@ -38,7 +38,7 @@ class StartClock:
         return self._now() - self._began
 
     def line(self) -> str:
-        """Returns the sentence that a run prints: `started in 14 s (Ray 3, engines 8, models 3)`."""
+        """Formats the seconds as a line: `started in 14 s (Ray 3, engines 8, models 3)`."""
         stages = ", ".join(f"{name} {seconds:.0f}" for name, seconds in self.stages.items())
         return f"started in {self.total:.0f} s ({stages})"
 
@@ -49,7 +49,7 @@ class StartClock:
 
 
 def process_clock() -> StartClock:
-    """Returns a clock that began with this process, so that imports count."""
+    """Returns a clock that started with this process, so that it includes imports."""
     import psutil
 
     return StartClock(age=max(0.0, time.time() - psutil.Process().create_time()))

@@ -4,10 +4,10 @@ from pathlib import Path
 from threading import Lock
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.observability.followed_run import Tail, metrics_of
+from openrlhf.observability.followed_run import Tail, metrics_of, thinned
 
 MOST_POINTS = 2000
-"""Approximate maximum number of points of a curve that the page receives."""
+"""Maximum number of points of a curve that the page receives."""
 
 
 class Metrics:
@@ -44,25 +44,7 @@ class Metrics:
             return sorted({name for metrics in self.steps.values() for name in metrics})
 
     def curve(self, name: str) -> list[tuple[int, float]]:
-        """Returns the (step, value) pairs of a metric in the order of steps, at most about MOST_POINTS."""
+        """Returns the (step, value) pairs of a metric in the order of steps, at most MOST_POINTS."""
         with self._lock:
             points = [(step, values[name]) for step, values in sorted(self.steps.items()) if name in values]
-        return thinned(points)
-
-
-def thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Reduces a curve to at most about MOST_POINTS points: the first, the last, and the smallest and largest
-    value of each of equally long stretches."""
-    if len(points) <= MOST_POINTS:
-        return points
-    width = -(-len(points) * 2 // MOST_POINTS)
-    kept = {points[0][0]: points[0], points[-1][0]: points[-1]}
-    for start in range(0, len(points), width):
-        stretch = points[start : start + width]
-        for point in (min(stretch, key=_height), max(stretch, key=_height)):
-            kept[point[0]] = point
-    return [kept[step] for step in sorted(kept)]
-
-
-def _height(point: tuple[int, float]) -> float:
-    return point[1]
+        return thinned(points, MOST_POINTS)

@@ -12,11 +12,12 @@ import pytest
 from refusals import refused
 
 from openrlhf.errors import ErrorCode
+from openrlhf.observability.followed_run import thinned
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.report import (
+    CURVE_POINTS,
     _is_noisy,
     _running_mean,
-    _thin,
     _ticks,
     few_samples,
     print_samples,
@@ -324,9 +325,9 @@ def test_ticks_are_round_and_enclose(low, high, ticks):
 
 def test_thinning_keeps_spikes_order_and_the_limit():
     curve = [(step, 100.0 if step == 777 else math.sin(step)) for step in range(10_000)]
-    thinned = _thin(curve)
-    assert (777, 100.0) in thinned and len(thinned) <= 160 and thinned == sorted(thinned)
-    assert min(v for _, v in thinned) == min(v for _, v in curve)
+    kept = thinned(curve, CURVE_POINTS)
+    assert (777, 100.0) in kept and len(kept) <= 160 and kept == sorted(kept)
+    assert min(v for _, v in kept) == min(v for _, v in curve)
 
 
 def test_the_running_mean_does_not_lag():

@@ -20,12 +20,13 @@ from refusals import refused
 
 from openrlhf.cli import view
 from openrlhf.data.images import kept_download
+from openrlhf.observability.followed_run import thinned
 from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
 from openrlhf.types import Image, Prompt
 from openrlhf.viewer import rollout
-from openrlhf.viewer.metrics import MOST_POINTS, Metrics, thinned
+from openrlhf.viewer.metrics import MOST_POINTS, Metrics
 from openrlhf.viewer.search import Search, choices, errors, find
 from openrlhf.viewer.server import STATIC, Viewer, bind, build_app, names_of
 
@@ -228,10 +229,9 @@ def test_metrics_are_read_as_far_as_they_grow(tmp_path):
 
 def test_long_curves_keep_their_extremes():
     points = [(step, float(step == 77_777)) for step in range(100_000)]
-    kept = thinned(points)
-    assert (
-        len(kept) <= MOST_POINTS + 2 and (77_777, 1.0) in kept and kept[0] == (0, 0) and kept[-1][0] == 99_999
-    )
+    kept = thinned(points, MOST_POINTS)
+    assert len(kept) <= MOST_POINTS and (77_777, 1.0) in kept
+    assert (kept[0], kept[-1]) == ((0, 0.0), (99_999, 0.0))
     assert headlines(["eval/x_pass1", "rollout/reward_mean", "z"]) == ["eval/x_pass1", "rollout/reward_mean"]
 
 

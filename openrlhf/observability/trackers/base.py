@@ -13,34 +13,33 @@ from openrlhf.types import Metrics
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """The run that a tracker tracks."""
+    """Description of the run that a tracker tracks."""
 
     folder: RunFolder
-    """The run's files; a tracker may write its own under `folder.path`."""
+    """The run's files. A tracker may write its own files to `folder.path`."""
     logger: LoggerConfig
-    """The flags `logger.*`; `logger.wandb.run_name` names the run."""
+    """The flags `logger.*`. The name of the run is `logger.wandb.run_name`."""
     resume_step: int | None = None
     """The restored step; None for a fresh run."""
 
 
 class Tracker(Selectable, ABC):
-    """Records the metrics of a run, in the one process that logs for all.
+    """Records the metrics of a run. It exists only in the process that logs for all ranks.
 
-    Annotated fields with a default are options, which `--logger.tracker_options NAME=VALUE` sets.
-    A tracker neither stops nor delays training. Once it is open, its methods run one at a time in a thread of
-    its own. After three failures in a row it is switched off with a warning; `metrics.jsonl` is always
-    written.
-    """
+    Annotated fields with a default are options, which `--logger.tracker_options NAME=VALUE` sets. A tracker
+    neither stops nor delays training. Once it is open, its methods run one at a time in a separate thread.
+    After three failures in a row it is switched off with a warning; `metrics.jsonl` is always written."""
 
     package: ClassVar[str] = ""
-    """Package that the tracker imports; checked before anything starts."""
+    """Package that the tracker imports. A run checks that it is installed before anything starts."""
     remedy: ClassVar[str] = ""
     """Command that installs that package."""
 
     run: TrackedRun = field(init=False, repr=False)
 
     def open(self, run: TrackedRun) -> None:
-        """Begins to track a run: called once, before anything is logged. An exception ends the run."""
+        """Begins to track a run. Called once, before anything is logged. An exception of a user's tracker
+        ends the run."""
         self.run = run
 
     @abstractmethod
@@ -51,4 +50,4 @@ class Tracker(Selectable, ABC):
         """Logs rows of text and numbers, such as sampled answers. A tracker may ignore them."""
 
     def close(self) -> None:
-        """Writes pending output. Nothing is logged afterwards."""
+        """Writes pending output. Called once, after everything is logged."""

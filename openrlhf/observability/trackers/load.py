@@ -22,11 +22,8 @@ TRACKERS = Registry("openrlhf.observability.trackers", Tracker)
 
 
 def trackers_of(logger: LoggerConfig) -> list[Tracker]:
-    """Builds the trackers that the flags ask for, not yet opened.
-
-    Raises UsageError, which names the flag, for a tracker that cannot be imported, lacks its package or does
-    not have a given option.
-    """
+    """Builds the trackers that the flags select, without opening them. Raises UsageError, which names the
+    flag, if a tracker cannot be imported, lacks its package or does not have a given option."""
     flags = {} if logger.tensorboard_dir is None else {"tensorboard": "--logger.tensorboard_dir"}
     flags |= {"wandb": "--logger.wandb.key"} if logger.wandb.is_used else {}
     names = dict.fromkeys([*flags, *(logger.trackers or ())])
@@ -44,8 +41,8 @@ def trackers_of(logger: LoggerConfig) -> list[Tracker]:
 
 
 def open_trackers(run: TrackedRun) -> list[Tracker]:
-    """Builds and opens the trackers that the flags ask for. A built-in one that does not open is left out
-    with a warning. Turns any exception of a user's tracker into a UsageError."""
+    """Builds and opens the trackers that the flags select. Leaves out a built-in tracker that does not open,
+    with a warning. Raises UsageError for any exception of a user's tracker."""
     made = []
     for tracker in trackers_of(run.logger):
         try:
@@ -79,8 +76,8 @@ def _class_of(name: str) -> type[Tracker]:
 
 
 def _options(words: Sequence[str], classes: Mapping[str, type[Tracker]]) -> dict[str, Any]:
-    """Maps the options that the flag sets to their values. `classes`: tracker classes by the flags that ask
-    for them."""
+    """Parses the words of --logger.tracker_options to {option: value}. `classes`: flag that selects a tracker
+    -> its class."""
     fields = option_fields({flag.removeprefix("--"): cls for flag, cls in classes.items()})
     there = ", ".join(f"{field.name} (of {field.owner.__name__})" for field in fields.values())
     options = {}

@@ -1,4 +1,4 @@
-"""Writes metrics.jsonl in the run folder, which every run has."""
+"""Writes and reads metrics.jsonl, which every run folder has."""
 
 import json
 import logging
@@ -15,12 +15,12 @@ logger = logging.getLogger(__name__)
 
 
 class JsonlTracker:
-    """One line per step, `{"step": 12, "rollout/reward_mean": 0.5}`, in the file when `log` returns.
+    """Writes one line per step, `{"step": 12, "rollout/reward_mean": 0.5}`. It is in the file when `log`
+    returns.
 
-    NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
-    A half-written last line of a killed run is removed on opening.
-    Rows that the disk refuses are kept in memory with a warning, and written with a later row.
-    """
+    NaN and infinities are the strings "NaN", "Infinity" and "-Infinity". Opening the file removes a
+    half-written last line of a killed run. Rows that cannot be written, because of a full disk for instance,
+    stay in memory with a warning and are written with a later row."""
 
     def __init__(self, path: Path):
         self._file, self._path, self._unwritten = _open_to_append(path), path, b""
@@ -51,8 +51,8 @@ RENAMED = {"timing/score": "timing/logprobs", "memory/score_gb": "memory/logprob
 
 
 def read_metrics(path: Path) -> "dict[int, Metrics]":
-    """Returns step -> metrics, by their current names. Rows of the same step are merged; NaN and infinities
-    are numbers again."""
+    """Returns step -> metrics by their current names. Merges rows of the same step. NaN and infinities are
+    numbers again."""
     steps: dict[int, Metrics] = {}
     for row in read_jsonl(path):
         step = row.pop("step")

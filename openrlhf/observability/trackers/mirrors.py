@@ -23,11 +23,11 @@ CLOSE_SECONDS = 60.0
 
 
 class Trackers:
-    """The metrics file of a run, called the record, and its other trackers, called mirrors.
+    """The metrics file of a run (the record) and its other trackers (the mirrors).
 
-    Errors of the record are raised. A mirror has a thread of its own, and neither stops nor delays training:
-    one that fails 3 times in a row is switched off with a warning, and rows that a slow one cannot take are
-    dropped and counted."""
+    Errors of the record are raised. Each mirror has a separate thread, so that it neither stops nor delays
+    training. A mirror that fails three times in a row is switched off with a warning. Rows that a slow mirror
+    cannot take are dropped and counted."""
 
     def __init__(self, record: JsonlTracker, mirrors: Sequence[Tracker] = ()):
         self._record = record

@@ -1,4 +1,4 @@
-"""TensorBoard tracker."""
+"""The tracker for TensorBoard."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from openrlhf.types import Metrics
 class TensorBoardTracker(Tracker):
     """Writes event files to `{logger.tensorboard_dir}/{run_name}`, or `tensorboard` in the run folder.
 
-    After a resume TensorBoard hides the values of later steps that the earlier run wrote.
+    After a resume TensorBoard hides values of later steps, which the interrupted run wrote.
     """
 
     name = "tensorboard"

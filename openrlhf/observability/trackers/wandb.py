@@ -1,4 +1,4 @@
-"""Weights & Biases tracker."""
+"""The tracker for Weights & Biases."""
 
 import logging
 import uuid
@@ -18,10 +18,9 @@ logger = logging.getLogger(__name__)
 class WandbTracker(Tracker):
     """Records a run in Weights & Biases, with the settings of `logger.wandb`.
 
-    Without `logger.wandb.key` it logs in with WANDB_API_KEY or an earlier `wandb login`. The run keeps its
-    identity over resumes of its folder. WANDB_MODE=offline works. When W&B cannot be reached or refuses the
-    key, the run is recorded offline in its folder with a warning; `wandb sync` uploads it.
-    """
+    Without `logger.wandb.key` it logs in with WANDB_API_KEY or an earlier `wandb login`. A resumed run
+    continues its W&B run. WANDB_MODE=offline works. If W&B cannot be reached or refuses the key, the run is
+    recorded offline in its folder, with a warning; `wandb sync` uploads it."""
 
     name = "wandb"
     package = "wandb"
@@ -32,7 +31,7 @@ class WandbTracker(Tracker):
         import wandb
 
         self._wandb, flags, folder = wandb, run.logger.wandb, run.folder
-        # The redacted key of a saved config.yaml stands for the key of the user who runs it.
+        # A saved config.yaml has REDACTED instead of a key; its user's own key is used then.
         from_environment = flags.key in (None, "True", "true", REDACTED)
         key = None if from_environment else key_of(str(flags.key))
 
@@ -82,8 +81,8 @@ class WandbTracker(Tracker):
 
 
 def key_of(value: str) -> str:
-    """Returns the key that a flag gives: itself, or the content of the file that `@FILE` names. Raises
-    UsageError where there is no such file."""
+    """Returns the key that a flag gives: the value itself, or for `@FILE` the content of the file. Raises
+    UsageError if the file cannot be read."""
     if not value.startswith("@"):
         return value
     file = Path(value[1:]).expanduser()
