@@ -1,1 +1,1 @@
-"""Finds the causes of what went wrong in a run, from the files of its folder."""
+"""Finds the causes of a run's problems from the files of its folder."""

@@ -1,4 +1,4 @@
-"""All checks of a run, and their findings in order."""
+"""Runs all checks of a run, and prints their findings in order."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -37,21 +37,21 @@ SIGNS = (
     "grad_norm",
     "timing/step_total",
 )
-"""Metrics that show why a run is healthy."""
+"""Metrics that are printed for a healthy run."""
 COLORS = {"certain": "bold red", "likely": "bold yellow", "possible": "bold"}
 WIDTH = 110
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
-    """Returns the causes of what is wrong with a run, from the surest on; none for a healthy run. `model`: as
-    in `gap_findings`."""
+    """Returns the causes of a run's problems, the surest first; none for a healthy run. `model`: as in
+    `gap_findings`."""
     found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     found += warning_findings(run, {finding.cause.partition(":")[0] for finding in found})
     return sorted(found, key=lambda finding: -finding.score)
 
 
 def state_of(run: RunRecord) -> str:
-    """Describes how far the run is, and whether it lives."""
+    """Describes the progress of the run, and whether its process is alive."""
     text = f"{run.path}: {len(run.rows)} rows of metrics, last step {run.last_step}"
     if run.process is not None:
         return f"{text}; running (process {run.process.pid})"
@@ -61,7 +61,7 @@ def state_of(run: RunRecord) -> str:
 
 
 def signs_of(run: RunRecord) -> Iterator[str]:
-    """Yields the figures that speak for a healthy run."""
+    """Yields the course of the metrics that show a run's progress and health."""
     scores = [name for name in run.names("eval/") if name.endswith("_score_mean")]
     losses = [name for name in run.names("") if name.endswith(("/loss", "/accuracy"))]
     for name in (*scores, *SIGNS, *losses):
@@ -82,7 +82,7 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
 
 
 def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
-    """Prints the findings, or why the run is healthy."""
+    """Prints the findings, or for a healthy run the course of its metrics."""
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     say = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
@@ -94,6 +94,6 @@ def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
             say(f"- {line}", indent=3)
         say(f"remedy: {finding.remedy}", "green", indent=3)
     if not findings:
-        say("\nhealthy: no cause for concern was found", "bold green")
+        say("\nhealthy: no problem was found", "bold green")
         for line in signs_of(run):
             say(f"- {line}", indent=3)

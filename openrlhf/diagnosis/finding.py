@@ -1,21 +1,23 @@
-"""A cause that a diagnosis names, with its evidence and its remedy."""
+"""A finding of a diagnosis: a cause with its evidence and its remedy."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 CERTAIN, LIKELY = 0.9, 0.6
-"""Scores from which a cause is called certain, and likely."""
+"""Minimum scores of causes that are called certain and likely."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
+    """A cause of a problem."""
+
     cause: str
-    """Identifier of the kind of cause, such as "flat-reward"; listed in docs/diagnosis.md."""
+    """Identifier of the kind of cause, such as "flat-reward" (docs/diagnosis.md)."""
     title: str
     score: float
-    """Confidence from 0 to 1, by which findings are ranked. A rule of thumb, not a probability."""
+    """Confidence from 0 to 1, by which findings are sorted. It is a rule of thumb, not a probability."""
     evidence: tuple[str, ...]
-    """Sentences with figures and steps."""
+    """Sentences with numbers and steps."""
     remedy: str
 
     @property

@@ -1,4 +1,4 @@
-"""The gap between the log-probs of sampler and trainer: whether there is one, since when, and its causes."""
+"""Finds a gap between the log-probs of sampler and trainer, the step at which it begins, and its causes."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -10,43 +10,45 @@ import numpy as np
 from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.gap_rows import GapRow, fresh, rows_of
 from openrlhf.diagnosis.record import RunRecord, Series
+from openrlhf.observability.followed_run import evenly
 
 NOISE = {"fp32": 3e-4, "fp16": 4e-3, "bf16": 2e-2}
-"""Means of |log r| in nats up to which rounding explains a gap, by `--ds.param_dtype`."""
+"""--ds.param_dtype -> mean of |log r|, in nats, up to which rounding explains a gap."""
 BUDGET = 90.0
-"""Seconds for loading models and recomputing log-probs."""
+"""Maximum seconds for loading models and recomputing log-probs."""
 EXAMINED = 9
-"""Maximum number of steps whose rollouts are read for the course of the gap."""
+"""Approximate number of steps whose rollouts are read for the course of the gap."""
 
 REMEDIES = {
-    "temperature": "make sampler and trainer use one temperature: --rollout.temperature, and no temperature "
-    "of an agent's or a server's own",
+    "temperature": "make sampler and trainer use one temperature: set only --rollout.temperature, and no "
+    "other one in an agent or server",
     "top-p": "set --rollout.max_kept_tokens above 0, or --rollout.top_p 1 and --rollout.top_k -1; look for "
     "top_p or top_k in the model's generation_config.json",
-    "kept-sets": "the top-p/top-k support of a token does not reach the trainer with its token: look at what "
-    "an agent does with the tokens of a turn; --rollout.top_p 1 avoids it",
-    "rope": "compare rope_theta and rope_scaling in config.json of the model with what the engine loads",
-    "stale-weights": "the engine samples with weights of an earlier step: set --vllm.sync_check_steps 1, and "
-    "lower --train.async_queue_size if steps are sampled ahead",
-    "adapter": "the engine samples without the adapter: use --vllm.lora_sync merged",
+    "kept-sets": "look at what an agent does with the tokens of a turn, because supports reach the trainer "
+    "with other tokens than their own; --rollout.top_p 1 and --rollout.top_k -1 avoid the problem",
+    "rope": "compare rope_theta and rope_scaling in the model's config.json with the values that the engine "
+    "loads",
+    "stale-weights": "set --vllm.sync_check_steps 1, and lower --train.async_queue_size if steps are sampled "
+    "ahead",
+    "adapter": "use --vllm.lora_sync merged",
     "tokenizer": "give sampler and trainer the same tokenizer files; keep the sampled token ids instead of "
     "encoding the text again",
     "template": "give sampler and trainer the same prompt tokens: one chat template and one way to add the "
     "first token (--data.apply_chat_template)",
     "head-precision": "compute the head with the same precision on both sides: --ds.param_dtype, and the "
     "engine's dtype",
-    "dropout": "switch dropout off: set it to 0 in config.json, and --ds.lora.dropout 0",
-    "routing": "use --algo.router_replay, so that the trainer routes tokens as the sampler did",
-    "weight-chunk": "a part of the weights arrives wrong: set --vllm.sync_check_steps 1, which names the "
-    "weight, and try --vllm.sync_with_ray",
+    "dropout": "set dropout to 0 in config.json, and --ds.lora.dropout 0",
+    "routing": "set --algo.router_replay, so that the trainer routes tokens as the sampler did",
+    "weight-chunk": "set --vllm.sync_check_steps 1, which names the wrong weight, and try "
+    "--vllm.sync_with_ray",
 }
-"""Cause of a gap -> the remedy."""
+"""Cause of a gap -> its remedy."""
 
 TITLES = {
     "temperature": "sampler and trainer use different temperatures",
-    "top-p": "top-p or top-k counts on one side only",
+    "top-p": "only one side applies top-p or top-k",
     "kept-sets": "the trainer normalises over wrong top-p/top-k supports",
-    "rope": "sampler and trainer rotate positions differently (RoPE)",
+    "rope": "sampler and trainer use different RoPE frequencies",
     "stale-weights": "the sampler has stale weights",
     "adapter": "the sampler computes without the adapter",
     "tokenizer": "sampler and trainer use different tokenizers",
@@ -59,7 +61,7 @@ TITLES = {
 
 
 def gap_series(run: RunRecord) -> Series:
-    """Returns the mean of |log r|, of samples of the current weights where they are reported apart."""
+    """Returns the mean of |log r| at each step, over samples of the current weights if the run reports it."""
     fresh = run.series("mismatch/fresh_abs_diff_mean")
     return fresh if len(fresh) else run.series("mismatch/abs_diff_mean")
 
@@ -71,13 +73,15 @@ def noise_of(run: RunRecord) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
-    """The gap of a run, as its rollouts show it."""
+    """The gap of a run, computed from its rollouts."""
 
     run: RunRecord
     course: Mapping[int, float]
     """Step -> mean of |log r|, for the steps that were read."""
     rows: Mapping[int, list[GapRow]]
+    """Step -> sequences of the current weights."""
     noise: float
+    """Mean of |log r| up to which rounding explains a gap."""
 
     @property
     def above(self) -> list[int]:
@@ -91,12 +95,10 @@ class Gap:
 
 
 def gap_of(run: RunRecord) -> Gap | None:
-    """Reads the gap from the rollouts. Returns None if they have no log-probs of the trainer."""
-    if not run.journal:
-        return None
+    """Computes the gap from rollouts of the first steps and of some later ones. Returns None if they have no
+    log-probs of the trainer."""
     steps = sorted(run.journal)
-    count = len(steps) - 1
-    chosen = sorted({*steps[:3], *(steps[round(i * count / (EXAMINED - 3))] for i in range(EXAMINED - 2))})
+    chosen = sorted({*steps[:3], *evenly(steps, EXAMINED - 2)})
     rows = {step: fresh(rows_of(run.journal[step])) for step in chosen}
     course = {
         step: float(np.abs(np.concatenate([row.difference for row in found])).mean())
@@ -107,7 +109,7 @@ def gap_of(run: RunRecord) -> Gap | None:
 
 
 def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
-    """Yields the causes of a gap. `model`: the weights that step 1 was sampled with, instead of
+    """Yields the causes of a gap. `model`: folder of the weights that step 1 was sampled with; None:
     `--actor.model_name_or_path`."""
     gap, reported = gap_of(run), gap_series(run)
     if gap is None:
@@ -121,7 +123,7 @@ def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]
     shown = ", ".join(f"{value:.2g} (step {step})" for step, value in list(gap.course.items())[:5])
     evidence = (
         f"mean |log r| is {shown} nats; rounding explains up to {gap.noise:g}",
-        f"the gap is there {'from the first step on' if gap.from_start else f'since step {gap.above[0]}'}",
+        f"the gap exists {'from the first step on' if gap.from_start else f'since step {gap.above[0]}'}",
     )
     causes = explain(gap, model, deadline=time.monotonic() + BUDGET)
     for cause in causes:
@@ -143,8 +145,8 @@ def _unexplained(gap: Series, noise: float) -> Finding:
         score=0.8,
         evidence=(
             f"{gap.describe()}; rounding explains up to {noise:g} nats",
-            f"above it since step {above[0]}; no rollouts have the log-probs of both sides",
+            f"the gap is larger since step {above[0]}; no rollouts have the log-probs of both sides",
         ),
-        remedy="keep rollouts (--logger.rollouts full), from which the cause can be found. "
+        remedy="set --logger.rollouts full, because the cause can be found from rollouts. "
         "--algo.advantage.is_correction_enable limits the damage",
     )

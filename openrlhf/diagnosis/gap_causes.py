@@ -1,5 +1,6 @@
-"""Finds the cause of a gap: recomputes log-probs under each hypothesis, and ranks hypotheses by how much of
-the gap they explain. Without the model, or if nothing explains the gap, the signs in the rollouts decide."""
+"""Finds the cause of a gap: recomputes log-probs under each hypothesis, and ranks hypotheses by the fraction
+of the gap that they explain. Without the model, or if none explains the gap, statistics of the rollouts
+decide."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,22 +32,24 @@ from openrlhf.diagnosis.record import RunRecord
 ROWS, ACTIONS, TOKENS = 24, 2048, 4096
 """Maximum numbers of sequences, actions and tokens that are recomputed."""
 EXACT = 0.1
-"""Share of the gap that a hypothesis may leave to count as its explanation."""
+"""Maximum fraction of the gap that a hypothesis may leave unexplained to count as the explanation."""
 NEGLIGIBLE = 0.1
-"""Score up to which a cause is not mentioned."""
+"""Maximum score of a cause that is not mentioned."""
 TEMPERATURES = (*map(float, np.geomspace(0.25, 3.0, 26).round(3)), 0.6, 0.7, 0.8, 0.9, 1.0)
 TOP_P = (0.5, 0.8, 0.9, 0.95, 0.99)
 TOP_K = (1, 10, 20, 40, 50, 64)
 THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 FACTORS = (0.5, 2.0, 4.0, 8.0, 16.0)
 DRAWS = 4
-"""Passes with other random numbers, for hypotheses that are random."""
+"""Number of passes with different random numbers, for hypotheses about randomness."""
 ROUTER_NOISE = 0.05
-"""Noise on the input of a router, as a fraction of its standard deviation."""
+"""Standard deviation of the noise on a router's input, as a fraction of that of the input."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cause:
+    """A possible cause of a gap."""
+
     name: str
     score: float
     evidence: tuple[str, ...]
@@ -54,19 +57,20 @@ class Cause:
 
 @dataclass(eq=False)
 class Examined:
-    """The sequences of a step, the trainer's weights, and the log-probs that both sides should have."""
+    """The sequences of a step, a model, and the log-probs that both sides should have."""
 
     gap: Gap
     step: int
     rows: Sequence[GapRow]
     policy: Recomputed
     others: dict[int, str]
-    """Weight version -> model, for versions before the trainer's."""
+    """Weight version -> model, for versions before that of `policy`."""
     first: str
-    """Model that the run started from, whose tokenizer the run uses."""
+    """Model that the run started from. Its tokenizer is the run's."""
     is_trainers: bool
-    """False if `policy` is an earlier version than the trainer's weights, which are not at hand."""
+    """True if `policy` has the trainer's weights; False if only an earlier version is available."""
     deadline: float
+    """Value of time.monotonic() after which nothing more is recomputed."""
 
     @property
     def run(self) -> RunRecord:
@@ -94,7 +98,7 @@ class Examined:
         return self.limits[0] < 1 or self.limits[1] > 0
 
     def of_logits(self, logits: Tensor) -> np.ndarray:
-        """Returns the log-probs that logits give with the run's sampling flags."""
+        """Returns the log-probs of the actions with the run's sampling flags, (A,)."""
         support = None
         if self.has_support and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0:
             support = support_of(logits, self.targets, self.temperature, *self.limits)
@@ -110,7 +114,8 @@ class Examined:
 
     @cached_property
     def expected(self) -> np.ndarray:
-        """Log-probs that both sides should have; the trainer's own if its weights are not at hand."""
+        """Log-probs that both sides should have, (A,): recomputed ones, or the trainer's own if its weights
+        are not available."""
         return self.of_logits(self.logits) if self.is_trainers else self.trainer
 
     @cached_property
@@ -118,8 +123,8 @@ class Examined:
         return float(np.abs(self.trainer - self.sampler).mean())
 
     def left(self, changed: np.ndarray) -> float:
-        """Returns the share of the gap that is left if one side has the log-probs `changed` and the other the
-        expected ones."""
+        """Returns the fraction of the gap that remains if one side has the log-probs `changed` (A,) and the
+        other side the expected ones."""
         far = lambda own, other: float(np.abs(own - other).mean())
         one = far(self.sampler, changed) + far(self.trainer, self.expected)
         other = far(self.trainer, changed) + far(self.sampler, self.expected)
@@ -135,12 +140,12 @@ class Examined:
 
 
 Variants = Iterator[tuple[str, np.ndarray]]
-"""(description, log-probs) of the ways in which a hypothesis may be true."""
+"""(description, log-probs (A,)) of each variant of a hypothesis."""
 
 
 def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
-    """Returns the causes from the likeliest on. Loads models while `deadline`, of time.monotonic(), is not
-    over."""
+    """Returns at most three causes, the likeliest first. `deadline`: value of time.monotonic() after which no
+    more models are loaded."""
     signs = signs_of(gap.rows[gap.above[0]])
     examined, problem = examine(gap, model, deadline)
     found: list[Cause] = []
@@ -153,7 +158,7 @@ def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
     if max((cause.score for cause in found), default=0.0) < LIKELY:
         is_late = examined is not None and not examined.in_time
         note = problem or (
-            "the time for recomputing log-probs was over before a hypothesis explained the gap"
+            "the time limit for recomputing log-probs was reached before a hypothesis explained the gap"
             if is_late
             else "no hypothesis that can be recomputed explains the gap"
         )
@@ -165,7 +170,7 @@ def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
 
 
 def _of_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
-    """Yields the hypotheses that can be tested, from the cheapest on, with the score that the test gives."""
+    """Yields the hypotheses that can be tested, the cheapest first, with the score of the test."""
     if cause := _of_text(examined):
         yield cause
     for test in HYPOTHESES:
@@ -175,7 +180,8 @@ def _of_hypotheses(examined: Examined, signs: Signs) -> Iterator[Cause]:
 
 
 def examine(gap: Gap, model: Path | None, deadline: float) -> tuple[Examined | None, str]:
-    """Chooses the first step with a gap whose weights are at hand. Returns (None, the reason) without any."""
+    """Loads the weights for the first step with a gap that has a checkpoint of them, or else an earlier
+    version for the first step with a gap. Returns (None, reason) if they cannot be loaded."""
     run = gap.run
     output = Path(str(run.flag("ckpt.output_dir", "")))
     folder = Path(str(run.flag("ckpt.path", "") or output / "checkpoints"))
@@ -187,14 +193,14 @@ def examine(gap: Gap, model: Path | None, deadline: float) -> tuple[Examined | N
         policy = Recomputed.load(weights[version])
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        return None, f"the model {weights[version]!r} cannot be loaded ({reason}); name it by --model"
+        return None, f"the model {weights[version]!r} cannot be loaded ({reason}); name its folder by --model"
     rows = _few(gap.rows[step], policy.vocabulary)
     others = {v: path for v, path in weights.items() if v < version}
     return Examined(gap, step, rows, policy, others, first, version == step - 1, deadline), ""
 
 
 def _few(rows: Sequence[GapRow], vocabulary: int) -> list[GapRow]:
-    """Returns the first rows within the limits, at least one."""
+    """Returns as many of the first rows as the limits allow, at least one."""
     found: list[GapRow] = []
     actions = tokens = 0
     for row in rows:
@@ -207,7 +213,8 @@ def _few(rows: Sequence[GapRow], vocabulary: int) -> list[GapRow]:
 
 
 def _tested(examined: Examined, name: str, variants: Callable[[Examined], Variants]) -> Cause | None:
-    """Returns the hypothesis with its best variant, of those until the deadline; None without any."""
+    """Tests the variants of a hypothesis until the deadline. Returns the best one as a cause; None if there
+    are none."""
     best: tuple[float, str] | None = None
     for text, changed in variants(examined):
         left = examined.left(changed)
@@ -249,7 +256,7 @@ def _top_p(e: Examined) -> Variants:
 
 
 def _kept_sets(e: Examined) -> Variants:
-    """Yields supports that belong to a neighbouring action."""
+    """Yields the log-probs with the support of a neighbouring action."""
     if not e.has_support:
         return
     support = support_of(e.logits, e.targets, e.temperature, *e.limits)
@@ -300,7 +307,7 @@ def _adapter(e: Examined) -> Variants:
 
 
 def _template(e: Examined) -> Variants:
-    """Yields the answers after other prompts."""
+    """Yields the log-probs of the answers after wrong prompts."""
     for text, prompt_of in _prompts(e):
         changed = [_after(e, row, np.array(prompt_of(row), int)) for row in e.rows]
         yield f"one side has the prompt {text}", e.of_logits(torch.cat(changed))
@@ -312,7 +319,7 @@ def _after(e: Examined, row: GapRow, prompt: np.ndarray) -> Tensor:
 
 
 def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[GapRow], Sequence[int]]]]:
-    """Yields (description, tokens of a row's prompt) of prompts that a wrong template makes."""
+    """Yields (description, function from a row to its prompt's tokens) of prompts by wrong templates."""
     own = lambda row: row.token_ids[: row.prompt_length].tolist()
     for count in (1, 2, 3):
         yield f"without its first {count} tokens", lambda row, count=count: own(row)[count:]
@@ -382,7 +389,7 @@ def _routing(e: Examined) -> Variants:
 
 
 def _chunk(e: Examined) -> Variants:
-    """Yields the log-probs with one weight of the version before, for every weight that has changed."""
+    """Yields the log-probs with one weight of an earlier version, for each weight that differs."""
     if not e.is_trainers or not e.others:
         return
     earlier = Recomputed.load(e.others[max(e.others)]).model.state_dict()
@@ -409,14 +416,15 @@ HYPOTHESES: tuple[tuple[str, Callable[[Examined], Variants]], ...] = (
     ("rope", _rope),
     ("weight-chunk", _chunk),
 )
-"""Cause -> its variants, from the cheapest on."""
+"""(cause, function that yields its variants), the cheapest first."""
 
 
 # ---- hypotheses that predict no log-probs
 
 
 def _of_text(e: Examined) -> Cause | None:
-    """Returns the tokenizer as the cause if recorded tokens are not those of the recorded text."""
+    """Returns the tokenizer as the cause if the recorded tokens of half of the answers or more do not decode
+    to the recorded text."""
     if e.tokenizer is None:
         return None
     answered = [row for row in e.rows if row.response]
@@ -425,7 +433,9 @@ def _of_text(e: Examined) -> Cause | None:
         return None
     row = wrong[0]
     decoded = e.tokenizer.decode(row.token_ids[row.prompt_length :].tolist())
-    text = f"of {len(wrong)} of {len(answered)} answers the tokens are not those of the text: they decode to "
+    text = (
+        f"the tokens of {len(wrong)} of {len(answered)} answers are not those of their text: they decode to "
+    )
     return Cause("tokenizer", 0.96, (f"{text}{decoded[:60]!r} instead of {(row.response or '')[:60]!r}",))
 
 
@@ -438,7 +448,7 @@ def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
 
 
 def _of_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
-    """Yields dropout and routing if the gap looks like their noise: as large, and at the same actions."""
+    """Yields dropout and routing, scored by how similar their noise is to the gap in size and by action."""
     if not e.is_trainers or not e.in_time:
         return
     dropout = _spread(e, _with_dropout)
@@ -457,7 +467,7 @@ def _noise(name: str, passes: str, ratio: float, similar: float, signs: Signs) -
         f"{passes} differ by {ratio:.2g} times the gap, at the same actions (rank correlation {similar:.2f})"
     ]
     if random > 0.1:
-        evidence.append(f"equal actions after equal tokens differ by {random:.0%} of the gap: it is random")
+        evidence.append(f"log-probs of equal actions after equal tokens differ by {random:.0%} of the gap")
     return Cause(name, score if random > 0.1 or np.isnan(signs.random) else score / 2, tuple(evidence))
 
 
@@ -476,8 +486,8 @@ def _with_router_noise(e: Examined) -> Tensor:
 
 
 def _spread(e: Examined, draw: Callable[[Examined], Tensor | None]) -> tuple[float, float] | None:
-    """Returns the mean difference of random passes to the expected log-probs, in units of the gap, and its
-    rank correlation with the gap by action. None if the passes are not random."""
+    """Returns the mean difference between random passes and the expected log-probs, as a multiple of the gap,
+    and its rank correlation with the gap by action. None if the passes are not random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         draws = [
@@ -495,7 +505,7 @@ def _rank_correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[Cause]:
-    """Returns causes by the signs in the rollouts alone."""
+    """Scores causes by statistics of the rollouts alone. `note`: reason why no hypothesis decided."""
     top_p, top_k = float(gap.run.flag("rollout.top_p", 1.0)), int(gap.run.flag("rollout.top_k", -1))
     has_support = top_p < 1 or top_k > 0
     lora = int(gap.run.flag("ds.lora.rank", 0) or 0) > 0

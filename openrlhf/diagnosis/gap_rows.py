@@ -1,5 +1,5 @@
-"""Sequences of a step with the log-probs of sampler and trainer, and the signs that they alone give of the
-cause of a gap."""
+"""Reads sequences with the log-probs of sampler and trainer, and computes statistics of their gap that hint
+at its cause."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -12,13 +12,15 @@ from openrlhf.observability.journal import read_table
 
 MOST_ROWS = 64
 MOST_TOKENS = 1024
-"""Longest sequence that is examined; of longer ones the first tokens are."""
+"""Number of tokens of a sequence that are examined."""
 FIRST = 4
-"""Actions of an answer that a wrong prompt disturbs most."""
+"""Number of actions at the beginning of an answer, on which a wrong prompt has most influence."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GapRow:
+    """A sequence with the log-probs of its L tokens' A actions on both sides."""
+
     token_ids: np.ndarray
     """(L,)"""
     actions: np.ndarray
@@ -34,7 +36,7 @@ class GapRow:
 
     @property
     def difference(self) -> np.ndarray:
-        """(A,) log r, of the ratio trainer / sampler."""
+        """(A,) log r, the log of the ratio of the trainer's to the sampler's probability."""
         return self.trainer - self.sampler
 
     @property
@@ -43,7 +45,7 @@ class GapRow:
 
 
 def rows_of(path: Path) -> list[GapRow]:
-    """Reads the sequences of a step that have the log-probs of both sides and at least one action."""
+    """Reads the sequences of a step that have actions and the log-probs of both sides, without images."""
     columns = [
         *("token_ids", "action_ranges", "weight_versions", "rollout_log_probs", "log_probs"),
         *("prompt", "response", "images"),
@@ -53,7 +55,7 @@ def rows_of(path: Path) -> list[GapRow]:
 
 
 def fresh(rows: Sequence[GapRow]) -> list[GapRow]:
-    """Returns the rows of the newest weights. The others differ from the trainer because they are older."""
+    """Returns the rows of the newest weight version. Rows of older ones differ from the trainer anyway."""
     newest = max((row.version for row in rows), default=0)
     return [row for row in rows if row.version == newest]
 
@@ -75,22 +77,23 @@ def _row(row: dict) -> GapRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signs:
-    """Statistics of the differences of log-probs, which show something of their cause without a model."""
+    """Statistics of the differences of log-probs, which hint at their cause without a model."""
 
     size: float
     """Mean of |d|, d = log r."""
     bias: float
     """Mean of d divided by `size`: from -1 to 1; 1 if the trainer's log-probs are always higher."""
     quiet: float
-    """Median of |d| divided by `size`: near 0 if few actions have all of the gap, 0.5 to 1 otherwise."""
+    """Median of |d| divided by `size`: near 0 if few actions make up the gap, else 0.5 to 1."""
     curve: float
-    """Share of the variance of d that a cubic function of the sampler's log-prob explains."""
+    """Fraction of the variance of d that a cubic function of the sampler's log-prob explains."""
     growth: float
     """Mean |d| of the later half of the positions divided by that of the earlier half."""
     onset: float
     """Mean |d| of the first FIRST actions of an answer divided by that of the others."""
     random: float
-    """Mean spread of d among actions in the same context, divided by `size`; NaN without such actions."""
+    """Mean deviation of log-probs among equal actions after equal tokens, divided by `size`; NaN without such
+    actions."""
 
 
 def signs_of(rows: Sequence[GapRow]) -> Signs:

@@ -1,4 +1,4 @@
-"""Causes in memory: peaks near the capacity of the device, and peaks that grow."""
+"""Finds problems with memory: peaks near the capacity of the device, and peaks that grow."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,9 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord
 
 NEAR = 0.95
-"""Share of a device from which the next allocation may fail."""
+"""Fraction of a device's memory above which the next allocation may fail."""
 GROWTH = 1.3
+"""Minimum ratio of a peak at the end of a run to that at its beginning that counts as growth."""
 
 RELIEF = {
     "generate": "lower --vllm.gpu_memory_utilization",
@@ -16,7 +17,7 @@ RELIEF = {
     "--actor.gradient_checkpointing_enable",
     "sync": "lower --vllm.sync_bucket_mb",
 }
-"""Phase -> what makes it use less memory."""
+"""Phase -> remedy with which it uses less memory."""
 
 
 def memory_findings(run: RunRecord) -> Iterator[Finding]:
@@ -46,12 +47,12 @@ def memory_findings(run: RunRecord) -> Iterator[Finding]:
                 evidence=(series.describe(), *([length.describe()] if longer else ())),
                 remedy=remedy
                 if longer
-                else "look for a list that grows in the reward function or agent; " + remedy,
+                else "look for data that accumulate in the reward function or agent; " + remedy,
             )
 
 
 def _capacity(run: RunRecord) -> float | None:
-    """Returns GiB of the device, if the run was on this machine; None otherwise."""
+    """Returns the memory of this machine's devices in GiB; None if the run was on another machine."""
     if run.owner is None or not run.owner.is_here:
         return None
     import psutil

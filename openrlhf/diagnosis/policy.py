@@ -1,4 +1,5 @@
-"""Causes in the policy: entropy collapse, truncated answers, and the run's own warnings."""
+"""Finds problems of the policy (entropy collapse, truncated answers), a rising loss, and the run's own
+warnings."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -9,13 +10,15 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
+from openrlhf.observability.followed_run import evenly
 from openrlhf.observability.health import RULES, Rule
 
 COLLAPSED = 0.02
-"""Entropy in nats per token below which a policy hardly varies its answers."""
+"""Entropy, in nats per token, below which it has collapsed: the policy hardly varies its answers."""
 LOST = 0.2
 """Fraction of the initial entropy below which it has collapsed."""
 TRUNCATED = 0.3
+"""Fraction of truncated answers above which there is a finding."""
 
 EXPLAINED_BY = {
     "reward/zero_std_fraction": "flat-reward",
@@ -64,10 +67,9 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
 
 
 def _estimated(run: RunRecord) -> Series:
-    """Returns the mean of -log p over the actions of at most nine steps, evenly spaced."""
-    steps = sorted(run.journal)
-    chosen = sorted({steps[round(i * (len(steps) - 1) / 8)] for i in range(9)}) if steps else []
-    found = {step: answers.surprise for step in chosen if (answers := answers_of(run.journal[step]))}
+    """Returns the mean of -log p over the actions of each of at most nine evenly spaced steps."""
+    steps = evenly(sorted(run.journal), 9)
+    found = {step: answers.surprise for step in steps if (answers := answers_of(run.journal[step]))}
     return Series("rollouts", np.array(list(found)), np.array(list(found.values())))
 
 
@@ -79,7 +81,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
     length, repetition = run.series("rollout/response_length_mean"), run.series("rollout/repetition_ratio")
     limit = run.flag("rollout.max_new_tokens") or run.flag("data.max_len")
     evidence = [
-        f"{recent:.0%} of the answers reach their token limit in the last {min(RECENT, len(rate))} steps "
+        f"{recent:.0%} of the answers of the last {min(RECENT, len(rate))} steps reach their token limit "
         f"({rate.describe()})",
         f"{length.describe()}; limit {limit} tokens" if len(length) else f"limit {limit} tokens",
     ]
@@ -87,7 +89,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
         evidence.append(f"answers repeat themselves: rollout/repetition_ratio {repetition.last(RECENT):.2f}")
         remedy = "answers do not end because they loop: raise --algo.kl.init_coef or lower --actor.adam.lr"
     elif recent > 0.95 and rate.start > 0.95:
-        evidence.append("this is so from the first step on: the model may never write its stop token")
+        evidence.append("truncation begins with the first step: the model may never write its stop token")
         remedy = "check the stop tokens with `openrlhf check`, set --rollout.stop, or raise "
         remedy += "--rollout.max_new_tokens"
     else:
@@ -102,7 +104,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
 
 
 def _loss(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if the loss of supervised learning rises, on training or evaluation data."""
+    """Yields a finding if a loss of a supervised run rises, on training or evaluation data."""
     if run.names("rollout/"):
         return
     for series in (run.series(name) for name in run.names("") if name.endswith("loss")):
@@ -114,15 +116,15 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
             title=f"{series.name} rises{' on held-out data: the model overfits' if held_out else ''}",
             score=0.7,
             evidence=(series.describe(),),
-            remedy="train for fewer --train.max_epochs, or on more data"
+            remedy="lower --train.max_epochs, or train on more data"
             if held_out
             else "lower --adam.lr, raise --lr_warmup_ratio, and look for wrong rows: `openrlhf data preview`",
         )
 
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
-    """Yields a finding for each health rule that fired and that none of `causes`, the causes that other
-    checks found, explains."""
+    """Yields a finding for each health rule that fired. Leaves out rules that are explained by one of
+    `causes`, the causes that other checks found."""
     for rule in RULES:
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
         if fired and EXPLAINED_BY.get(rule.metric) not in causes:

@@ -1,4 +1,5 @@
-"""Recomputes the log-probs of sampled tokens with a model on the CPU, as it is and with one thing changed."""
+"""Recomputes the log-probs of sampled tokens on the CPU, with a model as it is or with one property
+changed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,19 +17,19 @@ from openrlhf.models.policy import transformed_logits
 from openrlhf.training.checkpoints import COPY
 
 MOST_LOGITS = 10**8
-"""Numbers of logits that are held at a time."""
+"""Maximum number of logits that are in memory at a time."""
 
 
 @dataclass(eq=False)
 class Recomputed:
-    """A model in float32 that reads rows."""
+    """A model in float32 on the CPU, for recomputing log-probs."""
 
     model: Any
     path: str
 
     @classmethod
     def load(cls, path: str) -> "Recomputed":
-        """Loads a model or an adapter. Raises OSError or ValueError if there is none."""
+        """Loads a model, or an adapter with its base model. Raises OSError or ValueError if there is none."""
         model = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
@@ -36,8 +37,8 @@ class Recomputed:
 
     @torch.no_grad()
     def hidden(self, row: GapRow, token_ids: np.ndarray | None = None) -> Tensor:
-        """Returns (A, H) the inputs of the head from which each action is predicted. `token_ids`: tokens
-        instead of the row's, which end with the same answer."""
+        """Returns the inputs of the head from which the actions are predicted, (A, H). `token_ids`: tokens to
+        use instead of the row's, which must end with the same answer."""
         ids = row.token_ids if token_ids is None else token_ids
         states = self.decoder(input_ids=torch.tensor(ids)[None]).last_hidden_state[0]
         shift = len(ids) - len(row.token_ids)
@@ -53,11 +54,11 @@ class Recomputed:
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns (A, V) logits."""
+        """Returns the logits, (A, V)."""
         return self.transformed(self.head(hidden))
 
     def transformed(self, logits: Tensor) -> Tensor:
-        """Returns the logits of the model, given those of its head, (A, V)."""
+        """Applies the model's scale and softcap to the outputs of its head, (A, V)."""
         return transformed_logits(logits.float(), self.model.config)
 
     def all_logits(self, rows: Sequence[GapRow]) -> Tensor:
@@ -81,14 +82,15 @@ class Recomputed:
 
 
 def targets_of(rows: Sequence[GapRow]) -> Tensor:
-    """Returns (A,) the actions of all rows."""
+    """Returns the actions of all rows, (A,)."""
     return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
 
 
 def log_probs(
     logits: Tensor, targets: Tensor, temperature: float, support: Tensor | None = None
 ) -> np.ndarray:
-    """Returns (A,) log-probs of the targets at a temperature, normalised over `support` (A, V), a mask."""
+    """Returns the log-probs of the targets at a temperature, (A,). `support`: mask of the tokens that they
+    are normalised over, (A, V); None: all."""
     scaled = logits / temperature
     if support is not None:
         scaled = scaled.masked_fill(~support, -torch.inf)
@@ -97,7 +99,7 @@ def log_probs(
 
 
 def support_of(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1) -> Tensor:
-    """Returns (A, V) the tokens that top-k and top-p leave, with the target among them."""
+    """Returns the mask of the tokens that remain after top-k and top-p, and of the targets, (A, V)."""
     ordered, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
     if top_k > 0:
         ordered = ordered.clone()
@@ -133,7 +135,7 @@ def hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> 
 
 
 def tokenizer_at(path: str) -> Any:
-    """Loads a tokenizer; None if there is none."""
+    """Loads a tokenizer. Returns None if there is none."""
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError):
@@ -141,7 +143,7 @@ def tokenizer_at(path: str) -> Any:
 
 
 def checkpoints_of(folder: Path) -> dict[int, str]:
-    """Returns step -> Hugging Face copy of the checkpoint of that step (--ckpt.save_hf)."""
+    """Returns step -> folder of the checkpoint's copy in Hugging Face format (--ckpt.save_hf)."""
     found = {}
     for path in folder.glob(f"*global_step*{COPY}"):
         number = path.name.rpartition("global_step")[2].removesuffix(COPY)

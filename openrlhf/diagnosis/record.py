@@ -1,5 +1,5 @@
-"""Reads the folder of a run: metrics as series over steps, warnings, configuration, rollouts, and whether the
-run is alive."""
+"""Reads a run folder: metrics as series over steps, warnings, configuration, rollouts, and the run's
+process."""
 
 import math
 import platform
@@ -22,7 +22,7 @@ from openrlhf.observability.run_folder import RunFolder, read_jsonl
 FEWEST = 8
 """Number of steps below which a series has no trend."""
 START_SLACK = 5.0
-"""Seconds by which the clocks of a lock and of a process may differ."""
+"""Seconds by which the times of a lock and of the start of its process may differ."""
 _OWNER = re.compile(r"process (\d+) on (\S+), since (\S+ \S+) UTC")
 
 
@@ -54,7 +54,7 @@ class Series:
 
     @property
     def trend(self) -> float:
-        """Difference of `end` and `start` in standard errors; 0 for fewer than FEWEST values."""
+        """Difference of `end` and `start` in standard errors; 0 if there are fewer than FEWEST values."""
         if len(self) < FEWEST:
             return 0.0
         first, last = self.values[: self.quarter], self.values[-self.quarter :]
@@ -84,8 +84,8 @@ class Owner:
         return self.host == platform.node()
 
     def process(self) -> psutil.Process | None:
-        """Returns the living process on this machine; None if it is dead, elsewhere, or another process got
-        its number."""
+        """Returns the process; None if it has ended, is on another machine, or its number now belongs to
+        another process."""
         try:
             found = psutil.Process(self.pid) if self.is_here else None
         except psutil.NoSuchProcess:
@@ -106,6 +106,7 @@ class RunRecord:
     config: Mapping[str, Any]
     """Tree of config.yaml; empty if the file is missing."""
     owner: Owner | None
+    """Process that started the run; None if there is no lock file."""
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
@@ -134,7 +135,8 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
 
     def flag(self, name: str, default: Any = None) -> Any:
-        """Returns the value of a flag such as "rollout.temperature"; the default if it is not recorded."""
+        """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
+        None."""
         node: Any = self.config
         for part in name.split("."):
             if not isinstance(node, Mapping) or part not in node:
@@ -148,12 +150,12 @@ class RunRecord:
 
     @cached_property
     def journal(self) -> dict[int, Path]:
-        """Step -> file of the rollouts that it trained on."""
+        """Step -> file of the rollouts that the step trained on."""
         return journal_steps(self.path / "rollouts")
 
     @cached_property
     def process(self) -> psutil.Process | None:
-        """The living process of the run on this machine; None if there is none."""
+        """The run's process on this machine; None if it does not run."""
         return self.owner.process() if self.owner else None
 
 

@@ -1,4 +1,5 @@
-"""Causes in the rewards: all equal, failed samples, and rewards that rise while the held-out score falls."""
+"""Finds problems with rewards: equal rewards, failed samples, and rewards that rise while a held-out score
+falls."""
 
 from collections.abc import Iterator
 
@@ -9,14 +10,16 @@ from openrlhf.observability.failures import commonest_failure, headline
 from openrlhf.observability.journal import read_journal
 
 RECENT = 20
-"""Steps that a judgement about the present state looks at."""
+"""Number of last steps that represent the present state of a run."""
 FLAT = 0.9
-"""Share of samples in groups with equal rewards above which there is hardly anything to learn."""
+"""Fraction of samples in groups with equal rewards above which there is hardly anything to learn."""
 FAILED = 0.1
+"""Fraction of failed samples above which there is a finding."""
 CLEAR = 3.0
-"""Standard errors from which a change counts as a trend."""
+"""Standard errors above which a change counts as a trend."""
 LABELLED = 0.2
-"""Share of unrewarded answers with the label in them above which the reward function is suspect."""
+"""Fraction of the answers with the lowest reward that may contain the label. If more do, the reward function
+is suspect."""
 
 
 def reward_findings(run: RunRecord) -> Iterator[Finding]:
@@ -69,8 +72,8 @@ def _reward_evidence(last: Answers | None) -> Iterator[str]:
 def _flat_remedy(last: Answers | None, mean: Series) -> str:
     if last is not None and last.contains_label > LABELLED:
         return (
-            "test the reward function of --reward.remote_url with these answers: it does not find a label "
-            'that is there. A number never equals a text (7 == "7" is False).'
+            "test the reward function of --reward.remote_url with these answers, which contain the label but "
+            'get the lowest reward. A number never equals a text (7 == "7" is False).'
         )
     if last is not None and last.truncated > 0.5:
         return "raise --rollout.max_new_tokens: answers end before their result"
@@ -102,13 +105,14 @@ def _failed(run: RunRecord) -> Iterator[Finding]:
             title=f"samples of {'the evaluation' if name.startswith('eval') else 'training'} fail",
             score=0.95,
             evidence=tuple(evidence),
-            remedy="mend the error, which `openrlhf rollouts RUN --failed` lists; a slow reward function "
-            "needs a higher --reward.timeout, a slow environment a higher --rollout.episode_timeout",
+            remedy="fix the error, which `openrlhf rollouts RUN --failed` lists; for a slow reward function "
+            "raise --reward.timeout, for a slow environment --rollout.episode_timeout",
         )
 
 
 def _hacked(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if the reward rises while a held-out score falls, with what changed in the answers."""
+    """Yields a finding if the reward rises while a held-out score falls, with the changes of the answers as
+    evidence."""
     reward = run.series("rollout/reward_mean")
     if not reward.trend > CLEAR:
         return
@@ -125,8 +129,8 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
             f"{score.values[-1]:.3g} (step {score.steps[-1]})"
         )
     if not scores:
-        evidence.append("the run has no evaluation, so nothing shows whether the answers are better")
-    kinds = " and ".join(kind for kind, _, _ in signs[:2]) or "no sign in the answers says by what"
+        evidence.append("the run has no evaluation that shows whether the answers became better")
+    kinds = " and ".join(kind for kind, _, _ in signs[:2]) or "the answers give no hint at the reason"
     remedies = [remedy for _, _, remedy in signs[:2]] or [
         "read samples: `openrlhf rollouts RUN --sort reward`"
     ]
@@ -143,7 +147,7 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
 
 
 def _falls(score: Series) -> bool:
-    """Tells whether the last values are clearly below the best earlier one."""
+    """Returns True if the mean of the last values is clearly below the best earlier one."""
     if len(score) < 3:
         return False
     best = float(score.values[:-1].max())
@@ -152,7 +156,7 @@ def _falls(score: Series) -> bool:
 
 
 def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
-    """Yields (kind, evidence, remedy) for each way in which answers changed that a reward may pay for."""
+    """Yields (kind, evidence, remedy) for each change of the answers that the reward may favour."""
     length, correlation = (
         run.series(f"rollout/{name}") for name in ("response_length_mean", "length_reward_correlation")
     )
@@ -160,7 +164,7 @@ def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
         yield (
             "length",
             f"{length.describe()}; correlation of length and reward {correlation.last(RECENT):.2f}",
-            "stop paying for length: --reward.overlong_buffer_len penalises it",
+            "do not reward length: --reward.overlong_buffer_len penalises it",
         )
     for name, kind in (("duplicate_ratio", "duplicates"), ("repetition_ratio", "repetition")):
         series = run.series(f"rollout/{name}")
@@ -173,18 +177,18 @@ def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
     if first is None or last is None:
         return
     for kind, before, after, text in (
-        ("n-gram share", first.ngram_share, last.ngram_share, "the commonest 8 tokens in a row are in"),
+        ("n-gram share", first.ngram_share, last.ngram_share, "the most common 8-gram is in"),
         (
             "format",
             first.format_share,
             last.format_share,
-            "the commonest start and end of an answer is that of",
+            "the most common beginning and end of an answer is that of",
         ),
-        ("duplicates", first.duplicates, last.duplicates, "an answer of another sample is repeated by"),
+        ("duplicates", first.duplicates, last.duplicates, "the answer of another sample is repeated by"),
     ):
         if after - before > 0.3:
             yield (
                 kind,
                 f"{text} {before:.0%} of the samples of step {steps[0]} and {after:.0%} of step {steps[-1]}",
-                "read these answers: the reward function pays for what they share",
+                "read these answers: the reward function favours what they have in common",
             )

@@ -1,4 +1,4 @@
-"""Statistics of the answers of a step, from its rollouts: what answers share, and how sure the policy is."""
+"""Computes statistics of a step's answers from its rollouts: their common parts, entropy and rewards."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,30 +10,32 @@ import numpy as np
 from openrlhf.observability.journal import read_table
 
 NGRAM = 8
-"""Tokens of the n-grams whose share is counted."""
+"""Number of tokens of the n-grams that are counted."""
 EDGE = 4
-"""Tokens at the start and at the end of an answer that are compared as its format."""
+"""Number of tokens at the beginning and at the end of an answer that count as its format."""
 MOST_SAMPLES = 512
-"""Samples of a step that are read."""
+"""Maximum number of samples of a step that are read."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """Statistics of the answers of a step, each over samples with a reward."""
+    """Statistics of the answers of a step, over samples with a reward."""
 
     count: int
     surprise: float
     """Mean of minus the sampler's log-prob, in nats per action: an estimate of the policy's entropy."""
     ngram_share: float
-    """Share of the samples that contain the commonest n-gram of actions."""
+    """Fraction of the samples that contain the most common n-gram of actions."""
     format_share: float
-    """Share of the samples with the commonest first and last EDGE actions."""
+    """Fraction of the samples with the most common first EDGE and last EDGE + 1 actions, the last of which is
+    usually the stop token."""
     duplicates: float
-    """Share of the samples whose actions repeat those of another sample of the step."""
+    """Fraction of the samples whose actions repeat those of another sample of the step."""
     rewards: tuple[float, ...]
     truncated: float
+    """Fraction of truncated answers."""
     contains_label: float
-    """Share of the samples with the lowest reward whose answer contains the label; 0 without labels."""
+    """Fraction of the samples with the lowest reward whose answer contains the label; 0 without labels."""
 
 
 def answers_of(path: Path) -> Answers | None:
@@ -69,7 +71,7 @@ def _starts(ids: list[int]) -> range:
 
 
 def _commonest(of_samples: Iterable[set]) -> float:
-    """Returns the share of the samples that have the commonest item."""
+    """Returns the fraction of the samples that have the most common item."""
     sets = list(of_samples)
     counts = Counter(item for items in sets for item in items)
     return max(counts.values(), default=0) / len(sets)

@@ -1,5 +1,5 @@
-"""Causes of slow steps: the phase that takes longer than usual or grows, and ranks with more work than
-others."""
+"""Finds the causes of slow steps: a phase that takes longer than usual or becomes slower, and ranks with more
+work than others."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -11,14 +11,15 @@ from openrlhf.diagnosis.record import FEWEST, RunRecord, Series
 from openrlhf.observability.journal import read_table
 
 SLOW = 2.0
-"""A step is slow if it takes this multiple of the median, and a phase grows if its time does."""
+"""Multiple of the median time above which a step is slow, and of its initial time above which a phase became
+slow."""
 UNEVEN = 1.5
-"""Ratio of the largest to the mean number of tokens of a rank from which ranks are uneven."""
+"""Ratio of the largest to the mean number of tokens of a rank above which the work is uneven."""
 
 REMEDIES = {
-    "generate": "look at rollout/response_length_max: one long answer holds a step up. --train.async_enable "
-    "samples while the models train; --rollout.max_new_tokens limits answers; more engines: "
-    "--vllm.num_engines",
+    "generate": "look at rollout/response_length_max, because one long answer delays a step. "
+    "--train.async_enable samples while the models train, --rollout.max_new_tokens limits answers, and "
+    "--vllm.num_engines adds engines",
     "logprobs": "raise --rollout.micro_batch_size, or --train.dynamic_batch_enable with "
     "--rollout.max_tokens_per_gpu",
     "update": "raise --train.micro_batch_size, or --train.dynamic_batch_enable with "
@@ -27,7 +28,7 @@ REMEDIES = {
     "evaluate": "raise --eval.steps, or limit --eval.max_samples",
     "save": "set --ckpt.async_save, raise --ckpt.save_steps, or use a faster disk",
 }
-"""Phase -> what makes it faster."""
+"""Phase -> remedy that makes it faster."""
 
 
 def speed_findings(run: RunRecord) -> Iterator[Finding]:
@@ -46,7 +47,8 @@ def _name(phase: Series) -> str:
 
 
 def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
-    """Yields a finding if single steps take much longer than the median, and which phase makes them slow."""
+    """Yields a finding if single steps take much longer than the median. Names the phase that makes them
+    slow."""
     median = float(np.median(total.values))
     slow = total.steps[(total.values > SLOW * median) & (total.values > median + 1)]
     slow = slow[slow > total.steps[0]]  # the first step warms up
@@ -55,7 +57,7 @@ def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
     excess: dict[str, float] = {}
     for phase in phases:
         usual, at = float(np.median(phase.values)), dict(zip(phase.steps, phase.values, strict=True))
-        rare = len(phase) < len(total) / 2  # such as evaluations: its usual share of a step is none
+        rare = len(phase) < len(total) / 2  # such as evaluations, which a usual step does not have
         extra = [at[step] - (0 if rare else usual) for step in slow if step in at]
         excess[_name(phase)] = sum(max(0.0, seconds) for seconds in extra)
     late, seconds = max(excess.items(), key=lambda item: item[1]) if excess else ("an unknown phase", 0.0)
@@ -67,14 +69,14 @@ def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
         score=min(0.9, 0.4 + lost / float(total.values.sum())),
         evidence=(
             f"steps {named} take more than {SLOW:g} times the median of {median:.3g} s",
-            f"{late} accounts for {seconds:.3g} s of the {lost:.3g} s that they lose",
+            f"{late} accounts for {seconds:.3g} s of the {lost:.3g} s that they take longer",
         ),
         remedy=REMEDIES.get(late, "compare the steps' samples: `openrlhf rollouts RUN --step N`"),
     )
 
 
 def _growth(run: RunRecord, phase: Series, total: Series) -> Iterator[Finding]:
-    """Yields a finding if a phase takes ever longer."""
+    """Yields a finding if a phase takes more and more time."""
     share = float(phase.values.sum() / total.values.sum())
     if phase.trend < 3 or phase.end < SLOW * phase.start or share < 0.1:
         return
@@ -110,8 +112,8 @@ def _uneven_ranks(run: RunRecord) -> Iterator[Finding]:
     ratio, rank, step = max(shares)
     yield Finding(
         cause="late-rank",
-        title=f"rank {rank} has more to train on than the others, which wait for it",
+        title=f"rank {rank} trains on more tokens than the others, which wait for it",
         score=0.6,
-        evidence=(f"step {step}: {ratio:.2g} times the mean number of tokens",),
-        remedy="set --train.dynamic_batch_enable, which gives ranks equal work",
+        evidence=(f"step {step}: {ratio:.2g} times the mean number of tokens of a rank",),
+        remedy="set --train.dynamic_batch_enable, which distributes the work evenly over ranks",
     )

@@ -1,4 +1,4 @@
-"""The stacks of a run's processes, from py-spy or from stacks.txt, and what each process is doing."""
+"""Reads the stacks of a run's processes from py-spy or stacks.txt, and describes what each process does."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 PY_SPY_TIMEOUT = 20.0
-"""Seconds that py-spy has to read the stacks of one process."""
+"""Maximum seconds that py-spy may take to read the stacks of one process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The stack of the thread of a process that does its work."""
+    """The stack of the thread that does a process's work."""
 
     process: str
     """Name of the process, such as "rank 1 of policy"."""
@@ -52,11 +52,11 @@ _PLACES = (
     ("observability/journal.py", "writes rollouts"),
     ("/vllm/", "samples"),
 )
-"""Part of a file's path -> what a process with a frame there does, from the most specific on."""
+"""(part of a file's path, description of a process with a frame in it), the most specific first."""
 
 
 def doing(stack: Stack) -> str:
-    """Describes what a process does, by its innermost telling frame."""
+    """Describes what a process does, by its innermost frame in a known place."""
     if not stack.frames:
         return "does not answer"
     if operation := collective(stack):
@@ -88,7 +88,7 @@ def of_file(path: Path) -> list[Stack]:
 
 
 def of_process(process: psutil.Process) -> list[Stack]:
-    """Returns the stacks of a living run: of its process, and of its Python descendants and Ray actors."""
+    """Returns the stacks of a running run: of its process, its Python descendants and its Ray actors."""
     members = [process, *process.children(recursive=True)]
     known = {member.pid for member in members}
     members += [found for found in psutil.process_iter() if found.pid not in known and _is_of(found, process)]
@@ -97,8 +97,8 @@ def of_process(process: psutil.Process) -> list[Stack]:
 
 
 def _is_of(found: psutil.Process, run: psutil.Process) -> bool:
-    """Tells whether a process is an actor of a cluster that the run joined: an actor of the same user, in the
-    same folder, that started later."""
+    """Returns True if a process seems to be a Ray actor of the run, in a cluster that the run joined: an
+    actor in the same folder that started later."""
     try:
         is_actor = bool(found.cmdline()) and found.cmdline()[0].startswith("ray::")
         return is_actor and found.create_time() > run.create_time() and found.cwd() == run.cwd()
@@ -114,7 +114,8 @@ def _is_python(process: psutil.Process) -> bool:
 
 
 def _dump(process: psutil.Process, *, is_driver: bool) -> Stack | None:
-    """Returns the stack of a process by py-spy, without frames if it cannot be read; None if it is gone."""
+    """Reads the stack of a process by py-spy. Returns no frames if it cannot be read, and None if the process
+    has ended."""
     try:
         words = process.cmdline()
     except psutil.NoSuchProcess:
@@ -123,7 +124,7 @@ def _dump(process: psutil.Process, *, is_driver: bool) -> Stack | None:
     name = f"{name} (process {process.pid})"
     program = shutil.which("py-spy", path=str(Path(sys.executable).parent)) or shutil.which("py-spy")
     if program is None:
-        return Stack(f"{name}: py-spy is missing", ())
+        return Stack(f"{name}: py-spy is not installed (pip install py-spy)", ())
     command = [program, "dump", "--json", "--pid", str(process.pid)]
     try:
         answer = subprocess.run(command, check=True, capture_output=True, text=True, timeout=PY_SPY_TIMEOUT)
@@ -146,8 +147,8 @@ def _frames(text: str) -> tuple[Frame, ...]:
 
 
 def _working(threads: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
-    """Returns the frames of the thread that does the work of a process: one with code of openrlhf that does
-    not only watch, else the longest."""
+    """Returns the frames of the thread that does the work of a process: the longest with code of openrlhf
+    that does more than watch, else the longest of all."""
     own = [thread for thread in threads if any(_is_work(frame) for frame in thread)]
     own = [thread for thread in own if not any(part in f.file for f in thread for part in _IDLE)]
     return max(own or threads, key=len, default=())
@@ -158,8 +159,7 @@ def _is_work(frame: Frame) -> bool:
 
 
 def waiting(stacks: Sequence[Stack]) -> Iterator[str]:
-    """Yields who waits for whom: the ranks in a collective operation for those that are in none, then what
-    each process does."""
+    """Yields which ranks wait in a collective operation for which others, then what each process does."""
     ranks = [
         stack for stack in stacks if "rank" in stack.process.lower() or "policy" in stack.process.lower()
     ]

@@ -1,4 +1,5 @@
-"""Causes of a run that stands still, or that ended early: who waits for whom."""
+"""Finds the causes of a run that makes no progress, or that ended early: the process that the others wait
+for."""
 
 import time
 from collections.abc import Iterator
@@ -11,10 +12,11 @@ from openrlhf.diagnosis.record import RunRecord
 from openrlhf.diagnosis.stacks import Stack, collective, of_file, of_process, waiting
 
 PATIENCE = 120.0
-"""Seconds since the last step up to which no run counts as stalled."""
+"""Minimum seconds since the last step of a run that counts as stalled."""
 SLOW = 4.0
-"""Multiple of the median time of a step from which a run counts as stalled."""
+"""Minimum time since the last step of a stalled run, as a multiple of the median time of a step."""
 MOST_LINES = 24
+"""Maximum number of lines of evidence about processes."""
 
 
 def stall_findings(run: RunRecord) -> Iterator[Finding]:
@@ -31,7 +33,7 @@ def stall_findings(run: RunRecord) -> Iterator[Finding]:
 
 
 def _living(run: RunRecord) -> Iterator[Finding]:
-    """Yields a finding if no step ended for much longer than usual."""
+    """Yields a finding if no step has ended for much longer than usual."""
     metrics = run.path / "metrics.jsonl"
     assert run.owner is not None
     assert run.process is not None
@@ -42,7 +44,7 @@ def _living(run: RunRecord) -> Iterator[Finding]:
     if waited < max(PATIENCE, SLOW * usual):
         return
     head = f"no step ended for {waited:.0f} s, since step {run.last_step}; the median step took {usual:.3g} s"
-    yield _stall("the run stands still", 0.9 if usual else 0.5, head, of_process(run.process))
+    yield _stall("the run makes no progress", 0.9 if usual else 0.5, head, of_process(run.process))
 
 
 def _stall(title: str, score: float, head: str, stacks: list[Stack]) -> Finding:
@@ -56,7 +58,7 @@ def _stall(title: str, score: float, head: str, stacks: list[Stack]) -> Finding:
         remedy = "look at the log and the machine of the process that does not answer"
     else:
         remedy = (
-            "look at the process that works; --rollout.engine_timeout and --train.rank_timeout end a run "
+            "look at the process that works. --rollout.engine_timeout and --train.rank_timeout end a run "
         )
         remedy += "that hangs"
     return Finding(
@@ -72,7 +74,7 @@ def _killed(run: RunRecord) -> Finding:
     assert run.owner is not None
     peaks = [run.series(name) for name in run.names("memory/")]
     evidence = [
-        f"process {run.owner.pid} on {run.owner.host} is gone, and it did not write report.html",
+        f"process {run.owner.pid} on {run.owner.host} has ended without writing report.html",
         f"the last step is {run.last_step}",
     ]
     if peaks:
@@ -80,9 +82,9 @@ def _killed(run: RunRecord) -> Finding:
         evidence.append(f"largest memory: {most.name} {most.values.max(initial=0):.3g} GiB")
     return Finding(
         cause="killed",
-        title="the run was killed: it did not end in order",
+        title="the run was killed",
         score=0.7,
         evidence=tuple(evidence),
-        remedy="look for the out-of-memory killer (`dmesg`) and at the limit of the job; "
+        remedy="look for the out-of-memory killer in `dmesg`, and at the memory and time limits of the job; "
         "--ckpt.load_enable resumes from the last checkpoint",
     )
