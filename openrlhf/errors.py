@@ -81,9 +81,9 @@ class ErrorCode(StrEnum):
     NOT_FINITE = "not-finite"
     """A loss, a gradient or a weight is NaN or infinite."""
     ENGINE_FAILED = "engine-failed"
-    """A rollout engine died or stopped answering."""
+    """A rollout engine did not start, failed or died."""
     WORKER_FAILED = "worker-failed"
-    """A training rank died or stopped answering."""
+    """A training rank failed, died or stopped answering."""
     WRONG_WEIGHTS = "wrong-weights"
     """After a weight sync or a load, a model's outputs differ from those of the model that it should
     equal."""

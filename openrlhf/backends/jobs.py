@@ -1,4 +1,5 @@
-"""Runs a module in processes of their own on this machine: a job, whose several processes are ranks."""
+"""Runs a module as a job: in child processes on this machine, which are the ranks of the job if there are
+several."""
 
 import os
 import signal
@@ -19,9 +20,10 @@ LAUNCHED = (
     *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
 )
-"""Variables in which a launcher names a group of ranks. A job that a rank starts must not inherit them."""
+"""Environment variables by which a launcher describes a group of ranks. A job must not inherit those of the
+process that starts it."""
 PATIENCE = 10.0
-"""Seconds that a process has to end its own processes after SIGTERM."""
+"""Seconds that a process has after SIGTERM to end its own child processes."""
 
 
 def run_job(
@@ -34,17 +36,18 @@ def run_job(
     timeout: float = float("inf"),
     tick: Callable[[float], None] = lambda seconds: None,
 ) -> int:
-    """Runs `python -m WORDS` and returns the first exit status that is not 0, else 0. Several ranks meet as
-    under torchrun; when one of them fails, the others are ended. Raises TimeoutError.
+    """Runs `python -m WORDS`. Returns 0 if all ranks succeed, else the exit status of one that failed.
+    Several ranks find each other as under torchrun. When one fails, the others are ended. Raises TimeoutError
+    after `timeout`.
 
     Args:
         words: the module and its arguments.
-        output: file or descriptor of what the processes print.
+        output: file or descriptor for stdout and stderr of the processes.
         ranks: number of processes.
-        environment: variables of the processes, by default those of this process; a launcher's are left out.
-        folder: working folder; None: the one of this process.
+        environment: environment variables of the processes. Those of a launcher (`LAUNCHED`) are left out.
+        folder: working folder; None: that of this process.
         timeout: seconds after which the job is ended.
-        tick: called with the seconds since the start, five times a second.
+        tick: function that is called with the seconds since the start, five times a second.
     """
     started = time.monotonic()
     with _processes([sys.executable, "-m", *words], output, ranks, environment, folder) as job:
@@ -61,11 +64,11 @@ def run_job(
 def _processes(
     command: Sequence[str], output: IO | int, ranks: int, environment: Mapping[str, str], folder: Path | None
 ) -> Iterator[list[subprocess.Popen]]:
-    """Starts the processes, each with a process group of its own, and kills what is left of them."""
+    """Starts the processes, each in a separate process group, and kills the remaining ones afterwards."""
     common = {name: value for name, value in environment.items() if name not in LAUNCHED}
     if ranks > 1:
-        # This process has the store in which ranks meet, as torchrun does. A port that rank 0 opened seconds
-        # later might be taken by then.
+        # As with torchrun, this process has the store by which ranks find each other. If rank 0 opened the
+        # port seconds later, another program might have taken it.
         store = _store()
         common = {"OMP_NUM_THREADS": "1"} | common  # torchrun's default
         common |= {
@@ -98,7 +101,7 @@ def _processes(
 
 
 def _store() -> TCPStore:
-    """Returns a store of this process that listens on loopback alone."""
+    """Returns a store of this process that listens only on loopback."""
     bound = socket.create_server(("127.0.0.1", 0))
     port = bound.getsockname()[1]
     return TCPStore(

@@ -1,4 +1,4 @@
-"""Parses `--vllm.speculative`, vLLM's configuration of speculative decoding."""
+"""Parses `--vllm.speculative`, the configuration of speculative decoding in vLLM."""
 
 import json
 from typing import Any
@@ -7,8 +7,8 @@ SHORT_FORM = "METHOD:TOKENS, such as ngram:3"
 
 
 def parse_speculation(text: str) -> dict[str, Any]:
-    """Parses vLLM's `speculative_config`: a JSON object, or METHOD:TOKENS. Raises ValueError with the remedy
-    for other texts, and for configurations that do not keep the distribution of samples."""
+    """Parses a JSON object (vLLM's `speculative_config`) or METHOD:TOKENS. Raises ValueError with a remedy
+    for other texts, and for configurations that change the distribution of samples."""
     config = _parse_json(text) if text.lstrip().startswith("{") else _parse_short(text)
     if not config.keys() & {"method", "model"}:
         raise ValueError(f'names no "method" and no draft "model"; add one, or write {SHORT_FORM}')
@@ -30,7 +30,7 @@ def _parse_json(text: str) -> dict[str, Any]:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(
-            f"is no JSON object ({error}); quote it for the shell, or write {SHORT_FORM}"
+            f"is not a JSON object ({error}); quote it for the shell, or write {SHORT_FORM}"
         ) from None
 
 

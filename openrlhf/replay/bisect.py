@@ -1,4 +1,4 @@
-"""Finds the first difference between two recorded runs: settings, then step by step in causal order."""
+"""Finds the first difference between two recorded runs: compares settings, then each step in causal order."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,46 +14,48 @@ KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
 
 CAUSES = {
-    ORDER: "the runs train on other prompts, or in another order: look at the flags data.*, --train.seed, "
-    "--rollout.batch_size and at the dataset",
-    NUMBER: "the runs train on other numbers of samples: look at the flags rollout.* and at filtering",
+    ORDER: "the runs train on different prompts, or in a different order: compare the flags data.*, "
+    "--train.seed, --rollout.batch_size and the dataset",
+    NUMBER: "the runs train on different numbers of samples: compare the flags rollout.* and filtering",
     **dict.fromkeys(
         ("prompt", "label", "source", "images"), "the dataset, the template or the flags of columns differ"
     ),
-    "seed": "the seeds of sampling follow from --train.seed, epoch, prompt and sample",
-    "weight_versions": "the tokens were sampled with other weights: in asynchronous training the speed of "
-    "engines and trainer decides it",
-    "token_ids": "the log-probs before this token are equal, and the choice is another one: seeds, sampling "
+    "seed": "the seeds of sampling differ; they are derived from --train.seed, epoch, prompt and sample",
+    "weight_versions": "the tokens were sampled with different weight versions, which in asynchronous "
+    "training depend on the speed of engines and trainer",
+    "token_ids": "the log-probs before this token are equal, but another token was sampled: seeds, sampling "
     "parameters or the agent differ, or after feedback the environment",
-    "rollout_log_probs": "the engine computes other numbers for equal tokens: its weights, version, kernels "
-    "or batches differ",
-    "action_ranges": "the agent marks other tokens as actions",
+    "rollout_log_probs": "the engine computes different log-probs for equal tokens: its weights, version, "
+    "kernels or batches differ",
+    "action_ranges": "the agent marks different tokens as actions",
     **dict.fromkeys(
         ("finish_reason", "truncated", "turn_starts", "outcome", "error"), "the agent or its limits differ"
     ),
     **dict.fromkeys(
         ("score", "reward", "turn_rewards", "extra_logs"),
-        "equal samples get other answers from the reward source",
+        "the reward source returns different values for equal samples",
     ),
-    "log_probs": "the policy computes other log-probs of equal samples: its weights (from the update of the "
-    "step before), its kernels or its rows differ",
-    "ref_log_probs": "the reference computes other log-probs of equal samples: its weights or kernels differ",
-    "values": "the critic computes other values of equal samples: its weights (from the update of the step "
-    "before) or its kernels differ",
+    "log_probs": "the policy computes different log-probs of equal samples: its weights (from the update of "
+    "the step before), its kernels or its rows differ",
+    "ref_log_probs": "the reference computes different log-probs of equal samples: its weights or kernels "
+    "differ",
+    "values": "the critic computes different values of equal samples: its weights (from the update of the "
+    "step before) or its kernels differ",
     **dict.fromkeys(
         ("advantages", "returns"),
-        "equal rewards and log-probs give other advantages: estimator, KL coefficient or penalties differ",
+        "equal rewards and log-probs give different advantages: estimator, KL coefficient or penalties "
+        "differ",
     ),
-    "optimizer_steps": "equal samples are learned from in another order: look at --train.batch_size and "
+    "optimizer_steps": "the runs train on equal samples in a different order: compare --train.batch_size and "
     "--train.shuffle",
-    "ranks": "equal samples are learned from on other ranks: their number or the packing differs",
+    "ranks": "the runs train on equal samples on different ranks: the number of ranks or the packing differs",
 }
-"""Quantity -> meaning of its difference if everything before it is equal."""
+"""Quantity -> meaning of its difference if all quantities before it are equal."""
 METRIC = (
-    "everything recorded before the update is equal: the loss, the gradient or the optimizer differs, or the "
-    "order of supervised data, which no file records"
+    "all records before the update are equal: the loss, the gradient or the optimizer differs, or the order "
+    "of supervised data, which is not recorded"
 )
-TENSOR = "everything recorded before is equal: the optimizer differs, in ways that no metric shows"
+TENSOR = "all records before the checkpoint are equal: the optimizer differs in ways that no metric shows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +77,11 @@ class Settings:
     """Differences between the flags, data and machines of two runs: name -> values of both."""
 
     learned: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Flags that decide what is learned."""
+    """Flags, data and models that determine what the run learns."""
     other: dict[str, tuple[Any, Any]] = field(default_factory=dict)
     """Flags of placement, memory, kernels, logging and saving. Some of them change the last bits."""
     environment: dict[str, tuple[Any, Any]] = field(default_factory=dict)
-    """Versions, machine, variables and commits."""
+    """Versions, machine, environment variables and commits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,9 +94,9 @@ class Bisection:
     first: Stage | None
     """The first stage that differs; None if all are equal."""
     later: Stage | None
-    """The first checkpoint after it that both runs have; None without one."""
+    """The first common checkpoint at or after `first`; None if there is none or `first` is a checkpoint."""
     alone: dict[str, list[int]]
-    """Steps that only one of the runs has, by the name of the record and the run."""
+    """Description of record and run -> steps that only this run recorded."""
 
     @property
     def are_equal(self) -> bool:
@@ -102,7 +104,7 @@ class Bisection:
 
 
 def bisect(a: RecordedRun, b: RecordedRun) -> Bisection:
-    """Compares two runs of the same command until the first difference."""
+    """Compares two runs of the same command up to the first difference."""
     equal: list[Stage] = []
     first = later = None
     for stage in stages(a, b):
@@ -133,8 +135,8 @@ def _changed(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 
 def stages(a: RecordedRun, b: RecordedRun, *, reads: bool = False) -> Iterator[Stage]:
-    """Yields the comparisons of everything that both runs recorded, in causal order. `reads`: read also
-    checkpoints whose recorded hashes are equal."""
+    """Yields the comparison of each record that both runs have, in causal order. `reads`: True to read
+    checkpoints even if their recorded hashes are equal."""
     checkpoints = _common(a.checkpoints(), b.checkpoints())
     journals = {name: _common(a.rollouts(name), b.rollouts(name)) for name in ("filtered", "step", "eval")}
     metrics = _common(a.metrics, b.metrics)
@@ -167,7 +169,7 @@ def _checkpoints_from(step: int, a: RecordedRun, b: RecordedRun) -> Iterator[Sta
 def _checkpoints(
     step: int, models: tuple[Mapping[str, Path], Mapping[str, Path]], *, reads: bool = False
 ) -> Iterator[Stage]:
-    """Yields the comparison of each model of a step's checkpoints. `models`: model -> folder, in both
+    """Yields the comparison of each model's checkpoint of a step. `models`: model -> folder, for both
     runs."""
     from openrlhf.replay.tensors import compare_checkpoints
 
@@ -177,7 +179,7 @@ def _checkpoints(
 
 
 def _common(a: Mapping[KeyT, ValueT], b: Mapping[KeyT, ValueT]) -> dict[KeyT, tuple[ValueT, ValueT]]:
-    """Returns the values of the keys that both have."""
+    """Returns key -> values of both mappings, for the keys that both have."""
     return {key: (value, b[key]) for key, value in a.items() if key in b}
 
 
@@ -194,7 +196,7 @@ def _alone(a: RecordedRun, b: RecordedRun) -> dict[str, list[int]]:
 
 
 def cause_of(stage: Stage) -> str:
-    """Returns the meaning of the first difference of a stage if everything before it is equal."""
+    """Returns the meaning of the first difference of a stage if all stages before it are equal."""
     quantity = stage.differing[0].quantity
     if stage.name.startswith("checkpoint"):
         return TENSOR

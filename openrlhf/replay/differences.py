@@ -1,4 +1,4 @@
-"""Compares what two runs recorded about a step, bit for bit and in causal order."""
+"""Compares the records that two runs have of a step, bit for bit and in causal order."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ IDENTITY = ("epoch", "prompt_id", "sample_index", "part")
 BEFORE = ("prompt", "label", "source", "images", "seed")
 """Columns that exist before a sample is drawn."""
 SAMPLING = ("weight_versions", "token_ids", "rollout_log_probs", "action_ranges")
-"""Columns that grow token by token. The one that differs at the earliest token comes first, and at the same
-token the one that is listed first."""
+"""Columns with a value per token. Those that differ are sorted by the first token at which they differ, and
+for equal tokens by this order."""
 AFTER = ("turn_starts", "finish_reason", "truncated", "outcome", "error", "extra_logs", "score", "reward")
 """Columns of the finished sample and its reward."""
 LEARNING = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "optimizer_steps", "ranks")
@@ -34,9 +34,9 @@ class Compared:
     first: str = ""
     """Place and values of the first difference; "" if all values are equal."""
     number: str = ""
-    """Count of what was compared or differs, such as "3 of 64 samples"."""
+    """Number of compared or differing items, such as "3 of 64 samples"."""
     largest: float | None = None
-    """Largest difference of two numbers; None where numbers cannot be compared one by one."""
+    """Largest difference of two numbers; None if values are not numbers or differ in length."""
 
     @property
     def is_equal(self) -> bool:
@@ -44,8 +44,9 @@ class Compared:
 
 
 def compare_rollouts(a: pa.Table, b: pa.Table, *, kept: bool = False) -> Iterator[Compared]:
-    """Yields the comparison of each column of two journals, in causal order. `kept`: True if the journals
-    hold a selection of a step's samples. Columns that one of the tables lacks are left out."""
+    """Yields the comparison of each column of two journals, in causal order. Leaves out columns that one of
+    them lacks. `kept`: True if a journal has only a part of the step's samples; the common ones are compared
+    then."""
     a, b, problem = _paired(a, b, kept)
     if problem is not None:
         yield problem
@@ -56,7 +57,8 @@ def compare_rollouts(a: pa.Table, b: pa.Table, *, kept: bool = False) -> Iterato
 
 
 def _paired(a: pa.Table, b: pa.Table, kept: bool) -> tuple[pa.Table, pa.Table, Compared | None]:
-    """Returns the samples of both tables in the same order, or the difference between their samples."""
+    """Returns the samples of both tables in the same order and None, or the tables and the difference between
+    their samples."""
     keys = [list(zip(*(t[name].to_pylist() for name in IDENTITY), strict=True)) for t in (a, b)]
     if kept:
         places = [{key: i for i, key in enumerate(own)} for own in keys]
@@ -80,7 +82,7 @@ def _named(key: tuple) -> str:
 
 def _by_token(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> list[str]:
     """Returns the columns, with those of SAMPLING in the order in which they begin to differ in the first
-    sample where any of them does."""
+    differing sample."""
     sampling = [name for name in SAMPLING if name in columns]
     differing = [np.flatnonzero(_differs(a[name], b[name])) for name in sampling]
     rows = [found[0] for found in differing if len(found)]
@@ -94,7 +96,8 @@ def _by_token(a: pa.Table, b: pa.Table, columns: Sequence[str]) -> list[str]:
 
 
 def _first_token(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> float:
-    """Returns the index of the first token at which a column of SAMPLING differs; infinity if none does."""
+    """Returns the index of the first token at which a column of SAMPLING differs; infinity if it does not
+    differ."""
     read = PER_TOKEN[name]
     own, others = read(a), read(b)
     i = _first_index(own, others)
@@ -102,7 +105,8 @@ def _first_token(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> float
 
 
 def _token(row: Mapping[str, Any], name: str, i: int) -> int:
-    """Returns the index in `token_ids` of entry i of a column; the length for an entry after the last."""
+    """Returns the index in `token_ids` of entry i of a column; the number of tokens for an entry after the
+    last."""
     if name in ("token_ids", "action_ranges"):
         return i
     actions = _actions(row)
@@ -125,7 +129,7 @@ PER_TOKEN: Mapping[str, Callable[[Mapping[str, Any]], list]] = {
     "rollout_log_probs": lambda row: row["rollout_log_probs"],
     "action_ranges": _mask,
 }
-"""Column of SAMPLING -> its values, one for each token or action."""
+"""Column of SAMPLING -> function from a row to its values, one per token or action."""
 
 
 def _column(name: str, a: pa.Table, b: pa.Table) -> Compared:
@@ -147,7 +151,7 @@ def _column(name: str, a: pa.Table, b: pa.Table) -> Compared:
 
 
 def _differs(a: pa.ChunkedArray, b: pa.ChunkedArray) -> np.ndarray:
-    """Returns, for each row, whether the values differ in any bit, (rows,)."""
+    """Returns the mask of rows whose values differ in any bit, (rows,)."""
     if a.type == b.type and _bits(a) == _bits(b):
         return np.zeros(len(a), bool)
     pairs = zip(a.to_pylist(), b.to_pylist(), strict=True)
@@ -155,7 +159,7 @@ def _differs(a: pa.ChunkedArray, b: pa.ChunkedArray) -> np.ndarray:
 
 
 def _bits(column: pa.ChunkedArray) -> list[bytes]:
-    """Returns bytes that are equal only for columns with equal bits."""
+    """Returns bytes that are equal only if two columns are equal bit for bit."""
     values = column.combine_chunks()
     missing = [values.is_null().to_numpy(zero_copy_only=False).tobytes()]
     if pa.types.is_list(values.type):
@@ -167,12 +171,13 @@ def _bits(column: pa.ChunkedArray) -> list[bytes]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Tells whether two values are equal bit for bit. NaN equals NaN, and 0.0 differs from -0.0."""
+    """Returns True if two values are equal bit for bit. NaN equals NaN, and 0.0 differs from -0.0."""
     return repr(a) == repr(b)
 
 
 def _largest(a: Any, b: Any) -> float | None:
-    """Returns the largest difference of two numbers or lists of numbers of equal length."""
+    """Returns the largest difference of two numbers, or of two lists of numbers of equal length; None for
+    others."""
     one, other = (value if isinstance(value, list) else [value] for value in (a, b))
     is_number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
     if len(one) != len(other) or not all(map(is_number, [*one, *other])):
@@ -181,7 +186,8 @@ def _largest(a: Any, b: Any) -> float | None:
 
 
 def _first_index(a: Sequence, b: Sequence) -> int | None:
-    """Returns the first index at which two lists differ, which may be the length of the shorter one."""
+    """Returns the first index at which two lists differ, which may be the length of the shorter one; None if
+    they are equal."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if not same(x, y):
             return i
@@ -189,7 +195,7 @@ def _first_index(a: Sequence, b: Sequence) -> int | None:
 
 
 def _detail(name: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
-    """Returns token and values of the first difference of two rows in a column."""
+    """Describes the first difference of two rows in a column: the token and both values."""
     read = PER_TOKEN.get(name, lambda row: row[name])
     one, other = read(a), read(b)
     if not (isinstance(one, list) and isinstance(other, list)):
@@ -208,13 +214,13 @@ def _entry(values: Sequence, i: int) -> str:
 
 
 def shown(value: Any) -> str:
-    """Returns a value as text of at most 80 characters."""
+    """Formats a value in at most 80 characters."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def compare_metrics(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Compared]:
-    """Yields the comparison of each metric of a step, in the order in which they are written."""
+    """Yields the comparison of each metric of a step, in the order of the row."""
     for name in dict.fromkeys([*a, *b]):
         if name not in a or name not in b:
             text = "only in the first" if name in a else "only in the second"

@@ -1,4 +1,4 @@
-"""Collects the samples of an RL step from the run's journal, instead of from engines."""
+"""Takes the samples of an RL step from a run's journal instead of from engines."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from openrlhf.training.collect import Admission, Collected, Collector
 
 
 class JournalCollector(Collector):
-    """Returns the samples that a recorded run trained on, in their order."""
+    """Returns the samples that a recorded run trained on, in the same order."""
 
     def __init__(self, source: RecordedRun, admission: Admission, last_step: int) -> None:
-        """`last_step`: the last step that is collected."""
+        """`last_step`: the last step whose samples are returned."""
         self._journals, self.admission, self._last_step = source.rollouts(), admission, last_step
         self._step = 0
 
@@ -20,8 +20,8 @@ class JournalCollector(Collector):
         return self._step == self._last_step
 
     def next_batch(self, step: int) -> Collected:
-        """Returns the samples of RL step `step`. Limits on failed samples, which count everything that was
-        sampled, are not checked again."""
+        """Returns the samples of an RL step. Limits on failed samples are not checked again, because they
+        count samples that the step did not train on too."""
         self._step = step
         trajectories = read_journal(self._journals[step])
         return Collected(trajectories=trajectories, sampled=[], filtered=[], metrics={})

@@ -1,4 +1,4 @@
-"""The models of an RL run in one process, without engines and reward models."""
+"""Loads the models of an RL run into one process, without engines and reward models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from openrlhf.types import Metrics, Prompt, Purpose
 
 
 class NoEngines:
-    """Takes the place of the engines where nothing is sampled."""
+    """Replaces the engines in a process that samples nothing."""
 
     def sync(self, policy: Any, version: int) -> Gathered[Metrics]:
-        """Sends no weights."""
+        """Does nothing."""
         return Gathered([Answer({})], first)
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> NoReturn:
@@ -41,13 +41,13 @@ class LocalRoles:
     teacher: FrozenRanks | None = None
 
     def peak_memory(self) -> Gathered[Metrics]:
-        """Returns no metrics: the memory of one process says nothing about that of several."""
+        """Returns no metrics, because one process with all models needs other memory than the run's."""
         return Gathered([Answer({})], first)
 
 
 def start_local_roles(config: PPOConfig, num_prompts: int, texts: SampleStore | None) -> LocalRoles:
-    """Loads the models. `num_prompts`, `texts`: as in `start_roles`. Raises UsageError if a model has several
-    ranks, or if one process cannot draw the random numbers of several."""
+    """Loads the models. `num_prompts`, `texts`: as in `start_roles`. Raises UsageError if a model had several
+    ranks, or if one process would draw other random numbers than the run's processes."""
     check_one_process(config)
     updates = num_updates(config, num_prompts, config.frozen_actor_steps)
     roles = LocalRoles(rollout=NoEngines(), policy=PolicyRanks(config, InProcess()))
@@ -75,8 +75,13 @@ def check_one_process(config: PPOConfig) -> None:
     """Raises UsageError if one process cannot compute what the run's processes computed."""
     sizes = {role: own.mesh.size for role, own in config.placements.items() if role != "reward"}
     if several := [f"{role} {size}" for role, size in sizes.items() if size > 1]:
-        text = f"a replay has one rank of each model, and the run had more: {', '.join(several)}"
+        text = (
+            f"a replay has one rank of each model, but the run had {', '.join(several)}; replay another run"
+        )
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--actor.num_gpus_per_node")
     if config.uses_critic and config.ds.lora.dropout > 0:
-        text = "policy and critic would draw their random numbers from one generator instead of two"
+        text = (
+            "policy and critic would draw dropout from one random generator instead of two, so the replay "
+            "would differ; runs with a critic can be replayed without dropout of adapters"
+        )
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.lora.dropout", value=config.ds.lora.dropout)

@@ -1,4 +1,4 @@
-"""Reads a run from its folder: flags, metrics, rollouts and checkpoints."""
+"""Reads flags, metrics, rollouts and checkpoints of a run from its folder."""
 
 import json
 import re
@@ -14,14 +14,14 @@ from openrlhf.observability.run_folder import RunFolder, flat, read_jsonl
 from openrlhf.training.checkpoints import ORIGIN
 
 MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
-"""Prefixes of metrics that are measured, and therefore differ between equal runs."""
+"""Prefixes of metrics that depend on time or memory, and therefore differ between equal runs."""
 _MODULE = re.compile(r"openrlhf\.cli\.train_(\w+)")
 _TAG = re.compile(r"global_step(\d+)")
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run that has ended. Nothing is written to its folder."""
+    """The records of a run. Nothing is written to its folder."""
 
     path: Path
     """The run folder (`logger.run_dir`)."""
@@ -50,12 +50,12 @@ class RecordedRun:
 
     @property
     def num_ranks(self) -> int:
-        """Number of processes that the command was started in: 1 in reinforcement learning."""
+        """Number of processes in which the command was started; 1 for reinforcement learning."""
         return 1 if self.command == PPO.name else int(self.environment.get("variables.WORLD_SIZE", 1))
 
     @cached_property
     def metrics(self) -> dict[int, dict[str, Any]]:
-        """Metrics of each logged step, without those that are measured."""
+        """Metrics of each logged step, except those with a prefix in `MEASURED`."""
         file = self.path / "metrics.jsonl"
         rows = read_jsonl(file) if file.is_file() else ()
         return {
@@ -82,8 +82,8 @@ class RecordedRun:
 
     @property
     def working_directory(self) -> Path:
-        """The folder that relative paths of the run start at, where `logger.run_dir` tells it; otherwise the
-        current one."""
+        """The folder to which the run's relative paths refer, if it follows from a relative `logger.run_dir`;
+        else the current folder."""
         run_name = self.flags.get("logger.wandb.run_name")
         named = Path(self.flags.get("logger.run_dir") or f"{self.flags['ckpt.output_dir']}/runs/{run_name}")
         whole = self.path.resolve()
@@ -92,8 +92,8 @@ class RecordedRun:
         return Path.cwd()
 
     def checkpoints(self) -> dict[int, dict[str, Path]]:
-        """Returns step -> model -> folder of each checkpoint. The only model of a supervised run is called
-        `model`, those of an RL run `actor` and `critic`."""
+        """Returns step -> model -> folder of the checkpoint. The model is `model` for a supervised run, and
+        `actor` or `critic` for an RL run."""
         found: dict[int, dict[str, Path]] = {}
         for model, place in (("model", ""), ("actor", "_actor"), ("critic", "_critic")):
             for folder in (self.checkpoint_folder / place).glob("global_step*"):
@@ -103,7 +103,8 @@ class RecordedRun:
 
     @property
     def contents(self) -> dict[str, str]:
-        """Checksums of the data and models that the last checkpoint records, by name; empty without one."""
+        """Name -> checksum of data and models, as the last checkpoint records them; empty if there is
+        none."""
         for models in reversed(self.checkpoints().values()):
             for folder in models.values():
                 if (file := folder / ORIGIN).is_file():

@@ -1,4 +1,4 @@
-"""Computes steps of a recorded run again, in folders of their own. The processes run cli/replayed.py."""
+"""Computes steps of a recorded run again, in separate folders. Its processes run cli/replayed.py."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -38,20 +38,20 @@ OWN_SETTINGS: Mapping[str, Any] = {
     "logger.tracker_options": None,
     "train.verify_steps": 0,
 }
-"""Flags of saving, logging and checks that differ from those of the run."""
+"""Values of flags of saving, logging and checks with which steps are computed again."""
 PLACES: Mapping[str, str] = {
     "ckpt.output_dir": "out",
     "ckpt.path": "checkpoints",
     "logger.run_dir": "run",
 }
-"""Flags of folders that are written -> their names inside a rerun's folder."""
+"""Flag of a folder that is written -> name of that folder inside a rerun's folder."""
 OF_ENGINES = (
     *("eval/", "mismatch/probe", "rollout/num_prompts", "rollout/engine", "rollout/kept_ratio"),
     *("rollout/filtered_", "rollout/sampled_score_mean", "rollout/buffered_groups"),
 )
-"""Prefixes of metrics that follow from sampling, syncs or evaluations, which a replay leaves out."""
+"""Prefixes of metrics of sampling, weight syncs and evaluations, which a replay does not compute."""
 WITHOUT_ENGINES: Mapping[str, Any] = {"eval.dataset": None, "eval.steps": -1, "train.max_restarts": 0}
-"""Further flags of reinforcement learning."""
+"""Further values of flags for reinforcement learning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,11 +62,11 @@ class Rerun:
     step: int
     """The last step to compute."""
     folder: Path
-    """An empty folder for everything that is written."""
+    """An empty folder for all files that are written."""
     code: Path | None = None
-    """A folder whose package `openrlhf` computes the steps; None: the installed one."""
+    """Folder of the package `openrlhf` that computes the steps; None: the installed one."""
     saves: bool = False
-    """True: a checkpoint of `step` is saved even if the run saved none."""
+    """True to save a checkpoint of `step` even if the run saved none."""
 
     @cached_property
     def start(self) -> int:
@@ -88,28 +88,30 @@ class Rerun:
         return RecordedRun(self.folder / "run")
 
     def check(self) -> None:
-        """Raises UsageError if the run recorded no such step, or not enough of the steps since the
-        checkpoint."""
+        """Raises UsageError if the run did not record the step, or an RL run lacks samples of the steps since
+        the checkpoint."""
         if not self.run.command:
-            text = "argv.txt names no training command, so nothing says how to compute a step again"
+            text = "argv.txt is missing or names no training command, so the step cannot be computed again"
             raise UsageError(ErrorCode.NOT_FOUND, text, value=self.run.path)
         steps = self.run.steps
         if self.step not in steps:
             known = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
             what = "rollouts" if self.is_rl else "metrics"
-            text = f"the run has {what} of {known} (--logger.logging_steps, --logger.rollouts)"
+            text = (
+                f"the run has {what} of {known}; give one of them (--logger.logging_steps, --logger.rollouts)"
+            )
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--step", value=self.step)
         if self.is_rl:
             self._check_rollouts()
 
     def _check_rollouts(self) -> None:
         if self.run.flags["algo.router_replay"]:
-            text = "the run replays the engine's routing of experts, which rollouts do not record"
+            text = "the run trained with the engine's routing of experts, which rollouts do not record"
             raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--algo.router_replay")
         journals = self.run.rollouts()
         for step in range(self.start + 1, self.step + 1):
             if step not in journals:
-                text = f"step {step} has no rollouts, and no checkpoint was saved after it"
+                text = f"step {step} has no rollouts, and there is no checkpoint after it to start from"
                 raise UsageError(ErrorCode.NOT_FOUND, text, flag="--step", value=self.step)
             table = read_table(journals[step])
             if len(table) != num_samples(table):
@@ -118,7 +120,7 @@ class Rerun:
                 )
                 raise UsageError(ErrorCode.NOT_FOUND, text, value=journals[step])
             if "images" in table.column_names and any(map(len, table["images"].to_pylist())):
-                text = "has samples with images, whose pictures are not recorded"
+                text = "has samples with images, whose content is not recorded"
                 raise UsageError(ErrorCode.UNSUPPORTED, text, value=journals[step])
             if self._truncates and "kept_ids" not in table.column_names:
                 text = "an older release wrote it, without the support of --rollout.top_p and --rollout.top_k"
@@ -140,8 +142,8 @@ class Rerun:
         return {**OWN_SETTINGS, **places, **checkpoints, **(WITHOUT_ENGINES if self.is_rl else {})}
 
     def compute(self) -> None:
-        """Computes the steps after the checkpoint. Raises RunError if that fails. The output of the
-        processes goes to stderr."""
+        """Computes the steps after the checkpoint. Prints the output of the processes on stderr. Raises
+        RunError if they fail."""
         self.folder.mkdir(exist_ok=True)
         self._link_checkpoint()
         file = configured(self.run, self.settings, self.folder / "replay.yaml")
@@ -156,12 +158,12 @@ class Rerun:
         )
         if code:
             text = (
-                f"the step could not be computed again: its process ended with exit status {code}, see above"
+                f"a process that computes the step again ended with exit status {code}; see its output above"
             )
             raise RunError(ErrorCode.WORKER_FAILED, text, flag="--step", value=self.step)
 
     def _link_checkpoint(self) -> None:
-        """Makes a folder of checkpoints with nothing but a link to the one to start from."""
+        """Creates a folder of checkpoints that contains only a link to the one to start from."""
         for model, target in self.run.checkpoints().get(self.start, {}).items():
             place = self.folder / "checkpoints" / ("" if model == "model" else f"_{model}")
             place.mkdir(parents=True, exist_ok=True)
@@ -170,8 +172,8 @@ class Rerun:
 
 
 def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:
-    """Writes the configuration of a run with other values of some of its flags to `file`, which it
-    returns."""
+    """Writes the configuration of a run, with the values `settings` for flags that it has, to `file`. Returns
+    the file."""
     tree = RunFolder(run.path).read_config()
     for key in settings.keys() & run.flags.keys():
         *sections, name = key.split(".")
@@ -184,8 +186,9 @@ def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Pat
 
 
 def environment_of(run: RecordedRun, code: Path | None = None) -> dict[str, str]:
-    """Returns the variables of this process, with the run's numbers of threads. In reinforcement learning
-    Ray's default for each process is one thread. `code`: folder that is imported from first."""
+    """Returns the environment variables of this process, with the run's numbers of threads. For an RL run
+    without them it is one thread, Ray's default for each process. `code`: folder from which modules are
+    imported first."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(THREADS)}
     own |= {"OMP_NUM_THREADS": "1"} if run.command == PPO.name else {}
     recorded = {name.removeprefix("variables."): v for name, v in run.environment.items()}
@@ -202,11 +205,11 @@ def _importing_first(code: Path, working_directory: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Replayed:
-    """The comparison of computed steps with the recorded ones."""
+    """The comparison of the steps that were computed again with the recorded ones."""
 
     stages: Sequence[Stage]
     not_compared: Sequence[str]
-    """Names and reasons of what was not compared."""
+    """Descriptions of records that were not compared, with the reasons."""
 
     @property
     def is_equal(self) -> bool:
@@ -214,7 +217,7 @@ class Replayed:
 
 
 def compare(rerun: Rerun) -> Replayed:
-    """Compares everything that was computed with what the run recorded."""
+    """Compares all records of the steps that were computed again with those of the run."""
     recorded, computed = rerun.run, rerun.result
     found: list[Stage] = []
     left_out: list[str] = []

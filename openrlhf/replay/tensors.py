@@ -1,4 +1,4 @@
-"""Compares checkpoints of one model tensor by tensor, whatever their backend and number of ranks."""
+"""Compares checkpoints of one model tensor by tensor, for any backend and number of ranks."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,13 +15,12 @@ from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader
 from openrlhf.replay.differences import Compared
 
 NOT_TENSORS = ("origin.json", "metric.json", "random_state_")
-"""Beginnings of the names of files without tensors of the model."""
+"""Prefixes of names of checkpoint files without tensors of the model."""
 
 
 def compare_checkpoints(a: Path, b: Path, *, reads: bool = False) -> Iterator[Compared]:
-    """Yields the comparison of each tensor: weights and optimizer states, in the order of the first
-    checkpoint. Unless `reads`, checkpoints whose recorded hashes are equal are not read, and nothing is
-    yielded."""
+    """Yields the comparison of each tensor (weights and optimizer states), in the order of the first
+    checkpoint. If `reads` is False and the recorded hashes are equal, reads and yields nothing."""
     if not reads and have_same_hashes(a, b):
         return
     stored, others = stored_tensors(a), stored_tensors(b)
@@ -35,7 +34,7 @@ def compare_checkpoints(a: Path, b: Path, *, reads: bool = False) -> Iterator[Co
 
 
 def have_same_hashes(a: Path, b: Path) -> bool:
-    """Tells whether the manifests of two checkpoints list the same files with the same hashes, apart from
+    """Returns True if the manifests of two checkpoints list the same files with the same hashes, except for
     files without tensors."""
     if not all((folder / MANIFEST).is_file() for folder in (a, b)):
         return False
@@ -52,14 +51,14 @@ def have_same_hashes(a: Path, b: Path) -> bool:
 
 def stored_tensors(folder: Path) -> dict[str, Callable[[], Tensor]]:
     """Returns name -> function that reads the tensor, for all trained weights and optimizer states of a
-    checkpoint. Raises UsageError if files of some ranks are missing."""
+    checkpoint. Raises UsageError if the files of a rank are missing."""
     return _of_torch(folder) if (folder / METADATA).is_file() else _of_deepspeed(folder)
 
 
 def _of_torch(folder: Path) -> dict[str, Callable[[], Tensor]]:
     def read(name: str, about: TensorStorageMetadata) -> Tensor:
         found = {name: torch.zeros(about.size, dtype=about.properties.dtype)}
-        with warnings.catch_warnings(action="ignore"):  # that no process group exists
+        with warnings.catch_warnings(action="ignore"):  # torch warns that there is no process group
             dcp.load(found, storage_reader=TorchReader(folder), no_dist=True)
         return found[name]
 

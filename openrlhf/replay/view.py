@@ -1,4 +1,4 @@
-"""Prints comparisons of runs."""
+"""Prints the results of `openrlhf replay` and `openrlhf bisect`."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -14,11 +14,11 @@ from openrlhf.replay.differences import Compared, shown
 from openrlhf.replay.rerun import Replayed, Rerun
 
 WIDTH = 118
-"""Columns of the tables where stdout is no terminal."""
+"""Width of the tables in columns if stdout is no terminal."""
 MOST_ROWS = 30
-"""Maximum number of quantities of a table that differ and are shown."""
+"""Maximum number of differing quantities in a table."""
 MOST_STAGES = 4
-"""Maximum number of records that differ and are shown in tables."""
+"""Maximum number of differing records that are shown as tables."""
 
 
 class Screen:
@@ -32,7 +32,7 @@ class Screen:
         self._console.print(Text(clean_text(text), style=style), soft_wrap=True)
 
     def stage(self, stage: Stage) -> None:
-        """Prints what differs in a stage, and the number of quantities that are equal."""
+        """Prints a table of the quantities of a stage that differ, and the names of equal ones."""
         title, differing = f"{stage.name} of step {stage.step}", stage.differing
         made = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
         for name in ("quantity", "differs in", "largest", "first difference"):
@@ -46,7 +46,7 @@ class Screen:
         else:
             self.say(f"\n{title}")
         if len(differing) > MOST_ROWS:
-            self.say(f"{len(differing) - MOST_ROWS} more differ")
+            self.say(f"and {len(differing) - MOST_ROWS} more quantities")
         if equal := [compared for compared in stage.found if compared.is_equal]:
             self.say(f"equal: {_quantities(equal)}")
 
@@ -91,7 +91,7 @@ class Screen:
 
     def settings(self, settings: Settings) -> None:
         titles = {
-            "flags and data that decide what is learned": settings.learned,
+            "flags and data that determine what the run learns": settings.learned,
             "other flags (some of them change the last bits)": settings.other,
             "environment": settings.environment,
         }
@@ -111,7 +111,7 @@ class Screen:
 
 
 def _summary(stages: Sequence[Stage]) -> str:
-    """Returns the steps of each kind of record."""
+    """Lists the steps of each kind of record."""
     steps: dict[str, list[int]] = {}
     for stage in stages:
         steps.setdefault(stage.name, []).append(stage.step)
@@ -127,6 +127,7 @@ def _steps(steps: Sequence[int]) -> str:
 
 
 def _quantities(found: Sequence[Compared]) -> str:
-    """Lists quantities by name; more than MOST_ROWS are counted, such as the tensors of a checkpoint."""
+    """Lists quantities by name. If there are more than MOST_ROWS, such as tensors of a checkpoint, gives
+    their number, the first and the last."""
     names = [compared.quantity for compared in found]
     return ", ".join(names) if len(names) <= MOST_ROWS else f"{len(names)}, from {names[0]} to {names[-1]}"

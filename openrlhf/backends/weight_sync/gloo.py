@@ -1,5 +1,5 @@
-"""Weight transfer on CPUs. Engines on the trainer's machine read buckets from memory that they share with it.
-To other engines buckets are broadcast over TCP. Trainer and engines meet in private gloo process groups."""
+"""Transfers weights on CPUs. Engines on the trainer's machine read buckets from shared memory; other engines
+receive them as a broadcast over TCP. Trainer and engines synchronise in private gloo process groups."""
 
 import datetime
 import socket
@@ -37,13 +37,13 @@ class GlooTransfer:
         sharing: Set[int] = frozenset(),
     ) -> None:
         """`groups`: engine index -> process group; empty on ranks other than 0. `memory`: two buffers,
-        (2, bytes) uint8, which the engines `sharing` have mapped."""
+        (2, bytes) uint8, which the engines in `sharing` have mapped."""
         self.source, self.client, self.groups = source, client, dict(groups)
         self.bucket_bytes, self.memory, self.sharing = bucket_bytes, memory, sharing
         self.in_flight: dict[int, dist.Work] = {}
 
     def send_weights(self) -> None:
-        if not self.groups:  # takes part in the gathers only
+        if not self.groups:  # this rank only takes part in gathering weights
             for _ in self.source:
                 pass
             return
@@ -55,20 +55,20 @@ class GlooTransfer:
             for _, buffer in filled_buckets(self.source, self.bucket_bytes, self.memory):
                 self._wait_for_receivers(self.in_flight)
                 self.in_flight = {i: self._send(i, buffer) for i in self.groups}
-                self._wait_for_receivers(self.sharing)  # they have read the buffer that is filled next
+                self._wait_for_receivers(self.sharing)  # until they have read the buffer that is filled next
             self._wait_for_receivers(self.in_flight)
             received.result()  # bounded: the engines' `timeout`
         self.client.finish_weight_update()
 
     def _send(self, engine: int, buffer: Tensor) -> dist.Work:
-        """Starts sending a bucket. If the engine shares memory, it only meets the trainer, which shows both
-        that the bucket is complete and that the engine has read the bucket before it."""
+        """Starts sending a bucket. For an engine with shared memory it is a barrier, which shows that the
+        bucket is complete and that the engine has read the previous one."""
         group = self.groups[engine]
         return group.barrier() if engine in self.sharing else broadcast(group, buffer)
 
     def _wait_for_receivers(self, engines: Iterable[int]) -> None:
-        """Waits for the last bucket's transfers to the engines. Drops the group of an engine whose
-        connection broke, because it died or failed."""
+        """Waits for the transfers of the last bucket to these engines. Drops the group of an engine whose
+        connection broke because it died or failed."""
         for i in self.in_flight.keys() & set(engines):
             try:
                 self.in_flight.pop(i).wait()  # bounded: timeout of the group
@@ -94,16 +94,16 @@ class Connection:
         world_size: int,
         memory: list[str],
     ) -> None:
-        """`name`: name of the process group in the store of rank 0, which all groups use; `rank`: of the
-        worker in it, from 1. `memory`: address of the trainer's buffers, see `SharedMemory`."""
+        """`name`: name of the process group in the store of rank 0, which all groups share; `rank`: the
+        worker's rank in this group, from 1; `memory`: `SharedMemory.address` of the trainer's buffers."""
         store = _store(address, port, is_master=False)
         found = _opened(memory, store)
         self.group = _gloo_group(store, name, rank, world_size, _gloo_device(store))
         self.memory = found if _all_have(self.group, found is not None) else None
 
     def received(self, buckets: Sequence[Bucket]) -> Iterator[tuple[Bucket, Tensor]]:
-        """Yields (bucket, buffer). The buffer is the caller's. While it loads one bucket, the next is on its
-        way."""
+        """Yields (bucket, buffer). The buffer belongs to the caller. While the caller loads a bucket, the
+        next one is transferred."""
         return self._broadcast(buckets) if self.memory is None else self._shared(buckets, self.memory)
 
     def close(self) -> None:
@@ -132,18 +132,21 @@ def _arrived(bucket: Bucket, buffer: Tensor, work: dist.Work) -> tuple[Bucket, T
 
 
 def _opened(memory: list[str], store: dist.TCPStore) -> Tensor | None:
-    """Maps the trainer's memory. Returns None if that is impossible, and says why if the trainer has the same
-    network address."""
+    """Maps the trainer's memory. Returns None if that is impossible, and prints the reason if the trainer
+    seems to be on this machine (it has the same network address)."""
     try:
         return open_memory(memory)
     except OSError as error:
         if _address_towards(store.host, store.port) == store.host:
-            print(f"weight sync: weights come over TCP, not through memory: {error}", file=sys.stderr)
+            text = (
+                f"weight sync: using TCP instead of memory shared with the trainer, which is slower: {error}"
+            )
+            print(text, file=sys.stderr)
         return None
 
 
 def _all_have(group: dist.ProcessGroup, mine: bool) -> bool:
-    """Returns True if the answer of all members of the group is True. Collective."""
+    """Returns True if `mine` is True for all members of the group. Collective."""
     answer = torch.tensor([mine], dtype=torch.uint8)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MIN

@@ -1,5 +1,5 @@
-"""Memory that a trainer shares with engines on its machine. It has no name in a file system: when its
-processes have ended, in whatever way, nothing of it is left, and limits of /dev/shm do not apply."""
+"""Memory that a trainer shares with engines on its machine. It is not a file of any file system: the kernel
+frees it when its processes have ended, however they end, and limits of /dev/shm do not apply."""
 
 import mmap
 import os
@@ -17,21 +17,21 @@ class SharedMemory:
         self.file = os.memfd_create(self.name)
         os.ftruncate(self.file, num_bytes)
         self.tensor = _mapped(self.file, num_bytes)
-        """The memory, (num_bytes,) uint8. Pages take no memory before they are written."""
+        """The memory, (num_bytes,) uint8. A page is allocated when it is first written."""
 
     @property
     def address(self) -> list[str]:
-        """Returns what `open_memory` needs in another process. Valid until `close`."""
+        """Argument of `open_memory` in another process, valid until `close`."""
         return [f"/proc/{os.getpid()}/fd/{self.file}", self.name]
 
     def close(self) -> None:
-        """Ends the time in which other processes can map the memory. Existing maps remain."""
+        """Prevents other processes from mapping the memory. Existing mappings remain."""
         os.close(self.file)
 
 
 def open_memory(address: list[str]) -> Tensor:
-    """Maps a process's `SharedMemory` and returns it, (num_bytes,) uint8. Raises OSError if this process
-    cannot see the memory, because it is on another machine or in another container."""
+    """Maps the `SharedMemory` of another process and returns it, (num_bytes,) uint8. Raises OSError if this
+    process cannot reach it, for instance on another machine or in another container."""
     path, name = address
     file = os.open(path, os.O_RDWR)
     try:
