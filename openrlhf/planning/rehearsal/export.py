@@ -1,4 +1,4 @@
-"""Loads an exported model back, as a user would."""
+"""Loads an exported model with transformers, as a user would."""
 
 from pathlib import Path
 from typing import Any
@@ -7,8 +7,9 @@ from openrlhf.models.scorer import CLASSIFIER_HEAD, register_classifier
 
 
 def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
-    """Loads the model that a run exported with transformers (an adapter with PEFT, on `base`) and returns
-    what it is. Raises ValueError if a weight is missing, or if its outputs are not finite."""
+    """Loads a model that a run exported (an adapter with PEFT, on the model `base`), computes its outputs and
+    returns a description. Raises ValueError if a weight is missing or the outputs are not finite. `head`:
+    name of the scalar head in the files of a reward model."""
     import torch
     from transformers import AutoTokenizer
 
@@ -19,7 +20,7 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
         model, missing = PeftModel.from_pretrained(_load(base)[0], str(folder)), []
     else:
         model, missing = _load(folder)
-    if head != CLASSIFIER_HEAD:  # transformers' classifier has a head of another name than the file
+    if head != CLASSIFIER_HEAD:  # the file's head has another name than that of transformers' classifier
         missing = [name for name in missing if not name.startswith(f"{CLASSIFIER_HEAD}.")]
     if missing:
         raise ValueError(f"the exported model lacks weights: {', '.join(missing[:5])}")
@@ -33,7 +34,7 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
 
 
 def _load(folder: Path) -> tuple[Any, list[str]]:
-    """Returns the model, and the names of weights that its files lack."""
+    """Returns the model and the names of weights that its files lack."""
     import transformers as hf
 
     config = hf.AutoConfig.from_pretrained(folder)

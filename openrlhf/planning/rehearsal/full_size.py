@@ -1,5 +1,4 @@
-"""Simulates the arithmetic of a run in its full size, without processes: meshes, batches of the ranks,
-placement."""
+"""Simulates a run's meshes and batches in full size, without processes."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -13,8 +12,8 @@ from openrlhf.training.schedule import training_schedule
 
 
 def simulate(config: Any, plan: RunPlan) -> Iterator[str]:
-    """Yields what the simulation found, in words. Raises AssertionError if a rank or a sample is missing or
-    counted twice."""
+    """Yields descriptions of the meshes and of the tokens of ranks. Raises AssertionError if a rank or a
+    sample is missing or counted twice."""
     if isinstance(config, PPOConfig):
         meshes = {role: place.mesh for role, place in config.placements.items()}
         ranks = config.data_parallel_size
@@ -31,8 +30,8 @@ def simulate(config: Any, plan: RunPlan) -> Iterator[str]:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Checks that the groups of each dimension hold every rank once, and that ranks lead back to their
-    coordinates."""
+    """Checks that the groups of each dimension contain every rank once, and that coordinates and ranks are
+    inverse to each other."""
     everyone = set(range(mesh.size))
     assert all(mesh.rank_at(mesh.coordinates(rank)) == rank for rank in everyone)
     for name, size in zip(mesh.DIMENSIONS, mesh.shape, strict=True):
@@ -42,13 +41,13 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def _lengths(plan: RunPlan, count: int) -> list[int]:
-    """Returns random lengths of samples around the plan's mean, up to twice as long."""
+    """Returns random lengths of samples, from 1 to twice the plan's mean."""
     mean, rng = plan.lengths.total, random.Random(0)
     return [rng.randint(1, 2 * mean) for _ in range(count)]
 
 
 class _Items:
-    """A dataset that has only lengths."""
+    """A dataset of items that have only lengths."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -64,7 +63,8 @@ class _Items:
 
 
 def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
-    """Deals the items of one optimizer step. Returns the tokens of the ranks with most and with least."""
+    """Distributes the items of one optimizer step over the ranks. Returns the largest and the smallest number
+    of tokens of a rank."""
     train, lengths = config.train, _lengths(plan, config.train.batch_size)
     budget = train.max_tokens_per_gpu * config.ds.parallel.sequence
     collate: Any = list
@@ -83,7 +83,8 @@ def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
 
 
 def _dealt_rl(config: PPOConfig, plan: RunPlan) -> tuple[int, int]:
-    """Deals the samples of one RL step to optimizer steps and ranks."""
+    """Distributes the samples of one RL step over optimizer steps and ranks. Returns the largest and the
+    smallest number of tokens of a rank in the first optimizer step."""
     count, batches = config.samples_per_step, max(1, config.updates_per_step // config.train.max_epochs)
     lengths, group = _lengths(plan, count), config.rollout.n_samples_per_prompt
     steps = training_schedule(

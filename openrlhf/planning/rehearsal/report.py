@@ -1,4 +1,4 @@
-"""Prints what a rehearsal found, or returns it as plain data."""
+"""Prints the result of a rehearsal, or returns it as plain data."""
 
 import shutil
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ STYLES = {OK: "green", FAILED: "bold red"}
 
 
 def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
-    """Prints the stages, what was left out, and the figures of the plan."""
+    """Prints the stages, the features that were not rehearsed, and the plan."""
     width = shutil.get_terminal_size().columns if stream.isatty() else WIDTH
     console = Console(file=stream, width=width, highlight=False)
     say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
@@ -40,12 +40,12 @@ def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
     for line in _figures(rehearsal):
         say(line)
     failed = [stage.name for stage in rehearsal.stages if stage.outcome == FAILED]
-    verdict = f"failed: {', '.join(failed)}" if failed else "everything that was rehearsed works"
+    verdict = f"failed: {', '.join(failed)}" if failed else "all stages that were rehearsed succeeded"
     say(f"\n{verdict} ({seconds:.0f} s)", "bold " + ("red" if failed else "green"))
 
 
 def _figures(rehearsal: Rehearsal) -> Iterator[str]:
-    """Yields the figures of the plan: those of the rehearsal beside those of the run."""
+    """Yields lines with the numbers of the run's plan, and of the rehearsal's beside them."""
     plan, small = rehearsal.plan, rehearsal.small_plan
     if plan is None:
         return
@@ -61,7 +61,7 @@ def _figures(rehearsal: Rehearsal) -> Iterator[str]:
 
 
 def _of_plan(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    """Yields name and value of the figures that a rehearsal scales."""
+    """Yields (name, value) of the numbers that a rehearsal makes smaller."""
     first = next(iter(plan.sizes.values()))
     yield "parameters", f"{first.parameters:,}"
     yield "data-parallel ranks", f"{plan.batches.ranks:,}"

@@ -11,12 +11,13 @@ from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.planning.rehearsal.settings import STEPS
 
 READ = 256
-"""Rows of a dataset from which those of the rehearsal are chosen: the first ones."""
+"""Number of rows at the beginning of a dataset from which those of the rehearsal are chosen."""
 
 
 def rows_for(config: Any, folder: Path) -> dict[str, Any]:
-    """Writes short rows of the training data to `folder`, and returns the changes of flags that name them.
-    `config`: the rehearsal. Rows with images stay where they are, and the first ones are read."""
+    """Writes short rows of the training data to `folder`. Returns the flags with which the rehearsal reads
+    them. `config`: the rehearsal's. Rows with images are not copied; the rehearsal reads the first ones of
+    the dataset."""
     data = config.data
     if isinstance(config, PPOConfig):
         count = STEPS * config.rollout.batch_size
@@ -39,7 +40,7 @@ def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: 
     from openrlhf.data.sources import load_rows
 
     data = config.data
-    if any(map(is_gym, split_spec(getattr(data, name)))):  # whose verifier knows its own problems alone
+    if any(map(is_gym, split_spec(getattr(data, name)))):  # its verifier only knows its own problems
         return {}
     rows = load_rows(
         getattr(data, name),
@@ -59,7 +60,7 @@ def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: 
 
 
 def _readable(rows: Any) -> list[Any]:
-    """Returns the rows that can be read; a rehearsal of the others is `openrlhf check`."""
+    """Returns the rows that can be read. The others are found by `openrlhf check`."""
     from openrlhf.data.files import BadRow
 
     found = []
@@ -72,8 +73,8 @@ def _readable(rows: Any) -> list[Any]:
 
 
 def short_ones(lengths: Sequence[int], count: int) -> list[int]:
-    """Returns the numbers of `count` short rows, in order: those from the first quartile of the lengths on.
-    The shortest rows are often empty or not like the others."""
+    """Returns the indices of `count` short rows, in order: the rows from the first quartile of the lengths
+    on, because the shortest rows are often empty or unusual."""
     order = sorted(range(len(lengths)), key=lambda i: lengths[i])
     start = max(0, min(len(order) // 4, len(order) - count))
     return sorted(order[start : start + count])

@@ -1,4 +1,4 @@
-"""Runs commands of this project on CPU cores as processes of their own, and reads what they wrote."""
+"""Runs commands of this project on CPU cores in child processes, and compares their results."""
 
 import os
 import time
@@ -20,18 +20,18 @@ ON_CORES = {
     "OMP_NUM_THREADS": "1",
     "WANDB_MODE": "disabled",
 }
-"""Variables of a rehearsed run."""
+"""Environment variables of a rehearsed run."""
 LINES = 12
-"""Last lines of a log that are shown."""
+"""Maximum number of lines of a log that are shown."""
 
 
 class RunFailedError(RuntimeError):
-    """A rehearsed run ended with an error. Its text has the end of the log."""
+    """Raised if a rehearsed run fails. The text has the end of its log."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A rehearsed run that ended well."""
+    """A rehearsed run that succeeded."""
 
     folder: Path
     seconds: float
@@ -50,8 +50,8 @@ class Result:
 def run_command(
     command: str, flags: Path, folder: Path, *, ranks: int, tick: Callable[[float], None] = lambda s: None
 ) -> Result:
-    """Runs `openrlhf COMMAND --config FLAGS` and returns its result. The run has no GPUs, and neither the
-    user's Ray cluster nor cache. `tick`: see `run_job`. Raises RunFailedError."""
+    """Runs `openrlhf COMMAND --config FLAGS` without GPUs, the user's Ray cluster and the user's cache.
+    `tick`: as in `run_job`. Raises RunFailedError."""
     folder.mkdir(parents=True, exist_ok=True)
     log, started = folder / "log.txt", time.monotonic()
     words = ["openrlhf.cli.main", command, "--config", str(flags)]
@@ -76,12 +76,12 @@ def _end_of(log: Path) -> str:
 # ---- comparisons
 
 TIMES = ("timing/", "start/", "memory/", "eval/", "mismatch/", "throughput/")
-"""Beginnings of the names of metrics that differ between equal runs, or that only one of them has."""
+"""Prefixes of metrics that are not compared, because they differ between equal runs."""
 
 
 def differences(one: Metrics, other: Metrics, *, relative: float, absolute: float) -> Mapping[str, str]:
-    """Returns the metrics that both runs have and that differ by more than `absolute` plus `relative` of the
-    larger one, with both values."""
+    """Returns metric -> both values, for the common metrics that differ by more than `absolute` + `relative`
+    times the larger value."""
     found = {}
     for name in sorted(one.keys() & other.keys()):
         a, b = one[name], other[name]
@@ -93,11 +93,11 @@ def differences(one: Metrics, other: Metrics, *, relative: float, absolute: floa
 
 
 def weight_difference(one: Path, other: Path) -> float:
-    """Returns the largest difference between the weights of two exported models. Raises ValueError if they
-    have other names or shapes."""
+    """Returns the largest difference between the weights of two exported models. Raises ValueError if their
+    names or shapes differ."""
     a, b = _weights(one), _weights(other)
     if a.keys() != b.keys() or any(a[name].shape != b[name].shape for name in a):
-        raise ValueError("the two exported models have other weights")
+        raise ValueError(f"the weights in {one} and {other} have different names or shapes")
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 

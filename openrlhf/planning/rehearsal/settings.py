@@ -1,4 +1,4 @@
-"""Derives the flags of a rehearsal from those of the run: few ranks, short responses, folders of its own."""
+"""Derives the flags of a rehearsal from those of the run: few ranks, short responses, separate folders."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,38 +13,38 @@ from openrlhf.config.speculation import parse_speculation
 from openrlhf.config.supervised import SupervisedConfig
 
 STEPS = 3
-"""Steps of a rehearsed run."""
+"""Number of steps of a rehearsed run."""
 SAVED = 2
-"""Step after which it saves a checkpoint and evaluates."""
+"""Step after which a rehearsed run saves a checkpoint and evaluates."""
 ITEMS = 8
-"""Largest number of items of an optimizer step in supervised learning."""
+"""Maximum number of items of an optimizer step in supervised learning."""
 PROMPTS, SAMPLES = 4, 4
-"""Largest number of prompts of an RL step, and of samples of a prompt."""
+"""Maximum number of prompts of an RL step, and of samples of a prompt."""
 EVAL_ROWS = 4
-"""Rows of each evaluation set."""
+"""Maximum number of rows of an evaluation set."""
 NEW_TOKENS = 16
-"""Largest number of tokens of a response."""
+"""Maximum number of tokens of a response."""
 RATE = 1e-3
-"""Learning rate: large enough that engines with old weights are noticed."""
+"""Learning rate. It is so large that engines with old weights are noticed."""
 EPSILON = 1e-3
-"""Adam's epsilon: so large that its division does not magnify rounding."""
+"""Adam's epsilon. It is so large that dividing by small second moments does not magnify rounding."""
 ENTROPY = 0.01
-"""Entropy bonus where the run has none: rewards of random models are often all equal, and then only the bonus
-changes the weights that are synchronised."""
+"""Coefficient of the entropy bonus if the run has none. Rewards of random models are often all equal, and
+then only the bonus changes the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scale:
-    """Processes of a rehearsed run."""
+    """Numbers of processes of a rehearsed run."""
 
     ranks: int
-    """Ranks of each trained model."""
+    """Number of ranks of each trained model."""
     sequence: int
-    """Sequence-parallel ranks."""
+    """Sequence-parallel size."""
     tensor: int
-    """Tensor-parallel ranks."""
+    """Tensor-parallel size."""
     engine_tensor: int = 1
-    """Processes of an engine."""
+    """Number of processes of an engine."""
 
     @property
     def data(self) -> int:
@@ -57,8 +57,8 @@ class Scale:
 
 
 def scale_of(config: Any, ranks: int) -> Scale:
-    """Returns the scale of the rehearsal of a run with this number of ranks. Two processes take the run's
-    sequence parallelism, or else its tensor parallelism, or else are data parallel."""
+    """Returns the scale with which a run of this number of ranks is rehearsed: one or two ranks. Two ranks
+    are sequence parallel if the run is, else tensor parallel if the run is, else data parallel."""
     parallel, rl = config.ds.parallel, isinstance(config, PPOConfig)
     engine = 2 if rl and config.vllm.tensor_parallel_size > 1 else 1
     few = min(2, max(ranks, parallel.sequence * parallel.tensor))
@@ -71,15 +71,15 @@ ONE_RANK = Scale(ranks=1, sequence=1, tensor=1)
 
 
 def rehearsed(config: Any, scale: Scale, folder: Path, models: Mapping[str, str | None]) -> Any:
-    """Returns the configuration of a rehearsed run. `models`: flag -> shrunk models."""
+    """Returns the configuration of a rehearsed run, without folders. `models`: flag -> shrunk model."""
     changes = {**_everywhere(config, scale), **models}
     changes |= _ppo(config, scale) if isinstance(config, PPOConfig) else _supervised(config, scale, folder)
     return with_values(config, changes)
 
 
 def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, saves: bool = True) -> Any:
-    """Returns the configuration with the folders of the run `name` inside `folder`. All runs share their
-    checkpoints."""
+    """Returns the configuration with the folders of the run `name` inside `folder`. All runs share the folder
+    of checkpoints."""
     return with_values(
         config,
         {
@@ -96,7 +96,7 @@ def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, s
 
 
 def _everywhere(config: Any, scale: Scale) -> dict[str, Any]:
-    """Returns the changes of flags that all commands have."""
+    """Returns the changes of flags that are common to all commands."""
     ds = config.ds
     keeps_kernel = ds.attn_implementation in ("auto", "sdpa", "eager")
     return {
@@ -146,15 +146,15 @@ def _supervised(config: SupervisedConfig, scale: Scale, folder: Path) -> dict[st
 
 
 def _micro(micro: int, batch: int) -> int:
-    """Returns the size of a micro-batch, the same for one rank and for two: at most 2, and a divisor of half
-    of the batch."""
+    """Returns a micro-batch size that works for one rank and for two: at most 2, and a divisor of half of the
+    batch."""
     return 2 if micro > 1 and batch % 4 == 0 else 1
 
 
 def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
     rollout, train, values = config.rollout, config.train, values_of(config)
     prompts, samples = min(rollout.batch_size, PROMPTS), min(rollout.n_samples_per_prompt, SAMPLES)
-    prompts += prompts * samples % scale.data  # each rank needs as many samples
+    prompts += prompts * samples % scale.data  # all ranks need the same number of samples
     updates = min(2, config.updates_per_step // train.max_epochs)
     in_half = prompts * samples // updates
     splits = updates > 1 and prompts * samples % updates == 0 and in_half % scale.data == 0
@@ -198,7 +198,7 @@ def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
 
 
 def _places(config: PPOConfig, scale: Scale) -> dict[str, Any]:
-    """Returns the sizes of roles and engines. Frozen models with devices of their own get one copy."""
+    """Returns the sizes of roles and engines. Frozen models on separate devices have one copy."""
     replica = scale.sequence * scale.tensor
     is_vllm = config.rollout.engine == "vllm" and _has_cpu_engines()
     engine = min(scale.engine_tensor, scale.ranks if config.engines_colocated else 2) if is_vllm else 1
@@ -227,39 +227,40 @@ def _has_cpu_engines() -> bool:
         return False
 
 
-# ---- what is not rehearsed
+# ---- features that are not rehearsed
 
 ALWAYS = (
     "GPU kernels, CUDA graphs, NCCL, and the memory and speed of GPUs",
     "several nodes and their network",
-    "the weights, and with them what the model answers and learns",
-    "real lengths of sequences, responses and batches, and the length of the run",
+    "the real weights, and so the quality of answers and learning",
+    "real lengths of sequences, responses and batches, and the real number of steps",
 )
+"""Features that no rehearsal tries."""
 REASONS: Mapping[str, str] = {
-    "ds.param_dtype": "its precision; the rehearsal computes in fp32, so that losses can be compared",
+    "ds.param_dtype": "this precision; the rehearsal computes in fp32, so that losses can be compared",
     "ds.load_in_4bit": "4-bit weights, whose kernels need a GPU",
     "ds.use_liger_kernel": "Liger's kernels, which need a GPU",
     "ds.attn_implementation": "this attention kernel, which needs a GPU",
-    "ds.adam_offload": "the optimizer on the CPU beside a GPU",
+    "ds.adam_offload": "the optimizer on the CPU of a GPU machine",
     "ds.zpg": "the secondary ZeRO partition of more than two ranks",
     "ds.ring_attn_size": "sequence parallelism over more ranks",
     "ds.tensor_parallel_size": "tensor parallelism over more ranks",
-    "ds.use_universal_ckpt": "the universal form of checkpoints",
+    "ds.use_universal_ckpt": "the universal checkpoint format",
     "vllm.tensor_parallel_size": "tensor parallelism of an engine over more processes",
     "vllm.pipeline_parallel_size": "pipeline parallelism of an engine",
     "vllm.speculative": "speculative decoding with a draft model",
-    "rollout.engine": "vLLM, of which this machine has no build for CPUs; transformers samples instead",
-    "algo.dynamic_filtering_enable": "dynamic filtering, which would drop the groups of a random model",
+    "rollout.engine": "vLLM, because its build for CPUs is not installed; transformers samples instead",
+    "algo.dynamic_filtering_enable": "dynamic filtering, which would drop all groups of a random model",
     "ckpt.push_to_hub": "the upload",
     "logger.trackers": "trackers",
     "logger.wandb.key": "Weights & Biases",
     "logger.tensorboard_dir": "TensorBoard",
 }
-"""Flags that a rehearsal changes -> what is therefore not rehearsed."""
+"""Flag that a rehearsal changes -> the feature that is therefore not rehearsed."""
 
 
 def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
-    """Yields what the rehearsal `small` of the run `config` leaves out."""
+    """Yields the features of the run `config` that the rehearsal `small` does not try."""
     yield from ALWAYS
     before, after = values_of(config), values_of(small)
     for key, reason in REASONS.items():

@@ -1,4 +1,5 @@
-"""Shrinks models: the architecture of a config.json with few layers, small widths and random weights."""
+"""Shrinks models: keeps the architecture of a config.json, with few layers, small widths and random
+weights."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -13,13 +14,13 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KEYS = ("num_key_value_heads", "num_kv_heads")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "word_embed_proj_dim")
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "intermediate_size_mlp")
-"""Names of the same size in the configurations of different architectures."""
+"""Names of each size in the configurations of different architectures."""
 
 MOST_LAYERS = 4
 HEAD = 32
 """Size of an attention head: the smallest that vLLM's kernels for CPUs support."""
 WIDTH = 64
-"""Hidden size where config.json sets the size of a head by itself."""
+"""Hidden size if config.json sets the size of a head separately."""
 EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k"), 2),
@@ -34,19 +35,25 @@ OTHERS = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
 }
-"""Largest values of further sizes. A window of 32 tokens is shorter than most sequences."""
+"""Maximum values of further sizes. A window of 32 tokens is shorter than most sequences."""
 INIT = 0.05
-"""Standard deviation of the weights, at which every token changes what the model predicts."""
+"""Standard deviation of the weights. It is so large that every token influences the predictions."""
 SMALL_FILE = 64 << 20
-"""Bytes of the largest file that is copied beside the shrunk weights."""
+"""Maximum bytes of a file, such as a tokenizer's, that is copied to the shrunk model."""
 
 
 def shrunk_model(path: str, flag: str, folder: Path, *, seed: int, scores: bool, head: str = "score") -> Path:
-    """Writes a shrunk model with random weights, and the files of the tokenizer and the processor of `path`,
-    to `folder`, and returns it. No weights of `path` are read.
+    """Writes a shrunk model with random weights to `folder`, with the tokenizer and processor of `path`.
+    Reads no weights. Returns `folder`. Raises UsageError if there is no configuration, or its architecture
+    cannot be shrunk.
 
-    scores: True for a reward model, which has a scalar head of the name `head`. Raises UsageError if there is
-    no configuration, or if its architecture cannot be shrunk.
+    Args:
+        path: name or folder of the model.
+        flag: flag of the model, for errors.
+        folder: folder to write.
+        seed: seed of the weights.
+        scores: True for a reward model with a scalar head.
+        head: name of this head.
     """
     import torch
     from huggingface_hub.errors import StrictDataclassError
@@ -74,8 +81,8 @@ def shrunk_model(path: str, flag: str, folder: Path, *, seed: int, scores: bool,
 
 
 def shrunk_config(config: Any) -> Any:
-    """Returns the configuration with small sizes. The vocabulary, the kinds of layers, ties, RoPE and what
-    else config.json decides stay as they are."""
+    """Returns the configuration with small sizes. Other properties do not change, such as the vocabulary, the
+    kinds of layers, tied weights and RoPE."""
     tree = config.to_dict()
     for key in ("quantization_config", "auto_map", "transformers_version"):
         tree.pop(key, None)
@@ -93,12 +100,12 @@ def shrunk_config(config: Any) -> Any:
 
 
 def _value(values: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Returns the value of the first of these fields that is set; None without any."""
+    """Returns the value of the first of these fields that is set; None if none is."""
     return next((values[name] for name in names if values.get(name) is not None), None)
 
 
 def _set(values: dict[str, Any], names: Sequence[str], new: int) -> None:
-    """Sets those of the fields that exist. Lists, with a value for each layer, keep their length."""
+    """Sets the fields that exist. A list with a value for each layer keeps its length."""
     for name in names:
         if isinstance(values.get(name), list):
             values[name] = [new] * len(values[name])
@@ -159,9 +166,9 @@ def _shrink_layers(values: dict[str, Any]) -> None:
 
 
 def _shrink_attention(values: dict[str, Any]) -> None:
-    """Shrinks heads and hidden size. The number of query heads for each key head stays the same where
-    config.json sets the size of a head; otherwise it is at most 2, because the hidden size, and with it the
-    embedding of the vocabulary, grows with the number of heads."""
+    """Shrinks heads and hidden size. The number of query heads per key head stays the same if config.json
+    sets the size of a head. Otherwise it becomes at most 2, because the hidden size, and with it the
+    embedding, would grow with the number of heads."""
     heads, hidden = _value(values, HEADS), _value(values, HIDDEN)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         raise ValueError("no field with the number of heads or the hidden size")
@@ -186,7 +193,7 @@ def _shrink_attention(values: dict[str, Any]) -> None:
 
 
 def _shrink_rope(rope: Any, size: int, before: int) -> None:
-    """Shrinks the lists of RoPE's settings with the size of a head."""
+    """Shrinks the lists among RoPE's settings in proportion to the size of a head."""
     if not isinstance(rope, dict):
         return
     for key, value in rope.items():
@@ -221,8 +228,8 @@ def _shrink_encoder(values: dict[str, Any], hidden: int) -> None:
 
 
 def _class_of(config: Any, *, scores: bool) -> Any:
-    """Returns the class of the model: with `scores` a sequence classifier with one label, otherwise the one
-    that config.json names, or the causal language model."""
+    """Returns the class of the model: with `scores` a sequence classifier with one label, else the class that
+    config.json names, or a causal language model."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -1,4 +1,4 @@
-"""The stages of a rehearsal, in order, each with its evidence."""
+"""Runs the stages of a rehearsal in order, and records the outcome and evidence of each."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -33,30 +33,30 @@ from openrlhf.types import Metrics
 OK, FAILED, LEFT_OUT = "ok", "failed", "not rehearsed"
 
 BETWEEN_RANKS = {"relative": 1e-3, "absolute": 1e-4}
-"""Largest difference of a metric between one rank and two, which add float32 numbers in another order."""
+"""Maximum difference of a metric between one rank and two, which add float32 numbers in different orders."""
 AFTER_RESUME = {"relative": 1e-6, "absolute": 1e-7}
-"""Largest difference of a metric, and of a weight, between a resumed run and one that went on."""
+"""Maximum difference of a metric, and of a weight, between a resumed and an uninterrupted run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage:
-    """Outcome of a part of the rehearsal."""
+    """The outcome of a stage."""
 
     name: str
     outcome: str
     """OK, FAILED or LEFT_OUT."""
     seconds: float
     evidence: str
-    """Observations; the message of a failure; the reason why a stage was left out."""
+    """Observations; for a failure its message; for a stage that was left out the reason."""
 
 
 class LeftOutError(Exception):
-    """Raised inside a stage that cannot be rehearsed; its text is the reason."""
+    """Raised in a stage that cannot be rehearsed. The text is the reason."""
 
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """A rehearsal of one run, and what it has found so far."""
+    """A rehearsal of one run, and the outcomes of its stages so far."""
 
     command: Command
     config: Any
@@ -64,10 +64,9 @@ class Rehearsal:
     """Hardware of the real run."""
     assumed: Assumed
     folder: Path
-    """Folder of everything that the rehearsal writes."""
+    """Folder for all files of the rehearsal."""
     tell: Callable[[str, float, float], None] = lambda name, seconds, expected: None
-    """Called while a stage works, with its name, its seconds so far, and the seconds that it usually
-    takes."""
+    """Function that is called during a stage with its name, its seconds so far, and its usual seconds."""
     stages: list[Stage] = field(default_factory=list)
     plan: RunPlan | None = None
     small: Any = None
@@ -84,17 +83,17 @@ class Rehearsal:
 
     @property
     def scale(self) -> settings.Scale:
-        """Processes of the rehearsed run, which follow from the ranks of the real one."""
+        """Numbers of processes of the rehearsed run, derived from the ranks of the real one."""
         ranks = self.config.actor.num_gpus if self.is_rl else self.cluster.devices
         return settings.scale_of(self.config, ranks)
 
     def run(self) -> None:
-        """Goes through all stages. A failure ends only the stages that need its result."""
+        """Runs all stages. A failure ends only the stages that need its result."""
         with self._stage("plan and layout of the full size") as said:
             self.plan = plan_run(self.command, self.config, self.cluster, self.assumed)
             said.extend(simulate(self.config, self.plan))
             if not self.plan.fits:
-                said.append(f"by the plan it does not fit on {self.cluster}, see below")
+                said.append(f"the plan does not fit on {self.cluster}, see below")
         with self._stage("models and data, shrunk") as said:
             self.prepare(said)
         whole = self._run_stage("run", self._layout_run)
@@ -112,7 +111,8 @@ class Rehearsal:
     # ---- stages
 
     def prepare(self, said: list[str]) -> None:
-        """Shrinks models, chooses rows and derives the flags of the runs. Appends to `said` what was made."""
+        """Shrinks models, chooses rows and derives the flags of the runs. Appends the models' sizes to
+        `said`."""
         models = dict(self._shrink())
         small = settings.rehearsed(self.config, self.scale, self.folder, models)
         changes = rows_for(small, self.folder / "data")
@@ -125,7 +125,7 @@ class Rehearsal:
         result = self._start("run", _ready(self.small), self.scale.ranks)
         metrics = result.metrics
         if sorted(step for step in metrics if step) != [*range(1, settings.STEPS + 1)]:
-            raise RunFailedError(f"it logged the steps {sorted(metrics)}")
+            raise RunFailedError(f"it logged the steps {sorted(metrics)} instead of 1 to {settings.STEPS}")
         engines = f", {self.small.num_engines} engine(s)" if self.is_rl else ""
         said.append(f"{self.scale}{engines}, {settings.STEPS} steps; {_losses(metrics)}")
         return result
@@ -136,7 +136,7 @@ class Rehearsal:
         metrics = _needed(whole).metrics.get(settings.SAVED, {})
         found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if not found:
-            raise RunFailedError(f"step {settings.SAVED} has no metrics of an evaluation")
+            raise RunFailedError(f"step {settings.SAVED} has no metrics of the evaluation")
         name = next((name for name in found if name.endswith(("score_mean", "loss"))), next(iter(found)))
         return f"{name} {found[name]:.6g}"
 
@@ -145,7 +145,7 @@ class Rehearsal:
         if self.scale.ranks == 1:
             raise LeftOutError("the run has one rank")
         if _draws_dropout(self.config):
-            raise LeftOutError("dropout draws other numbers on other ranks")
+            raise LeftOutError("dropout draws different random numbers on different ranks")
         models = {key: value for key, value in values_of(self.small).items() if key.endswith(MODEL)}
         config = settings.rehearsed(self.config, settings.ONE_RANK, self.folder, models)
         kept = ("data.", "train.batch_size", "train.micro_batch_size", "rollout.", "eval.")
@@ -170,13 +170,14 @@ class Rehearsal:
             )
         if self.is_rl and self.config.train.async_enable:
             said.append(
-                f"step {last} follows the checkpoint; with --train.async_enable its samples may differ"
+                f"the run continues with step {last}, which is not compared: with --train.async_enable its "
+                "samples may differ"
             )
             return
         _refuse_differences(
             metrics[last],
             result.metrics[last],
-            f"the resumed run and the one that went on in step {last}",
+            f"the resumed and the uninterrupted run in step {last}",
             **AFTER_RESUME,
         )
         largest = weight_difference(result.model, found.model)
@@ -189,7 +190,7 @@ class Rehearsal:
 
     @property
     def _comparable(self) -> list[int]:
-        """Steps whose samples do not depend on timing."""
+        """Steps whose samples do not depend on the speed of processes."""
         asynchronous = self.is_rl and self.config.train.async_enable
         return [1] if asynchronous else [*range(1, settings.STEPS + 1)]
 
@@ -203,7 +204,7 @@ class Rehearsal:
         return getattr(self.config.ds, "value_head_prefix", CLASSIFIER_HEAD)
 
     def _shrink(self) -> Iterator[tuple[str, str | None]]:
-        """Shrinks each model once, and yields flags with the shrunk models."""
+        """Shrinks each model once, and yields (flag, shrunk model)."""
         made: dict[str, str] = {}
         config, scorers = self.config, self.config.reward.models if self.is_rl else ()
         for key, value in values_of(config).items():
@@ -242,7 +243,7 @@ class Rehearsal:
 
     @contextmanager
     def _stage(self, name: str) -> Iterator[list[str]]:
-        """Times a stage and keeps its outcome. The block appends its evidence to the list."""
+        """Measures a stage and keeps its outcome. Yields the list to which the block appends its evidence."""
         said, started = list[str](), time.monotonic()
         self.tell(name, 0.0, 0.0)
         outcome = OK
@@ -257,13 +258,13 @@ class Rehearsal:
 
 
 MODEL = "model_name_or_path"
-"""End of the flags that name models."""
+"""Last part of the flags that name models."""
 SECONDS, RL_SECONDS = 20.0, 60.0
-"""Seconds that a run takes on two idle cores."""
+"""Usual seconds of a supervised and of an RL run on two idle cores."""
 
 
 def _planned(command: Command, config: Any, ranks: int) -> RunPlan:
-    """Plans a rehearsed run, on as many devices of this machine."""
+    """Plans a rehearsed run on the cores of this machine."""
     return plan_run(command, config, cores(ranks), Assumed())
 
 
@@ -285,8 +286,8 @@ def _draws_dropout(config: Any) -> bool:
 
 
 def _losses(metrics: dict[int, Metrics]) -> str:
-    """Returns the losses and the norms of the gradients of the steps. With equal rewards the policy loss is
-    0, and the entropy bonus alone has a gradient."""
+    """Lists the losses and gradient norms of the steps. With equal rewards the policy loss is 0, and only the
+    entropy bonus has a gradient."""
     rows = [row for step, row in sorted(metrics.items()) if step]
     loss = "policy/loss" if "policy/loss" in rows[0] else next((n for n in rows[0] if n.endswith("loss")), "")
     names = [name for name in (loss, "grad_norm") if name in rows[0]]
@@ -307,8 +308,8 @@ def _refuse_differences(
 
 
 def _synchronised(metrics: dict[int, Metrics]) -> str:
-    """Returns the largest differences between engines and trainer. The run itself ends where they are too
-    large."""
+    """Describes the largest differences between engines and trainer. If they were too large, the run itself
+    would have failed."""
     rows = [row for step, row in metrics.items() if step]
     parts = []
     for name in (PROBE, "mismatch/abs_diff_max"):
