@@ -13,11 +13,11 @@ from openrlhf.replay.bisect import Bisection, bisect
 from openrlhf.replay.rerun import PLACES, Rerun
 
 PACKAGE = "openrlhf"
-"""Folder of a commit whose files are used."""
+"""Folder of a commit that is unpacked and imported."""
 ENTRY = f"{PACKAGE}/cli/replayed.py"
-"""File of a commit with the process that computes steps again."""
+"""Program of a commit that computes steps again."""
 GIT_TIMEOUT = 120.0
-"""Seconds that git has to find a commit or to write its files."""
+"""Maximum seconds that git may take to find a commit or to write its files."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Commit:
     """A commit of the repository."""
 
     name: str
-    """The name that the user gave: a hash, a branch, a tag or HEAD~3."""
+    """Name that the user gave: a hash, a branch, a tag or HEAD~3."""
     sha: str
     subject: str
     """First line of its message."""
@@ -37,24 +37,25 @@ class Commit:
 
 @dataclass(frozen=True)
 class Repository:
-    """A clone of this package's repository, which is only read."""
+    """A clone of this package's repository. Nothing in it changes."""
 
     path: Path
-    """Its folder `.git`: in a folder of the working tree, git would write that folder's files alone."""
+    """The clone's folder `.git`. From a subfolder of the working tree, git would write only the subfolder's
+    files."""
 
     @classmethod
     def around(cls, folder: Path | None) -> "Repository":
-        """Returns the repository that `folder` is in; None: the folder of this package. Raises UsageError if
-        there is none, or no git."""
+        """Returns the repository of a folder. `folder`: None for the folder of this package. Raises
+        UsageError if there is no repository or git is not installed."""
         place = folder or Path(__file__).resolve().parents[2]
         if shutil.which("git") is None:
-            text = "git is not on PATH, and the code of a commit is read with it; install git"
+            text = "git, which reads the code of a commit, is not on PATH; install git"
             raise UsageError(ErrorCode.MISSING_PACKAGE, text, flag="--commits")
         if not place.is_dir():
             raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", flag="--repository", value=place)
         found = _git(place, "rev-parse", "--absolute-git-dir")
         if found.returncode:
-            text = f"no git repository that can be read ({_last_line(found)}); name a clone of {PACKAGE}"
+            text = f"not in a readable git repository ({_last_line(found)}); name a clone of {PACKAGE}"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--repository", value=place)
         return cls(Path(found.stdout.rstrip("\n")))
 
@@ -66,13 +67,13 @@ class Repository:
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--commits", value=name)
         sha = found.stdout.strip()
         if _git(self.path, "cat-file", "-e", f"{sha}:{ENTRY}").returncode:
-            text = f"the commit has no {ENTRY}: its code is too old to compute steps again"
+            text = f"the commit is too old to compute steps again: it has no {ENTRY}"
             raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--commits", value=name)
         subject = _git(self.path, "show", "--no-patch", "--format=%s", sha).stdout.strip()
         return Commit(name, sha, subject)
 
     def unpack(self, commit: Commit, folder: Path) -> None:
-        """Writes the package of a commit to `folder`. Nothing in the repository changes."""
+        """Writes the package of a commit to the new folder `folder`."""
         folder.mkdir(parents=True)
         archive = folder / "package.tar"
         words = ["--format=tar", f"--prefix={PACKAGE}/", f"--output={archive}", f"{commit.sha}:{PACKAGE}"]
@@ -100,9 +101,9 @@ def _last_line(answer: subprocess.CompletedProcess[str]) -> str:
 
 def bisect_commits(reruns: Sequence[Rerun], commits: Sequence[Commit], repository: Repository) -> Bisection:
     """Computes the steps with the code of each commit, and compares the two results. Raises RunError, which
-    names the commit, if one of them cannot compute the steps."""
+    names the commit, if a commit cannot compute the steps."""
     for rerun, commit in zip(reruns, commits, strict=True):
-        assert rerun.code is not None  # where the code is written
+        assert rerun.code is not None  # the folder to which the code is written
         repository.unpack(commit, rerun.code)
         print(f"steps {rerun.start + 1} to {rerun.step} with {commit}", file=sys.stderr, flush=True)
         try:
