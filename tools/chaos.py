@@ -2,9 +2,8 @@
 
     python tools/chaos.py [--only damages kills-sft ...] [--kills 50] [--rl-kills 3] [--stops 200]
 
-Every row of the table is a test, which `make test-all` runs with smaller numbers. Exits with 1 if one fails.
-`--all` adds rows for which the tests alone give the figures.
-"""
+Every row of the table is a test, which `make test-all` runs with smaller numbers. `--all` adds rows whose
+numbers are fixed in their tests. The exit status is 1 if a test fails."""
 
 import argparse
 import os
@@ -33,6 +32,7 @@ class Member(NamedTuple):
     target: str
     """Number of the row in the list of targets."""
     what: str
+    """Description of the fault."""
     tests: tuple[str, ...]
 
 
@@ -94,7 +94,7 @@ MORE = {
         ),
     ),
 }
-"""Rows that are run where `--only` names them, or with `--all`."""
+"""Rows that run only if `--only` names them, or with `--all`."""
 
 
 def main() -> None:
@@ -132,13 +132,14 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Injects faults in numbers.")
+    parser = argparse.ArgumentParser(description="Injects many faults into jobs.")
     names = [*MEMBERS, *MORE]
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--all", action="store_true", help=f"also {', '.join(MORE)}")
+    only = f"rows to run: {', '.join(names)} (default: {', '.join(MEMBERS)})"
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help=only)
+    parser.add_argument("--all", action="store_true", help=f"run all rows, also {', '.join(MORE)}")
     parser.add_argument("--kills", type=int, default=50, help="kills of each supervised job (default: 50)")
     parser.add_argument("--rl-kills", type=int, default=3, help="kills of each RL job (default: 3)")
-    parser.add_argument("--stops", type=int, default=200, help="SIGTERMs (default: 200)")
+    parser.add_argument("--stops", type=int, default=200, help="SIGTERMs to a job (default: 200)")
     parser.add_argument("--steps", type=int, default=2000, help="steps of the row growth (default: 2000)")
     parser.add_argument(
         "--saves", type=int, default=100, help="saves to a full disk for each backend (default: 100)"
@@ -150,7 +151,7 @@ def _options() -> argparse.Namespace:
 
 
 def _figure(cases: list[ET.Element]) -> str:
-    """Returns the figures that the tests recorded, or the number of tests that passed."""
+    """Formats the figures that the tests recorded, and the numbers of tests by outcome."""
     figures = [
         p.get("value", "") for case in cases for p in case.iter("property") if p.get("name") == "figure"
     ]

@@ -1,4 +1,4 @@
-"""Finds docstrings that begin with a word like "Of" or "What" and so lack a subject; run by `make lint`.
+"""Finds docstrings that begin with a word like "Of" or "What" and so name no subject; run by `make lint`.
 
 python tools/check_prose.py openrlhf tests
 """

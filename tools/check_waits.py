@@ -1,12 +1,11 @@
-"""Finds calls that may wait for ever: of threads, processes, queues, locks, futures and Ray; run by
-`make lint`.
+"""Finds calls that may wait for ever (for threads, processes, queues, locks, futures and Ray); run by `make
+lint`.
 
 python tools/check_waits.py openrlhf
 
 Each such call needs a timeout, or a comment that says what ends it: `# bounded: REASON` on one of its lines,
-or `# bounded .result(): REASON` alone on a line, for all calls of that kind in the file. Collective
-operations are not among them: the timeout of their process group (--train.rank_timeout) applies.
-"""
+or `# bounded .result(): REASON` alone on a line for all calls of this kind in the file. Collective operations
+are not checked, because their process group has a timeout (--train.rank_timeout)."""
 
 import ast
 import re
@@ -15,13 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 METHODS = {"result", "wait", "join", "get", "acquire", "communicate"}
-"""Methods that wait for ever if they are called without arguments."""
+"""Methods that may wait for ever if they are called without arguments."""
 FUNCTIONS = {
     *("ray.get", "ray.wait", "as_completed", "wait", "asyncio.wait", "asyncio.wait_for"),
     *("subprocess.run", "subprocess.call", "subprocess.check_call", "subprocess.check_output", "os.wait"),
     "dist.init_process_group",
 }
-"""Functions that wait for ever without the keyword `timeout`."""
+"""Functions that may wait for ever without the keyword `timeout`."""
 FOR_LINE = re.compile(r"# bounded: \S")
 FOR_FILE = re.compile(r"^# bounded (\S+): \S", re.MULTILINE)
 
@@ -38,8 +37,8 @@ def main() -> None:
 
 
 def endless_waits(source: str) -> Iterator[tuple[int, str]]:
-    """Yields line and kind of each call without a timeout that no comment allows. The kind is `.result()` for
-    a method, `ray.get` for a function."""
+    """Yields line and kind of each call without a timeout and without a comment. The kind of a method is
+    written `.result()`, that of a function `ray.get`."""
     lines, allowed = source.splitlines(), set(FOR_FILE.findall(source))
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call) and (kind := _kind(node)) and kind not in allowed:
@@ -49,7 +48,7 @@ def endless_waits(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _kind(call: ast.Call) -> str | None:
-    """Returns the kind of an endless wait; None if the call is none."""
+    """Returns the kind of a call that may wait for ever; None for other calls."""
     name = ast.unparse(call.func)
     if name in FUNCTIONS:
         return None if any(keyword.arg == "timeout" for keyword in call.keywords) else name

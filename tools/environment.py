@@ -1,8 +1,7 @@
-"""Creates or updates the environment `.venv` for this machine. Standard library only; run by `make`.
+"""Creates or updates the environment `.venv` for this machine; run by `make`. Uses only the standard library.
 
-Installs vLLM's CUDA build if an NVIDIA driver answers, else its CPU build. Does nothing if everything is
-installed already.
-"""
+Installs vLLM's CUDA build if an NVIDIA driver answers, else its CPU build. Does nothing if the environment is
+up to date."""
 
 import ctypes
 import hashlib
@@ -20,16 +19,16 @@ PYTHON = VENV / "bin" / "python"
 OLDEST_PYTHON, TOO_NEW_PYTHON = (3, 11), (3, 13)
 STAMP = VENV / "openrlhf-installed"
 OLDEST_DRIVER = {"12": "525", "13": "580"}
-"""Oldest NVIDIA driver for each CUDA release that torch is built for, by minor version compatibility of
-CUDA's release notes."""
+"""CUDA release -> oldest NVIDIA driver that it runs with (minor version compatibility in CUDA's release
+notes)."""
 CUDA = "13"
-"""CUDA release of PyPI's build of the torch that pyproject.toml pins."""
+"""CUDA release of PyPI's build of the torch version that pyproject.toml pins."""
 
 
 def main() -> None:
     if not OLDEST_PYTHON <= sys.version_info < TOO_NEW_PYTHON:
         sys.exit(
-            f"error: openrlhf needs Python 3.{OLDEST_PYTHON[1]} to 3.{TOO_NEW_PYTHON[1] - 1}, and this is "
+            f"error: openrlhf needs Python 3.{OLDEST_PYTHON[1]} to 3.{TOO_NEW_PYTHON[1] - 1}, but this is "
             f"{sys.version.split()[0]}; use `make PYTHON=python3.{OLDEST_PYTHON[1]} ...`"
         )
     kind = "gpu" if has_nvidia_driver() else "cpu"
@@ -62,7 +61,7 @@ def has_nvidia_driver() -> bool:
 
 
 def driver_version() -> str:
-    """Returns the release of NVIDIA's driver, as 535.104.05; "" if none answers."""
+    """Returns the version of NVIDIA's driver, such as 535.104.05; "" if no driver answers."""
     if shutil.which("nvidia-smi") is None:
         return ""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -70,24 +69,24 @@ def driver_version() -> str:
 
 
 def check_driver() -> None:
-    """Exits with an error if the driver is too old, before anything is downloaded."""
+    """Exits with an error if the driver is too old. Called before anything is downloaded."""
     driver, needed = driver_version(), OLDEST_DRIVER[CUDA]
     release = driver.partition(".")[0]
     if not release.isdecimal() or int(release) >= int(needed) or cuda_of_driver() >= int(CUDA):
         return
     sys.exit(
-        f"error: this machine has NVIDIA driver {driver}, and torch is built for CUDA {CUDA}, which needs "
+        f"error: this machine has NVIDIA driver {driver}, but torch is built for CUDA {CUDA}, which needs "
         f"{needed} or newer. Nothing was installed.\n"
         f"Install a newer driver; or, for a datacenter GPU, NVIDIA's package cuda-compat-{CUDA}-0 with its "
         "folder in LD_LIBRARY_PATH, and run this again.\n"
-        "In an environment that has a torch of its own `python3 benchmarks/gpu.py` runs the stages that need "
-        "no vLLM."
+        "In an environment with another build of torch, `python3 benchmarks/gpu.py` runs the stages that "
+        "need no vLLM."
     )
 
 
 def cuda_of_driver() -> int:
-    """Returns the CUDA release of the driver's library, which NVIDIA's forward compatibility package makes
-    newer than the driver. 0: there is no library."""
+    """Returns the CUDA release of the driver's library, which may be newer than the driver with NVIDIA's
+    forward compatibility package; 0 if there is no library."""
     version = ctypes.c_int()
     try:
         ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -97,7 +96,7 @@ def cuda_of_driver() -> int:
 
 
 def what_triton_lacks() -> list[str]:
-    """Lists what is missing on this machine for Triton, which compiles code when vLLM starts."""
+    """Lists the missing requirements of Triton, which compiles code when vLLM starts."""
     headers = Path(sysconfig.get_paths()["include"], "Python.h")
     lacking = [] if headers.exists() else [f"{headers} (install python3.{sys.version_info[1]}-dev)"]
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
@@ -122,23 +121,22 @@ def check_gpu() -> None:
 
 
 def fingerprint(kind: str) -> str:
-    """Returns a text that changes with the requirements, this file, and the Python that the environment was
-    made from."""
+    """Returns a text that changes with the requirements, this file and the version of Python."""
     content = b"".join(file.read_bytes() for file in (ROOT / "pyproject.toml", Path(__file__)))
     return f"{kind} {sys.version.split()[0]} {hashlib.sha256(content).hexdigest()}"
 
 
 def leave_out_foreign_constraints() -> None:
-    """Clears PIP_CONSTRAINT if its file pins torch; NVIDIA's image holds pip to its own build in this way."""
+    """Clears PIP_CONSTRAINT if its file pins torch, as the file in NVIDIA's image does."""
     file = Path(os.environ.get("PIP_CONSTRAINT", ""))
     if file.is_file() and (held := re.search(r"(?m)^torch *(==|@).*", file.read_text())):
-        say(f"ignoring PIP_CONSTRAINT={file}: it has {held[0]}, and pyproject.toml pins another torch")
+        say(f"ignoring PIP_CONSTRAINT={file}: it has {held[0]}, but pyproject.toml pins another torch")
         os.environ["PIP_CONSTRAINT"] = ""
 
 
 def install_cpu_torch() -> None:
-    """Installs torch's CPU build; asks pip's own indexes first. The build has a version of its own, so no
-    CUDA build is downloaded."""
+    """Installs torch's CPU build, if possible from the indexes that pip is configured with. The build has a
+    separate version, so that no CUDA build is downloaded."""
     torch, cpu_wheels = cpu_torch()
     asked = pip("install", torch, stderr=subprocess.PIPE, text=True)
     if asked.returncode == 0:
@@ -146,13 +144,14 @@ def install_cpu_torch() -> None:
     say(f"{asked.stderr.strip().splitlines()[-1]}\nenvironment: asking PyTorch's index of CPU wheels too")
     if pip("install", "--extra-index-url", cpu_wheels, torch, "torchvision", "torchaudio").returncode != 0:
         sys.exit(
-            f"error: vLLM for CPU needs {torch}, and neither pip's own indexes nor {cpu_wheels} have it.\n"
+            f"error: vLLM for CPU needs {torch}, which is neither on pip's indexes nor on {cpu_wheels}.\n"
             "Set PIP_EXTRA_INDEX_URL to a mirror of PyTorch's CPU wheels and run this again."
         )
 
 
 def cpu_torch() -> tuple[str, str]:
-    """Returns the CPU build that pyproject.toml asks for, and the address of PyTorch's CPU wheels."""
+    """Returns the requirement of torch's CPU build in pyproject.toml, and the address of PyTorch's CPU
+    wheels."""
     import tomllib  # a Python that is too old has no tomllib
 
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -163,7 +162,7 @@ def cpu_torch() -> tuple[str, str]:
 
 def install(*what: str) -> None:
     if pip("install", *what).returncode != 0:
-        sys.exit(f"error: pip install {' '.join(what)} failed; the lines above say why")
+        sys.exit(f"error: pip install {' '.join(what)} failed; see its output above")
 
 
 def pip(command: str, *what: str, **options) -> subprocess.CompletedProcess:

@@ -1,14 +1,14 @@
-"""Gathers the wheels that `benchmarks/gpu.py` needs on a machine with torch and transformers but no index.
+"""Collects the wheels that `benchmarks/gpu.py` needs on a machine with torch and transformers but no index.
 
     python3 tools/gpu_wheels.py --python 3.12 DIR
 
-DIR gets about 5 MB of wheels for Linux on x86-64; if vLLM is installed here, one wheel holds its file that
-packs weights. Copy DIR and the project to that machine, and run there
+Writes about 5 MB of wheels for Linux on x86-64 to DIR. If vLLM is installed here, one wheel contains its file
+that packs weights. Copy DIR and the project to the other machine, and run there
 
     python3 -m pip install --no-index --no-deps --target DIR/site DIR/*.whl
     PYTHONPATH=DIR/site python3 benchmarks/gpu.py --budget 540
 
-The program itself needs pip and an index.
+This program needs pip and an index.
 """
 
 import argparse
@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PACKED_TENSOR = "vllm/distributed/weight_transfer/packed_tensor.py"
-"""vLLM's file that packs weights, which needs nothing but torch."""
+"""File of vLLM that packs weights. It needs only torch."""
 PURE = ("annotated-types", "typing-inspection")
-"""Packages that pydantic needs beside its own compiled half, whose version it pins."""
+"""Packages that pydantic needs besides pydantic-core, whose version it pins."""
 
 
 def main() -> None:
@@ -41,13 +41,13 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="another package to gather, such as pytest",
+        help="another package to collect, such as pytest",
     )
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     if list(options.folder.glob("*.whl")):
         parser.error(
-            f"{options.folder} already has wheels, and pip fails on two versions of one; name an empty folder"
+            f"{options.folder} already has wheels, and pip fails if a package has two; name an empty folder"
         )
     gather(options.folder, options.python, options.also)
     carry_packing(options.folder)
@@ -58,8 +58,8 @@ def main() -> None:
 
 
 def gather(folder: Path, python: str, also: list[str]) -> None:
-    """Gathers the wheels in `folder`. hjson and DeepSpeed have no wheels; built here they have no compiled
-    parts, and DeepSpeed compiles its own at first use."""
+    """Writes the wheels to `folder`. hjson and DeepSpeed have no wheels and are built here, without compiled
+    parts; DeepSpeed compiles these at first use."""
     for name in ("hjson", requirement("deepspeed")):
         pip("wheel", "--no-deps", "--wheel-dir", str(folder), name)
     download(folder, python, "pydantic", *PURE, *also)
@@ -68,7 +68,7 @@ def gather(folder: Path, python: str, also: list[str]) -> None:
 
 
 def carry_packing(folder: Path) -> None:
-    """Makes a wheel of one file of the vLLM that is installed here."""
+    """Writes a wheel with one file of the installed vLLM."""
     vllm = importlib.util.find_spec("vllm")
     if vllm is None or vllm.origin is None:
         print("note: vLLM is not installed here, so the stage ipc will be skipped on the other machine")
@@ -93,7 +93,7 @@ def requirement(package: str) -> str:
 
 
 def pinned_by(wheel: Path, package: str) -> str:
-    """Returns the exact version of a package that a wheel asks for."""
+    """Returns the requirement of a package that a wheel pins, such as `pydantic-core==2.1`."""
     with zipfile.ZipFile(wheel) as content:
         (name,) = [name for name in content.namelist() if name.endswith(".dist-info/METADATA")]
         metadata = content.read(name).decode()
@@ -111,7 +111,7 @@ def download(folder: Path, python: str, *names: str) -> None:
 def pip(*words: str) -> None:
     command = [sys.executable, "-m", "pip", words[0], "--quiet", "--disable-pip-version-check", *words[1:]]
     if subprocess.run(command, env=os.environ | {"DS_BUILD_OPS": "0"}).returncode != 0:
-        sys.exit(f"error: pip {' '.join(words)} failed; the lines above say why")
+        sys.exit(f"error: pip {' '.join(words)} failed; see its output above")
 
 
 if __name__ == "__main__":

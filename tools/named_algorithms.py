@@ -1,5 +1,5 @@
-"""Named algorithms as combinations of independent choices. `python tools/named_algorithms.py` prints the
-table of docs/algorithms.md."""
+"""Defines named algorithms as combinations of independent choices, and prints the table of
+docs/algorithms.md: `python tools/named_algorithms.py`."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,6 +18,8 @@ from openrlhf.config.ppo import PPOConfig
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KLPenalty:
+    """A penalty for the KL to the reference model."""
+
     place: Literal["reward", "loss"]
     estimator: KLEstimator
     coef: float = 0.01
@@ -28,22 +30,24 @@ IN_REWARD = KLPenalty(place="reward", estimator="k1")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Algorithm:
+    """An algorithm by the choices that it makes."""
+
     name: str
     paper: str
     advantage: EstimatorName
     policy_loss: PolicyLossType = "ppo"
     clip: tuple[float, float] = (0.2, 0.2)
-    """Distances by which the ratio may fall below and rise above 1."""
+    """Maximum distances of the ratio below and above 1."""
     aggregation: LossAggregation = "token_mean"
     kl: KLPenalty | None = None
     correction: ISCorrectionType | None = None
     filters_groups: bool = False
     overlong_buffer: float | None = None
-    """Number of tokens before the limit of a response over which the length penalty grows."""
+    """Number of tokens before the length limit in which the length penalty grows; None: no penalty."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Returns the choices as values of flags, by key."""
+        """Key of a flag -> its value, for all choices."""
         low, high = self.clip
         is_usual_mean = self.aggregation == POLICY_LOSSES[self.policy_loss].aggregation()
         settings: dict[str, Any] = {
@@ -69,8 +73,7 @@ class Algorithm:
 
     @property
     def flags(self) -> list[str]:
-        """Returns the command-line words that select the algorithm: the settings that differ from the
-        defaults."""
+        """Words of the command line that select the algorithm: the settings that differ from the defaults."""
         fields, defaults = fields_of(PPOConfig), values_of(PPOConfig())
         words = []
         for key, value in self.settings.items():
