@@ -268,7 +268,7 @@ def test_after_the_deadline_the_rollouts_alone_decide(
     monkeypatch.setattr(gap, "BUDGET", 0.0)
     found = diagnose(RunRecord.read(build(tmp_path, temperature)))
     assert found and all(finding.confidence != "certain" for finding in found)
-    assert any("the time for recomputing log-probs was over" in text for text in found[0].evidence)
+    assert any("the time limit for recomputing log-probs was reached" in text for text in found[0].evidence)
 
 
 def test_a_search_that_ends_early_leaves_the_routers_as_they_were(tmp_path: Path) -> None:
