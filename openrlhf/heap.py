@@ -1,9 +1,8 @@
 """Tunes Python's garbage collector for processes that import large libraries.
 
 torch, transformers, DeepSpeed and vLLM create 700,000 objects that live as long as their process. With
-default thresholds the collector scans all of them again and again, a fifth of the import time, and later once
-every few steps, for half a second in which the process stops.
-"""
+default thresholds the collector scans all of them repeatedly, which takes a fifth of the import time, and
+later stops the process for half a second every few steps."""
 
 import atexit
 import gc
@@ -20,8 +19,8 @@ def grow() -> None:
 
 
 def freeze() -> None:
-    """Excludes all objects so far from collection and restores the default thresholds, if `grow` was called.
-    To be called after imports and before models are loaded, whose garbage would stay."""
+    """Excludes all present objects from collection and restores the default thresholds, if `grow` was called.
+    Call it after imports and before models are loaded, because later garbage would never be freed."""
     if gc.get_threshold() != GROWING:
         return
     gc.freeze()

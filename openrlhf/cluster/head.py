@@ -1,5 +1,5 @@
-"""Detects the death of Ray's head, the process gcs_server. Without it a cluster does no work, and Ray ends
-its processes only after a minute, engines later."""
+"""Detects the death of Ray's head, the process gcs_server. Without it the cluster makes no progress, but Ray
+ends its processes only after a minute, and engines later."""
 
 import socket
 import threading
@@ -12,12 +12,12 @@ POLL = 5.0
 """Polling interval of the head's port in seconds, and timeout of one poll."""
 
 LIMIT = 15.0
-"""Seconds without a process that listens at the head's port, after which the head is gone."""
+"""Seconds for which no process listens at the head's port until the head counts as dead."""
 
 
 def guard(end: Callable[[str], object]) -> threading.Event:
-    """Starts a thread that calls `end` once the head is gone, with its address. Returns an event that ends
-    the thread."""
+    """Starts a thread that calls `end` with the head's address once the head is dead. Returns an event that
+    ends the thread."""
     ended = threading.Event()
     arguments = ray.get_runtime_context().gcs_address, end, ended
     threading.Thread(target=_guard, args=arguments, name="head", daemon=True).start()
@@ -35,8 +35,8 @@ def _guard(address: str, end: Callable[[str], object], ended: threading.Event) -
 
 
 def is_refused(address: str) -> bool:
-    """Tells whether a machine answers that no process listens at this address, host:port. A head that does
-    not answer may be busy, or its network down: Ray then decides."""
+    """Returns True if the machine of this address (host:port) answers that no process listens there. If
+    nothing answers, the head may be busy or the network down, and Ray decides."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=POLL).close()

@@ -1,7 +1,7 @@
-"""Proof of life of the processes of a run: a thread of each process writes its counters to Ray's key-value
-store every BEAT seconds, and its stacks when the driver asks for them. watch.py reads them.
+"""Reports that the processes of a run are alive: a thread of each process writes its counters to Ray's
+key-value store every BEAT seconds, and its stacks when the driver requests them. watch.py reads both.
 
-The thread needs no call to its actor, which may be busy for hours.
+Calls to an actor would not do, because it may be busy for hours.
 """
 
 import json
@@ -28,7 +28,7 @@ BEAT = 5.0
 STACKS_WANTED = "stacks wanted"
 
 Progress = tuple[int, bool]
-"""A counter that grows with the work of a process, and whether the process has work."""
+"""A counter that grows with the work of a process, and True if the process has work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +43,8 @@ class Beat:
 
 
 def start_pulse(progress: Callable[[], Progress]) -> None:
-    """Starts the thread of this actor's process. The process ends when Ray's head is gone: Ray would wait a
-    minute for the head, and then for child processes."""
+    """Starts the thread of this actor's process. Also ends the process when Ray's head is dead, because Ray
+    would wait a minute for the head, and then for child processes."""
     guard(lambda address: os.kill(os.getpid(), signal.SIGKILL))
     arguments = Board(), ray.get_runtime_context().get_actor_id(), progress
     threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
@@ -64,8 +64,8 @@ def _beat(board: "Board", actor: str, progress: Callable[[], Progress]) -> None:
 
 
 class Board:
-    """The part of Ray's key-value store that belongs to this run. After its creation it calls nothing that
-    would start Ray again after a shutdown."""
+    """The entries of this run in Ray's key-value store. Its methods never start Ray again after a
+    shutdown."""
 
     def __init__(self) -> None:
         self.prefix = f"openrlhf/{ray.get_runtime_context().get_job_id()}/"
@@ -83,7 +83,7 @@ class Board:
         return None if text is None else Beat(**json.loads(text))
 
     def ask_for_stacks(self) -> None:
-        """Requests that every process writes its stacks with its next beat."""
+        """Requests that every process writes its stacks at its next beat."""
         self.put(STACKS_WANTED, "1")
 
     def read_stacks(self, actor: str) -> str | None:

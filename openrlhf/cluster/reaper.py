@@ -1,7 +1,7 @@
-"""Ends the processes that a run has started on its machine, once the run's own process is gone, even by
-`kill -9`. Ray's agents would otherwise live on for minutes.
+"""Ends the processes that a run has started on its machine once the run's own process has ended, even by
+`kill -9`. Ray's agents would otherwise stay alive for minutes.
 
-The module is a program of its own, which imports the standard library alone: python reaper.py PID.
+The module is also a program that imports only the standard library: python reaper.py PID.
 """
 
 import os
@@ -17,12 +17,12 @@ POLL = 1.0
 """Seconds between two scans of the processes that the run has started."""
 
 GRACE = 2.0
-"""Seconds that these processes have to end by themselves."""
+"""Seconds that these processes have to end by themselves before they are killed."""
 
 
 @cache
 def start_reaper() -> subprocess.Popen:
-    """Starts the program for this process, in a session of its own, which signals of the terminal do not
+    """Starts the program for this process, in a separate session that signals of the terminal do not
     reach."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]
     none = subprocess.DEVNULL
@@ -30,12 +30,12 @@ def start_reaper() -> subprocess.Popen:
 
 
 def reap(owner: int) -> None:
-    """Waits until the process `owner` is gone, and kills all processes that descend from it."""
+    """Waits until the process `owner` has ended, and kills all its descendants."""
     gone = os.pidfd_open(owner)
     started = descendants(owner, {})
     while not select.select([gone], [], [], POLL)[0]:
         started = descendants(owner, started)
-    started = descendants(owner, started)  # those of the last second
+    started = descendants(owner, started)  # also those of the last second
     time.sleep(GRACE)
     for pid, since in started.items():
         if _stat(pid)[1] == since:  # otherwise the number belongs to another process by now
@@ -44,8 +44,8 @@ def reap(owner: int) -> None:
 
 
 def descendants(owner: int, known: dict[int, int]) -> dict[int, int]:
-    """Returns pid -> start time of the processes that descend from `owner` or from one in `known`, which
-    lasts although its parent may have died. This process is left out."""
+    """Returns pid -> start time of the descendants of `owner` and of the processes in `known` that still
+    exist, whose parents may have ended. Leaves out this process."""
     parents = {int(name): _stat(int(name)) for name in os.listdir("/proc") if name.isdecimal()}
     found = {pid: since for pid, since in known.items() if parents.get(pid, (0, 0))[1] == since}
     size = -1
@@ -57,7 +57,7 @@ def descendants(owner: int, known: dict[int, int]) -> dict[int, int]:
 
 
 def _stat(pid: int) -> tuple[int, int]:
-    """Returns a process's parent and start time; (0, 0) if it is gone."""
+    """Returns a process's parent and start time; (0, 0) if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()

@@ -1,6 +1,6 @@
-"""Watches the processes of a run: a process that stops answering, or has work and makes no progress, is
-reported on the screen, and given up after its limit. An engine is then replaced, and a rank ends the run. A
-process that makes progress is never given up, however long its work takes."""
+"""Watches the processes of a run. Reports a process that does not answer, or that has work but makes no
+progress, and gives it up after its limit: an engine is replaced, a rank ends the run. A process that makes
+progress is never given up, however long its work takes."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
 from openrlhf.errors import first_line, notify
 
 NOTICE = 20.0
-"""Seconds without an answer until a line on the screen says so; without progress, at least a third of the
+"""Seconds without an answer after which a line is printed. Without progress it is at least a third of the
 limit."""
 
 STACKS_WAIT = 4 * BEAT
@@ -48,11 +48,11 @@ class Watch:
         *,
         needs_progress: bool = True,
     ) -> None:
-        """`processes`: returns the processes by their role, None for those that are not watched. `limits`:
-        seconds without an answer or progress after which a process of this role is given up. `give_up`:
-        receives the role of such a process, its index there, the process and the reason. `folder`: where the
-        stacks of all processes are written. `needs_progress`: False if an answer is enough, as from a process
-        that loads a model, which no counter shows."""
+        """`processes`: returns role -> processes, None for a process that is not watched. `limits`: role ->
+        seconds without an answer or progress after which a process is given up. `give_up`: called with the
+        role of such a process, its index in the role, the process and the reason. `folder`: folder to which
+        the stacks of all processes are written. `needs_progress`: False if an answer suffices, as from a
+        process that loads a model, during which no counter grows."""
         self._processes, self._limits, self._give_up = processes, limits, give_up
         self._needs_progress = needs_progress
         self._folder, self._board = Path(folder), board
@@ -97,10 +97,10 @@ class Watch:
             notice, text = max(notice, limit / 3), f"{name} has not started"
         elif since < notice and self._needs_progress:
             since, notice = now - seen.advanced, max(notice, limit / 3)
-            text = f"{name} has work, and made no progress"
+            text = f"{name} has work but made no progress"
         if since < notice:
             if seen.is_noted:
-                notify(f"{name} goes on")
+                notify(f"{name} makes progress again")
             seen.is_noted = False
             return ""
         text += f" for {since:.0f} s"
@@ -113,8 +113,8 @@ class Watch:
         return text
 
     def write_stacks(self) -> Path:
-        """Writes the stacks of all processes to a file of the folder, and returns it. Waits for the processes
-        that still answer."""
+        """Writes the stacks of all processes to `stacks.txt` in the folder, and returns the file. Waits for
+        processes that still answer, at most STACKS_WAIT seconds."""
         self._board.ask_for_stacks()
         named = {
             member._actor_id.hex(): name_of(role, index, None)

@@ -1,6 +1,6 @@
-"""The catalogue of mutants: silent bugs, each as a small change of one place of the package.
+"""Reads the catalogue of mutants: silent bugs, each a small change of one place of the package.
 
-A file of this folder has the mutants of one class. README.md describes the fields of a record.
+Each .toml file of this folder has the mutants of one class. README.md describes the fields of a record.
 """
 
 import ast
@@ -33,7 +33,7 @@ REPOSITORIES = {
     "verl": "verl-project/verl",
     "verl-omni": "verl-project/verl-omni",
 }
-"""Repositories on GitHub by the names that records use."""
+"""Name of a project in records -> its repository on GitHub."""
 
 
 class DoesNotApply(Exception):
@@ -53,7 +53,7 @@ class Mutant:
     """Expression or statements that occur once in the place."""
     replace: str
     seen: str
-    """Observation of a user who trains with this bug, such as a wrong curve."""
+    """Effect that a user who trains with this bug would see, such as a wrong curve."""
     threads: Sequence[str] = ()
     """Reports of the same bug in other frameworks, such as `TRL #6439`."""
     papers: Sequence[str] = ()
@@ -63,7 +63,7 @@ class Mutant:
 
     @property
     def path(self) -> str:
-        """Path of the file that it changes, relative to the repository's root."""
+        """Path of the changed file, relative to the repository's root."""
         return "openrlhf/" + self.place.partition(":")[0].replace(".", "/") + ".py"
 
     @property
@@ -154,7 +154,7 @@ def _place(module: ast.Module, mutant: Mutant) -> ast.AST:
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Yields the functions and classes directly below a node: those in no other function or class."""
+    """Yields the functions and classes below a node that are not inside another function or class."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child

@@ -1,12 +1,11 @@
-"""Mutants in whole runs, without tests: which of them stop a run, or make it warn by name?
+"""Tries mutants in whole runs instead of tests, and reports which of them stop a run or make it warn.
 
     python -m mutants.run --runs [sft rl async lora] [--reported] [--only ID ...] [--sample 12 --seed COMMIT]
 
-A mutant is put into a copy of the package, which trains a tiny model: supervised, and by RL in step with
-sampling, ahead of sampling, and with adapters. The first of these runs that stops or warns of something that
-the unchanged package does not warn of catches the mutant. A mutant whose function no run executes is not
-counted.
-"""
+A mutant is put into a copy of the package, which trains a tiny model: supervised, by synchronous RL, by
+asynchronous RL, and by RL with adapters. The first of these runs that stops, or prints a warning that it does
+not print with the unchanged package, catches the mutant. A mutant whose function no run executes is not
+counted."""
 
 import json
 import os
@@ -29,11 +28,11 @@ from openrlhf.config.commands import PPO, SFT
 from openrlhf.tasks.prepare import TaskFiles, prepare
 
 LIMIT = 900.0
-"""Seconds after which a run counts as stopped."""
+"""Maximum seconds of a run. A longer run counts as stopped."""
 SIZES = {"num_pretrain": 200, "num_sft": 200, "num_prompts": 64, "num_eval": 16}
-"""Rows of the files of word problems."""
+"""Numbers of rows in the files of word problems."""
 CODE = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\]$", re.MULTILINE)
-"""Code of an error, behind its first line."""
+"""Pattern of the code at the end of an error's first line."""
 SFT_FLAGS = (
     "--data.output_key output --data.apply_chat_template --data.max_len 256 --data.max_samples 80 "
     "--train.batch_size 8 --train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-3"
@@ -91,16 +90,16 @@ class Verdict:
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """How a run ended."""
+    """The end of a run."""
 
     stopped: str
-    """Code of the error; `crash` for an error without one, "" for a run that ended as it should."""
+    """Code of the error; `crash` for an error without a code, "" for a run without an error."""
     warnings: frozenset[str]
-    """Metrics of its warnings."""
+    """Metrics that the run warned about."""
 
 
 class Trial:
-    """A copy of the package, and the files with which it trains."""
+    """A copy of the package, and the files of its runs."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         """`names`: the runs to try."""
@@ -112,8 +111,8 @@ class Trial:
 
     @cache  # noqa: B019  one object in a process
     def usual(self, name: str) -> tuple[frozenset[str], list[str]]:
-        """Returns the warnings of a run of the unchanged package, and the functions that it executes. Raises
-        RuntimeError if it stops."""
+        """Returns the warnings of a run with the unchanged package, and the functions that it executes.
+        Raises RuntimeError if the run stops."""
         functions = self.folder / f"{name}.functions"
         ended = self.run(name, {"EXECUTED_FUNCTIONS": str(functions)})
         if ended.stopped:
@@ -123,7 +122,7 @@ class Trial:
         return ended.warnings, sorted(executed)
 
     def executes(self, name: str, mutant: Mutant) -> bool:
-        """Returns whether a run executes the mutant's function, or one of its class or module."""
+        """Returns True if a run executes the mutant's function, or a function of its class or module."""
         place = f"{mutant.path.removeprefix('openrlhf/')}:{mutant.function}".removesuffix(":")
         return any(
             function == place or (function.startswith(place) and function[len(place)] in ".:")
@@ -148,7 +147,7 @@ class Trial:
         return Verdict(mutant=mutant, outcome=outcome, seconds=time.monotonic() - start)
 
     def run(self, name: str, variables: Mapping[str, str] = MappingProxyType({})) -> Ended:
-        """Trains with the package as it is now. `variables`: environment variables of the run."""
+        """Runs a command with the copy of the package. `variables`: additional environment variables."""
         out = self.folder / name
         shutil.rmtree(out, ignore_errors=True)
         environment = os.environ | variables | {"PYTHONPATH": str(self.folder), "CUDA_VISIBLE_DEVICES": ""}
@@ -197,7 +196,7 @@ def try_in_runs(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Verdict
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """Formats the numbers of mutants by class and outcome, and the survivors."""
+    """Formats a table of the numbers of mutants by class and outcome."""
     tried = [verdict for verdict in verdicts if verdict.outcome != "not executed"]
     lines = ["", "| class | executed | stopped or warned | crashed | survived |", "|---|---|---|---|---|"]
     groups = sorted({verdict.mutant.group for verdict in tried})

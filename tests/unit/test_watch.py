@@ -88,14 +88,14 @@ def test_a_process_that_goes_on_in_time(run: Run, capsys: pytest.CaptureFixture)
     run.stopped.clear()
     run.go_on(3600)
     assert not run.given_up and capsys.readouterr().err.splitlines()[1:] == [
-        "engine 0 (process 17 on node1) goes on"
+        "engine 0 (process 17 on node1) makes progress again"
     ]
 
 
 def test_an_engine_without_tokens(run: Run, capsys: pytest.CaptureFixture) -> None:
     run.set("engine", is_busy=True, progress=5)
     run.go_on(LIMITS["engines"] - BEAT)
-    assert "has work, and made no progress for 20 s" in capsys.readouterr().err and not run.given_up
+    assert "has work but made no progress for 20 s" in capsys.readouterr().err and not run.given_up
     run.go_on(2 * BEAT)
     assert run.given_up[0][:2] == ("engines", 0) and len(run.given_up) == 1
 
