@@ -44,6 +44,7 @@ OPTIONS = {
     "keep",  # of openrlhf rehearse
     *("layers", "no_engine", "no_ranks", "out", "tokens"),  # of openrlhf verify
     "folder",  # of openrlhf replay
+    *("commits", "repository", "step"),  # of openrlhf bisect
 }
 """Command-line options on the pages that are no flags of configurations."""
 TARGETS = {

@@ -24,7 +24,7 @@ def test_forms(text, expected):
         (":3", "neither"),
         ("ngram:three", "neither"),
         ("[1]", "neither"),
-        ('{"method": "ngram"', "no JSON object"),
+        ('{"method": "ngram"', "not a JSON object"),
         ('{"num_speculative_tokens": 3}', 'no "method"'),
         ("ngram:0", "at least 1"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "true; it must be an integer"),
