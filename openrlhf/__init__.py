@@ -8,9 +8,15 @@ from openrlhf import cuda_builds
 
 __version__ = "0.1.0"
 
-# One progress bar per rank and file is noise. The Hugging Face libraries read these variables at import.
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+def set_variables() -> None:
+    """Sets variables that the Hugging Face libraries read at import: one progress bar per rank and file is
+    noise."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
+set_variables()
 
 # bitsandbytes recommends a kernel from the hub in every process, with 4-bit weights or without.
 logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)

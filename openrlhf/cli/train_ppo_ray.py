@@ -95,7 +95,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
     clock = clock or StartClock()
     check_places(config)
     with waiting("starting Ray"), clock.stage("Ray"):
-        start_ray()
+        start_ray([config.train.backend, config.rollout.engine])
     catch_signals()  # again: Ray has replaced the handlers
     try:
         layout = check_resources(config)

@@ -5,8 +5,8 @@ import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import grpc
@@ -28,6 +28,7 @@ from ray.runtime_env import RuntimeEnv
 from openrlhf.cluster import environment, folder
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.cluster.reaper import start_reaper
+from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError
 
@@ -47,10 +48,14 @@ WORKERS = {
 }
 """Default environment variables of every worker. Variables that the user sets take precedence."""
 
+_servers: list[WarmServer] = []
+"""The server of the cluster that this process started."""
 
-def start_ray() -> None:
+
+def start_ray(backends: Sequence[str] = tuple(BACKENDS)) -> None:
     """Joins the cluster that RAY_ADDRESS names, or one that `ray start` started on this machine and that is
-    still alive. Without one, starts Ray on this machine. Prints on stderr which cluster it is."""
+    still alive. Without one, starts Ray on this machine. Prints on stderr which cluster it is. `backends`:
+    training backends and engines of the workers."""
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
@@ -62,7 +67,7 @@ def start_ray() -> None:
     if address := cluster_address():
         _join(address)
     else:
-        _start_here()
+        _start_here(backends)
 
 
 @contextmanager
@@ -80,6 +85,8 @@ def naming_logs() -> Iterator[None]:
 def stop_ray() -> None:
     """Leaves the cluster, and ends it if `start_ray` started it."""
     ray.shutdown()
+    while _servers:
+        _servers.pop().stop()
 
 
 def cluster_address() -> str | None:
@@ -164,7 +171,7 @@ def _ignored_by_ray() -> list[str]:
     return sorted((job.get("runtime_env") or {}).keys() - RuntimeEnv.known_fields)
 
 
-def _start_here() -> None:
+def _start_here(backends: Sequence[str]) -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
@@ -174,10 +181,24 @@ def _start_here() -> None:
     start_reaper()
     # Workers that Ray starts in advance lack the variables of a run's processes: none of them would be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
+    with nullcontext() if on_gpu else _warm_workers(backends):
+        ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
     _print(f"{reason}started Ray on this machine")
+
+
+@contextmanager
+def _warm_workers(backends: Sequence[str]) -> Iterator[None]:
+    """A context in which Ray starts with workers that are forked from a process with their imports, unless
+    the variable OPENRLHF_WARM_WORKERS is 0."""
+    if os.environ.get("OPENRLHF_WARM_WORKERS") == "0":
+        yield
+        return
+    _servers.append(server := WarmServer(modules_of(backends)))
+    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")  # the first ones wait for the imports
+    with server.starts_workers():
+        yield
 
 
 def _common_options() -> dict[str, Any]:

@@ -18,7 +18,8 @@ def reward_func(queries, prompts, labels):
     count = note_call(os.environ.get("OPENRLHF_TEST_KILLS", ""))
     if count in KILLED_ON:
         engine = next(p for p in psutil.Process().parents() if is_titled(p, "ray::EngineActor"))
-        victim = next(p for p in [engine, *engine.children(recursive=True)] if is_titled(p, TITLE))
+        server = engine.parent()  # engines and their cores are forked from one process
+        victim = next(p for p in [engine, *server.children(recursive=True)] if is_titled(p, TITLE))
         victim.send_signal(SIGNAL)
         if SIGNAL == signal.SIGKILL and victim == engine:
             time.sleep(60)  # the engine's reward processes end with it; they outlive a core

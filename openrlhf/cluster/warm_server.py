@@ -1,0 +1,234 @@
+"""Forks Ray's workers from a process that has done their imports, on a machine without a GPU.
+
+Importing torch, transformers, DeepSpeed and vLLM takes 9 s of CPU in every process: in each rank, each engine
+and each engine's core. The server imports them once, while Ray starts, and forks a process for each worker in
+a fraction of a second. The processes share the memory of the imported code.
+
+The module is a program, too: python -m openrlhf.cluster.warm_server INTERPRETER ADDRESS MODULES. The program
+warm_interpreter.py sends the requests.
+"""
+
+import argparse
+import fcntl
+import json
+import os
+import runpy
+import selectors
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import openrlhf
+from openrlhf import heap
+from openrlhf.backends.vllm import lifeline
+from openrlhf.cluster import warm_interpreter
+from openrlhf.cluster.warm_interpreter import NUMBER
+
+ALWAYS = ("openrlhf.training.worker", "openrlhf.rollout.worker")
+"""Modules that every run's workers import."""
+
+BACKENDS = {
+    "deepspeed": ["openrlhf.backends.deepspeed.engine"],
+    "torch": ["openrlhf.backends.torch.engine"],
+    "transformers": ["openrlhf.backends.transformers.engine"],
+    "vllm": ["setproctitle", "openrlhf.backends.vllm.engine", "openrlhf.backends.vllm.weight_receiver"],
+}
+"""Modules of `--train.backend` and `--rollout.engine`. None of the modules imports Ray, which keeps the
+variables of the process that imports it, or starts a thread, which a fork would lose."""
+
+READ_AT_IMPORT = {
+    "OMP_NUM_THREADS": "1",  # Ray's default for workers
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+"""Default variables of workers that libraries keep when they are imported."""
+
+MOST_FILES = 250
+"""Number of open files that one message of a socket can carry."""
+
+
+class WarmServer:
+    """The server of this process's cluster. It ends with this process, even if that is killed."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        """Starts the server, which imports `modules` in the background."""
+        folder = Path(tempfile.mkdtemp(prefix="openrlhf-"))  # no other user can enter it
+        self.interpreter = folder / "python"
+        """Program that Ray starts instead of Python."""
+        asks = [sys.executable, "-I", "-S", warm_interpreter.__file__, sys.executable, f"{folder}/socket"]
+        self.interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(asks)} "$@"\n')
+        self.interpreter.chmod(0o700)
+        command = [sys.executable, "-m", __name__, str(self.interpreter), f"{folder}/socket", *modules]
+        variables = READ_AT_IMPORT | os.environ
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=variables, start_new_session=True, stdout=subprocess.DEVNULL
+        )
+
+    @contextmanager
+    def starts_workers(self) -> Iterator[None]:
+        """A context in which Ray takes the program for the interpreter of its workers."""
+        own, sys.executable = sys.executable, str(self.interpreter)
+        try:
+            yield
+        finally:
+            sys.executable = own
+
+    def stop(self) -> None:
+        """Ends the server and the processes that it forked."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def modules_of(backends: Sequence[str]) -> list[str]:
+    """Returns the modules that the workers of a run with these backends import."""
+    return [*ALWAYS, *(module for name in backends for module in BACKENDS.get(name, ()))]
+
+
+def serve(interpreter: str, address: str, *modules: str) -> Callable[[], None]:
+    """Answers requests until standard input closes. Returns in each forked process, with the function to run
+    there, and at the end in the server, with one that removes its folder."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(128)
+    preload(modules)
+    waiting = selectors.DefaultSelector()
+    waiting.register(sys.stdin, selectors.EVENT_READ, ("end", 0))
+    waiting.register(listener, selectors.EVENT_READ, ("request", 0))
+    clients: dict[int, socket.socket] = {}
+    while True:
+        for key, _ in waiting.select():
+            event, pid = key.data
+            if event == "end":
+                for worker in clients:
+                    os.kill(worker, signal.SIGKILL)
+                return lambda: shutil.rmtree(Path(address).parent)
+            if event == "request":
+                client, _ = listener.accept()
+                request, files = receive(client)
+                if not (pid := os.fork()):
+                    for inherited in (waiting, listener, client, *clients.values()):
+                        inherited.close()
+                    return lambda request=request, files=files: become(interpreter, request, files)
+                for number in files:
+                    os.close(number)
+                client.sendall(NUMBER.pack(pid))
+                clients[pid] = client
+                waiting.register(client, selectors.EVENT_READ, ("left", pid))
+                waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, ("ended", pid))
+            elif event == "left" and pid in clients:
+                waiting.unregister(key.fileobj)
+                os.kill(pid, signal.SIGKILL)  # the number is still its own, since nobody waited for it
+            elif event == "ended":
+                waiting.unregister(key.fileobj)
+                os.close(key.fd)
+                report(clients.pop(pid), pid, waiting)
+
+
+def preload(modules: Sequence[str]) -> None:
+    """Imports modules; a worker that needs a missing library reports it."""
+    heap.grow()
+    for name in modules:
+        with suppress(ImportError):
+            import_module(name)
+
+
+def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Returns a request and its open files."""
+    head, files, _, _ = socket.recv_fds(client, NUMBER.size, MOST_FILES)
+    (left,), parts = NUMBER.unpack(head), []
+    while left:
+        parts.append(client.recv(left))
+        left -= len(parts[-1])
+    return json.loads(b"".join(parts)), list(files)
+
+
+def report(client: socket.socket, pid: int, waiting: selectors.BaseSelector) -> None:
+    """Sends the exit status of a worker that has ended to the program that asked for it."""
+    with suppress(KeyError):
+        waiting.unregister(client)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError), client:
+        client.sendall(NUMBER.pack(status if status >= 0 else 128 - status))
+
+
+def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> None:
+    """Turns this forked process into the requested one, and runs it."""
+    command, variables = request["command"], request["environment"]
+    is_worker = "-c" not in command
+    if is_worker:
+        command, more = worker_command(command)
+        variables = variables | more
+    elif titles := sys.modules.get("setproctitle"):
+        titles.getproctitle()  # finds the place of vLLM's title, which it could not with other variables
+    os.setpgid(0, 0)  # Ray kills the whole group of a worker
+    take_files(files, request["files"])
+    os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
+    os.chdir(request["folder"])
+    take_environment(variables)
+    if is_worker:
+        os.environ[lifeline.INTERPRETER] = interpreter
+        sys.argv, sys.path[0] = command, os.path.dirname(command[0])
+        runpy.run_path(command[0], run_name="__main__")
+    else:
+        os.getppid = lambda: request["parent"]  # its parent is not the one that spawned it
+        place = command.index("-c")
+        sys.argv = ["-c", *command[place + 2 :]]
+        exec(command[place + 1], {"__name__": "__main__"})
+
+
+def worker_command(command: list[str]) -> tuple[list[str], dict[str, str]]:
+    """Returns the command of a worker, and the variables of its runtime environment. Ray's `setup_worker.py`
+    would set these and start the interpreter a second time."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    known, rest = parser.parse_known_args(command[1:])
+    variables = json.loads(known.serialized_runtime_env_context).get("env_vars") or {}
+    return rest, {name: os.path.expandvars(value) for name, value in variables.items()}
+
+
+def take_files(files: list[int], numbers: list[int]) -> None:
+    """Gives the open files the numbers that they have in the process that sent them."""
+    above = max(numbers) + 1
+    moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files]
+    for number in files:
+        os.close(number)
+    for number, target in zip(moved, numbers, strict=True):
+        os.dup2(number, target)
+        os.close(number)
+
+
+def take_environment(variables: Mapping[str, str]) -> None:
+    """Sets the environment, and in libraries the values that they took from the server's."""
+    import numpy
+    import torch
+
+    os.environ.clear()
+    os.environ.update(variables)
+    openrlhf.set_variables()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    numpy.random.seed()  # otherwise all processes would draw the same numbers
+    filters = [text for text in os.environ.get("PYTHONWARNINGS", "").split(",") if text]
+    warnings._processoptions(filters)  # pyrefly: ignore[missing-attribute]  as the interpreter does
+    dynamo: Any = sys.modules.get("torch._dynamo.config")
+    if dynamo:
+        dynamo.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"
+
+
+if __name__ == "__main__":
+    run = serve(*sys.argv[1:])
+    run()

@@ -1,0 +1,170 @@
+"""A process that the warm server forks is the one that the interpreter would have run."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import spawn
+from pathlib import Path
+
+import psutil
+import pytest
+
+from openrlhf.backends.vllm import lifeline
+from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of, worker_command
+
+FORK = "--multiprocessing-fork"
+"""Argument of processes that multiprocessing spawns, which the server forks."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[WarmServer]:
+    """Starts a server that has imported a few modules."""
+    started = WarmServer(modules=["setproctitle", "torch._dynamo"])
+    yield started
+    started.stop()
+    assert started.process.returncode == 0 and not started.interpreter.parent.exists()
+
+
+def start(server: WarmServer, code: str, **options) -> subprocess.Popen:
+    """Starts code as multiprocessing does; reads its output as text."""
+    command = [server.interpreter, "-c", code, FORK]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+def output(server: WarmServer, code: str, status: int = 0, **options) -> str:
+    """Returns what the code prints."""
+    process = start(server, code, **options)
+    text = process.communicate(timeout=60)[0]
+    assert process.returncode == status, text
+    return text.strip()
+
+
+def test_arguments_variables_folder_and_status(server: WarmServer, tmp_path: Path) -> None:
+    code = (
+        "import os, sys; print(sys.argv, os.environ['A'], 'HOME' in os.environ, os.getcwd(), os.getppid(), "
+        "os.getpriority(os.PRIO_PROCESS, 0)); sys.exit(7)"
+    )
+    found = output(server, f"{code}", 7, env={"A": "1"}, cwd=tmp_path, preexec_fn=lambda: os.nice(3))
+    nice = os.getpriority(os.PRIO_PROCESS, 0) + 3
+    assert found == f"['-c', '{FORK}'] 1 False {tmp_path} {os.getpid()} {nice}"
+
+
+def test_it_is_forked_from_the_server_that_has_imported(server: WarmServer) -> None:
+    found = output(server, "import os; print(open('/proc/self/stat').read().rpartition(')')[2].split()[1])")
+    assert int(found) == server.process.pid
+
+
+def test_open_files_keep_their_numbers(server: WarmServer) -> None:
+    readers, writers = zip(*(os.pipe() for _ in range(3)), strict=True)
+    code = f"import os; [os.write(fd, str(i).encode()) for i, fd in enumerate({list(writers)})]"
+    output(server, code, pass_fds=writers)
+    assert [os.read(fd, 1) for fd in readers] == [b"0", b"1", b"2"]
+    for number in (*readers, *writers):
+        os.close(number)
+
+
+def test_a_process_that_multiprocessing_spawns(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lifeline.INTERPRETER, str(server.interpreter))
+    with lifeline.starts_core():
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(spawn.get_executable).result() == spawn._python_exe
+        context = multiprocessing.get_context("spawn")
+        theirs = context.Queue()
+        process = context.Process(target=put_parents, args=(theirs,))
+        process.start()
+        assert theirs.get(timeout=60) == (os.getpid(), server.process.pid)
+        process.join()
+    assert process.exitcode == 0 and spawn.get_executable() == spawn._python_exe
+
+
+def put_parents(queue: multiprocessing.Queue) -> None:
+    """Puts what seems to be this process's parent, and its real one."""
+    queue.put((os.getppid(), psutil.Process().ppid()))
+
+
+def test_the_title_of_a_process(server: WarmServer) -> None:
+    code = "import setproctitle as s; s.setproctitle('core 1'); print(open('/proc/self/cmdline').read())"
+    assert output(server, code).startswith("core 1\0")
+
+
+def test_every_process_draws_other_numbers(server: WarmServer) -> None:
+    code = "import numpy, random; print(numpy.random.random(), random.random())"
+    numbers = " ".join(output(server, code) for _ in range(2)).split()
+    assert len(set(numbers)) == 4
+
+
+def test_libraries_have_the_settings_of_the_environment(server: WarmServer) -> None:
+    code = (
+        "import torch, warnings; print(torch.get_num_threads(), torch._dynamo.config.disable)\n"
+        "warnings.warn('future', FutureWarning); warnings.warn('other', UserWarning)"
+    )
+    own = {"OMP_NUM_THREADS": "3", "TORCH_COMPILE_DISABLE": "1", "PYTHONWARNINGS": "ignore::FutureWarning"}
+    found = output(server, code, env=os.environ | own)
+    assert found.startswith("3 True\n") and "other" in found and "future" not in found
+
+
+def test_sigterm_reaches_the_process(server: WarmServer) -> None:
+    code = (
+        "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(5))\n"
+        "print('ready', flush=True); time.sleep(60)"
+    )
+    process = start(server, code)
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 5
+    process.stdout.close()
+
+
+def test_the_process_ends_with_the_program_that_stands_for_it(server: WarmServer) -> None:
+    process = start(server, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
+    assert process.stdout
+    forked = psutil.Process(int(process.stdout.readline()))
+    process.kill()
+    forked.wait(30)
+    process.communicate()
+
+
+def test_the_status_of_a_killed_process(server: WarmServer) -> None:
+    assert output(server, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 128 + 9) == ""
+
+
+def test_without_a_server_the_interpreter_runs_the_command() -> None:
+    server = WarmServer(modules=["no_such_module"])
+    assert output(server, "print(1)") == "1"  # a library that is missing ends nothing
+    server.process.kill()
+    server.process.wait()
+    assert output(server, "import sys; print(sys.executable)") == sys.executable
+    for path in server.interpreter.parent.iterdir():
+        path.unlink()
+    server.interpreter.parent.rmdir()
+    assert server.process.stdin
+    server.process.stdin.close()
+
+
+def test_other_commands_run_in_the_interpreter(server: WarmServer) -> None:
+    ran = subprocess.run([server.interpreter, "-c", "import os; print(os.getppid())"], capture_output=True)
+    assert int(ran.stdout) == os.getpid()
+
+
+def test_a_workers_runtime_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("B", "b")
+    context = '--serialized-runtime-env-context={"env_vars": {"A": "${B}c"}, "command_prefix": []}'
+    command = ["setup_worker.py", context, "--language=PYTHON", "default_worker.py", "--node-id=1"]
+    assert worker_command(command) == (["default_worker.py", "--node-id=1"], {"A": "bc"})
+
+
+def test_what_is_imported_in_advance_starts_no_thread_and_no_ray() -> None:
+    code = (
+        "import sys; from pathlib import Path; from openrlhf.cluster.warm_server import preload\n"
+        f"preload({modules_of(tuple(BACKENDS))})\n"
+        "print('ray' in sys.modules, *(p.read_text() for p in Path('/proc/self/task').glob('*/comm')))"
+    )
+    env = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    started, _, *threads = ran.stdout.split()
+    assert started == "False"
+    assert set(threads) <= {"jemalloc_bg_thd"}  # pyarrow's allocator survives a fork
