@@ -56,6 +56,9 @@ READ_AT_IMPORT = {
 }
 """Default variables of workers that libraries keep when they are imported."""
 
+STOP_SECONDS = 60
+"""Seconds in which the server ends, during its imports too."""
+
 MOST_FILES = 250
 """Number of open files that one message of a socket can carry."""
 
@@ -90,7 +93,7 @@ class WarmServer:
         """Ends the server and the processes that it forked."""
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait()
+        self.process.wait(STOP_SECONDS)
 
 
 def modules_of(backends: Sequence[str]) -> list[str]:
