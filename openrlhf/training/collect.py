@@ -247,7 +247,7 @@ class Collector:
             if is_short and not under_way and not self._prompts.is_exhausted:
                 raise self._filter_error(now)
             return []
-        return [] if self._is_episode_over else self._prompts.next_batch(room)
+        return self._prompts.next_batch(room)
 
     @property
     def _unfillable_places(self) -> int:
@@ -258,14 +258,6 @@ class Collector:
         waiting = Counter([*(g.prompt.epoch for g in self._kept), *(e for e, _ in self._under_way)])
         del waiting[self._prompts.epoch]
         return sum(-count % self._config.rollout.batch_size for count in waiting.values())
-
-    @property
-    def _is_episode_over(self) -> bool:
-        """True if the next prompt belongs to a later epoch, and so to a later batch, than the groups of this
-        step."""
-        if self._filters or self.admission.max_staleness or not (self._kept or self._under_way):
-            return False
-        return self._epoch != self._prompts.epoch
 
     def _receive(self, now: _Step) -> None:
         """Waits for one group. Then applies the filter, in the order of requests, to each finished group
