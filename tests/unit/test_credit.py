@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from openrlhf.training.credit import assign_credit
+from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 
 INDICES = count()
@@ -269,6 +269,24 @@ def test_a_mean_that_is_rounding_is_zero(kl_coef):
     assert metrics["reward/return_mean"] == pytest.approx(-0.5 * kl_coef, rel=1e-3)
     assert metrics["reward/return_mean"] == 0 or kl_coef
     assert (metrics["advantage/mean"] == 0) == (kl_coef == 0)
+
+
+@pytest.mark.parametrize(("excess", "mean"), [(2**-20, 0.0), (2**-19, 3 * 2**-21)])
+def test_a_sum_up_to_a_millionth_of_its_terms_is_rounding(excess, mean):
+    """Float32 represents both rewards exactly. The first sum is 2^-20 of the sum of absolute values."""
+    trajectories = [trajectory(1 + excess, 1), trajectory(2**-20 - 1, 1)]
+    _, metrics = assign(trajectories, estimator="reinforce", reference=False)
+    assert metrics["reward/return_mean"] == mean
+
+
+def test_the_mismatch_of_fresh_samples_is_that_of_whole_sequences():
+    """The first sequence is fresh and is off by 0.25; the second has a stale action, and is off by 2."""
+    samples = [trajectory(1.0, 2), trajectory(0.0, 2)]
+    batch = records.batch_of(
+        samples, log_probs=[-1.25, -1.25, -3.0, -3.0], staleness=np.array([0, 0, 0, 1], np.int32)
+    )
+    metrics = log_prob_metrics(batch, "k1")
+    assert metrics["mismatch/fresh_abs_diff_max"] == 0.25 and metrics["mismatch/abs_diff_max"] == 2
 
 
 def test_equal_rewards_are_counted():

@@ -151,6 +151,8 @@ def test_an_answer_is_compared_with_the_log_probs_of_its_version(monkeypatch: py
 
 def test_reasons_name_the_tensors():
     assert "a, b, c and 2 more:" in reason_of(["a", "b", "c", "d", "e"], [], 0)
+    assert "a, b, c and 1 more:" in reason_of(["a", "b", "c", "d"], [], 0)
+    assert "write a, b, c:" in reason_of(["a", "b", "c"], [], 0)
     assert "Of 3 weights" in reason_of([], ["up"], 3) and " up:" in reason_of([], ["up"], 3)
     assert "(3 weights" in reason_of([], [], 3)
 
