@@ -6,6 +6,7 @@ because the function stays the same object. Nothing is imported again, so most m
 
 import importlib
 import inspect
+import math
 import multiprocessing
 import os
 import resource
@@ -26,7 +27,9 @@ from mutants.generated import Generated
 
 FORK = multiprocessing.get_context("fork")
 LIMIT = 120.0
-"""Seconds that the tests of a mutant may take, besides ten times those of the original."""
+"""Seconds of CPU time that the tests of a mutant may take, besides ten times those of the original."""
+PATIENCE = 5
+"""Seconds that a fork may take for each second of its CPU time, which others may need at the same time."""
 MEMORY = 8 << 30
 """Bytes that a mutant may allocate."""
 
@@ -83,20 +86,23 @@ class _Fork(NamedTuple):
     folder: str
     """Folder of its temporary files."""
     start: float
+    latest: float
+    """Time at which it must have ended."""
 
 
 def in_forks(
     work: Sequence[Any], function: Callable[[Any], Any], jobs: int, limit: Callable[[Any], float]
 ) -> Iterator[Outcome]:
-    """Yields the outcomes of `function` for each item, as they finish. `limit`: seconds for an item. Raises
-    an error that `function` raises."""
+    """Yields the outcomes of `function` for each item, as they finish. `limit`: seconds of CPU time for an
+    item. Raises an error that `function` raises."""
     left, running = list(reversed(work)), {}
     while left or running:
         while left and len(running) < jobs:
-            receiver, fork = _start(left.pop(), function)
+            item = left.pop()
+            receiver, fork = _start(item, function, limit(item))
             running[receiver] = fork
         ready = wait(list(running), timeout=1)
-        late = [r for r, fork in running.items() if time.monotonic() - fork.start > limit(fork.item)]
+        late = [r for r, fork in running.items() if time.monotonic() > fork.latest]
         for receiver in {*ready, *late}:
             fork = running.pop(receiver)
             result = None
@@ -109,13 +115,14 @@ def in_forks(
             yield Outcome(fork.item, result, time.monotonic() - fork.start)
 
 
-def _start(item: Any, function: Callable[[Any], Any]) -> tuple[Connection, _Fork]:
+def _start(item: Any, function: Callable[[Any], Any], limit: float) -> tuple[Connection, _Fork]:
     receiver, sender = FORK.Pipe(duplex=False)
     folder = tempfile.mkdtemp(prefix="mutant-")
-    process = FORK.Process(target=_in_fork, args=(item, function, folder, sender))
+    process = FORK.Process(target=_in_fork, args=(item, function, limit, folder, sender))
     process.start()
     sender.close()
-    return receiver, _Fork(item, process, folder, time.monotonic())
+    start = time.monotonic()
+    return receiver, _Fork(item, process, folder, start, start + PATIENCE * limit)
 
 
 def _end(fork: _Fork) -> None:
@@ -126,7 +133,9 @@ def _end(fork: _Fork) -> None:
     shutil.rmtree(fork.folder, ignore_errors=True)
 
 
-def _in_fork(item: Any, function: Callable[[Any], Any], folder: str, sender: Connection) -> None:
+def _in_fork(
+    item: Any, function: Callable[[Any], Any], limit: float, folder: str, sender: Connection
+) -> None:
     os.setsid()
     log = os.open(f"{folder}/log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
@@ -135,6 +144,7 @@ def _in_fork(item: Any, function: Callable[[Any], Any], folder: str, sender: Con
     with open("/proc/self/statm") as memory:
         size = int(memory.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit), math.ceil(limit)))
     try:
         result = function(item)
     except Exception as error:
