@@ -210,6 +210,8 @@ class OneSample:
     """Error message; empty when the outcome is OK."""
     extra_logs: dict[str, float] = field(default_factory=dict)
     """Further values from the reward source, logged by name."""
+    extra_texts: dict[str, str] = field(default_factory=dict)
+    """Texts from the reward source by name, such as a judge's answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -39,6 +39,7 @@ class Reward:
     score: float
     """Score that filtering and evaluation read; equals `reward` if the function returns no score."""
     extra_logs: dict[str, float] = field(default_factory=dict)
+    extra_texts: dict[str, str] = field(default_factory=dict)
 
 
 class RewardError(Exception):
@@ -107,6 +108,7 @@ class AgentExecutorBase:
             reward: a number. None if reward models give it.
             scores: the score that filtering and evaluation read. Missing or None: the reward.
             extra_logs: numbers by name, which become metrics.
+            extra_texts: texts by name, such as a judge's answer, which are recorded.
             turn_rewards: the reward of each request, in order. The difference between `reward` and their sum
                 counts at the end.
             observation_tokens, action_ranges: the whole sequence, and the ranges [start, end) in it that are
@@ -156,7 +158,7 @@ class AgentInstanceBase(ABC):
             scores: the score that filtering and evaluation read; the last turn with a score counts. Missing:
                 the reward.
             sampling_params: for the following turns. Missing or None: unchanged.
-            extra_logs: numbers by name; the last value of each name counts.
+            extra_logs, extra_texts: numbers, and texts, by name; the last value of each name counts.
         """
 
 
@@ -286,14 +288,18 @@ def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
     """Returns the result of an episode from its environment steps."""
     rewards = [float(_get(step, "rewards", "step")) for step in steps]
     scores = [step["scores"] for step in steps if step.get("scores") is not None]
-    logs = [step.get("extra_logs") or {} for step in steps]
     return {
         "reward": sum(rewards),
         "scores": scores[-1] if scores else None,
-        "extra_logs": {name: value for of_turn in logs for name, value in of_turn.items()},
+        **{key: _last_of_each(steps, key) for key in ("extra_logs", "extra_texts")},
         "turn_rewards": rewards,
         "truncated": truncated,
     }
+
+
+def _last_of_each(steps: Sequence[dict], key: str) -> dict:
+    """Merges the dictionaries of the steps under `key`."""
+    return {name: value for step in steps for name, value in (step.get(key) or {}).items()}
 
 
 def _get(result: Any, key: str, method: str) -> Any:
@@ -391,4 +397,9 @@ class SingleTurnAgentExecutor(AgentExecutorBase):
             return {"reward": None}
         response = decode(tokenizer, output.token_ids, after=prompt_ids)
         reward = await self.reward(prompt + response, prompt, label)
-        return {"reward": reward.reward, "scores": reward.score, "extra_logs": reward.extra_logs}
+        return {
+            "reward": reward.reward,
+            "scores": reward.score,
+            "extra_logs": reward.extra_logs,
+            "extra_texts": reward.extra_texts,
+        }

@@ -128,6 +128,8 @@ def print_episode(console: "Console", tokenizer: Any, index: int, parts: "Sequen
         write(console, first.error, "red")
     if first.extra_logs:
         write(console, ", ".join(f"{name} {number:g}" for name, number in first.extra_logs.items()), "dim")
+    for name, text in first.extra_texts.items():
+        write(console, f"{name}: {text}", "dim")
     for part, trajectory in enumerate(parts):
         if part:
             write(console, departure(tokenizer, parts[:part], trajectory), "yellow")

@@ -5,7 +5,7 @@
     prompt, response                                       text; response is null without a decoder
     images                                                 name of each image, without its content
     reward, score, outcome, error, finish_reason, truncated
-    extra_logs                                             [{name, value}, ...]
+    extra_logs, extra_texts                                [{name, value}, ...]
     token_ids                                              [L]
     action_ranges                                          [{start, end}, ...] of actions in token_ids
     turn_starts                                            [T] index in token_ids of each turn's first action
@@ -57,6 +57,7 @@ FACTS = pa.schema(
         "truncated": pa.bool_(),
         # A list, because `datasets` cannot read maps.
         "extra_logs": pa.list_(pa.struct({"name": pa.string(), "value": pa.float64()})),
+        "extra_texts": pa.list_(pa.struct({"name": pa.string(), "value": pa.string()})),
     }
 )
 """Columns with a few values per sample."""
@@ -105,8 +106,9 @@ def to_trajectories(table: pa.Table) -> list[Trajectory]:
     """Rebuilds trajectories. Their arrays are views of the table's columns."""
     if "turn_rewards" not in table.column_names:  # absent in journals of earlier versions
         table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
-    if "images" not in table.column_names:
-        table = table.append_column("images", pa.array([[]] * len(table), pa.list_(pa.string())))
+    for name in ("images", "extra_texts"):
+        if name not in table.column_names:
+            table = table.append_column(name, pa.array([[]] * len(table), FACTS.field(name).type))
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [
@@ -155,6 +157,10 @@ def _facts(trajectories: Sequence[Trajectory], responses: Sequence[str | None]) 
     values["error"] = [_text(t.error) for t in trajectories]
     values["extra_logs"] = [
         [{"name": _text(name), "value": value} for name, value in t.extra_logs.items()] for t in trajectories
+    ]
+    values["extra_texts"] = [
+        [{"name": _text(name), "value": _text(text)} for name, text in t.extra_texts.items()]
+        for t in trajectories
     ]
     return {f.name: pa.array(values[f.name], f.type) for f in FACTS}
 
@@ -256,6 +262,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         images=tuple(Image(reference, b"") for reference in row["images"]),
         outcome=Outcome(row["outcome"]),
         extra_logs={log["name"]: log["value"] for log in row["extra_logs"]},
+        extra_texts={text["name"]: text["value"] for text in row["extra_texts"]},
         **{name: row[name] for name in _SAME},
     )
 
@@ -274,6 +281,7 @@ def _trajectory_of_json(row: Mapping[str, Any]) -> Trajectory:
             **row,
             "part": 0,
             "images": [],
+            "extra_texts": [],
             "label": json.dumps(row["label"]),
             "reward": number(row["reward"]),
             "score": number(row["score"]),

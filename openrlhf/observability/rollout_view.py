@@ -33,7 +33,7 @@ def show(
     for i, row in enumerate(rows):
         _print(console, Text(clean_text(f"\n{title} · {headline(row)}"), style="bold"))
         for name, text in facts(row):
-            _print(console, Text.assemble((f"{name:<8}", "dim"), clean_text(text)))
+            _print(console, Text.assemble((f"{clean_text(name):<7} ", "dim"), clean_text(text)))
         answer = coloured(row, pieces[i], largest) if pieces else Text(clean_text(stored(row)))
         _print(console, Text.assemble((f"{'answer':<8}", "dim"), answer))
 
@@ -85,7 +85,8 @@ def facts(row: Row) -> list[tuple[str, str]]:
         "label": "" if label is None else label if isinstance(label, str) else row["label"],
         "prompt": row["prompt"],
     }
-    return [(name, text) for name, text in named.items() if text]
+    said = ((text["name"], text["value"]) for text in row.get("extra_texts") or ())
+    return [(name, text) for name, text in (*named.items(), *said) if text]
 
 
 def stored(row: Row) -> str:

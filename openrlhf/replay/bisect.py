@@ -32,7 +32,7 @@ CAUSES = {
         ("finish_reason", "truncated", "turn_starts", "outcome", "error"), "the agent or its limits differ"
     ),
     **dict.fromkeys(
-        ("score", "reward", "turn_rewards", "extra_logs"),
+        ("score", "reward", "turn_rewards", "extra_logs", "extra_texts"),
         "the reward source returns different values for equal samples",
     ),
     "log_probs": "the policy computes different log-probs of equal samples: its weights (from the update of "

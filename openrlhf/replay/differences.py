@@ -14,7 +14,10 @@ BEFORE = ("prompt", "label", "source", "images", "seed")
 SAMPLING = ("weight_versions", "token_ids", "rollout_log_probs", "action_ranges")
 """Columns with a value per token. Those that differ are sorted by the first token at which they differ, and
 for equal tokens by this order."""
-AFTER = ("turn_starts", "finish_reason", "truncated", "outcome", "error", "extra_logs", "score", "reward")
+AFTER = (
+    *("turn_starts", "finish_reason", "truncated", "outcome", "error"),
+    *("extra_texts", "extra_logs", "score", "reward"),
+)
 """Columns of the finished sample and its reward."""
 LEARNING = ("log_probs", "ref_log_probs", "values", "advantages", "returns", "optimizer_steps", "ranks")
 """Columns of the training step."""

@@ -1,7 +1,7 @@
 """Parses and validates the values that reward sources return."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
@@ -16,7 +16,8 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
     RewardError, which names the `source`, for an invalid answer.
 
     A valid answer is {"rewards": n values, "scores": n values (optional), "extra_logs": {name: n values, or
-    one for all samples} (optional)}, or only the rewards. Values are a list, a tensor or an array of numbers
+    one for all samples} (optional), "extra_texts": {name: n texts, or one for all samples} (optional)}, or
+    only the rewards. Values are a list, a tensor or an array of numbers
     or booleans, or of lists with one number. A single value needs no list.
     """
     if not isinstance(answer, dict):
@@ -29,19 +30,45 @@ def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[R
     scores = (
         rewards if answer.get("scores") is None else read_floats("scores", answer["scores"], count, source)
     )
-    extra_logs = answer.get("extra_logs") or {}
-    if not isinstance(extra_logs, dict):
-        raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
     logs = {
-        str(name): read_floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
-        for name, value in extra_logs.items()
+        name: read_floats(f"extra_logs[{name!r}]", value, count, source, one_is_for_all=True)
+        for name, value in named("extra_logs", answer, source)
     }
+    texts = read_texts(answer, count, source)
     return [
         Reward(
-            reward=rewards[i], score=scores[i], extra_logs={name: values[i] for name, values in logs.items()}
+            reward=rewards[i],
+            score=scores[i],
+            extra_logs={name: values[i] for name, values in logs.items()},
+            extra_texts=texts[i],
         )
         for i in range(count)
     ]
+
+
+def named(key: str, answer: dict, source: str) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values in the dictionary `answer[key]`; nothing if it is missing or None. Raises
+    RewardError if it is no dictionary."""
+    found = answer.get(key) or {}
+    if not isinstance(found, dict):
+        raise RewardError(f"{source} returned {key} that are not a dict: {found!r}")
+    yield from ((str(name), value) for name, value in found.items())
+
+
+def read_texts(answer: dict, count: int, source: str) -> list[dict[str, str]]:
+    """Returns the `extra_texts` of each sample by name, without those that are None. A single text is for
+    all samples. Raises RewardError for other values."""
+    texts: list[dict[str, str]] = [{} for _ in range(count)]
+    for name, value in named("extra_texts", answer, source):
+        value = _plain(value)
+        values = [value] * count if isinstance(value, str | None) else value
+        if not isinstance(values, Sequence) or not all(isinstance(v, str | None) for v in values):
+            raise RewardError(f"{source} returned extra_texts[{name!r}] that are not texts: {value!r}")
+        if len(values) != count:
+            raise RewardError(f"{source} returned {len(values)} extra_texts[{name!r}] for {count} samples")
+        for own, text in zip(texts, values, strict=True):
+            own |= {} if text is None else {name: text}
+    return texts
 
 
 def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: bool = False) -> list[float]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from openrlhf.agents.base import RewardError
-from openrlhf.rewards.values import read_floats
+from openrlhf.rewards.values import named, read_floats, read_texts
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns
 from openrlhf.types import Turn
@@ -40,11 +40,9 @@ def read_result(
 
 
 def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, Any]:
-    reward, score, extra_logs = result["reward"], result.get("scores"), result.get("extra_logs") or {}
+    reward, score = result["reward"], result.get("scores")
     if reward is None and not reward_is_optional:
         raise RewardError(f"{source} returned the reward None, and the run has no reward model")
-    if not isinstance(extra_logs, dict):
-        raise RewardError(f"{source} returned extra_logs that are not a dict: {extra_logs!r}")
 
     def number(name: str, value: Any) -> float:
         return read_floats(name, value, 1, source)[0]
@@ -53,7 +51,8 @@ def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, A
     return {
         "reward": reward,
         "score": reward if score is None else number("scores", score),
-        "extra_logs": {str(k): number(f"extra_logs[{k!r}]", v) for k, v in extra_logs.items()},
+        "extra_logs": {k: number(f"extra_logs[{k!r}]", v) for k, v in named("extra_logs", result, source)},
+        "extra_texts": read_texts(result, 1, source)[0],
     }
 
 

@@ -85,6 +85,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         truncated=truncated,
         seed=episode.seed,
         extra_logs=episode.extra_logs,
+        extra_texts=episode.extra_texts,
     )
 
 

@@ -22,7 +22,8 @@ MOST_WORDS = 3000
 
 FACTS = (
     *("prompt_id", "epoch", "sample_index", "part", "seed", "source", "label", "prompt", "response"),
-    *("reward", "score", "outcome", "error", "finish_reason", "truncated", "extra_logs", "turn_rewards"),
+    *("reward", "score", "outcome", "error", "finish_reason", "truncated", "extra_logs"),
+    *("extra_texts", "turn_rewards"),
     *("weight_versions", "optimizer_steps", "ranks", "images"),
 )
 """Columns that the page shows unchanged."""

@@ -29,6 +29,7 @@ SAMPLE = {
     "finish_reason": "stop",
     "truncated": False,
     "extra_logs": [],
+    "extra_texts": [],
     "turn_starts": [],
     "turn_rewards": [],
 }

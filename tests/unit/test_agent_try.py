@@ -34,8 +34,10 @@ def test_turn_by_turn() -> None:
         rollout_log_probs=[-1.0] * len(ids[1]) + [-2.0] * len(ids[3]),
         turn_rewards=[-0.25, 1.0],
         extra_logs={"tries": 2.0},
+        extra_texts={"judge": "in the end"},
     )
-    _, head, logs, *parts, end = printed(t).splitlines()
+    _, head, logs, said, *parts, end = printed(t).splitlines()
+    assert said == "judge: in the end"
     assert head.startswith("episode 3: ok") and "0.75" in head and logs == "tries 2"
     assert parts[1::2] == texts
     numbers = [re.findall(r"-?[\d.]+", part) for part in parts[::2]]

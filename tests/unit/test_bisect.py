@@ -53,6 +53,7 @@ CHANGES = [
     ({"reward": 3.0}, "reward"),
     ({"score": 3.0, "reward": 3.0}, "score"),
     ({"extra_logs": {"format": 0.0}}, "extra_logs"),
+    ({"extra_texts": {"judge": "no"}}, "extra_texts"),
     ({"finish_reason": "length"}, "finish_reason"),
     ({"sample_index": 4}, ORDER),
 ]

@@ -31,7 +31,8 @@ async def judge(query: str, prompt: str, label: str) -> Reward:
     """Returns 1 if the answer is the label; extra_logs carry what the judge saw."""
     answer = query.removeprefix(prompt)
     right = float(answer == label + TOKENIZER.eos_token)
-    return Reward(reward=right, score=right / 2, extra_logs={"characters": float(len(answer))})
+    logs, texts = {"characters": float(len(answer))}, {"seen": answer}
+    return Reward(reward=right, score=right / 2, extra_logs=logs, extra_texts=texts)
 
 
 async def no_judge(query: str, prompt: str, label: str) -> Reward:
@@ -78,6 +79,7 @@ def test_every_field_of_an_episode_is_recorded():
     assert (first.turn_starts.tolist(), first.part) == ([len(PROMPT_IDS)], 0)
     assert (first.reward, first.score) == (1.0, 0.5)
     assert first.extra_logs == {"characters": float(len("2" + TOKENIZER.eos_token))}
+    assert first.extra_texts == {"seen": "2" + TOKENIZER.eos_token}
     assert (first.outcome, first.error, first.finish_reason) == (Outcome.OK, "", "stop")
     assert first.ok and not first.truncated
     assert [t.sample_index for t in (first, *others)] == [0, 1, 2]

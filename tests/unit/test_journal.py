@@ -48,6 +48,7 @@ TWO_TURNS = Trajectory(
     finish_reason="length",
     seed=2**63 + 1,
     extra_logs={"format": 1.0, "reward_model/tiny": -2.5},
+    extra_texts={"judge": "right,\nbut 日本", "style": ""},
 )
 FAILED = Trajectory(
     prompt=Prompt(prompt_id=8, text="\x1b[2J <script> 日本"),
@@ -171,9 +172,10 @@ def test_text_that_is_no_unicode_is_escaped(tmp_path):
     odd = replace(
         FAILED, prompt=Prompt(prompt_id=0, text="a\ud800b\0"), error="\udcff.py", extra_logs={"\ud800": 1.0}
     )
+    odd = replace(odd, extra_texts={"\ud800": "\udc00"})
     (found,) = read_journal(write(tmp_path, 1, [odd], decode=lambda ids, after: "\udfff"))
     assert found.prompt.text == "a\\ud800b\0" and found.error == "\\udcff.py"
-    assert found.extra_logs == {"\\ud800": 1.0}
+    assert found.extra_logs == {"\\ud800": 1.0} and found.extra_texts == {"\\ud800": "\\udc00"}
 
 
 @settings(max_examples=30, deadline=None)
@@ -194,6 +196,7 @@ def test_round_trip_of_any_trajectory(tmp_path_factory, data):
         weight_versions=runs(numbers(st.integers(0, 3), count, np.int32)),
         reward=data.draw(st.none() | st.floats()),
         extra_logs=data.draw(st.dictionaries(texts, st.floats(), max_size=3)),
+        extra_texts=data.draw(st.dictionaries(texts, texts, max_size=3)),
     )
     path = write(tmp_path_factory.getbasetemp(), 1, [trajectory])
     check_same(read_journal(path), [trajectory])
@@ -211,6 +214,7 @@ def test_other_programs_read_it(tmp_path):
     rows = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path / "cache"))
     assert rows[0]["optimizer_steps"] == [1] and rows[1]["advantages"] is None
     assert rows[0]["extra_logs"][1] == {"name": "reward_model/tiny", "value": -2.5}
+    assert rows[0]["extra_texts"][0] == {"name": "judge", "value": "right,\nbut 日本"}
     assert read_table(path).column_names == list(frame.columns) == rows.column_names
     assert read_table(path, ["extra_logs"]).column_names == ["extra_logs"]
 
@@ -234,12 +238,18 @@ def test_columns_of_earlier_versions_are_read_by_the_names_of_today(tmp_path):
     assert [row["epoch"] for row in read_rows(path, [1, 0])] == [0, 2] and num_samples(read_table(path)) == 2
 
 
+def test_journals_without_texts_of_the_reward_source_are_read(tmp_path):
+    path = write(tmp_path, 1, [TWO_TURNS])
+    pq.write_table(pq.read_table(path).drop_columns(["extra_texts"]), path)
+    check_same(read_journal(path), [replace(TWO_TURNS, extra_texts={})])
+
+
 def test_journals_in_json_lines(tmp_path):
     (tmp_path / "step_000012.jsonl").write_text(OLD)
     write(tmp_path, 13, [FAILED])
     assert list(journal_steps(tmp_path)) == [12, 13]
     path = journal_steps(tmp_path)[12]
-    known = replace(TWO_TURNS, part=0, extra_logs={"format": 1.0})
+    known = replace(TWO_TURNS, part=0, extra_logs={"format": 1.0}, extra_texts={})
     odd = replace(known, reward=math.nan, score=math.inf, extra_logs={"format": -math.inf})
     check_same(read_journal(path), [known, FAILED, odd])
     table = read_table(path)

@@ -62,6 +62,7 @@ STEP = """
             "done": right,
             "sampling_params": states.get("sampling_params"),
             "extra_logs": {"turns": len(self.seen)},
+            "extra_texts": {"first": "hm"} if len(self.seen) == 1 else {"judge": f"turn {len(self.seen)}"},
         }
 """
 SCALAR = "torch.tensor(1.0 if right else -0.25)"
@@ -155,6 +156,7 @@ def test_one_stream_of_tokens(retrying: Path) -> None:
     assert t.action_mask.tolist() == [i % 2 == 1 for i, part in enumerate(parts) for _ in part]
     assert t.turn_rewards.tolist() == [-0.25, -0.25, 1]
     assert (t.reward, t.score, t.truncated, t.extra_logs) == (0.5, 0.5, False, {"turns": 3})
+    assert t.extra_texts == {"first": "hm", "judge": "turn 3"}
     assert [len(ids) for ids, _ in engine.asked] == [sum(map(len, parts[:k])) for k in (1, 3, 5)]
     assert [params.max_tokens for _, params in engine.asked] == [20, 20, 20]
 

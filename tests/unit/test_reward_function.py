@@ -76,6 +76,13 @@ def test_what_may_be_returned(answer, expected):
     assert read_rewards(answer, 2) == expected
 
 
+def test_texts_of_judges_are_those_of_their_samples():
+    texts = {"judge": ["right", None], "version": "judge-2", "said": np.array(["a", "b"]), "nothing": None}
+    first, second = read_rewards({"rewards": [1, 2], "extra_texts": texts}, 2)
+    assert first.extra_texts == {"judge": "right", "version": "judge-2", "said": "a"}
+    assert second.extra_texts == {"version": "judge-2", "said": "b"}
+
+
 @pytest.mark.parametrize("answer", [0.5, torch.tensor(0.5), torch.tensor([[0.5]]), {"rewards": 0.5}, [0.5]])
 def test_one_sample_needs_no_list(answer):
     assert read_rewards(answer, 1) == [reward(0.5)]
@@ -94,6 +101,10 @@ def test_one_sample_needs_no_list(answer):
             r"extra_logs\['length'\] that are not numbers",
         ),
         ({"rewards": [1, 2], "extra_logs": [1, 2]}, "extra_logs that are not a dict"),
+        ({"rewards": [1, 2], "extra_texts": "good"}, "extra_texts that are not a dict"),
+        ({"rewards": [1, 2], "extra_texts": {"a": ["good"]}}, r"1 extra_texts\['a'\] for 2 samples"),
+        ({"rewards": [1, 2], "extra_texts": {"a": [1, 2]}}, r"extra_texts\['a'\] that are not texts"),
+        ({"rewards": [1, 2], "extra_texts": {"a": 5}}, r"extra_texts\['a'\] that are not texts"),
         ({"reward": [1, 2]}, "without 'rewards'; it has 'reward'"),
         ({}, "without 'rewards'; it has nothing"),
         ([1.0, float("nan")], "rewards that are not finite"),

@@ -47,6 +47,7 @@ def trajectory(prompt_id: int, answer: str, reward: float | None, **changes) -> 
 FAILED = trajectory(9, " so", None, outcome=Outcome.REWARD_ERROR, error="KeyError: \x1b[2J'x'\n in reward.py")
 LONG = trajectory(8, " it is so and so and so", 0.25, truncated=True, finish_reason="length")
 SHORT = trajectory(7, " it is 4", 1.0, sample_index=3, extra_logs={"politeness": 0.5})
+SHORT = replace(SHORT, extra_texts={"the judge": "polite \x1b[2J"})
 
 
 @pytest.fixture
@@ -99,6 +100,7 @@ def test_plain_text(folder, capsys):
         "logs    politeness 0.5",
         'label   ["four", "日本"]',
         "prompt  Question 7?",
+        "the judge polite [2J",
         "answer   it is 4",
         "",
         "3 of 3 samples; step 12 had 3",

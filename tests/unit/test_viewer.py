@@ -265,7 +265,12 @@ def test_hostile_text_stays_data(tmp_path, viewer_of):
     bad = records.trajectory(
         None, prompt=Prompt(prompt_id=1, text=HOSTILE, source=HOSTILE, label=HOSTILE), error=HOSTILE
     )
-    path = write(run, 1, [replace(bad, extra_logs={HOSTILE: math.inf})], decode=answer_of(HOSTILE))
+    path = write(
+        run,
+        1,
+        [replace(bad, extra_logs={HOSTILE: math.inf}, extra_texts={HOSTILE: HOSTILE})],
+        decode=answer_of(HOSTILE),
+    )
     client = client_of(viewer_of(run))
     place = {"run": 0, "file": path.name, "row": 0}
     for address, query in (
@@ -277,7 +282,8 @@ def test_hostile_text_stays_data(tmp_path, viewer_of):
         assert response.headers["content-type"] == "application/json"
         response.json()
     assert client.get("api/rollouts", params={"text": HOSTILE}).json()["total"] == 1
-    assert client.get("api/rollout", params=place).json()["prompt"] == HOSTILE
+    shown = client.get("api/rollout", params=place).json()
+    assert shown["prompt"] == HOSTILE and shown["extra_texts"] == [{"name": HOSTILE, "value": HOSTILE}]
     assert client.get("api/curves", params={"name": HOSTILE}).json()[HOSTILE][0]["values"] == ["NaN", "NaN"]
     assert client.get("api/rollout", params=place | {"file": "../metrics.jsonl"}).status_code == 404
     script = (STATIC / "app.js").read_text()

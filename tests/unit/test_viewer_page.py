@@ -63,6 +63,7 @@ def address(tmp_path):
         versions=[4, 4, 5],
         prompt=Prompt(prompt_id=7, text=HOSTILE, label=HOSTILE),
         extra_logs={HOSTILE: 0.5},
+        extra_texts={"judge": f"not polite {HOSTILE}"},
     )
     batch = records.batch_of([sampled], log_probs=[-0.2, -1.0, -3.0], advantages=[1.0, -1.0, 0.5])
     trained = Trained(batch=batch, schedule=[[[0]]], first_update=0)
@@ -100,6 +101,8 @@ def test_the_page_shows_runs_and_no_text_is_markup(address):
         "tokens": "[...document.querySelectorAll('.tokens span')].map((span) => span.textContent).join('')",
         "given tokens": "document.querySelectorAll('.tokens .given').length === 1",
         "colours": "[...document.querySelectorAll('.tokens span')][1].style.backgroundColor",
+        "what the judge said": "[...document.querySelectorAll('#detail pre')]"
+        f".some((node) => node.textContent === 'not polite ' + {hostile})",
         "all texts": f"document.querySelector('#detail').textContent.split({hostile}).length >= 4",
         "newer step": f"{ROWS}.length === 4",
         "filter": "(state.search = {text: 'three'}, loadRollouts(), state.total === 1)",

@@ -411,6 +411,7 @@ async function showDetail(place) {
       ["turn rewards", (content.turn_rewards || []).map(short).join(", ")]]),
     ...(content.error ? [h("h3", { textContent: "error" }), h("pre", { className: "limited bad", textContent: content.error })] : []),
     ...(content.extra_logs && content.extra_logs.length ? [h("h3", { textContent: "rewards, judges and logs" }), pairs(content.extra_logs.map((log) => [log.name, short(log.value)]))] : []),
+    ...(content.extra_texts || []).flatMap((text) => [h("h3", { textContent: `said by the reward source: ${text.name}` }), h("pre", { className: "limited", textContent: text.value })]),
     ...(label ? [h("h3", { textContent: "label" }), h("pre", { className: "limited", textContent: label })] : []),
     h("h3", { textContent: "prompt" }), h("pre", { className: "limited", textContent: content.prompt }),
     ...pictures(place, content.images || []),
