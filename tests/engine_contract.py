@@ -77,6 +77,24 @@ def check(function: Callable[[Setting], Coroutine[Any, Any, None]]) -> Callable:
 
 
 @check
+async def the_queue_counts_requests(setting: Setting) -> None:
+    """Checks that a request is answered or waits while it is under way, and that none is left afterwards."""
+    seen = [setting.engine.queue()]
+
+    async def look() -> None:
+        while True:
+            seen.append(setting.engine.queue())
+            await asyncio.sleep(0.001)
+
+    looking = asyncio.create_task(look())
+    await asyncio.gather(*(setting.answer(seed=i, max_tokens=30) for i in range(3)))
+    looking.cancel()
+    assert seen[0] == setting.engine.queue() == (0, 0)
+    assert max(running + waiting for running, waiting in seen) == 3
+    assert max(running for running, _ in seen) >= 1
+
+
+@check
 async def tokens_in_tokens_out(setting: Setting) -> None:
     """Checks that reported log-probs are those of the distribution that was sampled from, by every name of
     the field."""

@@ -200,6 +200,11 @@ class RolloutEngine(Protocol):
         seconds, and whether requests are under way that may progress. Called in another thread."""
         ...
 
+    def queue(self) -> tuple[int, int]:
+        """Returns the number of requests that are answered, and of those that wait. Called in another
+        thread."""
+        ...
+
     async def peak_memory(self) -> Peaks:
         """Returns the peak memory of generation since the last call in bytes, the maximum over workers."""
         ...

@@ -62,7 +62,7 @@ class EngineActor(RolloutWorker):
         environment.take(private)
         super().__init__(config.with_references(files.here), options, files)
         self.groups = SamplingTasks(self.run_group)
-        start_pulse(self.engine.progress)
+        start_pulse(self.engine.progress, self.engine.queue)
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
         self.groups.submit(requests)

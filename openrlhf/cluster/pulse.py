@@ -29,6 +29,8 @@ STACKS_WANTED = "stacks wanted"
 
 Progress = tuple[int, bool]
 """A counter that grows with the work of a process, and True if the process has work."""
+Queue = tuple[int, int]
+"""Number of requests that an engine answers, and of those that wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +42,25 @@ class Beat:
     is_busy: bool
     pid: int
     host: str
+    queue: Queue | None = None
+    """None for a process that is no engine."""
 
 
-def start_pulse(progress: Callable[[], Progress]) -> None:
+def start_pulse(progress: Callable[[], Progress], queue: Callable[[], Queue | None] = lambda: None) -> None:
     """Starts the thread of this actor's process. Also ends the process when Ray's head is dead, because Ray
     would wait a minute for the head, and then for child processes."""
     guard(lambda address: os.kill(os.getpid(), signal.SIGKILL))
-    arguments = Board(), ray.get_runtime_context().get_actor_id(), progress
+    arguments = Board(), ray.get_runtime_context().get_actor_id(), progress, queue
     threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
 
 
-def _beat(board: "Board", actor: str, progress: Callable[[], Progress]) -> None:
+def _beat(
+    board: "Board", actor: str, progress: Callable[[], Progress], queue: Callable[[], Queue | None]
+) -> None:
     number, has_written = 0, False
     while True:
         number += 1
-        beat = Beat(number, *progress(), os.getpid(), platform.node())
+        beat = Beat(number, *progress(), os.getpid(), platform.node(), queue())
         with suppress(RayError):  # the store may be gone for a while, or for good; then Ray ends this process
             board.put(f"beat/{actor}", json.dumps(asdict(beat)))
             if not has_written and board.get(STACKS_WANTED) is not None:

@@ -5,14 +5,17 @@ progress is never given up, however long its work takes."""
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
+from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
 from openrlhf.errors import first_line, notify
+from openrlhf.observability.run_folder import RunFolder
 
 NOTICE = 20.0
 """Seconds without an answer after which a line is printed. Without progress it is at least a third of the
@@ -76,11 +79,23 @@ class Watch:
                 notify(f"the processes of the run cannot be watched: {first_line(error)}")
 
     def look(self) -> None:
-        """Reads all beats once, and reports or gives up processes without progress."""
-        for role, members in self._processes().items():
+        """Reads all beats once, reports or gives up processes without progress, and writes the queues of
+        engines."""
+        processes = self._processes()
+        for role, members in processes.items():
             for index, member in enumerate(members):
                 if member is not None and (reason := self._silence(role, index, member)):
                     self._give_up(role, index, member, reason)
+        self._write_queues(processes.get(ENGINES, ()))
+
+    def _write_queues(self, engines: Sequence[ActorHandle | None]) -> None:
+        """Writes the queue of each engine to the run folder, for `openrlhf watch`."""
+        if not engines:
+            return
+        seen = [None if e is None else self._seen.get(e._actor_id.hex()) for e in engines]
+        queues = [s.last.queue if s is not None and s.last is not None else None for s in seen]
+        with suppress(OSError):  # a full disk, of which the run's own files tell
+            RunFolder(self._folder).write_queues(queues)
 
     def _silence(self, role: str, index: int, member: ActorHandle) -> str:
         """Returns the reason to give up a process; empty if there is none."""
@@ -137,5 +152,5 @@ class Watch:
 
 def name_of(role: str, index: int, beat: Beat | None) -> str:
     """Returns the name of a process for messages."""
-    name = f"engine {index}" if role == "engines" else f"rank {index} of {role}"
+    name = f"engine {index}" if role == ENGINES else f"rank {index} of {role}"
     return name if beat is None else f"{name} (process {beat.pid} on {beat.host})"

@@ -23,6 +23,8 @@ TAIL_BYTES = 16 << 20
 """Maximum number of bytes, at the end of a file, that the first refresh reads."""
 PROBE_EVERY = 5.0
 """Seconds between two probes of the folder's lock."""
+QUEUES_VALID = 60.0
+"""Seconds after which the queues of engines, which a run writes every 5 seconds, are no longer shown."""
 SAMPLE_COLUMNS = ("prompt_id", "prompt", "response", "reward", "outcome", "error", "finish_reason")
 SAMPLES_KEPT = 16
 
@@ -106,6 +108,8 @@ class FollowedRun:
         self.samples_file = ""
         self.samples_error = ""
         """Reason why the newest samples cannot be read; empty if they can."""
+        self.queues: list[tuple[int, int] | None] = []
+        """Running and waiting requests of each engine of a live run; None for an engine that starts."""
         self.state: State = "unknown"
         self._metrics = Tail(self.folder.metrics_path, TAIL_BYTES)
         self._health = Tail(self.folder.health_path, TAIL_BYTES)
@@ -125,6 +129,7 @@ class FollowedRun:
         self.warnings += [(_integer(row.get("step")), str(row.get("text", ""))) for row in rows]
         self._read_samples()
         self._probe()
+        self.queues = self._read_queues()
 
     @property
     def num_unreadable(self) -> int:
@@ -210,6 +215,15 @@ class FollowedRun:
             self.samples, self.samples_error = read_samples(newest), ""
         except (OSError, ValueError) as error:
             self.samples, self.samples_error = [], str(error)
+
+    def _read_queues(self) -> list[tuple[int, int] | None]:
+        """Returns no queues if the run does not write them any more."""
+        try:
+            age = time.time() - self.folder.queues_path.stat().st_mtime
+        except OSError:
+            return []
+        is_live = self.state in ("running", "unknown") and age < QUEUES_VALID
+        return self.folder.read_queues() if is_live else []
 
     def _probe(self) -> None:
         if time.monotonic() - self._probed < PROBE_EVERY and self._probed >= 0:

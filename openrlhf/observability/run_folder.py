@@ -4,6 +4,7 @@ config.yaml     the configuration of the newest start; earlier ones that differ 
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
 progress.json   the number of steps of the whole run, {"total_steps": 30}
+engines.json    requests of each engine, {"engines": [{"running": 8, "waiting": 2}, null]}
 metrics.jsonl   one row per step
 health.jsonl    warnings about the run's health, {"step": 20, "text": "..."}; absent without any
 rollouts/       step_000012.parquet: every trajectory of step 12
@@ -40,6 +41,7 @@ OWN_FILES = (
     "argv.txt",
     "env.json",
     "progress.json",
+    "engines.json",
     "metrics.jsonl",
     "health.jsonl",
     "rollouts",
@@ -132,6 +134,29 @@ class RunFolder:
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return total if isinstance(total, int) and total > 0 else None
+
+    @property
+    def queues_path(self) -> Path:
+        return self.path / "engines.json"
+
+    def write_queues(self, queues: Sequence[tuple[int, int] | None]) -> None:
+        """Records the numbers of running and waiting requests of each engine; None for an engine that starts.
+        Writes nothing before the run has begun to write its folder."""
+        if not self.is_run:
+            return
+        if self.queues_path.exists() and self.read_queues() == [None if q is None else (*q,) for q in queues]:
+            os.utime(self.queues_path)
+            return
+        rows = [None if q is None else {"running": q[0], "waiting": q[1]} for q in queues]
+        write_atomically(self.queues_path, [to_json({"engines": rows}) + "\n"])
+
+    def read_queues(self) -> list[tuple[int, int] | None]:
+        """Returns the last queues that were written; empty without any."""
+        try:
+            rows = json.loads(self.queues_path.read_text(encoding="utf-8"))["engines"]
+            return [None if row is None else (int(row["running"]), int(row["waiting"])) for row in rows]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
 
     def rewind(self, step: int) -> None:
         """Removes metrics, warnings and rollouts of all steps after `step`, the one that a run resumes from.

@@ -28,6 +28,8 @@ WIDE = 110
 """Minimum width of a screen, in columns, on which panels are side by side."""
 CURVES, TIMELINE_STEPS, WARNINGS = 14, 8, 3
 """Maximum numbers of curves, of steps on the timeline, and of warnings."""
+ENGINES_SHOWN = 32
+"""Largest number of engines whose requests are listed."""
 SAMPLE_LINES = 12
 """Number of lines of the panel of samples if the screen has no fixed height."""
 BLOCKS, ASCII_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -65,7 +67,7 @@ def frame(run: FollowedRun, width: int, height: int | None = None, *, ascii_only
         height: number of lines of the screen, which samples fill; None: show a few samples.
         ascii_only: True for a terminal without block characters.
     """
-    parts = [header(run, width)]
+    parts = [header(run, width), *filter(None, [queues(run)])]
     if run.steps:
         left, right = curves(run, ascii_only=ascii_only), [timeline(run), engines(run)]
         if width >= WIDE:
@@ -245,6 +247,19 @@ class PhaseBar:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, options.max_width)
+
+
+def queues(run: FollowedRun) -> RenderableType | None:
+    """Returns the panel with the requests of each engine: those that are answered, and those that wait."""
+    if not run.queues:
+        return None
+    known = [queue for queue in run.queues if queue is not None]
+    lines = [f"all {sum(running for running, _ in known)} running, {sum(w for _, w in known)} waiting"]
+    for i, queue in enumerate(run.queues[:ENGINES_SHOWN]):
+        lines.append(f"{i}: starting" if queue is None else f"{i}: {queue[0]} running, {queue[1]} waiting")
+    if len(run.queues) > ENGINES_SHOWN:
+        lines.append(f"{len(run.queues) - ENGINES_SHOWN} more engines")
+    return Panel(Text(" · ".join(lines)), title="requests of the engines now", title_align="left")
 
 
 def engines(run: FollowedRun) -> RenderableType | None:

@@ -74,6 +74,24 @@ def test_a_live_run(folder: Path) -> None:
     assert "running" in text and "step 12 of 30" in text and "org/model" in text and "10s a step" in text
 
 
+def test_requests_of_the_engines(folder: Path) -> None:
+    """They are shown while the run writes them."""
+    made = RunFolder(folder)
+    with locked(folder, flag="--x"):
+        assert "requests" not in text_of(follow(folder))
+        made.write_queues([(3, 2), None, (1, 0)])
+        text = text_of(follow(folder))
+        assert "all 4 running, 2 waiting · 0: 3 running, 2 waiting · 1: starting · 2: 1 running" in text
+        made.write_queues([(1, 0)] * 40)
+        assert "31: 1 running, 0 waiting · 8 more engines" in " ".join(text_of(follow(folder), 1000).split())
+        os.utime(made.queues_path, (time.time() - 600,) * 2)
+        assert not follow(folder).queues
+        (folder / "engines.json").write_text('{"engines": [{"running": "x"}]}')
+        assert not follow(folder).queues
+    made.write_queues([(1, 0)])
+    assert follow(folder).state == "died" and not follow(folder).queues
+
+
 def test_a_dead_run_and_one_that_ended(folder: Path) -> None:
     with locked(folder, flag="--x"):
         pass

@@ -1,5 +1,6 @@
 """The watch on a run's processes, with beats and a clock that do what the test says."""
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,7 @@ import pytest
 from openrlhf.cluster import watch
 from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
 from openrlhf.cluster.watch import NOTICE, Watch
+from openrlhf.observability.run_folder import RunFolder
 
 LIMITS = {"engines": 60.0, "policy": 1800.0}
 
@@ -130,6 +132,33 @@ def test_a_long_generation_is_never_given_up(run: Run, capsys: pytest.CaptureFix
     run.set("engine", is_busy=False)
     run.go_on(3600)
     assert not run.given_up and not capsys.readouterr().err
+
+
+def test_queues_of_engines_are_in_the_run_folder(run: Run, tmp_path: Any) -> None:
+    """The second engine is replaced, and ranks have no queue. Nothing is written before the run has begun to
+    write its folder."""
+    run.set("engine", queue=[3, 2])
+    run.go_on(BEAT)
+    assert not (tmp_path / "engines.json").exists()
+    (tmp_path / "argv.txt").touch()
+    run.go_on(BEAT)
+    assert RunFolder(tmp_path).read_queues() == [(3, 2), None]
+    written = (tmp_path / "engines.json").stat()
+    os.utime(tmp_path / "engines.json", (0, 0))
+    run.go_on(BEAT)
+    touched = (tmp_path / "engines.json").stat()
+    assert touched.st_ino == written.st_ino and touched.st_mtime > 0
+    run.set("engine", queue=[0, 0])
+    run.go_on(BEAT)
+    assert RunFolder(tmp_path).read_queues() == [(0, 0), None]
+
+
+def test_a_run_folder_that_cannot_be_written_ends_no_run(run: Run, tmp_path: Any) -> None:
+    (tmp_path / "argv.txt").touch()
+    (tmp_path / "engines.json").mkdir()
+    run.set("engine", queue=[1, 0])
+    run.go_on(10 * BEAT)
+    assert not run.given_up
 
 
 def test_a_rank_that_saves_for_a_long_time(run: Run, capsys: pytest.CaptureFixture) -> None:

@@ -60,8 +60,8 @@ class TransformersEngine:
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
         """Lock of the model, held during a request, a probe or a weight update."""
-        self.num_tokens, self.num_running = 0, 0
-        """Number of sampled tokens; number of requests that are being answered."""
+        self.num_tokens, self.num_running, self.num_requests = 0, 0, 0
+        """Number of sampled tokens; of requests that are being answered; of those and the waiting ones."""
         self.received: dict[str, Tensor] = {}
         self.checksum = Checksum()
         self.unwritten: set[str] | None = None
@@ -108,17 +108,25 @@ class TransformersEngine:
             raise UsageError(ErrorCode.TOO_LONG, text)
         stopped = threading.Event()
         arguments = list(prompt_token_ids), sampling_params, room, stopped
-        async with self.turn:
-            answering = asyncio.create_task(asyncio.to_thread(self._answers, *arguments))
-            try:
-                return await asyncio.shield(answering)
-            except asyncio.CancelledError:
-                stopped.set()
-                await asyncio.wait({answering})  # bounded: one token
-                raise
+        self.num_requests += 1
+        try:
+            async with self.turn:
+                answering = asyncio.create_task(asyncio.to_thread(self._answers, *arguments))
+                try:
+                    return await asyncio.shield(answering)
+                except asyncio.CancelledError:
+                    stopped.set()
+                    await asyncio.wait({answering})  # bounded: one token
+                    raise
+        finally:
+            self.num_requests -= 1
 
     def progress(self) -> tuple[int, bool]:
         return self.num_tokens, self.num_running > 0
+
+    def queue(self) -> tuple[int, int]:
+        running = self.num_running
+        return running, max(0, self.num_requests - running)
 
     def _answers(
         self, prompt: list[int], params: SamplingParams, room: int, stopped: threading.Event

@@ -173,7 +173,7 @@ class VLLMEngine:
         recorded."""
         self.adapter: LoRARequest | None = None
         """Adapter of all requests; None until a weight sync has sent one."""
-        self.num_outputs = 0
+        self.num_outputs, self.num_running = 0, 0
         """Number of outputs of vLLM's core so far, and of its answers to control calls."""
         self.num_requests, self.num_calls = 0, 0
         """Number of requests under way, and of control calls."""
@@ -288,12 +288,18 @@ class VLLMEngine:
         is_sampling = self.num_requests > 0 and not (self.is_updating or self.asleep)
         return self.num_outputs, is_sampling or self.num_calls > 0
 
+    def queue(self) -> tuple[int, int]:
+        """Returns the number of requests that the core's last step continued, and of all others."""
+        running = min(self.num_requests, self.num_running)
+        return running, self.num_requests - running
+
     def _count_outputs(self) -> None:
         """Counts what vLLM's core returns: a part of an answer for each request in each step of the core."""
         process = self.llm.output_processor.process_outputs
 
         def counted(outputs: list, *arguments: Any, **named: Any) -> Any:
             self.num_outputs += len(outputs)
+            self.num_running = len(outputs)
             return process(outputs, *arguments, **named)
 
         self.llm.output_processor.process_outputs = counted  # pyrefly: ignore[bad-assignment]
