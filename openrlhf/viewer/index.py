@@ -104,7 +104,7 @@ class Index:
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._work, name="index", daemon=True)
         self.error = ""
-        """Error that ended the indexing thread; empty while it works."""
+        """Error of the last update; empty after one that succeeded."""
 
     def start(self) -> None:
         """Starts the indexing thread."""
@@ -135,15 +135,15 @@ class Index:
         return any(run.waiting for run in self.runs)
 
     def _work(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                if not self.update():
-                    self._stopped.wait(POLL_SECONDS)
-        except Exception as error:
-            self.error = (
-                f"rollouts written from now on are not shown, because indexing them failed "
-                f"({type(error).__name__}: {error}); restart `openrlhf view`"
-            )
+        """Updates until the end. After an error, which the page shows, it tries again."""
+        while not self._stopped.is_set():
+            try:
+                has_more, self.error = self.update(), ""
+            except Exception as error:
+                has_more, reason = False, f"{type(error).__name__}: {error}"
+                self.error = f"indexing new rollouts failed ({reason}); it is tried again"
+            if not has_more:
+                self._stopped.wait(POLL_SECONDS)
 
     def _attach(self, i: int, run: Indexed) -> None:
         digest = hashlib.sha256(os.fsencode(run.folder.path.resolve())).hexdigest()[:24]

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
 from openrlhf.types import Image, Prompt
-from openrlhf.viewer import rollout
+from openrlhf.viewer import index, rollout
 from openrlhf.viewer.metrics import MOST_POINTS, Metrics
 from openrlhf.viewer.search import Search, choices, errors, find
 from openrlhf.viewer.server import STATIC, Viewer, bind, build_app, names_of
@@ -258,6 +259,28 @@ def test_only_this_machine_with_the_token_gets_answers(tmp_path, viewer_of):
     assert len(client.get("static/plotly.min.js").content) > 1e6
     assert client.get("static/..%2fserver.py").status_code == 404
     assert client.get("api/rollouts?no_such_field=1").status_code == 422
+
+
+def test_the_index_goes_on_after_an_error(tmp_path, monkeypatch):
+    """The page shows the error until an update succeeds."""
+    monkeypatch.setattr(index, "POLL_SECONDS", 0.01)
+    viewer = Viewer([written(tmp_path)], lambda folder, row: [], cache=tmp_path / "cache")
+    seen, is_done, update = [], threading.Event(), viewer.index.update
+
+    def failing() -> bool:
+        seen.append(viewer.index.error)
+        if len(seen) <= 2:
+            raise OSError("the disk is gone")
+        if len(seen) > 3:
+            is_done.set()
+        return update()
+
+    monkeypatch.setattr(viewer.index, "update", failing)
+    viewer.index.start()
+    assert is_done.wait(60)
+    viewer.index.close()
+    failed = "indexing new rollouts failed (OSError: the disk is gone); it is tried again"
+    assert seen[:4] == ["", failed, failed, ""]
 
 
 def test_hostile_text_stays_data(tmp_path, viewer_of):
