@@ -5,6 +5,7 @@ import argparse
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,9 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise UsageError(ErrorCode.CONFLICT, text, flag="--file", value=options.file)
         answers = ask(options)
         recipe = RECIPES[answers["what"]]
-        if answers["what"] == "rl":
-            write_reward_function(answers["reward"])
-        write(options.file, recipe, render(**answers))
+        reward = Path(answers["reward"]) if answers["what"] == "rl" else None
+        write(options.file, recipe, render(**answers), reward)
         print(next_steps(options.file, recipe, answers["gpus"]))
 
 
@@ -271,33 +271,40 @@ def first_row(path: Path) -> dict[str, Any]:
     return row if isinstance(row, dict) else {}
 
 
-def write(file: Path, recipe: Recipe, text: str) -> None:
-    """Writes the file, and removes it again if the command does not accept its flags. Never replaces a
-    file."""
+def write(file: Path, recipe: Recipe, text: str, reward: Path | None = None) -> None:
+    """Writes the file, and an example reward function if `reward` names a Python file that does not exist.
+    Removes both again if the command does not accept the flags. Never replaces a file."""
     from openrlhf.cli.run_files import TRAINING
     from openrlhf.config.parse import parse
 
     command = next(command for command in TRAINING if command.name == recipe.command)
+    with ExitStack() as undo:
+        create(file, text, "--file")
+        undo.callback(file.unlink)
+        is_first = reward is not None and is_new_function(reward)
+        if reward is not None and is_first:
+            create(reward, REWARD_FUNCTION, "--reward")
+            undo.callback(reward.unlink)
+        parse(command, ["--config", str(file)])
+        undo.pop_all()
+    if is_first:
+        print(f"wrote {reward}: a reward function; replace it by your own")
+    print(f"wrote {file}: {recipe.summary}")
+
+
+def create(file: Path, text: str, flag: str) -> None:
+    """Writes a new file. Raises UsageError if that is not possible."""
     try:
         with open(file, "x", encoding="utf-8") as opened:
             opened.write(text)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise UsageError(ErrorCode.NOT_WRITABLE, reason, flag="--file", value=file) from error
-    try:
-        parse(command, ["--config", str(file)])
-    except BaseException:
-        file.unlink()
-        raise
-    print(f"wrote {file}: {recipe.summary}")
+        raise UsageError(ErrorCode.NOT_WRITABLE, reason, flag=flag, value=file) from error
 
 
-def write_reward_function(reward: str) -> None:
-    """Writes an example reward function to `reward` if it names a Python file that does not exist."""
-    path = Path(reward)
-    if path.suffix == ".py" and path.parent.is_dir() and not path.exists():
-        path.write_text(REWARD_FUNCTION, encoding="utf-8")
-        print(f"wrote {path}: a reward function; replace it by your own")
+def is_new_function(reward: Path) -> bool:
+    """Returns whether a file is named that could exist and does not."""
+    return reward.suffix == ".py" and reward.parent.is_dir() and not reward.exists()
 
 
 def next_steps(file: Path, recipe: Recipe, gpus: int) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,19 @@ def test_a_recipe_that_the_command_refuses_is_not_kept() -> None:
     with pytest.raises(SystemExit):
         init.main(flags("rl", reward="missing/reward.py"))
     assert not Path("run.yaml").exists()
+
+
+def test_a_refusal_leaves_no_reward_function(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither if the configuration cannot be written, nor if the command refuses it."""
+    found = refusal([*flags("rl"), "--file", "missing/run.yaml"], capsys)
+    assert (found.code, found.place) == (ErrorCode.NOT_WRITABLE, "--file missing/run.yaml")
+    assert not list(Path().iterdir())
+    monkeypatch.setattr("openrlhf.config.parse.parse", lambda command, argv: sys.exit(2))
+    with pytest.raises(SystemExit):
+        init.main(flags("rl"))
+    assert not list(Path().iterdir())
 
 
 def test_an_existing_reward_function_stays() -> None:
