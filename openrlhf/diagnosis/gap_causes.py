@@ -187,16 +187,29 @@ def examine(gap: Gap, model: Path | None, deadline: float) -> tuple[Examined | N
     folder = Path(str(run.flag("ckpt.path", "") or output / "checkpoints"))
     first = str(model or run.flag("actor.model_name_or_path", ""))
     weights = {0: first} | checkpoints_of(folder) | checkpoints_of(folder / "_actor")
-    step = next((step for step in gap.above if step - 1 in weights), gap.above[0])
-    version = max(version for version in weights if version < step)
     try:
-        policy = Recomputed.load(weights[version])
+        step, version, policy = _load(gap, weights)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        return None, f"the model {weights[version]!r} cannot be loaded ({reason}); name its folder by --model"
+        return None, f"the model {first!r} cannot be loaded ({reason}); name its folder by --model"
     rows = _few(gap.rows[step], policy.vocabulary)
     others = {v: path for v, path in weights.items() if v < version}
     return Examined(gap, step, rows, policy, others, first, version == step - 1, deadline), ""
+
+
+def _load(gap: Gap, weights: dict[int, str]) -> tuple[int, int, Recomputed]:
+    """Returns the first step with a gap whose weights are at hand, their version and the model. Removes from
+    `weights` copies of checkpoints that cannot be loaded: a live run may have deleted them. Raises OSError or
+    ValueError if the first model cannot be loaded."""
+    while True:
+        step = next((step for step in gap.above if step - 1 in weights), gap.above[0])
+        version = max(version for version in weights if version < step)
+        try:
+            return step, version, Recomputed.load(weights[version])
+        except (OSError, ValueError):
+            if version == 0:
+                raise
+            del weights[version]
 
 
 def _few(rows: Sequence[GapRow], vocabulary: int) -> list[GapRow]:
@@ -285,9 +298,19 @@ def _rope(e: Examined) -> Variants:
 def _earlier_weights(e: Examined) -> Variants:
     if not e.is_trainers:
         yield f"the sampler computes with the weights of {e.policy.path}", e.of_logits(e.logits)
+    for version, model in _others(e):
+        logits = model.all_logits(e.rows)
+        yield f"the sampler computes with version {version}, {model.path}", e.of_logits(logits)
+
+
+def _others(e: Examined) -> Iterator[tuple[int, Recomputed]]:
+    """Yields (version, model) of earlier versions, the newest first, without those that are gone by now."""
     for version, path in sorted(e.others.items(), reverse=True):
-        logits = Recomputed.load(path).all_logits(e.rows)
-        yield f"the sampler computes with version {version}, {path}", e.of_logits(logits)
+        try:
+            model = Recomputed.load(path)
+        except (OSError, ValueError):
+            continue
+        yield version, model
 
 
 def _stale(e: Examined) -> Variants:
@@ -390,9 +413,10 @@ def _routing(e: Examined) -> Variants:
 
 def _chunk(e: Examined) -> Variants:
     """Yields the log-probs with one weight of an earlier version, for each weight that differs."""
-    if not e.is_trainers or not e.others:
+    found = next(_others(e), None) if e.is_trainers else None
+    if found is None:
         return
-    earlier = Recomputed.load(e.others[max(e.others)]).model.state_dict()
+    earlier = found[1].model.state_dict()
     for name, weight in e.policy.model.named_parameters():
         old = earlier.get(name)
         if old is None or old.shape != weight.shape or torch.equal(old, weight):

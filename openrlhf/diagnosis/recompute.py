@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -29,10 +30,14 @@ class Recomputed:
 
     @classmethod
     def load(cls, path: str) -> "Recomputed":
-        """Loads a model, or an adapter with its base model. Raises OSError or ValueError if there is none."""
-        model = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-        )
+        """Loads a model, or an adapter with its base model. Raises OSError or ValueError if there is none, or
+        only a part of one."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
         return cls(model.eval(), path)
 
     @torch.no_grad()

@@ -1,9 +1,11 @@
 """The twelve causes of a gap between sampler and trainer: each is injected into the sampler of a tiny model,
 and `openrlhf doctor` must name it first."""
 
+import math
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +262,27 @@ def test_each_injected_cause_comes_first(cause: Callable[[Folders], Case], tmp_p
     for finding in found:
         print(f"  {finding.score:.2f} {finding.cause}: {' | '.join(finding.evidence)}")
     assert found[0].cause == f"gap: {cause.__name__.replace('_', '-')}"
+
+
+def test_a_copy_that_a_live_run_deletes_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is gone between the look into the folder and the reading of its files."""
+    run = RunRecord.read(build(tmp_path, stale_weights))
+    measured = gap.gap_of(run)
+    assert measured is not None
+    listed = gap_causes.checkpoints_of
+
+    def deleted(folder: Path) -> dict[int, str]:
+        found = listed(folder)
+        for path in found.values():
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(gap_causes, "checkpoints_of", deleted)
+    examined, _ = gap_causes.examine(measured, None, deadline=math.inf)
+    assert examined is not None
+    assert examined.policy.path == examined.first and not examined.is_trainers
+    missing = replace(examined, others={0: str(tmp_path / "gone"), 1: examined.first})
+    assert [version for version, _ in gap_causes._others(missing)] == [1]
 
 
 def test_after_the_deadline_the_rollouts_alone_decide(
