@@ -10,7 +10,7 @@ import numpy as np
 from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.gap_rows import GapRow, fresh, rows_of
 from openrlhf.diagnosis.record import RunRecord, Series
-from openrlhf.observability.followed_run import evenly
+from openrlhf.observability.selection import evenly
 
 NOISE = {"fp32": 3e-4, "fp16": 4e-3, "bf16": 2e-2}
 """--ds.param_dtype -> mean of |log r|, in nats, up to which rounding explains a gap."""

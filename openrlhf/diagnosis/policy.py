@@ -10,8 +10,8 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
-from openrlhf.observability.followed_run import evenly
 from openrlhf.observability.health import RULES, Rule
+from openrlhf.observability.selection import evenly
 
 COLLAPSED = 0.02
 """Entropy, in nats per token, below which it has collapsed: the policy hardly varies its answers."""

@@ -110,12 +110,12 @@ class RunRecord:
 
     @classmethod
     def read(cls, path: Path) -> "RunRecord":
-        """Reads a run folder. Raises UsageError if it has neither metrics nor a configuration."""
+        """Reads a run folder. Raises UsageError if it is none."""
         folder = RunFolder(path)
-        metrics, health, config = folder.metrics_path, folder.health_path, folder.read_config()
-        if not metrics.exists() and not config:
-            text = f"has no metrics.jsonl and no config.yaml; {folder.runs_inside('metrics.jsonl')}"
+        if not folder.is_run:
+            text = f"is no run folder; {folder.runs_inside('metrics.jsonl')}"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
+        metrics, health, config = folder.metrics_path, folder.health_path, folder.read_config()
         return cls(
             path=path,
             rows=list(read_jsonl(metrics)) if metrics.exists() else [],

@@ -7,11 +7,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.lock import LOCK
 from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder
+from openrlhf.observability.selection import best_to_worst
 from openrlhf.observability.trackers.metrics_file import RENAMED
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ SAMPLES_KEPT = 16
 
 State = Literal["running", "ended", "died", "unknown"]
 Sample = dict[str, Any]
-T = TypeVar("T")
 
 
 class Tail:
@@ -267,20 +267,8 @@ def read_samples(path: Path) -> list[Sample]:
     with pq.ParquetFile(path) as file:
         columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
         rewards = file.read(["reward"])["reward"].to_pylist()
-        scored = sorted((i for i, r in enumerate(rewards) if r is not None), key=lambda i: -rewards[i])
-        failed = [i for i, r in enumerate(rewards) if r is None][: SAMPLES_KEPT // 4]
-        spread = evenly(scored, SAMPLES_KEPT - len(failed))
-        chosen = list(dict.fromkeys(failed[:1] + spread + failed))
+        chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)
         return file.read(columns).take(chosen).to_pylist()
-
-
-def evenly(items: Sequence[T], count: int) -> list[T]:
-    """Returns at most `count` items, evenly spaced, including the first and the last one."""
-    if count >= len(items):
-        return list(items)
-    if count == 1:
-        return list(items[:1])
-    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
 
 
 def thinned(curve: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:

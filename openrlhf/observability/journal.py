@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 
 from openrlhf.config.choices import JournalMode
 from openrlhf.files import replacing
-from openrlhf.observability.followed_run import evenly
 from openrlhf.observability.rollout_table import (
     FACTS,
     OF_ACTIONS,
@@ -29,6 +28,7 @@ from openrlhf.observability.rollout_table import (
     with_names_of_today,
 )
 from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
+from openrlhf.observability.selection import best_to_worst
 from openrlhf.types import Batch, Schedule, Trajectory
 
 QUEUE_STEPS = 2
@@ -235,19 +235,8 @@ def response_of(trajectory: Trajectory, decode: Decode) -> str:
     return decode(token_ids[start:], after=token_ids[:start])
 
 
-def spread(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
-    """Returns the indices of at most `limit` trajectories, evenly spaced from best to worst reward, then of
-    failed ones if there is room."""
-    rewards = [(t.reward, i) for i, t in enumerate(trajectories) if t.reward is not None]
-    scored = [i for _, i in sorted(rewards, key=lambda pair: pair[0], reverse=True)]
-    chosen = evenly(scored, limit)
-    return chosen + _failed(trajectories, limit - len(chosen))
-
-
 def best_worst_failed(trajectories: Sequence[Trajectory]) -> list[int]:
     """Returns the indices of the trajectories that mode `sample` keeps, in order."""
-    return sorted({*spread(trajectories, SAMPLES_KEPT), *_failed(trajectories, SAMPLES_KEPT)})
-
-
-def _failed(trajectories: Sequence[Trajectory], limit: int) -> list[int]:
-    return [i for i, t in enumerate(trajectories) if t.reward is None][:limit]
+    rewards = [t.reward for t in trajectories]
+    failed = [i for i, reward in enumerate(rewards) if reward is None][:SAMPLES_KEPT]
+    return sorted({*best_to_worst(rewards, SAMPLES_KEPT), *failed})

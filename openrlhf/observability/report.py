@@ -28,11 +28,11 @@ from openrlhf.observability.journal import (
     read_rows,
     read_table,
     response_of,
-    spread,
 )
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
+from openrlhf.observability.selection import best_to_worst
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
 
@@ -126,7 +126,7 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
 
 def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
     """Returns trajectories evenly spaced from best to worst reward, then failures if there is room."""
-    return [trajectories[i] for i in spread(trajectories, limit)]
+    return [trajectories[i] for i in best_to_worst([t.reward for t in trajectories], limit)]
 
 
 def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:

@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.observability.followed_run import FollowedRun, Sample, evenly
+from openrlhf.observability.followed_run import FollowedRun, Sample
 from openrlhf.observability.progress import (
     KEY_METRICS,
     clean_text,
@@ -20,6 +20,7 @@ from openrlhf.observability.progress import (
     is_evaluation,
     pass_name,
 )
+from openrlhf.observability.selection import evenly
 
 if TYPE_CHECKING:
     from openrlhf.types import Metrics  # its module imports torch

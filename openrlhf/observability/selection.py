@@ -1,0 +1,24 @@
+"""Chooses the few samples of a step that are kept or shown."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def best_to_worst(rewards: Sequence[float | None], limit: int, *, failed: int = 0) -> list[int]:
+    """Returns the indices of at most `limit` samples: evenly spaced from the best reward to the worst, then
+    failed ones, whose reward is None, if there is room. `failed`: places that are kept for failed samples."""
+    scored = sorted((i for i, r in enumerate(rewards) if r is not None), key=lambda i: -(rewards[i] or 0.0))
+    without = [i for i, r in enumerate(rewards) if r is None]
+    chosen = evenly(scored, limit - min(failed, len(without)))
+    return chosen + without[: limit - len(chosen)]
+
+
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Returns at most `count` items, evenly spaced, with the first and the last one."""
+    if count >= len(items):
+        return list(items)
+    if count == 1:
+        return list(items[:1])
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
