@@ -32,6 +32,8 @@ from openrlhf.rollout.executors import AgentSetting
 from openrlhf.rollout.worker import CONTROL_PLANE, RolloutWorker, engine_options, retries_on_other_engine
 from openrlhf.tasks.picture import make_pictures
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tasks.tiny_vision_model import tiny_vision_model
+from openrlhf.text import stand_ins
 from openrlhf.types import Image, Prompt
 from openrlhf.user_file import UserFiles
 
@@ -141,6 +143,14 @@ def test_a_worker_starts_its_engine_and_runs_episodes_as_the_flags_say(model: Pa
     assert (train.num_samples, train.temperature) == (6, 0.7)
     assert (evaluation.num_samples, evaluation.temperature) == (2, 0.1)
     assert train.max_kept_tokens == 50  # all of the vocabulary
+
+
+def test_placeholders_of_pictures_are_known(made: dict, tmp_path: Path) -> None:
+    tiny_vision_model(tmp_path)
+    started(config_of(tmp_path, data=PromptDataConfig(max_images_per_prompt=1)))
+    (_, processor, *_), options = made["EpisodeRunner"]
+    assert processor.image_token_id in options["image_token_ids"]
+    assert options["image_token_ids"] == stand_ins(processor)
 
 
 def test_the_last_retry_is_for_another_engine(model: Path, made: dict) -> None:
