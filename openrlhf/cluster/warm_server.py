@@ -4,8 +4,8 @@ Importing torch, transformers, DeepSpeed and vLLM takes 9 s of CPU in every proc
 and each engine's core. The server imports them once, while Ray starts, and forks a process for each worker in
 a fraction of a second. The processes share the memory of the imported code.
 
-The module is a program, too: python -m openrlhf.cluster.warm_server INTERPRETER ADDRESS MODULES. The program
-warm_interpreter.py sends the requests.
+The module is a program, too: python -m openrlhf.cluster.warm_server INTERPRETER NUMBER MODULES. NUMBER is
+that of an open socket, to which the program warm_interpreter.py sends its requests.
 """
 
 import argparse
@@ -74,11 +74,20 @@ class WarmServer:
         asks = [sys.executable, "-I", "-S", warm_interpreter.__file__, sys.executable, f"{folder}/socket"]
         self.interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(asks)} "$@"\n')
         self.interpreter.chmod(0o700)
-        command = [sys.executable, "-m", __name__, str(self.interpreter), f"{folder}/socket", *modules]
-        variables = READ_AT_IMPORT | os.environ
-        self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=variables, start_new_session=True, stdout=subprocess.DEVNULL
-        )
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/socket")
+            listener.listen(128)
+            own = [str(self.interpreter), str(listener.fileno())]
+            path = [str(Path(openrlhf.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            self.process = subprocess.Popen(
+                # -P: files of the current folder are no modules
+                [sys.executable, "-P", "-m", __name__, *own, *modules],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                env=READ_AT_IMPORT | os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                pass_fds=[listener.fileno()],
+                start_new_session=True,
+            )
 
     @contextmanager
     def starts_workers(self) -> Iterator[None]:
@@ -101,12 +110,9 @@ def modules_of(backends: Sequence[str]) -> list[str]:
     return [*ALWAYS, *(module for name in backends for module in BACKENDS.get(name, ()))]
 
 
-def serve(interpreter: str, address: str, *modules: str) -> Callable[[], None]:
+def serve(interpreter: str, listener: socket.socket, modules: Sequence[str]) -> Callable[[], None]:
     """Answers requests until standard input closes. Returns in each forked process, with the function to run
     there, and at the end in the server, with one that removes its folder."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(address)
-    listener.listen(128)
     preload(modules)
     waiting = selectors.DefaultSelector()
     waiting.register(sys.stdin, selectors.EVENT_READ, ("end", 0))
@@ -118,7 +124,7 @@ def serve(interpreter: str, address: str, *modules: str) -> Callable[[], None]:
             if event == "end":
                 for worker in clients:
                     os.kill(worker, signal.SIGKILL)
-                return lambda: shutil.rmtree(Path(address).parent)
+                return lambda: shutil.rmtree(Path(interpreter).parent)
             if event == "request":
                 client, _ = listener.accept()
                 request, files = receive(client)
@@ -184,7 +190,8 @@ def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> No
     take_environment(variables)
     if is_worker:
         os.environ[lifeline.INTERPRETER] = interpreter
-        sys.argv, sys.path[0] = command, os.path.dirname(command[0])
+        sys.argv = command
+        sys.path.insert(0, os.path.dirname(command[0]))
         runpy.run_path(command[0], run_name="__main__")
     else:
         os.getppid = lambda: request["parent"]  # its parent is not the one that spawned it
@@ -233,5 +240,5 @@ def take_environment(variables: Mapping[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    run = serve(*sys.argv[1:])
+    run = serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])), sys.argv[3:])
     run()

@@ -145,6 +145,15 @@ def test_without_a_server_the_interpreter_runs_the_command() -> None:
     server.process.stdin.close()
 
 
+def test_files_of_the_current_folder_are_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "socket.py").write_text("raise OSError")
+    monkeypatch.chdir(tmp_path)
+    server = WarmServer(modules=["json"])
+    found = output(server, "import psutil; print(psutil.Process().ppid())", cwd="/")
+    assert int(found) == server.process.pid
+    server.stop()
+
+
 def test_other_commands_run_in_the_interpreter(server: WarmServer) -> None:
     ran = subprocess.run([server.interpreter, "-c", "import os; print(os.getppid())"], capture_output=True)
     assert int(ran.stdout) == os.getpid()
