@@ -4,10 +4,11 @@ sampling, warnings and the newest samples. Reads only the run folder."""
 import argparse
 import os
 import select
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -70,17 +71,14 @@ def show_live(run: "FollowedRun") -> None:
     from rich.live import Live
 
     console = Console()
-    with suppress(KeyboardInterrupt), keys() as pressed:
+    with keys() as pressed:
         run.refresh()
         first = _frame(run, console, height=console.height)
-        live = Live(first, console=console, screen=True, auto_refresh=False, transient=True)
-        try:
-            live.start(refresh=True)  # a `with` would not restore the screen after a Ctrl-C in here
+        with Live(first, console=console, screen=True, auto_refresh=False, transient=True) as live:
+            live.refresh()
             while not pressed(REFRESH):
                 run.refresh()
                 live.update(_frame(run, console, height=console.height), refresh=True)
-        finally:
-            live.stop()
 
 
 def _frame(run: "FollowedRun", console: "Console", height: int | None) -> "Group":
@@ -91,8 +89,19 @@ def _frame(run: "FollowedRun", console: "Console", height: int | None) -> "Group
 
 @contextmanager
 def keys() -> Iterator[Callable[[float], bool]]:
-    """Yields a function that waits for at most the given seconds, and returns True if q was pressed. Inside
-    the block the terminal does not show typed keys."""
+    """Yields a function that waits for at most the given seconds, and returns True if q or Ctrl-C was
+    pressed. Inside the block Ctrl-C raises nothing, and the terminal does not show typed keys."""
+    interrupts = []
+    handler = signal.signal(signal.SIGINT, lambda *_: interrupts.append(True))
+    try:
+        with _keyboard() as is_q_pressed:
+            yield lambda seconds: bool(interrupts or is_q_pressed(seconds) or interrupts)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
+@contextmanager
+def _keyboard() -> Iterator[Callable[[float], bool]]:
     if not sys.stdin.isatty():
         yield lambda seconds: bool(time.sleep(seconds))
         return

@@ -300,10 +300,14 @@ def test_a_key_leaves_the_screen_and_the_terminal_as_it_was(folder: Path, key: b
         os.close(terminal)
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        deadline = time.monotonic() + 60
-        while b"step 12 of 30" not in screen and time.monotonic() < deadline:
-            time.sleep(0.05)
-        os.write(controller, key)
-        assert process.wait(timeout=60) == 0
+        deadline = time.monotonic() + 120
+        try:
+            while b"step 12 of 30" not in screen:
+                assert time.monotonic() < deadline, screen
+                time.sleep(0.05)
+            os.write(controller, key)
+            assert process.wait(timeout=60) == 0
+        finally:
+            process.kill()
         reader.join(timeout=60)
     assert screen.count(b"\x1b[?1049h") == screen.count(b"\x1b[?1049l") == 1
