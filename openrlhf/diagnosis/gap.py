@@ -1,14 +1,13 @@
 """Finds a gap between the log-probs of sampler and trainer, the step at which it begins, and its causes."""
 
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from openrlhf.diagnosis.finding import Finding
-from openrlhf.diagnosis.gap_rows import GapRow, fresh, rows_of
+from openrlhf.diagnosis.gap_rows import Gap, fresh, rows_of
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.observability.selection import evenly
 
@@ -69,29 +68,6 @@ def gap_series(run: RunRecord) -> Series:
 def noise_of(run: RunRecord) -> float:
     """Returns the mean of |log r| up to which rounding explains a gap."""
     return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gap:
-    """The gap of a run, computed from its rollouts."""
-
-    run: RunRecord
-    course: Mapping[int, float]
-    """Step -> mean of |log r|, for the steps that were read."""
-    rows: Mapping[int, list[GapRow]]
-    """Step -> sequences of the current weights."""
-    noise: float
-    """Mean of |log r| up to which rounding explains a gap."""
-
-    @property
-    def above(self) -> list[int]:
-        """Steps with a gap that rounding does not explain."""
-        return [step for step, value in self.course.items() if value > self.noise]
-
-    @property
-    def from_start(self) -> bool:
-        """True if the first step has the gap, so that no weight sync between steps can have caused it."""
-        return bool(self.above) and self.above[0] == min(self.course)
 
 
 def gap_of(run: RunRecord) -> Gap | None:

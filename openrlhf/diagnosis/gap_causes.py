@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.diagnosis.finding import CERTAIN, LIKELY
-from openrlhf.diagnosis.gap import Gap
-from openrlhf.diagnosis.gap_rows import GapRow, Signs, signs_of
+from openrlhf.diagnosis.gap_rows import Gap, GapRow, Signs, signs_of
 from openrlhf.diagnosis.recompute import (
     MOST_LOGITS,
     Recomputed,

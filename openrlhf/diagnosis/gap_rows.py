@@ -2,12 +2,13 @@
 at its cause."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from openrlhf.diagnosis.record import RunRecord
 from openrlhf.observability.journal import read_table
 
 MOST_ROWS = 64
@@ -38,6 +39,29 @@ class GapRow:
     def difference(self) -> np.ndarray:
         """(A,) log r, the log of the ratio of the trainer's to the sampler's probability."""
         return self.trainer - self.sampler
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gap:
+    """The gap of a run, computed from its rollouts."""
+
+    run: RunRecord
+    course: Mapping[int, float]
+    """Step -> mean of |log r|, for the steps that were read."""
+    rows: Mapping[int, list[GapRow]]
+    """Step -> sequences of the current weights."""
+    noise: float
+    """Mean of |log r| up to which rounding explains a gap."""
+
+    @property
+    def above(self) -> list[int]:
+        """Steps with a gap that rounding does not explain."""
+        return [step for step, value in self.course.items() if value > self.noise]
+
+    @property
+    def from_start(self) -> bool:
+        """True if the first step has the gap, so that no weight sync between steps can have caused it."""
+        return bool(self.above) and self.above[0] == min(self.course)
 
     @property
     def prompt_length(self) -> int:
