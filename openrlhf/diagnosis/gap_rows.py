@@ -40,6 +40,10 @@ class GapRow:
         """(A,) log r, the log of the ratio of the trainer's to the sampler's probability."""
         return self.trainer - self.sampler
 
+    @property
+    def prompt_length(self) -> int:
+        return int(self.actions[0])
+
 
 @dataclass(frozen=True, kw_only=True)
 class Gap:
@@ -62,10 +66,6 @@ class Gap:
     def from_start(self) -> bool:
         """True if the first step has the gap, so that no weight sync between steps can have caused it."""
         return bool(self.above) and self.above[0] == min(self.course)
-
-    @property
-    def prompt_length(self) -> int:
-        return int(self.actions[0])
 
 
 def rows_of(path: Path) -> list[GapRow]:
