@@ -91,8 +91,11 @@ class WarmServer:
 
     @contextmanager
     def starts_workers(self) -> Iterator[None]:
-        """A context in which Ray takes the program for the interpreter of its workers."""
-        own, sys.executable = sys.executable, str(self.interpreter)
+        """A context in which Ray takes the program for the interpreter of its workers, unless the folder of
+        temporary files is mounted without the right to execute them."""
+        own = sys.executable
+        if os.access(self.interpreter, os.X_OK):
+            sys.executable = str(self.interpreter)
         try:
             yield
         finally:

@@ -154,6 +154,17 @@ def test_files_of_the_current_folder_are_no_modules(tmp_path: Path, monkeypatch:
     server.stop()
 
 
+def test_ray_takes_the_program_only_if_it_can_be_executed(server: WarmServer) -> None:
+    own = sys.executable
+    with server.starts_workers():
+        assert sys.executable == str(server.interpreter)
+    server.interpreter.chmod(0o600)
+    with server.starts_workers():
+        assert sys.executable == own
+    server.interpreter.chmod(0o700)
+    assert sys.executable == own
+
+
 def test_other_commands_run_in_the_interpreter(server: WarmServer) -> None:
     ran = subprocess.run([server.interpreter, "-c", "import os; print(os.getppid())"], capture_output=True)
     assert int(ran.stdout) == os.getpid()
