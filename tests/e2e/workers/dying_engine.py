@@ -50,6 +50,8 @@ def main(spec: dict) -> None:
     torch.manual_seed(0)
     trainer = Killing(spec["model"], "fp32")
     options = options_of(spec["model"])
+    # a cluster of its own, in which a core is a child of its engine
+    os.environ |= {"RAY_ADDRESS": "local", "OPENRLHF_WARM_WORKERS": "0"}
     start_ray()
     actor = ray.remote(EngineActor).options(
         num_cpus=0, runtime_env={"env_vars": engine_environment(options)}, max_concurrency=16
