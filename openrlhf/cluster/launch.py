@@ -195,7 +195,7 @@ def _warm_workers(backends: Sequence[str]) -> Iterator[None]:
     if os.environ.get("OPENRLHF_WARM_WORKERS") == "0":
         yield
         return
-    _servers.append(server := WarmServer(modules_of(backends)))
+    _servers.append(server := WarmServer(modules_of(backends), WORKERS))
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")  # the first ones wait for the imports
     with server.starts_workers():
         yield

@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -49,15 +50,14 @@ variables of the process that imports it, or starts a thread, which a fork would
 READ_AT_IMPORT = {
     "OMP_NUM_THREADS": "1",  # Ray's default for workers
     "OPENBLAS_NUM_THREADS": "1",
-    "OMP_WAIT_POLICY": "PASSIVE",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-"""Default variables of workers that libraries keep when they are imported."""
+"""Default variables of ranks and engines that libraries keep when they are imported, and which cannot be set
+later."""
 
-STOP_SECONDS = 60
-"""Seconds in which the server ends, during its imports too."""
+PATIENCE = 60
+"""Maximum seconds for receiving a request, and for the server's end."""
 
 MOST_FILES = 250
 """Number of open files that one message of a socket can carry."""
@@ -66,8 +66,9 @@ MOST_FILES = 250
 class WarmServer:
     """The server of this process's cluster. It ends with this process, even if that is killed."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        """Starts the server, which imports `modules` in the background."""
+    def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
+        """Starts the server, which imports `modules` in the background. `variables`: defaults of all
+        workers."""
         folder = Path(tempfile.mkdtemp(prefix="openrlhf-"))  # no other user can enter it
         self.interpreter = folder / "python"
         """Program that Ray starts instead of Python."""
@@ -84,7 +85,7 @@ class WarmServer:
                 [sys.executable, "-P", "-m", __name__, *own, *modules],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
-                env=READ_AT_IMPORT | os.environ | {"PYTHONPATH": os.pathsep.join(path)},
+                env={**READ_AT_IMPORT, **variables, **os.environ, "PYTHONPATH": os.pathsep.join(path)},
                 pass_fds=[listener.fileno()],
                 start_new_session=True,
             )
@@ -105,7 +106,9 @@ class WarmServer:
         """Ends the server and the processes that it forked."""
         assert self.process.stdin
         self.process.stdin.close()
-        self.process.wait(STOP_SECONDS)
+        self.process.terminate()  # ends the imports; after them the server ignores it
+        self.process.wait(PATIENCE)
+        shutil.rmtree(self.interpreter.parent, ignore_errors=True)
 
 
 def modules_of(backends: Sequence[str]) -> list[str]:
@@ -117,6 +120,7 @@ def serve(interpreter: str, listener: socket.socket, modules: Sequence[str]) -> 
     """Answers requests until standard input closes. Returns in each forked process, with the function to run
     there, and at the end in the server, with one that removes its folder."""
     preload(modules)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     waiting = selectors.DefaultSelector()
     waiting.register(sys.stdin, selectors.EVENT_READ, ("end", 0))
     waiting.register(listener, selectors.EVENT_READ, ("request", 0))
@@ -127,17 +131,19 @@ def serve(interpreter: str, listener: socket.socket, modules: Sequence[str]) -> 
             if event == "end":
                 for worker in clients:
                     os.kill(worker, signal.SIGKILL)
-                return lambda: shutil.rmtree(Path(interpreter).parent)
+                return lambda: shutil.rmtree(Path(interpreter).parent, ignore_errors=True)
             if event == "request":
                 client, _ = listener.accept()
-                request, files = receive(client)
+                client.settimeout(PATIENCE)
+                if (received := receive(client)) is None:
+                    continue
+                request, files = received
                 if not (pid := os.fork()):
                     for inherited in (waiting, listener, client, *clients.values()):
                         inherited.close()
                     return lambda request=request, files=files: become(interpreter, request, files)
-                for number in files:
-                    os.close(number)
-                client.sendall(NUMBER.pack(pid))
+                close(files)
+                send(client, pid)
                 clients[pid] = client
                 waiting.register(client, selectors.EVENT_READ, ("left", pid))
                 waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, ("ended", pid))
@@ -147,7 +153,12 @@ def serve(interpreter: str, listener: socket.socket, modules: Sequence[str]) -> 
             elif event == "ended":
                 waiting.unregister(key.fileobj)
                 os.close(key.fd)
-                report(clients.pop(pid), pid, waiting)
+                client = clients.pop(pid)
+                with suppress(KeyError):
+                    waiting.unregister(client)
+                status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+                send(client, status if status >= 0 else 128 - status)
+                client.close()
 
 
 def preload(modules: Sequence[str]) -> None:
@@ -158,23 +169,29 @@ def preload(modules: Sequence[str]) -> None:
             import_module(name)
 
 
-def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns a request and its open files."""
-    head, files, _, _ = socket.recv_fds(client, NUMBER.size, MOST_FILES)
-    (left,), parts = NUMBER.unpack(head), []
-    while left:
-        parts.append(client.recv(left))
-        left -= len(parts[-1])
-    return json.loads(b"".join(parts)), list(files)
+def receive(client: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """Returns a request and its open files. Returns None, and closes the connection, if the program that
+    asks was killed meanwhile."""
+    files: list[int] = []
+    try:
+        head, files, _, _ = socket.recv_fds(client, NUMBER.size, MOST_FILES)
+        with client.makefile("rb") as stream:
+            return json.loads(stream.read(*NUMBER.unpack(head))), files
+    except (OSError, struct.error, ValueError):
+        close(files)
+        client.close()
+        return None
 
 
-def report(client: socket.socket, pid: int, waiting: selectors.BaseSelector) -> None:
-    """Sends the exit status of a worker that has ended to the program that asked for it."""
-    with suppress(KeyError):
-        waiting.unregister(client)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    with suppress(OSError), client:
-        client.sendall(NUMBER.pack(status if status >= 0 else 128 - status))
+def send(client: socket.socket, number: int) -> None:
+    """Sends a number to the program that asked, if it is still there."""
+    with suppress(OSError):
+        client.sendall(NUMBER.pack(number))
+
+
+def close(files: Sequence[int]) -> None:
+    for number in files:
+        os.close(number)
 
 
 def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> None:
@@ -186,6 +203,7 @@ def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> No
         variables = variables | more
     elif titles := sys.modules.get("setproctitle"):
         titles.getproctitle()  # finds the place of vLLM's title, which it could not with other variables
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.setpgid(0, 0)  # Ray kills the whole group of a worker
     take_files(files, request["files"])
     os.setpriority(os.PRIO_PROCESS, 0, request["nice"])
@@ -218,8 +236,7 @@ def take_files(files: list[int], numbers: list[int]) -> None:
     """Gives the open files the numbers that they have in the process that sent them."""
     above = max(numbers) + 1
     moved = [fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, above) for number in files]
-    for number in files:
-        os.close(number)
+    close(files)
     for number, target in zip(moved, numbers, strict=True):
         os.dup2(number, target)
         os.close(number)

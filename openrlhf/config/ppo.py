@@ -352,6 +352,11 @@ class RolloutConfig:
     """Do not train on samples that ran out of tokens. Their rewards still count in the comparison of a
     group."""
 
+    @property
+    def is_truncated(self) -> bool:
+        """True if top-p or top-k truncates the sampling distribution."""
+        return self.top_p < 1 or self.top_k > 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDataConfig(ImagesConfig, TemplateConfig, LoaderConfig):
@@ -768,8 +773,7 @@ class PPOConfig(TrainingConfig):
     def samples_freely(self) -> bool:
         """True if all answers are sampled from the whole vocabulary: without top-p, top-k and agents, which
         may use other settings."""
-        rollout = self.rollout
-        return rollout.top_p == 1 and rollout.top_k < 1 and self.train.agent_func_path is None
+        return not self.rollout.is_truncated and self.train.agent_func_path is None
 
     @property
     def engines_colocated(self) -> bool:
@@ -813,8 +817,8 @@ class PPOConfig(TrainingConfig):
         distribution and no supports are recorded: training then computes the log-probs of another
         distribution. None: the default limit, rounding."""
         rollout, limit = self.rollout, self.algo.max_mismatch
-        truncates = rollout.top_p < 1 or rollout.top_k > 0
-        return math.inf if limit is None and truncates and not rollout.max_kept_tokens else limit
+        is_other = rollout.is_truncated and not rollout.max_kept_tokens
+        return math.inf if limit is None and is_other else limit
 
     @property
     def adapts_kl(self) -> bool:

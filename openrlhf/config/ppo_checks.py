@@ -168,7 +168,7 @@ PPO_UNREAD = (
     needs("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
     Unread(
         "rollout.max_kept_tokens",
-        lambda c: c.rollout.top_p == 1 and c.rollout.top_k < 1 and c.train.agent_func_path is None,
+        lambda c: c.samples_freely,
         "without --rollout.top_p or --rollout.top_k",
     ),
     needs("train.agent_func_path", "train.max_turns rollout.step_timeout"),

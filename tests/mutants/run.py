@@ -155,7 +155,7 @@ def _copy(folder: str) -> None:
     for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
         if name and (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, copy / name)
+            shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
     (copy / ".venv").symlink_to((ROOT / ".venv").resolve())
 
 

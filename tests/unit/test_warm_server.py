@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from openrlhf.backends.vllm import lifeline
+from openrlhf.cluster.warm_interpreter import NUMBER
 from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of, worker_command
 
 FORK = "--multiprocessing-fork"
@@ -23,7 +25,7 @@ FORK = "--multiprocessing-fork"
 @pytest.fixture(scope="module")
 def server() -> Iterator[WarmServer]:
     """Starts a server that has imported a few modules."""
-    started = WarmServer(modules=["setproctitle", "torch._dynamo"])
+    started = WarmServer(["setproctitle", "torch._dynamo"], {})
     yield started
     started.stop()
     assert started.process.returncode == 0 and not started.interpreter.parent.exists()
@@ -119,6 +121,37 @@ def test_sigterm_reaches_the_process(server: WarmServer) -> None:
     process.stdout.close()
 
 
+def test_sigterm_ends_a_process_without_a_handler(server: WarmServer) -> None:
+    process = start(server, "import time; print('ready', flush=True); time.sleep(60)")
+    assert process.stdout and process.stdout.readline() == "ready\n"
+    process.terminate()
+    assert process.wait(30) == 128 + signal.SIGTERM
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("sent", [b"", NUMBER.pack(9), NUMBER.pack(3) + b"{}}"])
+def test_a_request_that_breaks_off_leaves_the_server_as_it_was(server: WarmServer, sent: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(server.interpreter.with_name("socket")))
+        client.sendall(sent)
+    found = output(server, "import psutil; print(psutil.Process().ppid())")
+    assert int(found) == server.process.pid
+
+
+def test_the_end_does_not_wait_for_imports() -> None:
+    server = WarmServer(["time", "openrlhf.training.worker", "openrlhf.backends.vllm.engine"], {})
+    server.stop()
+    assert server.process.returncode == -signal.SIGTERM and not server.interpreter.parent.exists()
+
+
+def test_workers_have_the_defaults_that_the_user_does_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    server = WarmServer([], {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"})
+    variables = psutil.Process(server.process.pid).environ()
+    server.stop()
+    assert (variables["OMP_WAIT_POLICY"], variables["TORCH_CPP_LOG_LEVEL"]) == ("ACTIVE", "ERROR")
+
+
 def test_the_process_ends_with_the_program_that_stands_for_it(server: WarmServer) -> None:
     process = start(server, "import os, time; print(os.getpid(), flush=True); time.sleep(60)")
     assert process.stdout
@@ -133,7 +166,7 @@ def test_the_status_of_a_killed_process(server: WarmServer) -> None:
 
 
 def test_without_a_server_the_interpreter_runs_the_command() -> None:
-    server = WarmServer(modules=["no_such_module"])
+    server = WarmServer(["no_such_module"], {})
     assert output(server, "print(1)") == "1"  # a library that is missing ends nothing
     server.process.kill()
     server.process.wait()
@@ -148,7 +181,7 @@ def test_without_a_server_the_interpreter_runs_the_command() -> None:
 def test_files_of_the_current_folder_are_no_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "socket.py").write_text("raise OSError")
     monkeypatch.chdir(tmp_path)
-    server = WarmServer(modules=["json"])
+    server = WarmServer(["json"], {})
     found = output(server, "import psutil; print(psutil.Process().ppid())", cwd="/")
     assert int(found) == server.process.pid
     server.stop()
