@@ -271,17 +271,6 @@ def read_samples(path: Path) -> list[Sample]:
         return file.read(columns).take(chosen).to_pylist()
 
 
-def thinned(curve: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """Reduces a curve to at most `most` points: the first, the last, and the lowest and the highest one of
-    each of equally long stretches, so that spikes stay."""
-    if len(curve) <= most:
-        return curve
-    width, height = -(-len(curve) // (most // 2 - 1)), lambda point: point[1]
-    stretches = [curve[start : start + width] for start in range(0, len(curve), width)]
-    extremes = (pick(stretch, key=height) for stretch in stretches for pick in (min, max))
-    return sorted({curve[0], curve[-1], *extremes})
-
-
 def find_run(path: Path) -> Path:
     """Returns the run folder that a path names: itself, or the newest run in an output folder. Raises
     UsageError if there is none."""

@@ -20,7 +20,6 @@ from typing import Any, Self, TextIO
 from jinja2 import Environment, StrictUndefined, Template
 
 from openrlhf.files import write_atomically
-from openrlhf.observability.followed_run import thinned
 from openrlhf.observability.journal import (
     Decode,
     journal_steps,
@@ -32,7 +31,7 @@ from openrlhf.observability.journal import (
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
-from openrlhf.observability.selection import best_to_worst
+from openrlhf.observability.selection import best_to_worst, thinned
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
 

@@ -1,4 +1,4 @@
-"""Chooses the few samples of a step that are kept or shown."""
+"""Chooses the few samples of a step, or points of a curve, that are kept or shown."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -22,3 +22,14 @@ def evenly(items: Sequence[T], count: int) -> list[T]:
     if count == 1:
         return list(items[:1])
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def thinned(curve: list[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """Reduces a curve to at most `most` points: the first, the last, and the lowest and the highest one of
+    each of equally long stretches, so that spikes stay."""
+    if len(curve) <= most:
+        return curve
+    width, height = -(-len(curve) // (most // 2 - 1)), lambda point: point[1]
+    stretches = [curve[start : start + width] for start in range(0, len(curve), width)]
+    extremes = (pick(stretch, key=height) for stretch in stretches for pick in (min, max))
+    return sorted({curve[0], curve[-1], *extremes})

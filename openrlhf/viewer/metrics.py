@@ -4,7 +4,8 @@ from pathlib import Path
 from threading import Lock
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.observability.followed_run import Tail, metrics_of, thinned
+from openrlhf.observability.followed_run import Tail, metrics_of
+from openrlhf.observability.selection import thinned
 
 MOST_POINTS = 2000
 """Maximum number of points of a curve that the page receives."""

@@ -12,7 +12,6 @@ import pytest
 from refusals import refused
 
 from openrlhf.errors import ErrorCode
-from openrlhf.observability.followed_run import thinned
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.report import (
     CURVE_POINTS,
@@ -24,6 +23,7 @@ from openrlhf.observability.report import (
     write_report,
 )
 from openrlhf.observability.run_folder import RunFolder, to_json
+from openrlhf.observability.selection import thinned
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
 from openrlhf.types import Outcome, Prompt, Trajectory, runs
 

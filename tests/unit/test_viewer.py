@@ -21,10 +21,10 @@ from refusals import refused
 
 from openrlhf.cli import view
 from openrlhf.data.images import kept_download
-from openrlhf.observability.followed_run import thinned
 from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
+from openrlhf.observability.selection import thinned
 from openrlhf.types import Image, Prompt
 from openrlhf.viewer import index, rollout
 from openrlhf.viewer.metrics import MOST_POINTS, Metrics
