@@ -29,9 +29,10 @@ PLACES = {
 AHEAD = {
     "at once": "",
     "waits": "--train.async_enable --train.async_queue_size 1 --rollout.max_new_tokens 48",
-    # Few long answers: sampling a batch takes several times as long as training on one.
+    # Few long answers, four at a time: sampling a batch takes many times as long as training on one.
     "pauses": "--train.async_enable --train.async_queue_size 2 --train.partial_rollout_enable "
-    "--rollout.batch_size 2 --train.batch_size 8 --data.max_len 480 --rollout.max_new_tokens 400",
+    "--rollout.batch_size 2 --rollout.n_samples_per_prompt 2 --train.batch_size 4 "
+    "--data.max_len 480 --rollout.max_new_tokens 400",
 }
 STALENESS = {"at once": 0, "waits": 1, "pauses": 2}
 IN_EVERY_RUN = ("alone", "pauses")

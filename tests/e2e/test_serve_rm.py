@@ -92,9 +92,18 @@ def running(model: Path, log: Path, *flags: str, **options) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return reward_model(tmp_path_factory.mktemp("rm"))
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes a model that takes seconds for a flood, so that requests reach the server while it scores."""
+    return reward_model(tmp_path_factory.mktemp("slow"), hidden_size=192, num_layers=6)
+
+
+def reward_model(folder: Path, **shape: int) -> Path:
     """Writes a random reward model with statistics."""
-    folder = tmp_path_factory.mktemp("rm")
-    base = tiny_chat_model(folder / "base")
+    base = tiny_chat_model(folder / "base", **shape)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
     model.config.mean, model.config.std = MEAN, STD
@@ -158,11 +167,14 @@ def test_requests_at_the_same_time_get_their_own_scores(server: Server, model: P
     assert got == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_full_queue_turns_requests_away(server: Server) -> None:
+def test_a_full_queue_turns_requests_away(slow_model: Path, tmp_path: Path) -> None:
     """One request is worked on and one fills the queue; the next is told when to come back, and loses
     nothing."""
     flood = ["1" * 400] * 300
-    with ThreadPoolExecutor(3) as threads:
+    with (
+        running(slow_model, tmp_path / "stderr", "--max_queue", "300", "--max_texts", "300") as server,
+        ThreadPoolExecutor(3) as threads,
+    ):
         early = [threads.submit(server.ask, flood)]
         wait_for(server, scoring=300)
         early.append(threads.submit(server.ask, flood))
@@ -171,7 +183,7 @@ def test_a_full_queue_turns_requests_away(server: Server) -> None:
         assert (status, headers["retry-after"]) == (503, "1")
         assert answer == {"error": "the queue is full (--max_queue 300)"}
         assert [len(request.result()[1]["rewards"]) for request in early] == [300, 300]
-    assert server.ask(["later"])[0] == 200
+        assert server.ask(["later"])[0] == 200
 
 
 @pytest.mark.parametrize("key", ["", "wrong", KEY + "x", KEY[:-1], "schlüssel"])
@@ -279,9 +291,9 @@ async def ask_once(reward: RemoteReward) -> Reward:
         await asyncio.sleep(0)
 
 
-def test_sigterm_answers_what_came_before(model: Path, tmp_path: Path) -> None:
+def test_sigterm_answers_what_came_before(slow_model: Path, tmp_path: Path) -> None:
     flood = ["1" * 400] * 100
-    with running(model, tmp_path / "stderr") as server, ThreadPoolExecutor(3) as threads:
+    with running(slow_model, tmp_path / "stderr") as server, ThreadPoolExecutor(3) as threads:
         early = [threads.submit(server.ask, flood)]
         wait_for(server, scoring=100)
         early += [threads.submit(server.ask, flood) for _ in range(2)]
