@@ -24,6 +24,7 @@ from openrlhf.training.task import MODEL_FLAG
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from openrlhf.agents.base import Reward
     from openrlhf.observability.preview import Preview
     from openrlhf.planning.hardware import Cluster
     from openrlhf.planning.plan import Assumed
@@ -265,7 +266,8 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def _rewards(check: Check, prompts: "list[Prompt]") -> None:
-    """Calls the reward function with a right, a wrong and an empty answer of the first prompt."""
+    """Calls the reward function with a right, a wrong and an empty answer of the first prompt, and if it is
+    called with batches, once more in the same and once in the opposite order."""
     config = check.config
     if config.train.agent:
         check.say("not tried: the agent gives the rewards. `openrlhf agent try` plays one of its episodes")
@@ -285,7 +287,9 @@ def _rewards(check: Check, prompts: "list[Prompt]") -> None:
     answers = {"right": label, "right, boxed": f"\\boxed{{{label}}}", "wrong": "I do not know.", "empty": ""}
     if not label:
         answers = {name: answers[name] for name in ("wrong", "empty")}
-    rewards = asyncio.run(_called(config, prompt, list(answers.values())))
+    in_order = list(answers.values())
+    batches = [in_order, in_order, in_order[::-1]] if config.reward.batch > 1 else [in_order]
+    rewards, *others = asyncio.run(_called(config, prompt, batches))
     for (name, answer), reward in zip(answers.items(), rewards, strict=True):
         check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
     if len({reward.reward for reward in rewards}) == 1:
@@ -293,20 +297,46 @@ def _rewards(check: Check, prompts: "list[Prompt]") -> None:
             "note: all answers have the same reward. This is a problem unless a right answer must look "
             "different from the label."
         )
+    if others:
+        _compare(check, rewards, *others)
 
 
-async def _called(config: PPOConfig, prompt: "Prompt", answers: Sequence[str]) -> list[Any]:
-    """Calls the reward function with all answers. Returns their rewards. Raises UsageError if a call
-    fails."""
+def _compare(
+    check: Check, once: "Sequence[Reward]", again: "Sequence[Reward]", backwards: "Sequence[Reward]"
+) -> None:
+    """Notes rewards that change with the order of a batch. A function that collects results as they come, or
+    sorts them, gives samples the rewards of others."""
+    first, second, reordered = ([reward.reward for reward in batch] for batch in (once, again, backwards))
+    if first != second:
+        check.say(
+            f"note: the same answers got the rewards {first} in a first call and {second} in a second one. "
+            "The function is random, or does not return rewards in the order of the answers."
+        )
+    elif first != reordered[::-1]:
+        check.say(
+            f"note: the same answers got the rewards {first} in one order and {reordered[::-1]} in the "
+            "opposite one. Unless the function compares the answers of a batch, it does not return rewards "
+            "in the order of the answers."
+        )
+
+
+async def _called(
+    config: PPOConfig, prompt: "Prompt", batches: Sequence[Sequence[str]]
+) -> "list[list[Reward]]":
+    """Calls the reward function with each batch of answers. Returns their rewards. Raises UsageError if a
+    call fails."""
     from openrlhf.agents.base import RewardError
     from openrlhf.rewards.function import RewardFunction
 
     function = str(config.reward_function)
     limits = {"timeout": config.reward.timeout, "memory_gb": config.reward.memory_gb}
-    source = RewardFunction(function, batch_size=len(answers), **limits)
+    source = RewardFunction(function, batch_size=max(map(len, batches)), **limits)
     try:
-        calls = (source(prompt.text + answer, prompt.text, prompt.label) for answer in answers)
-        return list(await asyncio.gather(*calls))
+        found = []
+        for answers in batches:
+            calls = (source(prompt.text + answer, prompt.text, prompt.label) for answer in answers)
+            found.append(list(await asyncio.gather(*calls)))
+        return found
     except RewardError as error:
         raise UsageError(ErrorCode.USER_CODE, str(error), flag=REWARD_FLAG, value=function) from error
     finally:

@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 def test_every_benchmark_is_here() -> None:
     names = {"agents", "balance", "controller", "gpu", "learning", "parallel", "prefixes", "rl_step"}
-    names |= {"plan", "rollout", "start", "supervised", "view", "weight_sync"}
+    names |= {"checkpoint", "plan", "recipes", "rollout", "start", "supervised", "view", "weight_sync"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
 
@@ -37,6 +37,21 @@ def test_start() -> None:
     assert re.search(r"^\| sft \| [\d.]+ \| checks \d+, .* \| driver ", done.stdout, re.MULTILINE), (
         done.stdout
     )
+
+
+@pytest.mark.slow
+def test_recipes() -> None:
+    command = [sys.executable, str(BENCHMARKS / "recipes.py"), "--recipes", "sft"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^sft +\d+ s +\d+ s +\d+ s  sft/loss ", done.stdout, re.MULTILINE), done.stdout
+
+
+def test_checkpoint() -> None:
+    command = [sys.executable, str(BENCHMARKS / "checkpoint.py"), "--mb", "16", "--rounds", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^hashed +\d", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_balance() -> None:

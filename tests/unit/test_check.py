@@ -82,6 +82,27 @@ def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFi
     assert "ZeroDivisionError" in text
 
 
+@pytest.mark.parametrize(
+    ("reward", "remark"),
+    [
+        (RIGHT, None),
+        ("float(q == queries[0])", "[1.0, 0.0, 0.0, 0.0] in one order and [0.0, 0.0, 0.0, 1.0] in the"),
+        ("float(next(numbers))", "[0.0, 1.0, 2.0, 3.0] in a first call and [4.0, 5.0, 6.0, 7.0] in a"),
+    ],
+    ids=["by answer", "by place", "by call"],
+)
+def test_rewards_that_depend_on_the_order_of_a_batch(
+    words: list[str], capsys: pytest.CaptureFixture[str], reward: str, remark: str | None
+) -> None:
+    Path("reward.py").write_text("from itertools import count\nnumbers = count()\n" + REWARD % reward)
+    for batch in ("1", "8"):
+        code, text = checked([*words, "--reward.batch", batch], capsys)
+        assert code == 0, text
+        is_told = "note: the same answers got the rewards" in text
+        assert is_told == (remark is not None and batch == "8"), text
+    assert remark is None or remark in " ".join(text.split())
+
+
 def test_a_template_whose_answers_never_end(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     template = "{% for m in messages %}{{ m.content }} + {% endfor %}"
     code, text = checked([*words, "--data.tokenizer_chat_template", template], capsys)
