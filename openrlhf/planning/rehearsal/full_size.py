@@ -33,11 +33,12 @@ def check_mesh(mesh: Mesh) -> None:
     """Checks that the groups of each dimension contain every rank once, and that coordinates and ranks are
     inverse to each other."""
     everyone = set(range(mesh.size))
-    assert all(mesh.rank_at(mesh.coordinates(rank)) == rank for rank in everyone)
+    assert all(mesh.rank_at(mesh.coordinates(rank)) == rank for rank in everyone), f"{mesh}: coordinates"
     for name, size in zip(mesh.DIMENSIONS, mesh.shape, strict=True):
         groups = {tuple(mesh.group(name, rank)) for rank in everyone}
-        assert {len(group) for group in groups} == {size}
-        assert sorted(rank for group in groups for rank in group) == sorted(everyone)
+        assert {len(group) for group in groups} == {size}, f"{mesh}: sizes of the {name} groups"
+        members = sorted(rank for group in groups for rank in group)
+        assert members == sorted(everyone), f"{mesh}: members of the {name} groups"
 
 
 def _lengths(plan: RunPlan, count: int) -> list[int]:
@@ -96,13 +97,15 @@ def _dealt_rl(config: PPOConfig, plan: RunPlan) -> tuple[int, int]:
         seed=(config.train.seed,),
         groups=[i // group for i in range(count)] if config.train.shuffle == "group" else None,
     )
-    assert sorted(i for step in steps for rank in step for i in rank) == [*range(count)]
+    trained_on = sorted(i for step in steps for rank in step for i in rank)
+    assert trained_on == [*range(count)], "an RL step does not train on each of its samples once"
     return _spread(steps[0], lengths, whole=False)
 
 
 def _spread(
     of_rank: Sequence[Sequence[int]], lengths: Sequence[int], *, whole: bool = True
 ) -> tuple[int, int]:
-    assert not whole or sorted(i for mine in of_rank for i in mine) == [*range(len(lengths))]
+    given = sorted(i for mine in of_rank for i in mine)
+    assert not whole or given == [*range(len(lengths))], "the ranks do not get each sample once"
     tokens = [sum(lengths[i] for i in mine) for mine in of_rank]
     return max(tokens), min(tokens)
