@@ -5,10 +5,13 @@ tests/e2e/test_sft.py starts commands as users do, with every launcher.
 
 import multiprocessing
 import os
+import random
 import runpy
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,16 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORKSERVER.set_forkserver_preload(
     ["openrlhf.training.task", "openrlhf.training.precompute", "transformers.optimization", "datasets"]
 )
+
+
+def port_for_later() -> int:
+    """Returns the number of a free TCP port that stays free for a while: it is below those that the system
+    gives to connections, and above those of Ray's workers."""
+    for port in random.sample(range(20_000, 32_000), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("", port))
+            return port
+    raise RuntimeError("none of 100 ports is free")
 
 
 def run_ranks(command: Sequence[str], num_ranks: int = 1, *, log: Path, timeout: float = 300) -> None:

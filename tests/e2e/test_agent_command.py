@@ -8,9 +8,8 @@ from pathlib import Path
 
 import nemo_gym_server
 import pytest
-from processes import run_ranks
+from processes import port_for_later, run_ranks
 
-from openrlhf.backends.distributed import free_port
 from openrlhf.cli.agent import ONE_SEQUENCE
 from openrlhf.data.reasoning_gym import gym_rows
 from openrlhf.tasks.prepare import TaskFiles
@@ -43,7 +42,7 @@ def test_every_kind_of_agent(
 @pytest.fixture
 def nemo_gym(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Starts the servers that the example of NeMo Gym asks."""
-    model_port, agent_port = free_port(), free_port()
+    model_port, agent_port = port_for_later(), port_for_later()
     monkeypatch.setenv("NEMO_GYM_MODEL_PORT", str(model_port))
     monkeypatch.setenv("NEMO_GYM_AGENT", f"http://127.0.0.1:{agent_port}")
     command = [sys.executable, nemo_gym_server.__file__, f"http://127.0.0.1:{model_port}/v1", str(agent_port)]

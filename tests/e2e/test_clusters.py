@@ -18,9 +18,9 @@ import psutil
 import pytest
 import yaml
 from namespaces import needs_namespaces
+from processes import port_for_later
 from refusals import printed
 
-from openrlhf.backends.distributed import free_port
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -64,8 +64,8 @@ class Machine:
 
     folder: Path
     environment: dict[str, str]
-    port: int = field(default_factory=free_port)
-    dashboard: int = field(default_factory=free_port)
+    port: int = field(default_factory=port_for_later)
+    dashboard: int = field(default_factory=port_for_later)
 
     @property
     def address(self) -> str:
@@ -74,7 +74,8 @@ class Machine:
     def start(self, command: str, **options) -> subprocess.Popen:
         """Starts a command with this machine's ports and addresses in the place of the page's. `ray stop` is
         replaced, because it would stop every Ray of the user."""
-        own = f"--port {self.port} --dashboard-port {self.dashboard} --ray-client-server-port {free_port()}"
+        own = f"--port {self.port} --dashboard-port {self.dashboard} "
+        own += f"--ray-client-server-port {port_for_later()}"
         own += " --dashboard-agent-listen-port 0 --object-store-memory 100000000"
         command = command.replace("ray start --head", f"ray start --head {own}")
         command = command.replace("127.0.0.1:8265", f"127.0.0.1:{self.dashboard}")

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from processes import port_for_later
 from refusals import printed, refused
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -317,7 +318,7 @@ def test_deaths_cost_no_answer(
     texts = [f"<|user|>{i} and {i}?<|end|>" for i in range((deaths + 1) * 100)]
     expected = expected_rewards(model, texts)
     expected = [reward * STD + MEAN for reward in expected]
-    port, log = free_port(), tmp_path / "stderr"
+    port, log = port_for_later(), tmp_path / "stderr"
     asked = 100
     hits: list[bool] = []  # whether a death came before all answers
 

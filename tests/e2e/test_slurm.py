@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from namespaces import needs_namespaces
+from processes import port_for_later
 
-from openrlhf.backends.distributed import free_port
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 
@@ -42,7 +42,7 @@ def submit(task: TaskFiles, folder: Path, *flags: str) -> tuple[int, str]:
     environment |= {
         "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
-        "PORT": str(free_port()),
+        "PORT": str(port_for_later()),
         "MODEL": str(task.model),
         "DATASET": str(task.sft),
         "OUT": str(folder / "out"),
