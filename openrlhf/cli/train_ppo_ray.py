@@ -3,6 +3,7 @@ submit`."""
 
 import os
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -138,6 +139,7 @@ def train(
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts, clock)
+    ended = threading.Event()
     try:
         if table := placement_table(roles.processes, places):
             print(table, file=sys.stderr, flush=True)
@@ -146,7 +148,7 @@ def train(
         trainer.observer.started(clock)
         watch = roles.watch(config)
         watch.start()
-        guard_ended = guard(partial(end_without_head, trainer))
+        guard(partial(end_without_head, trainer), ended)
         try:
             with (
                 noting_position(partial(position, trainer)),
@@ -159,11 +161,11 @@ def train(
                     if roles.critic and config.critic.save_value_network:
                         roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
         finally:
-            guard_ended.set()
             watch.close()
             trainer.observer.close()
     finally:
-        roles.end()
+        roles.end()  # without a head, it would wait for a minute
+        ended.set()
 
 
 def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:

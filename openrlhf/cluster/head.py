@@ -15,21 +15,22 @@ LIMIT = 15.0
 """Seconds for which no process listens at the head's port until the head counts as dead."""
 
 
-def guard(end: Callable[[str], object]) -> threading.Event:
-    """Starts a thread that calls `end` with the head's address once the head is dead. Returns an event that
-    ends the thread."""
-    ended = threading.Event()
-    arguments = ray.get_runtime_context().gcs_address, end, ended
+def guard(
+    end: Callable[[str], object], ended: threading.Event | None = None, *, limit: float = LIMIT
+) -> None:
+    """Starts a thread that calls `end` with the head's address once the head is dead. `ended`: event that
+    ends the thread; None: it runs as long as the process."""
+    arguments = ray.get_runtime_context().gcs_address, end, ended or threading.Event(), limit
     threading.Thread(target=_guard, args=arguments, name="head", daemon=True).start()
     return ended
 
 
-def _guard(address: str, end: Callable[[str], object], ended: threading.Event) -> None:
+def _guard(address: str, end: Callable[[str], object], ended: threading.Event, limit: float) -> None:
     last = time.monotonic()
     while not ended.wait(POLL):
         if not is_refused(address):
             last = time.monotonic()
-        elif time.monotonic() - last >= LIMIT and not ended.is_set():
+        elif time.monotonic() - last >= limit and not ended.is_set():
             end(address)
             return
 

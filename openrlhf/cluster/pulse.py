@@ -20,12 +20,16 @@ import ray
 from ray.exceptions import RayError
 from ray.experimental import internal_kv
 
-from openrlhf.cluster.head import guard
+from openrlhf.cluster import head
 
 BEAT = 5.0
 """Seconds between two beats."""
 
 STACKS_WANTED = "stacks wanted"
+
+HEADLESS = head.LIMIT + 2 * head.POLL
+"""Seconds without Ray's head after which a process ends itself. The driver, which tells the cause, ends
+before."""
 
 Progress = tuple[int, bool]
 """A counter that grows with the work of a process, and True if the process has work."""
@@ -49,7 +53,7 @@ class Beat:
 def start_pulse(progress: Callable[[], Progress], queue: Callable[[], Queue | None] = lambda: None) -> None:
     """Starts the thread of this actor's process. Also ends the process when Ray's head is dead, because Ray
     would wait a minute for the head, and then for child processes."""
-    guard(lambda address: os.kill(os.getpid(), signal.SIGKILL))
+    head.guard(lambda address: os.kill(os.getpid(), signal.SIGKILL), limit=HEADLESS)
     arguments = Board(), ray.get_runtime_context().get_actor_id(), progress, queue
     threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
 

@@ -41,7 +41,7 @@ def test_only_a_head_that_is_gone_ends_the_process(
     ended, called = Ended(answers), []
     monkeypatch.setattr(head, "time", SimpleNamespace(monotonic=lambda: ended.now))
     monkeypatch.setattr(head, "is_refused", lambda address: ended.answer)
-    head._guard("10.0.0.1:6379", called.append, ended)
+    head._guard("10.0.0.1:6379", called.append, ended, LIMIT)
     assert called == (["10.0.0.1:6379"] if is_gone else [])
 
 
