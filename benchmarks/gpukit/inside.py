@@ -3,6 +3,7 @@
 import importlib
 import json
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,14 @@ def _outcome(stage: Stage, setting: Setting) -> dict[str, Any]:
 def _missing(stage: Stage, setting: Setting) -> str:
     """Returns why the stage cannot run, or "". Packages are imported, so one that is there and broken is an
     error."""
+    with suppress(ModuleNotFoundError):
+        importlib.import_module("openrlhf")  # first: it repairs imports of CUDA builds beside a CPU build
     for name in (*(["torch"] if stage.gpus else []), *stage.packages):
         try:
             found = importlib.import_module(name)
         except ModuleNotFoundError as error:
+            if error.name is None:
+                raise
             own = error.name == name
             return f"{name} is not installed" if own else f"{name} needs {error.name}, which is not installed"
         # a folder of that name, such as that of the one file of vLLM that is carried along

@@ -107,6 +107,7 @@ STAGES = {
     "floods": _stage("floods"),
     "lacks": _stage("good", packages=("a_package_that_nobody_has",)),
     "broken-package": _stage("good", packages=("broken_package",)),
+    "nameless-package": _stage("good", packages=("nameless_package",)),
     "carried": _stage("sees_what_was_carried"),
     "no-module": Stage(shows="", work="nowhere:at_all", gpus=0),
     "two-gpus": Stage(shows="", work="faulty_gpu_stages:good", gpus=2),

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KIT = str(ROOT / "benchmarks" / "gpu.py")
 FAULTY = [
     *("raises", "hangs", "prints", "crashes", "stays", "killed", "leaves", "floods", "lacks"),
-    *("broken-package", "carried", "no-module", "good"),
+    *("broken-package", "nameless-package", "carried", "no-module", "good"),
 ]
 
 
@@ -39,6 +39,9 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (carried / "carried_along.py").write_text("RATE = 6.0\n")
     (carried / "broken_package.py").write_text(
         "raise ImportError('libcudart.so.13: cannot open shared object file')\n"
+    )
+    (carried / "nameless_package.py").write_text(
+        "raise ModuleNotFoundError('could not import a part of it')\n"
     )
     path = f"{carried}{os.pathsep}{Path(__file__).parent}"
     return {"GPUKIT_STAGES": "faulty_gpu_stages", "PYTHONPATH": path}
@@ -68,6 +71,7 @@ def test_no_stage_ends_the_kit(faulty_run) -> None:
         ("floods", "pass", ""),
         ("lacks", "skip", "a_package_that_nobody_has is not installed"),
         ("broken-package", "fail", "ImportError: libcudart.so.13: cannot open shared object file"),
+        ("nameless-package", "fail", "ModuleNotFoundError: could not import a part of it"),
         ("carried", "pass", ""),
         ("no-module", "fail", "ModuleNotFoundError: No module named 'nowhere'"),
         ("good", "pass", ""),
