@@ -1,4 +1,4 @@
-"""What the hashes of a checkpoint cost.
+"""Cost of the hashes of a checkpoint.
 
 hashed   `CheckpointWriter`, which hashes a file while it writes it
 written  the same writer without hashes

@@ -31,8 +31,10 @@ from openrlhf.training.invariants import (
     check_staleness,
     check_trained,
 )
+from openrlhf.training.plain_rl import plain_advantages
 from openrlhf.training.schedule import num_batches, training_schedule
-from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
+from openrlhf.training.verify_rl import check_advantages
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated, present
 
 # bounded .result(): the cluster's watch ends calls to processes that make no progress.
 
@@ -219,6 +221,8 @@ class PPOTrainer(Generic[PolicyT]):
             max_new_tokens=self.config.longest_response,
             teacher_coef=self.config.teacher.kd_coef,
         )
+        if self.step < self.config.train.verify_steps:
+            self.check_credit(batch, finished)
         metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
         self.check_mismatch(metrics)
         check_staleness(metrics, self.config.largest_staleness, self.step + 1)
@@ -248,6 +252,19 @@ class PPOTrainer(Generic[PolicyT]):
         if self.policy_learns:
             self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
         return metrics, trained
+
+    def check_credit(self, batch: Batch, finished: Sequence[Trajectory]) -> None:
+        """Compares the advantages of the batch with those of plain formulas."""
+        config = self.config
+        expected = plain_advantages(
+            batch,
+            finished,
+            algo=config.algo,
+            reward=config.reward,
+            kl_coef=self.kl.coef,
+            max_new_tokens=config.longest_response,
+        )
+        check_advantages(present(batch.advantages), expected, self.step + 1)
 
     def check_mismatch(self, metrics: Metrics) -> None:
         config = self.config

@@ -61,6 +61,7 @@ from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.verify import check_log_probs, is_whole, verify_step
+from openrlhf.training.verify_rl import check_policy_loss, check_value_loss
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory, present
 
 ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
@@ -255,6 +256,12 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             rows, dtype = self.rows(batch, windows[0]), self.config.ds.precision.dtype
             step, objective = self.model.steps + 1, self.objective(kl_coef)
             verify_step(self.model, rows, objective, step, dtype=dtype, mesh=self.mesh)
+            if rows[0].row.num_actions.sum():
+                self.verify_loss(rows[0], kl_coef, step)
+
+    @abstractmethod
+    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
+        """Compares the loss of a row with a plain formula."""
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         """Returns the additional (rows, objective) pairs of the next optimizer step."""
@@ -408,6 +415,9 @@ class PolicyWorker(TrainedWorker):
                 step=self.model.steps + 1,
             )
 
+    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
+        check_policy_loss(PolicyObjective.from_config(self.config, kl_coef), row, step)
+
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
             return []
@@ -509,6 +519,9 @@ class CriticWorker(TrainedWorker):
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
         objective = CriticObjective(value_clip=self.config.critic.value_clip)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
+
+    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
+        check_value_loss(CriticObjective(value_clip=self.config.critic.value_clip), row, step)
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the critic; every metric's name starts with `critic/`."""

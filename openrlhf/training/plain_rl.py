@@ -1,0 +1,241 @@
+"""Advantages and losses of RL by their papers' formulas, one episode and one sequence at a time in float64.
+Checks compare a run's own numbers with them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.config.ppo import AlgoConfig, RewardConfig
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory, present
+
+LARGEST = 20.0
+"""Bound of log ratios."""
+ROUNDINGS = 256
+"""Allowed error of advantages as a multiple of one rounding error of the largest return. Independent errors
+grow with the square root of their number: 256 for 65,536 actions."""
+NOISE = 1e-5
+"""Relative differences of the rewards of a group up to which they may be rounding errors, which GRPO would
+magnify."""
+
+
+class PlainAdvantages(NamedTuple):
+    values: np.ndarray
+    """(A,) advantages of the batch's actions, float64."""
+    rounding: float
+    """Largest error of their computation in float32."""
+
+
+def plain_advantages(
+    batch: Batch,
+    trajectories: Sequence[Trajectory],
+    *,
+    algo: AlgoConfig,
+    reward: RewardConfig,
+    kl_coef: float,
+    max_new_tokens: int,
+) -> PlainAdvantages | None:
+    """Returns the advantages of a batch; see `credit.assign_credit` for the arguments. None for what these
+    formulas do not cover: estimators of the user, rewards of turns, a teacher, and groups whose rewards
+    differ by rounding errors only."""
+    name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
+    if name not in BASELINES or batch.teacher_log_probs is not None:
+        return None
+    if any(len(t.turn_rewards) > 1 for t in trajectories):
+        return None
+    ends = np.cumsum(batch.num_actions)
+    parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]
+    groups = _rewards(batch, trajectories, reward, max_new_tokens)
+    if name == "group_norm" and any(_is_noise(list(rewards.values())) for rewards in groups.values()):
+        return None
+    shaped = _shaped(groups, BASELINES[name], reward)
+    found = np.zeros(len(batch.rollout_log_probs))
+    for t, part in zip(trajectories, parts, strict=True):
+        if part.start == part.stop:
+            continue
+        rewards = np.zeros(part.stop - part.start)
+        if batch.ref_log_probs is not None and not algo.kl.use_loss:
+            log_probs = present(batch.log_probs)[part].astype(np.float64)
+            rewards -= kl_coef * _kl(log_probs - batch.ref_log_probs[part], algo.kl.estimator)
+        rewards[-1] += shaped[t.sample]
+        if name == "gae":
+            values = present(batch.values)[part].astype(np.float64)
+            rewards += gamma * np.append(values[1:], 0.0) - values
+            found[part] = _discounted(rewards, gamma * lambd)
+        else:
+            found[part] = _discounted(rewards, gamma if name == "reinforce" else 1.0)
+    largest, scale = float(np.abs(found).max(initial=0.0)), 1.0
+    if name in WHITENED and len(found):
+        found = found - found.mean()
+        if not algo.advantage.no_std_norm:
+            scale = float(np.sqrt(max(found.var(), 1e-8)))
+    return PlainAdvantages(found / scale, ROUNDINGS * 2.0**-24 * (largest + 1) / scale)
+
+
+def _group_norm(rewards: Sequence[float]) -> list[float]:
+    return [r / (stdev(rewards) + 1e-9) for r in _centered(rewards)]
+
+
+def _centered(rewards: Sequence[float]) -> list[float]:
+    return [r - fmean(rewards) for r in rewards]
+
+
+def _left_one_out(rewards: Sequence[float]) -> list[float]:
+    return [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards]
+
+
+BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
+    "gae": None,
+    "reinforce": None,
+    "reinforce_baseline": _centered,
+    "group_norm": _group_norm,
+    "dr_grpo": _centered,
+    "rloo": _left_one_out,
+}
+"""Estimator -> function of the rewards of a group of at least two samples; None: rewards are not compared."""
+WHITENED = ("gae", "reinforce", "reinforce_baseline")
+
+
+def _is_noise(rewards: Sequence[float]) -> bool:
+    return 0 < max(rewards) - min(rewards) < NOISE * max(map(abs, rewards))
+
+
+def _rewards(
+    batch: Batch, trajectories: Sequence[Trajectory], reward: RewardConfig, max_new_tokens: int
+) -> dict[tuple[int, int], dict[tuple, float]]:
+    """Returns group -> episode -> its reward after length penalties."""
+    episodes: dict[tuple, tuple[Trajectory, int]] = {}
+    for t, num_actions in zip(trajectories, batch.num_actions.tolist(), strict=True):
+        episodes[t.sample] = t, num_actions + (episodes[t.sample][1] if t.sample in episodes else 0)
+    groups: dict[tuple[int, int], dict[tuple, float]] = {}
+    for sample, (t, length) in episodes.items():
+        value = float(np.float32(present(t.reward)))
+        if (buffer := reward.overlong_buffer_len) is not None:
+            excess = min(max(length - (max_new_tokens - buffer), 0), buffer)
+            value -= excess / buffer * reward.overlong_penalty_factor
+        if (coef := reward.stop_properly_penalty_coef) is not None and t.truncated:
+            value = value * coef if coef >= 0 else coef
+        groups.setdefault(t.group, {})[sample] = value
+    return groups
+
+
+def _shaped(
+    groups: Mapping[tuple[int, int], Mapping[tuple, float]],
+    baseline: Callable[[Sequence[float]], Sequence[float]] | None,
+    reward: RewardConfig,
+) -> dict[tuple, float]:
+    """Returns the reward of each episode minus the baseline, clipped."""
+    found: dict[tuple, float] = {}
+    for rewards in groups.values():
+        shaped: Sequence[float] = list(rewards.values())
+        if baseline is not None:
+            shaped = baseline(shaped) if len(shaped) > 1 else [0.0]
+        found |= zip(rewards, np.clip(shaped, *reward.clip_range).tolist(), strict=True)
+    return found
+
+
+def _kl(log_ratio: np.ndarray, estimator: str) -> np.ndarray:
+    d = np.clip(log_ratio, -LARGEST, LARGEST)
+    return np.clip({"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[estimator], -10, 10)
+
+
+def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
+    """Returns G_t = r_t + gamma * G_{t+1}."""
+    if gamma == 1:
+        return rewards[::-1].cumsum()[::-1]
+    returns, after = np.empty_like(rewards), 0.0
+    for i in range(len(rewards) - 1, -1, -1):
+        returns[i] = after = rewards[i] + gamma * after
+    return returns
+
+
+def plain_policy_loss(
+    objective: PolicyObjective, row: ExperienceRow, norm: LossNorm, log_probs: Tensor, entropy: Tensor | None
+) -> Tensor | None:
+    """Returns the loss of a row, (), given the policy's `log_probs` and `entropy`, (A,) float64. None for
+    losses, corrections and anchors of the user."""
+    o, total = objective, log_probs.new_zeros(())
+    names = (o.loss_type, o.correction or "tis", o.proximal_policy)
+    if any(name not in known for name, known in zip(names, (LOSSES, CORRECTIONS, ANCHORS), strict=True)):
+        return None
+    aggregation = o.aggregation or ("sample_mean" if o.loss_type == "gspo" else "token_mean")
+    ends = np.cumsum(row.row.num_actions.tolist()).tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        if start == end:
+            continue
+        divisor = {
+            "token_mean": max(norm.num_tokens, 1),
+            "sample_mean": (end - start) * max(norm.num_sequences, 1),
+            "constant_length": max(norm.num_sequences, 1) * o.longest_response,
+        }[aggregation]
+        part = slice(start, end)
+        losses = _sequence_loss(o, row, part, log_probs[part])
+        if o.entropy_coef:
+            losses = losses - o.entropy_coef * present(entropy)[part]
+        total = total + losses.sum() / divisor
+    return total
+
+
+LOSSES, CORRECTIONS = ("ppo", "gspo", "cispo"), ("tis", "icepop", "seq-mask-tis")
+ANCHORS = ("recomputed", "rollout", "interpolated")
+
+
+def _sequence_loss(o: PolicyObjective, row: ExperienceRow, part: slice, now: Tensor) -> Tensor:
+    """Returns the loss of each action of a sequence, (n,), without the entropy."""
+    sampler, advantages = row.rollout_log_probs[part].double(), row.advantages[part].double()
+    old = now.detach() if row.old_log_probs is None else row.old_log_probs[part].double()
+    ages = torch.zeros_like(now) if row.staleness is None else row.staleness[part].double()
+    share = 1 / ages.clamp(min=1)
+    anchor = {
+        "recomputed": old,
+        "rollout": sampler,
+        "interpolated": share * sampler + (1 - share) * now.detach(),
+    }[o.proximal_policy]
+    moved, gap = now - anchor, anchor - sampler
+    if o.loss_type == "gspo":
+        moved, gap, ages = (x.mean().expand(len(x)) for x in (moved, gap, ages))
+    moved, gap = moved.clamp(-LARGEST, LARGEST), gap.clamp(-LARGEST, LARGEST)
+    ratio, low, high = moved.exp(), 1 - o.clip_low, 1 + o.clip_high
+    if o.loss_type == "cispo":
+        losses = -ratio.detach().clamp(low, high) * advantages * now
+    else:
+        losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
+        if o.dual_clip is not None:
+            losses = torch.where(advantages < 0, torch.minimum(losses, -o.dual_clip * advantages), losses)
+    if o.correction is not None:
+        losses = losses * _correction(o, gap)
+    if row.staleness is not None:
+        too_old = ages > (np.inf if o.max_staleness is None else o.max_staleness)
+        losses = losses * torch.where(too_old, 0.0, o.staleness_decay**ages)
+    if o.kl_coef > 0:
+        losses = losses + o.kl_coef * _kl_loss(now - present(row.ref_log_probs)[part], o.kl_estimator)
+    return losses
+
+
+def _correction(o: PolicyObjective, gap: Tensor) -> Tensor:
+    weights, low, high = gap.exp(), o.correction_low, o.correction_high
+    if o.correction == "icepop":
+        return torch.where((weights < low) | (weights > high), 0.0, weights)
+    lowest, highest = o.correction_of_sequences or (low, high)
+    is_kept = o.correction == "tis" or lowest <= float(gap.mean().exp()) <= highest
+    return weights.clamp(low, high) * is_kept
+
+
+def _kl_loss(log_ratio: Tensor, estimator: str) -> Tensor:
+    d = log_ratio.clamp(-LARGEST, LARGEST)
+    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator].clamp(-10, 10)
+
+
+def plain_value_loss(
+    objective: CriticObjective, row: ExperienceRow, norm: LossNorm, values: Tensor
+) -> Tensor:
+    """Returns the critic's loss of a row, (), given its `values`, (A,) float64."""
+    before, returns, clip = present(row.values).double(), row.returns.double(), objective.value_clip
+    near = torch.maximum(torch.minimum(values, before + clip), before - clip)
+    losses = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
+    return losses.sum() / max(norm.num_tokens, 1)

@@ -1,0 +1,250 @@
+"""The second computation of advantages and losses of RL, and its comparison with a run's own."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count, product
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import records
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from refusals import refused
+
+from openrlhf.algorithms import reductions
+from openrlhf.algorithms.advantages import ESTIMATORS, base, grpo, returns
+from openrlhf.algorithms.corrections import tis
+from openrlhf.algorithms.policy_losses.base import RowView
+from openrlhf.algorithms.policy_losses.ppo import PPO
+from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.errors import ErrorCode
+from openrlhf.training import credit
+from openrlhf.training.objectives import critic
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.training.plain_rl import plain_advantages
+from openrlhf.training.verify_rl import check_advantages, check_policy_loss, check_value_loss
+from openrlhf.types import Batch, ExperienceRow, Trajectory, present
+
+COUNTS = [3, 0, 1, 6, 2]
+LONGEST = 8
+
+
+def broken() -> Any:
+    return refused(ErrorCode.BROKEN_INVARIANT)
+
+
+def samples(rewards: list[float], counts: list[int], truncated: int = 0) -> list[Trajectory]:
+    """Returns samples of two prompts, taken in turn, the first `truncated` of which are truncated."""
+    number = count()
+    return [
+        records.trajectory(
+            reward,
+            token_ids=range(n + 1),
+            action_mask=[False] + [True] * n,
+            sample_index=next(number),
+            prompt_id=i % 2,
+            truncated=i < truncated,
+        )
+        for i, (reward, n) in enumerate(zip(rewards, counts, strict=True))
+    ]
+
+
+def batch_of(trajectories: list[Trajectory], seed: int = 0) -> Batch:
+    """Returns a batch with log-probs, those of a reference, values and staleness."""
+    batch, rng = Batch.of(trajectories), np.random.default_rng(seed)
+    column = lambda: (-3 * rng.random(batch.num_actions.sum())).astype(np.float32)
+    log_probs = column()
+    near = lambda: (log_probs + 0.3 * rng.standard_normal(len(log_probs))).astype(np.float32)
+    return replace(
+        batch,
+        log_probs=log_probs,
+        rollout_log_probs=near(),
+        ref_log_probs=near(),
+        values=column(),
+        advantages=1 + column(),
+        returns=column(),
+        staleness=rng.integers(0, 4, len(log_probs)).astype(np.int32),
+    )
+
+
+def row_of(**fields: None) -> ExperienceRow:
+    return replace(ExperienceRow.of(batch_of(samples([0.0] * len(COUNTS), COUNTS))), **fields)
+
+
+def assigned(batch: Batch, trajectories: list[Trajectory], **arguments) -> np.ndarray:
+    found, _ = credit.assign_credit(
+        batch, trajectories, estimator=arguments["algo"].build_estimator(), **arguments
+    )
+    return present(found.advantages)
+
+
+FORMULAS = [
+    {"estimator": name, "kl": estimator, "in_loss": in_loss, "gamma": gamma}
+    for name, (estimator, in_loss, gamma) in product(
+        ESTIMATORS, (("k1", False, 1.0), ("k2", True, 1.0), ("k3", False, 0.9))
+    )
+    if name in ("gae", "reinforce") or gamma == 1.0
+]
+
+
+def arguments_of(estimator: str, kl: str, in_loss: bool, gamma: float, reward: RewardConfig) -> dict:
+    advantage = AdvantageConfig(estimator=estimator, gamma=gamma, lambd=0.95)
+    algo = AlgoConfig(advantage=advantage, kl=KLConfig(estimator=kl, use_loss=in_loss))
+    return {"algo": algo, "reward": reward, "kl_coef": 0.1, "max_new_tokens": LONGEST}
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=str)
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.floats(-20, 20, width=32), st.integers(0, LONGEST)), min_size=2, max_size=9).filter(
+        lambda rows: sum(n for _, n in rows)
+    ),
+    st.integers(0, 9),
+    st.booleans(),
+)
+def test_advantages_are_those_of_the_plain_formulas(
+    formula: dict, rows: list[tuple[float, int]], truncated: int, has_penalties: bool
+) -> None:
+    penalties = {"overlong_buffer_len": 3, "stop_properly_penalty_coef": 0.5, "clip_range": (-2.0, 3.0)}
+    reward = RewardConfig(**penalties if has_penalties else {})
+    trajectories = samples([r for r, _ in rows], [n for _, n in rows], truncated)
+    batch, arguments = batch_of(trajectories), arguments_of(**formula, reward=reward)
+    expected = plain_advantages(batch, trajectories, **arguments)
+    assert expected is not None or formula["estimator"] == "group_norm"
+    check_advantages(assigned(batch, trajectories, **arguments), expected, step=1)
+
+
+def test_advantages_of_a_group_by_hand() -> None:
+    """Samples of two prompts in turn: rewards 1, 0 and 4, 2."""
+    trajectories = samples([1.0, 4.0, 0.0, 2.0], [1, 2, 1, 1])
+    batch = batch_of(trajectories)
+    named = {"kl": "k1", "in_loss": True, "gamma": 1.0, "reward": RewardConfig()}
+    found = lambda name: plain_advantages(batch, trajectories, **arguments_of(name, **named)).values.tolist()
+    assert found("dr_grpo") == [0.5, 1.0, 1.0, -0.5, -1.0]
+    assert found("rloo") == [1.0, 2.0, 2.0, -1.0, -2.0]
+    assert found("group_norm") == pytest.approx([0.5**0.5, 0.5**0.5, 0.5**0.5, -(0.5**0.5), -(0.5**0.5)])
+    # 1, 4, 4, 0, 2: mean 2.2, variance 2.56
+    assert found("reinforce") == pytest.approx([-0.75, 1.125, 1.125, -1.375, -0.125])
+
+
+WRONG_ADVANTAGES = {
+    "groups that are mixed": (grpo, "deviations", lambda rewards, groups: rewards - rewards.mean()),
+    "a standard deviation that is left out": (grpo, "group_std", lambda rewards, groups: torch.ones(6)),
+    "rewards that are not clipped": (credit, "clip", lambda rewards, low, high: rewards),
+    "rewards of single actions": (
+        base,
+        "discounted_returns",
+        lambda rewards, counts, gamma: rewards,
+    ),
+    "a penalty with the wrong sign": (
+        credit,
+        "token_rewards",
+        lambda rewards, kl, counts, coef: returns.token_rewards(rewards, kl, counts, -coef),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_ADVANTAGES)
+def test_wrong_advantages_are_found(wrong: str) -> None:
+    trajectories = samples([9.0, 1.0, 0.0, 2.0, 0.0, 5.0], [2, 3, 1, 2, 2, 4])
+    batch = batch_of(trajectories)
+    reward = RewardConfig(clip_range=(-0.5, 0.5))
+    arguments = arguments_of("group_norm", "k1", False, 1.0, reward)
+    module, name, replacement = WRONG_ADVANTAGES[wrong]
+    expected = plain_advantages(batch, trajectories, **arguments)
+    with patch.object(module, name, replacement):
+        found = assigned(batch, trajectories, **arguments)
+    with broken() as refusal:
+        check_advantages(found, expected, step=3)
+    assert refusal.value.text.startswith("step 3: the advantage of action ")
+
+
+def test_what_is_not_covered_is_not_compared() -> None:
+    trajectories = samples([1.0, 0.0], [2, 2])
+    batch = batch_of(trajectories)
+    arguments = arguments_of("group_norm", "k1", False, 1.0, RewardConfig())
+    with_teacher = replace(batch, teacher_log_probs=batch.log_probs)
+    assert plain_advantages(with_teacher, trajectories, **arguments) is None
+    nearly = samples([1.0, 0.0, 1.0 + 1e-7, 0.0], [2, 2, 2, 2])
+    assert plain_advantages(batch_of(nearly), nearly, **arguments) is None
+    own = replace(arguments["algo"].advantage, estimator="mine.py:Estimator")
+    arguments["algo"] = replace(arguments["algo"], advantage=own)
+    assert plain_advantages(batch, trajectories, **arguments) is None
+    check_advantages(np.zeros(4), None, step=1)
+
+
+LOSS_OPTIONS = {
+    "loss_type": ("ppo", "gspo", "cispo"),
+    "proximal_policy": ("recomputed", "rollout", "interpolated"),
+    "correction": (None, "tis", "icepop", "seq-mask-tis"),
+    "aggregation": (None, "token_mean", "sample_mean", "constant_length"),
+}
+
+
+@pytest.mark.parametrize("values", [*product(*LOSS_OPTIONS.values())], ids=str)
+def test_policy_losses_are_those_of_the_plain_formula(values: tuple) -> None:
+    objective = PolicyObjective(
+        **dict(zip(LOSS_OPTIONS, values, strict=True)),
+        clip_low=0.1,
+        clip_high=0.2,
+        correction_low=0.8,
+        correction_high=1.2,
+        longest_response=LONGEST,
+    )
+    rest = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.01, "temperature": 0.7}
+    rest |= {"staleness_decay": 0.9, "max_staleness": 2, "dual_clip": 1.1}
+    bounds = {"correction_of_sequences": (0.95, 1.1)}
+    for more in ({}, rest, rest | bounds):
+        for row in (row_of(), row_of(staleness=None), row_of(old_log_probs=None)):
+            check_policy_loss(replace(objective, **more), row, step=1)
+
+
+def unbounded(self: PPO, row: RowView) -> tuple:
+    losses = -row.log_ratio.exp() * row.advantages
+    return losses, losses < 0, losses > 0
+
+
+def detached(self: PPO, row: RowView, right: Callable = PPO.__call__) -> tuple:
+    losses, low, high = right(self, row)
+    return losses.detach(), low, high
+
+
+WRONG_LOSSES: dict[str, tuple[str, Callable]] = {
+    "no clip": ("loss", lambda: patch.object(PPO, "__call__", unbounded)),
+    "no gradient": ("derivative", lambda: patch.object(PPO, "__call__", detached)),
+    "a mean over the row": (
+        "loss",
+        lambda: patch.object(reductions, "token_mean", lambda loss, norm: loss.mean()),
+    ),
+    "no correction": (
+        "loss",
+        lambda: patch.object(tis.TIS, "__call__", lambda self, gap: torch.ones_like(gap.log_ratio)),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_LOSSES)
+def test_wrong_policy_losses_are_found(wrong: str) -> None:
+    kind, change = WRONG_LOSSES[wrong]
+    objective = PolicyObjective(clip_low=0.1, clip_high=0.1, correction="tis", kl_coef=0.1)
+    check_policy_loss(objective, row_of(), step=1)
+    with change(), broken() as refusal:
+        check_policy_loss(objective, row_of(), step=2)
+    assert refusal.value.text.startswith("step 2: the ") and kind in refusal.value.text.partition(" is ")[0]
+
+
+def test_a_wrong_loss_of_values_is_found() -> None:
+    objective = CriticObjective(value_clip=0.1)
+    check_value_loss(objective, row_of(), step=1)
+
+    def unclipped(values, before, returns, clip):
+        losses = (values - returns) ** 2 / 2
+        return losses, losses < 0
+
+    with patch.object(critic, "clipped_value_loss", unclipped), broken() as refusal:
+        check_value_loss(objective, row_of(), step=2)
+    assert "the critic's loss" in refusal.value.text
