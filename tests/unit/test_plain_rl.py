@@ -131,6 +131,25 @@ def test_advantages_of_a_group_by_hand() -> None:
     assert found("reinforce") == pytest.approx([-0.75, 1.125, 1.125, -1.375, -0.125])
 
 
+def test_sequences_of_an_episode_share_its_reward() -> None:
+    """The first two sequences are one episode. Its reward is that of the last one; both are truncated like
+    it, and the length of both counts."""
+    trajectories = samples([0.0, 0.0, 4.0], [3, 2, 2])
+    numbers = {"prompt": trajectories[0].prompt}
+    trajectories = [
+        replace(trajectories[0], sample_index=0),
+        replace(trajectories[1], sample_index=0, reward=6.0, truncated=True, **numbers),
+        replace(trajectories[2], sample_index=1, **numbers),
+    ]
+    reward = RewardConfig(overlong_buffer_len=4, stop_properly_penalty_coef=0.5)
+    arguments = arguments_of("dr_grpo", "k1", True, 1.0, reward)
+    batch = batch_of(trajectories)
+    expected = plain_advantages(batch, trajectories, **arguments)
+    # 5 actions of 8: (6 - 1/4) / 2 = 2.875; 4 is neither long nor truncated
+    assert expected.values.tolist() == [-0.5625] * 5 + [0.5625] * 2
+    check_advantages(assigned(batch, trajectories, **arguments), expected, step=1)
+
+
 WRONG_ADVANTAGES = {
     "groups that are mixed": (grpo, "deviations", lambda rewards, groups: rewards - rewards.mean()),
     "a standard deviation that is left out": (grpo, "group_std", lambda rewards, groups: torch.ones(6)),
