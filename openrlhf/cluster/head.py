@@ -22,7 +22,6 @@ def guard(
     ends the thread; None: it runs as long as the process."""
     arguments = ray.get_runtime_context().gcs_address, end, ended or threading.Event(), limit
     threading.Thread(target=_guard, args=arguments, name="head", daemon=True).start()
-    return ended
 
 
 def _guard(address: str, end: Callable[[str], object], ended: threading.Event, limit: float) -> None:
