@@ -237,6 +237,8 @@ def _find(item: str, flag: str) -> Path | None:
         )
     if os.path.isfile(place) and not has_rows(place):
         raise error(ErrorCode.UNSUPPORTED, f"a file must end in {ENDINGS}.")
+    if os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
+        raise error(ErrorCode.UNSUPPORTED, "neither a file nor a folder, but a device, a pipe or a socket.")
     if os.path.exists(place):
         return place
     if has_rows(place) or item.startswith((".", "/", "~")) or os.path.exists(base):

@@ -257,6 +257,13 @@ def test_quoted_newlines_and_long_values_of_csv(tmp_path):
     assert rows.origin(1) == f"{path}:4"
 
 
+def test_devices_and_pipes_are_no_datasets(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for place in ("/dev/null", tmp_path / "pipe.jsonl"):
+        with refused(ErrorCode.UNSUPPORTED, flag=FLAG, value=place):
+            load(place)
+
+
 def test_a_missing_file_is_reported_with_near_names(tmp_path):
     write_lines(tmp_path / "train.jsonl", ROWS)
     with refused(ErrorCode.NOT_FOUND, flag=FLAG, value=tmp_path / "trian.jsonl") as told:
