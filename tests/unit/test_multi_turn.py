@@ -9,6 +9,7 @@ import pytest
 from fake_engine import Engine
 from refusals import refused
 
+from openrlhf.agents.base import History
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
@@ -160,6 +161,15 @@ def test_one_stream_of_tokens(retrying: Path) -> None:
     assert t.extra_texts == texts_of_steps
     assert [len(ids) for ids, _ in engine.asked] == [sum(map(len, parts[:k])) for k in (1, 3, 5)]
     assert [params.max_tokens for _, params in engine.asked] == [20, 20, 20]
+
+
+def test_an_answer_keeps_the_tokens_that_were_sampled() -> None:
+    """They need not be the tokens of its text."""
+    sampled = [token for letter in " 34 apples" for token in tokens(letter)]
+    assert sampled != tokens(" 34 apples")
+    history = History(TOKENIZER, "1 + 1 =", 200)
+    assert history.act(sampled) == " 34 apples"
+    assert history.token_ids == [*tokens("1 + 1 ="), *sampled]
 
 
 def test_siblings_share_nothing(retrying: Path) -> None:
