@@ -77,7 +77,10 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--recipes", nargs="+", choices=TRIALS, default=list(TRIALS), help="default: all")
     parser.add_argument("--folder", type=Path, help="keep the base, the data and the runs here")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "rl_rm" in options.recipes and "rm" not in options.recipes:
+        parser.error("--recipes rl_rm: needs the reward model of rm; name rm before it")
+    return options
 
 
 def train_base(folder: Path, files: TaskFiles) -> Path:

@@ -17,11 +17,11 @@ from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory, present
 LARGEST = 20.0
 """Bound of log ratios."""
 ROUNDINGS = 256
-"""Allowed error of advantages as a multiple of one rounding error of the largest return. Independent errors
-grow with the square root of their number: 256 for 65,536 actions."""
-NOISE = 1e-5
-"""Relative differences of the rewards of a group up to which they may be rounding errors, which GRPO would
-magnify."""
+"""Allowed error of advantages as a multiple of one rounding error of the largest reward or return.
+Independent errors grow with the square root of their number: 256 for 65,536 actions."""
+NOISE = 1e-2
+"""Relative spread of the rewards of a group up to which GRPO's division by it magnifies the rounding of
+length penalties too much for a comparison."""
 
 
 class PlainAdvantages(NamedTuple):
@@ -41,8 +41,8 @@ def plain_advantages(
     max_new_tokens: int,
 ) -> PlainAdvantages | None:
     """Returns the advantages of a batch; see `credit.assign_credit` for the arguments. None for what these
-    formulas do not cover: estimators of the user, rewards of turns, a teacher, and groups whose rewards
-    differ by rounding errors only."""
+    formulas do not cover: estimators of the user, rewards of turns, a teacher, and groups of GRPO whose
+    rewards differ little after length penalties."""
     name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
     if name not in BASELINES or batch.teacher_log_probs is not None:
         return None
@@ -51,7 +51,8 @@ def plain_advantages(
     ends = np.cumsum(batch.num_actions)
     parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]
     groups = _rewards(batch, trajectories, reward, max_new_tokens)
-    if name == "group_norm" and any(_is_noise(list(rewards.values())) for rewards in groups.values()):
+    has_penalties = not (reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None)
+    if name == "group_norm" and has_penalties and any(map(_is_noise, groups.values())):
         return None
     shaped = _shaped(groups, BASELINES[name], reward)
     found = np.zeros(len(batch.rollout_log_probs))
@@ -59,9 +60,9 @@ def plain_advantages(
         if part.start == part.stop:
             continue
         rewards = np.zeros(part.stop - part.start)
-        if batch.ref_log_probs is not None and not algo.kl.use_loss:
-            log_probs = present(batch.log_probs)[part].astype(np.float64)
-            rewards -= kl_coef * _kl(log_probs - batch.ref_log_probs[part], algo.kl.estimator)
+        if batch.log_probs is not None and batch.ref_log_probs is not None and not algo.kl.use_loss:
+            log_ratio = batch.log_probs[part].astype(np.float64) - batch.ref_log_probs[part]
+            rewards -= kl_coef * _kl(torch.from_numpy(log_ratio), algo.kl.estimator).numpy()
         rewards[-1] += shaped[t.sample]
         if name == "gae":
             values = present(batch.values)[part].astype(np.float64)
@@ -69,12 +70,13 @@ def plain_advantages(
             found[part] = _discounted(rewards, gamma * lambd)
         else:
             found[part] = _discounted(rewards, gamma if name == "reinforce" else 1.0)
-    largest, scale = float(np.abs(found).max(initial=0.0)), 1.0
+    largest = max(abs(r) for rewards in groups.values() for r in rewards.values())
+    largest, scale = max(1.0, largest, float(np.abs(found).max(initial=0.0))), 1.0
     if name in WHITENED and len(found):
         found = found - found.mean()
         if not algo.advantage.no_std_norm:
             scale = float(np.sqrt(max(found.var(), 1e-8)))
-    return PlainAdvantages(found / scale, ROUNDINGS * 2.0**-24 * (largest + 1) / scale)
+    return PlainAdvantages(found / scale, ROUNDINGS * 2.0**-24 * largest / scale)
 
 
 def _group_norm(rewards: Sequence[float]) -> list[float]:
@@ -101,8 +103,9 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
 
 
-def _is_noise(rewards: Sequence[float]) -> bool:
-    return 0 < max(rewards) - min(rewards) < NOISE * max(map(abs, rewards))
+def _is_noise(rewards: Mapping[tuple, float]) -> bool:
+    low, high = min(rewards.values()), max(rewards.values())
+    return low < high and high - low < NOISE * max(abs(low), abs(high))
 
 
 def _rewards(
@@ -139,9 +142,9 @@ def _shaped(
     return found
 
 
-def _kl(log_ratio: np.ndarray, estimator: str) -> np.ndarray:
-    d = np.clip(log_ratio, -LARGEST, LARGEST)
-    return np.clip({"k1": d, "k2": d * d / 2, "k3": np.exp(-d) - 1 + d}[estimator], -10, 10)
+def _kl(log_ratio: Tensor, estimator: str) -> Tensor:
+    d = log_ratio.clamp(-LARGEST, LARGEST)
+    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator].clamp(-10, 10)
 
 
 def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
@@ -213,7 +216,7 @@ def _sequence_loss(o: PolicyObjective, row: ExperienceRow, part: slice, now: Ten
         too_old = ages > (np.inf if o.max_staleness is None else o.max_staleness)
         losses = losses * torch.where(too_old, 0.0, o.staleness_decay**ages)
     if o.kl_coef > 0:
-        losses = losses + o.kl_coef * _kl_loss(now - present(row.ref_log_probs)[part], o.kl_estimator)
+        losses = losses + o.kl_coef * _kl(now - present(row.ref_log_probs)[part], o.kl_estimator)
     return losses
 
 
@@ -224,11 +227,6 @@ def _correction(o: PolicyObjective, gap: Tensor) -> Tensor:
     lowest, highest = o.correction_of_sequences or (low, high)
     is_kept = o.correction == "tis" or lowest <= float(gap.mean().exp()) <= highest
     return weights.clamp(low, high) * is_kept
-
-
-def _kl_loss(log_ratio: Tensor, estimator: str) -> Tensor:
-    d = log_ratio.clamp(-LARGEST, LARGEST)
-    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator].clamp(-10, 10)
 
 
 def plain_value_loss(

@@ -188,12 +188,30 @@ def test_what_is_not_covered_is_not_compared() -> None:
     arguments = arguments_of("group_norm", "k1", False, 1.0, RewardConfig())
     with_teacher = replace(batch, teacher_log_probs=batch.log_probs)
     assert plain_advantages(with_teacher, trajectories, **arguments) is None
-    nearly = samples([1.0, 0.0, 1.0 + 1e-7, 0.0], [2, 2, 2, 2])
-    assert plain_advantages(batch_of(nearly), nearly, **arguments) is None
     own = replace(arguments["algo"].advantage, estimator="mine.py:Estimator")
     arguments["algo"] = replace(arguments["algo"], advantage=own)
     assert plain_advantages(batch, trajectories, **arguments) is None
     check_advantages(np.zeros(4), None, step=1)
+
+
+def test_small_differences_are_compared_unless_penalties_round_them() -> None:
+    trajectories = samples([1.0, 0.0, 1.0 + 2**-23, 0.0], [3, 2, 4, 2])
+    batch = batch_of(trajectories)
+    arguments = arguments_of("group_norm", "k1", True, 1.0, RewardConfig())
+    expected = plain_advantages(batch, trajectories, **arguments)
+    assert expected.values[0] == pytest.approx(-(0.5**0.5), rel=0.02)
+    check_advantages(assigned(batch, trajectories, **arguments), expected, step=1)
+    penalty = RewardConfig(overlong_buffer_len=6, overlong_penalty_factor=1e-3)
+    assert plain_advantages(batch, trajectories, **arguments | {"reward": penalty}) is None
+
+
+def test_without_log_probs_rewards_have_no_kl() -> None:
+    trajectories = samples([1.0, 4.0, 0.0, 2.0], [1, 2, 1, 1])
+    batch = replace(batch_of(trajectories), log_probs=None)
+    arguments = arguments_of("dr_grpo", "k1", False, 1.0, RewardConfig())
+    expected = plain_advantages(batch, trajectories, **arguments)
+    assert expected.values.tolist() == [0.5, 1.0, 1.0, -0.5, -1.0]
+    check_advantages(assigned(batch, trajectories, **arguments), expected, step=1)
 
 
 LOSS_OPTIONS = {
