@@ -103,5 +103,5 @@ def compare_tensors(name: str, a: Tensor, b: Tensor) -> Compared:
         quantity=name,
         first=f"element {list(index)}: {values}" if index else values,
         number=f"{len(places)} of {a.numel()} elements",
-        largest=float((a.double() - b.double()).abs().max()),
+        largest=float((a.detach().double() - b.detach().double()).abs().max()),
     )

@@ -4,7 +4,7 @@ from openrlhf.tasks.word_problem import boxed_answer, thinks
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict:
-    """Returns rewards, and as extra logs the fractions of responses with steps and with a boxed number."""
+    """Returns rewards, and as extra logs whether a response has steps and a boxed number."""
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts, strict=True)]
     answers = [boxed_answer(response) for response in responses]
     rewards = [float(answer == label) for answer, label in zip(answers, labels, strict=True)]
@@ -12,7 +12,7 @@ def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> di
         "rewards": rewards,
         "scores": rewards,
         "extra_logs": {
-            "thinks": sum(map(thinks, responses)) / len(responses),
-            "format": sum(answer is not None for answer in answers) / len(answers),
+            "thinks": [float(thinks(response)) for response in responses],
+            "format": [float(answer is not None) for answer in answers],
         },
     }

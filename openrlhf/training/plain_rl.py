@@ -27,8 +27,11 @@ length penalties too much for a comparison."""
 class PlainAdvantages(NamedTuple):
     values: np.ndarray
     """(A,) advantages of the batch's actions, float64."""
+    returns: np.ndarray
+    """(A,) their returns, float64: the critic's targets."""
     rounding: float
-    """Largest error of their computation in float32."""
+    """Largest error of the advantages' computation in float32."""
+    rounding_of_returns: float
 
 
 def plain_advantages(
@@ -39,14 +42,13 @@ def plain_advantages(
     reward: RewardConfig,
     kl_coef: float,
     max_new_tokens: int,
+    teacher_coef: float = 0.0,
 ) -> PlainAdvantages | None:
     """Returns the advantages of a batch; see `credit.assign_credit` for the arguments. None for what these
-    formulas do not cover: estimators of the user, rewards of turns, a teacher, and groups of GRPO whose
-    rewards differ little after length penalties."""
+    formulas do not cover: estimators of the user, and groups of GRPO whose rewards differ little after length
+    penalties."""
     name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
-    if name not in BASELINES or batch.teacher_log_probs is not None:
-        return None
-    if any(len(t.turn_rewards) > 1 for t in trajectories):
+    if name not in BASELINES:
         return None
     ends = np.cumsum(batch.num_actions)
     parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]
@@ -55,7 +57,7 @@ def plain_advantages(
     if name == "group_norm" and has_penalties and any(map(_is_noise, groups.values())):
         return None
     shaped = _shaped(groups, BASELINES[name], reward)
-    found = np.zeros(len(batch.rollout_log_probs))
+    found, returns = np.zeros((2, len(batch.rollout_log_probs)))
     for t, part in zip(trajectories, parts, strict=True):
         if part.start == part.stop:
             continue
@@ -63,20 +65,30 @@ def plain_advantages(
         if batch.log_probs is not None and batch.ref_log_probs is not None and not algo.kl.use_loss:
             log_ratio = batch.log_probs[part].astype(np.float64) - batch.ref_log_probs[part]
             rewards -= kl_coef * _kl(torch.from_numpy(log_ratio), algo.kl.estimator).numpy()
+        if batch.log_probs is not None and batch.teacher_log_probs is not None:
+            log_ratio = batch.log_probs[part].astype(np.float64) - batch.teacher_log_probs[part]
+            rewards -= teacher_coef * log_ratio
         rewards[-1] += shaped[t.sample]
+        if name in DISCOUNTED and len(t.turn_rewards) > 1:
+            ends_of_turns = t.action_mask.cumsum()[t.turn_starts[1:] - 1] - 1
+            earlier = t.turn_rewards[:-1].astype(np.float64)
+            rewards[ends_of_turns] += earlier
+            rewards[-1] -= earlier.sum()
         if name == "gae":
             values = present(batch.values)[part].astype(np.float64)
             rewards += gamma * np.append(values[1:], 0.0) - values
             found[part] = _discounted(rewards, gamma * lambd)
+            returns[part] = found[part] + values
         else:
-            found[part] = _discounted(rewards, gamma if name == "reinforce" else 1.0)
+            found[part] = returns[part] = _discounted(rewards, gamma if name in DISCOUNTED else 1.0)
     largest = max(abs(r) for rewards in groups.values() for r in rewards.values())
     largest, scale = max(1.0, largest, float(np.abs(found).max(initial=0.0))), 1.0
     if name in WHITENED and len(found):
         found = found - found.mean()
         if not algo.advantage.no_std_norm:
             scale = float(np.sqrt(max(found.var(), 1e-8)))
-    return PlainAdvantages(found / scale, ROUNDINGS * 2.0**-24 * largest / scale)
+    rounding = ROUNDINGS * 2.0**-24 * largest
+    return PlainAdvantages(found / scale, returns, rounding / scale, rounding)
 
 
 def _group_norm(rewards: Sequence[float]) -> list[float]:
@@ -101,6 +113,8 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
 }
 """Estimator -> function of the rewards of a group of at least two samples; None: rewards are not compared."""
 WHITENED = ("gae", "reinforce", "reinforce_baseline")
+DISCOUNTED = ("gae", "reinforce")
+"""Estimators that discount, and that use the rewards of turns."""
 
 
 def _is_noise(rewards: Mapping[tuple, float]) -> bool:

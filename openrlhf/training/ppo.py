@@ -33,8 +33,8 @@ from openrlhf.training.invariants import (
 )
 from openrlhf.training.plain_rl import plain_advantages
 from openrlhf.training.schedule import num_batches, training_schedule
-from openrlhf.training.verify_rl import check_advantages
-from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated, present
+from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
 # bounded .result(): the cluster's watch ends calls to processes that make no progress.
 
@@ -211,16 +211,7 @@ class PPOTrainer(Generic[PolicyT]):
         batch = Batch.of(finished, self.weight_version)
         with self.observer.phase("logprobs"):
             batch = self.forward(batch)
-        batch, credit_metrics = assign_credit(
-            batch,
-            finished,
-            estimator=self.estimator,
-            algo=self.config.algo,
-            reward=self.config.reward,
-            kl_coef=self.kl.coef,
-            max_new_tokens=self.config.longest_response,
-            teacher_coef=self.config.teacher.kd_coef,
-        )
+        batch, credit_metrics = self.assign_credit(batch, finished)
         if self.step < self.config.train.verify_steps:
             self.check_credit(batch, finished)
         metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
@@ -253,18 +244,30 @@ class PPOTrainer(Generic[PolicyT]):
             self.kl = self.kl.update(metrics.get("kl/mean", 0.0), num_samples(finished))
         return metrics, trained
 
-    def check_credit(self, batch: Batch, finished: Sequence[Trajectory]) -> None:
-        """Compares the advantages of the batch with those of plain formulas."""
+    def assign_credit(self, batch: Batch, finished: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
+        return assign_credit(batch, finished, estimator=self.estimator, **self.credit_arguments)
+
+    @property
+    def credit_arguments(self) -> dict[str, Any]:
+        """Arguments of `assign_credit`, except for samples and estimator."""
         config = self.config
-        expected = plain_advantages(
-            batch,
-            finished,
-            algo=config.algo,
-            reward=config.reward,
-            kl_coef=self.kl.coef,
-            max_new_tokens=config.longest_response,
-        )
-        check_advantages(present(batch.advantages), expected, self.step + 1)
+        return {
+            "algo": config.algo,
+            "reward": config.reward,
+            "kl_coef": self.kl.coef,
+            "max_new_tokens": config.longest_response,
+            "teacher_coef": config.teacher.kd_coef,
+        }
+
+    def check_credit(self, batch: Batch, finished: Sequence[Trajectory]) -> None:
+        """Compares advantages, of the batch and of made-up samples, and changes of the KL coefficient with
+        plain formulas."""
+        check_advantages(batch, plain_advantages(batch, finished, **self.credit_arguments), self.step + 1)
+        made_up, samples = made_up_samples(batch, self.config.longest_response)
+        if (expected := plain_advantages(made_up, samples, **self.credit_arguments)) is not None:
+            made_up, _ = self.assign_credit(made_up, samples)
+            check_advantages(made_up, expected, self.step + 1, "made-up samples")
+        check_controller(self.kl, self.step + 1)
 
     def check_mismatch(self, metrics: Metrics) -> None:
         config = self.config

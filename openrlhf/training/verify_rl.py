@@ -1,34 +1,91 @@
-"""Formulas of RL, checked by a second computation in the first steps (`--train.verify_steps`): the advantages
-of a step, and the losses of policy and critic with their gradients, at made-up log-probs and values. They
-equal those of `plain_rl`, whatever the model computes."""
+"""Formulas of RL, checked by a second computation in the first steps (`--train.verify_steps`): advantages and
+returns of a step and of made-up samples, the KL coefficient, and the losses of policy and critic with their
+gradients at made-up numbers. They equal those of `plain_rl`, whatever the model computes.
 
+A step of a run seldom shows a wrong formula. In a first step the KL is 0, all samples are there, and each has
+one sequence. So the made-up samples have what a run meets later (`MADE_UP`)."""
+
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.kl import KLController
 from openrlhf.training.invariants import broken
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.plain_rl import PlainAdvantages, plain_policy_loss, plain_value_loss
-from openrlhf.types import ExperienceRow, LossNorm, PackedRow, present
+from openrlhf.types import (
+    Batch,
+    ExperienceRow,
+    LossNorm,
+    Outcome,
+    PackedRow,
+    Prompt,
+    Trajectory,
+    present,
+    runs,
+)
 
 FORMULA = 1e-4
 """Largest relative difference between two formulas of a loss. They compute in float64, except for the KL to
 the reference in float32."""
 ADVANTAGE = 1e-4
 """Largest relative difference between two computations of advantages, beside the rounding of whitening."""
-WAVE = 0.25
-"""Distance in nats of the log-probs of a checked loss from those before the update, more than clip ranges."""
+NEAR, FAR = 0.25, 2.0
+"""Distances in nats of the log-probs of a checked loss from those before the update, in turn: around the clip
+ranges, and beyond dual clips."""
+
+
+class MadeUp(NamedTuple):
+    """A made-up sequence for the check of advantages."""
+
+    prompt: int
+    sample: int
+    reward: float
+    length: int
+    """Number of actions. Those of the longest response are added to a negative number."""
+    is_truncated: bool = False
+    turn_rewards: tuple[float, ...] = ()
+
+
+MADE_UP = (
+    MadeUp(0, 0, 1.5, 5),
+    MadeUp(1, 1, -0.5, 3),  # its prompt's sample 0 failed
+    MadeUp(2, 0, 0.9, 1),
+    MadeUp(4, 0, 60.0, -1, is_truncated=True),
+    MadeUp(2, 1, 0.9, 1),
+    MadeUp(3, 2, 2.0, 2),  # no other sample of its prompt is left
+    MadeUp(1, 2, 0.25, 7, turn_rewards=(0.5, -1.0, 0.75)),
+    MadeUp(0, 2, -3.0, 0),
+    MadeUp(2, 2, 0.9, 1),
+    MadeUp(0, 3, 0.0, 4),  # an episode in two sequences: the last one has its reward and its ending
+    MadeUp(0, 3, 0.5, 2, is_truncated=True),
+    MadeUp(1, 3, -1.25, 3),
+    MadeUp(4, 1, -0.5, 3),
+)
+"""Samples of five prompts, not in the order of the prompts: groups of different sizes, equal rewards, whose
+mean is another number in float32, an outlier, an answer without actions, and an episode in two sequences."""
 
 
 def check_policy_loss(objective: PolicyObjective, row: ExperienceRow, step: int) -> None:
-    """Checks the policy's loss of a row, and its gradient, at log-probs around those before the update."""
-    base = row.rollout_log_probs if row.old_log_probs is None else row.old_log_probs
-    entropy = 1 + _waves(base)
+    """Checks the policy's loss of a row, and its gradient, at made-up log-probs and advantages."""
+    size = len(row.rollout_log_probs)
+    base = _waves(size, 1) - 2
+    row = _with_made_up(
+        row,
+        old_log_probs=base,
+        rollout_log_probs=base + NEAR * _waves(size, 2),
+        ref_log_probs=base + NEAR * _waves(size, 3),
+        advantages=2 * _waves(size, 4),
+        staleness=torch.arange(size, dtype=torch.int32) % 4,
+    )
+    entropy = 1 + _waves(size, 5)
 
     def output(log_probs: Tensor) -> Callable:
         def model(row: PackedRow, temperature: float, with_entropy: bool) -> SimpleNamespace:
@@ -47,7 +104,9 @@ def check_policy_loss(objective: PolicyObjective, row: ExperienceRow, step: int)
 
 
 def check_value_loss(objective: CriticObjective, row: ExperienceRow, step: int) -> None:
-    """Checks the critic's loss of a row, and its gradient, at values around those before the update."""
+    """Checks the critic's loss of a row, and its gradient, at made-up values and returns."""
+    size = len(row.rollout_log_probs)
+    row = _with_made_up(row, values=_waves(size, 1), returns=2 * _waves(size, 2))
     _check_formula(
         "the critic's loss",
         lambda x, row, norm: objective(lambda row: x, row, norm)[0],
@@ -73,7 +132,8 @@ def _check_formula(
     norm = LossNorm(2.0 * len(base), 2.0 * row.num_sequences)
     results = []
     for compute in (loss_of, plain_of):
-        given = (base.double() + WAVE * _waves(base)).requires_grad_()
+        distances = torch.where(torch.arange(len(base)) % 3 == 2, FAR, NEAR)
+        given = (base.double() + distances * _waves(len(base))).requires_grad_()
         if (loss := compute(given, row, norm)) is None:
             return
         if loss.requires_grad:
@@ -93,21 +153,90 @@ def _check_formula(
         )
 
 
-def _waves(base: Tensor) -> Tensor:
-    """Returns numbers between -1 and 1 without a pattern, (A,) float64, the same in every run."""
-    return (torch.arange(1, len(base) + 1, dtype=torch.float64) ** 2).sin()
+def _with_made_up(row: ExperienceRow, **columns: Tensor) -> ExperienceRow:
+    """Returns the row with other numbers in those of these columns (A,) that it has."""
+    known: dict[str, Any] = {name: x for name, x in columns.items() if getattr(row, name) is not None}
+    return replace(row, **known)
 
 
-def check_advantages(found: np.ndarray, plain: PlainAdvantages | None, step: int) -> None:
-    """Checks the advantages (A,) of a step against those of `plain_advantages`."""
-    if plain is None or not len(found):
-        return
-    difference = np.abs(found - plain.values)
-    if not difference.max() <= plain.rounding + ADVANTAGE * float(np.abs(plain.values).max()):
-        i = int(difference.argmax())
-        causes = (
-            "Rewards were given to other samples, compared in other groups, clipped or discounted in another "
-            "way, or whitened over other actions."
+def _waves(size: int, kind: int = 0) -> Tensor:
+    """Returns numbers between -1 and 1 without a pattern, (size,) float64, the same in every run. `kind`:
+    selects one of several such vectors."""
+    return ((torch.arange(1, size + 1, dtype=torch.float64) + 37 * kind) ** 2).sin()
+
+
+def made_up_samples(like: Batch, longest: int) -> tuple[Batch, list[Trajectory]]:
+    """Returns made-up samples with made-up numbers in the columns that the batch `like` has. `longest`: the
+    number of actions of the longest response."""
+    trajectories, parts = [], Counter()
+    for made in MADE_UP:
+        size = made.length if made.length >= 0 else longest + made.length
+        starts = [1 + i * size // len(made.turn_rewards) for i in range(len(made.turn_rewards))]
+        trajectories.append(
+            Trajectory(
+                prompt=Prompt(prompt_id=made.prompt, text=""),
+                sample_index=made.sample,
+                part=parts[made.prompt, made.sample],
+                outcome=Outcome.OK,
+                reward=made.reward,
+                score=made.reward,
+                truncated=made.is_truncated,
+                token_ids=np.zeros(1 + size, np.int32),
+                action_mask=np.arange(1 + size) > 0,
+                rollout_log_probs=np.full(size, -1, np.float32),
+                weight_versions=runs([0] * size),
+                turn_starts=np.array(starts, np.int32),
+                turn_rewards=np.array(made.turn_rewards, np.float32),
+            )
         )
-        quantity = f"the advantage of action {i} of the step"
-        raise broken(step, quantity, f"{found[i]:.6g}", f"{plain.values[i]:.6g}", causes)
+        parts[made.prompt, made.sample] += 1
+    batch = Batch.of(trajectories)
+    size = len(batch.rollout_log_probs)
+    wave = lambda scale, kind: (scale * _waves(size, kind).numpy()).astype(np.float32)
+    policy = wave(1, 1) - 2
+    columns = {
+        "log_probs": policy,
+        "ref_log_probs": policy + wave(1, 2),
+        "teacher_log_probs": policy + wave(1, 3),
+        "values": wave(2, 4),
+    }
+    return replace(
+        batch, **{name: x for name, x in columns.items() if getattr(like, name) is not None}
+    ), trajectories
+
+
+def check_advantages(
+    batch: Batch, plain: PlainAdvantages | None, step: int, samples: str = "the step"
+) -> None:
+    """Checks the advantages and returns of a batch against those of `plain_advantages`. `samples`: what the
+    batch has."""
+    if plain is None or not len(batch.rollout_log_probs):
+        return
+    causes = (
+        "Rewards were given to other samples, compared in other groups, penalised, clipped or discounted in "
+        "another way, or whitened over other actions."
+    )
+    columns = (
+        ("advantage", batch.advantages, plain.values, plain.rounding),
+        ("return", batch.returns, plain.returns, plain.rounding_of_returns),
+    )
+    for name, found, expected, rounding in columns:
+        difference = np.abs(present(found) - expected)
+        if not difference.max() <= rounding + ADVANTAGE * float(np.abs(expected).max()):
+            i = int(difference.argmax())
+            quantity = f"the {name} of action {i} of {samples}"
+            raise broken(step, quantity, f"{present(found)[i]:.6g}", f"{expected[i]:.6g}", causes)
+
+
+def check_controller(controller: KLController, step: int) -> None:
+    """Checks the change of the KL coefficient for made-up KLs and numbers of samples."""
+    if controller.target is None:
+        return
+    for factor, horizons in ((0.0, 0.5), (1.1, 0.5), (10.0, 20.0), (0.0, 20.0)):
+        found = controller.update(factor * controller.target, round(horizons * controller.horizon)).coef
+        samples = round(horizons * controller.horizon) / controller.horizon
+        expected = controller.coef * (1 + float(np.clip(factor - 1, -0.2, 0.2)) * min(samples, 1.0))
+        if not abs(found - expected) <= FORMULA * controller.coef:
+            quantity = f"the coefficient after a KL of {factor:g} times its target"
+            causes = "--algo.kl.target and --algo.kl.horizon change the coefficient in another way."
+            raise broken(step, quantity, f"{found:.6g}", f"{expected:.6g}", causes)

@@ -305,4 +305,4 @@ def test_the_mathematical_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = [r"so \boxed{0.5}", "it is 3", r"\boxed{x}", ""]
     result = reward_func([f"Q: {answer}" for answer in answers], ["Q: "] * 4, [r"\frac{1}{2}", "3", "y", "1"])
     assert result["rewards"] == result["scores"] == [1.0, 0.0, 0.0, 0.0]
-    assert result["extra_logs"] == {"boxed": 0.5}
+    assert result["extra_logs"] == {"boxed": [1.0, 0.0, 1.0, 0.0]}

@@ -76,7 +76,7 @@ def main() -> None:
             try_in_runs,
         )  # imports the package, which tests import in forks
 
-        print(summary(try_in_runs(mutants, options.runs or list(RUNS))))
+        print(summary(try_in_runs(mutants, options.runs or list(RUNS), options.jobs)))
         return
     _preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
@@ -105,7 +105,7 @@ def _options() -> argparse.Namespace:
         "--runs",
         nargs="*",
         metavar="RUN",
-        help="tries them in whole runs, without tests: sft, rl, async, lora",
+        help="tries them in whole runs, without tests: sft, rl, ppo, lora, async",
     )
     parser.add_argument("--sample", type=int, metavar="N", help="a random choice of N mutants")
     parser.add_argument("--seed", default="", help="text that determines the sample, such as a commit's hash")

@@ -1,11 +1,12 @@
 """Tries mutants in whole runs instead of tests, and reports which of them stop a run or make it warn.
 
-    python -m mutants.run --runs [sft rl async lora] [--reported] [--only ID ...] [--sample 12 --seed COMMIT]
+    python -m mutants.run --runs [sft rl ppo lora async] [--reported] [--only ID ...]
 
-A mutant is put into a copy of the package, which trains a tiny model: supervised, by synchronous RL, by
-asynchronous RL, and by RL with adapters. The first of these runs that stops, or prints a warning that it does
-not print with the unchanged package, catches the mutant. A mutant whose function no run executes is not
-counted."""
+A mutant is put into a copy of the package, which trains a tiny model: supervised, by synchronous RL, by PPO
+with a critic and penalties, by RL with adapters, and by asynchronous RL. The first of these runs that stops,
+or prints a warning that it does not print with the unchanged package, catches the mutant. Mutants whose
+function no run executes are not counted. Neither are those that leave all numbers of the runs as they are,
+because no check of a run can see them."""
 
 import json
 import os
@@ -17,9 +18,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from hashlib import sha256
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from types import MappingProxyType
 
 from mutants.catalogue import ROOT, Mutant, mutated
@@ -48,9 +52,17 @@ COMMON = "--ds.param_dtype fp32 --train.backend torch"
 RUNS = {
     "sft": SFT_FLAGS,
     "rl": RL_FLAGS,
-    "async": f"{RL_FLAGS} --train.async_enable --algo.advantage.is_correction_enable",
+    "ppo": (
+        f"{RL_FLAGS} --algo.advantage.estimator gae --algo.advantage.gamma 0.95 --algo.advantage.lambd 0.9 "
+        "--critic.num_gpus_per_node 1 --critic.adam.lr 1e-3 --algo.kl.target 0.05 --algo.kl.horizon 100 "
+        "--actor.eps_clip_low_high 0.1 0.3 --actor.dual_clip 3 --actor.entropy_coef 0.01 "
+        "--reward.overlong_buffer_len 4 --reward.stop_properly_penalty_coef 0.5 --reward.clip_range -0.6 0.6"
+    ),
     "lora": f"{RL_FLAGS} --ds.lora.rank 4 --ds.lora.alpha 8",
+    "async": f"{RL_FLAGS} --train.async_enable --algo.advantage.is_correction_enable",
 }
+WEIGHTS = "weights"
+"""Name of the digest of a run's final weights."""
 RECORDER = """
 import os
 import sys
@@ -82,7 +94,8 @@ class Verdict:
 
     mutant: Mutant
     outcome: str
-    """`stopped`, `warned`, `crashed` (an error without a code), `SURVIVED`, or `not executed` by any run."""
+    """`stopped`, `warned`, `crashed` (an error without a code), `SURVIVED`, `no effect` on the numbers of
+    runs, or `not executed` by any run."""
     by: str = ""
     """The run, and the code of its error or the metric of its warning."""
     seconds: float = 0.0
@@ -96,6 +109,23 @@ class Ended:
     """Code of the error; `crash` for an error without a code, "" for a run without an error."""
     warnings: frozenset[str]
     """Metrics that the run warned about."""
+    numbers: frozenset[tuple[str, str]]
+    """Names and values of the metrics of all steps and of the digest of the final weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usual:
+    """A run of the unchanged package."""
+
+    warnings: frozenset[str]
+    functions: frozenset[str]
+    """Functions that it executes, `path:qualified name`."""
+    numbers: frozenset[tuple[str, str]]
+    """Numbers that two runs have in common, so times are not among them."""
+
+    def equals(self, ended: Ended) -> bool:
+        """Returns True if a run has the weights of this one, and its other numbers."""
+        return any(name == WEIGHTS for name, _ in self.numbers) and self.numbers <= ended.numbers
 
 
 class Trial:
@@ -104,47 +134,52 @@ class Trial:
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         """`names`: the runs to try."""
         self.folder, self.names = folder, names
+        self.usual: Mapping[str, Usual] = {}
+        folder.mkdir()
         shutil.copytree(ROOT / "openrlhf", folder / "openrlhf", ignore=shutil.ignore_patterns("__pycache__"))
         (folder / "sitecustomize.py").write_text(RECORDER)
         shutil.copy2(ROOT / "tests" / "e2e" / "digits_reward.py", folder / "reward.py")
         self.files: TaskFiles = prepare(folder / "task", seed=0, **SIZES)
 
-    @cache  # noqa: B019  one object in a process
-    def usual(self, name: str) -> tuple[frozenset[str], list[str]]:
-        """Returns the warnings of a run with the unchanged package, and the functions that it executes.
-        Raises RuntimeError if the run stops."""
+    def run_unchanged(self, name: str) -> Usual:
+        """Runs the unchanged package twice. Raises RuntimeError if it stops."""
         functions = self.folder / f"{name}.functions"
-        ended = self.run(name, {"EXECUTED_FUNCTIONS": str(functions)})
-        if ended.stopped:
-            log = (self.folder / f"{name}.log").read_text()[-3000:]
-            raise RuntimeError(f"{name} of the unchanged package stopped with {ended.stopped}:\n{log}")
+        runs = [self.run(name, {"EXECUTED_FUNCTIONS": str(functions)}), self.run(name)]
+        for ended in runs:
+            if ended.stopped:
+                log = (self.folder / f"{name}.log").read_text()[-3000:]
+                raise RuntimeError(f"{name} of the unchanged package stopped with {ended.stopped}:\n{log}")
         executed = {line.replace("<locals>.", "") for line in functions.read_text().splitlines()}
-        return ended.warnings, sorted(executed)
+        warnings = runs[0].warnings | runs[1].warnings
+        return Usual(
+            warnings=warnings, functions=frozenset(executed), numbers=runs[0].numbers & runs[1].numbers
+        )
 
     def executes(self, name: str, mutant: Mutant) -> bool:
         """Returns True if a run executes the mutant's function, or a function of its class or module."""
         place = f"{mutant.path.removeprefix('openrlhf/')}:{mutant.function}".removesuffix(":")
         return any(
             function == place or (function.startswith(place) and function[len(place)] in ".:")
-            for function in self.usual(name)[1]
+            for function in self.usual[name].functions
         )
 
     def verdict(self, mutant: Mutant) -> Verdict:
         names = [name for name in self.names if self.executes(name, mutant)]
         file, start = self.folder / mutant.path, time.monotonic()
-        original = file.read_text()
+        original, survived = file.read_text(), "no effect" if names else "not executed"
         file.write_text(mutated(mutant, self.folder))
         try:
             for name in names:
-                ended = self.run(name)
+                ended, usual = self.run(name), self.usual[name]
                 outcome = "crashed" if ended.stopped == "crash" else "stopped" if ended.stopped else "warned"
-                if by := ended.stopped or ", ".join(sorted(ended.warnings - self.usual(name)[0])):
+                if by := ended.stopped or ", ".join(sorted(ended.warnings - usual.warnings)):
                     seconds = time.monotonic() - start
                     return Verdict(mutant=mutant, outcome=outcome, by=f"{name}: {by}", seconds=seconds)
+                if not usual.equals(ended):
+                    survived = "SURVIVED"
         finally:
             file.write_text(original)
-        outcome = "SURVIVED" if names else "not executed"
-        return Verdict(mutant=mutant, outcome=outcome, seconds=time.monotonic() - start)
+        return Verdict(mutant=mutant, outcome=survived, seconds=time.monotonic() - start)
 
     def run(self, name: str, variables: Mapping[str, str] = MappingProxyType({})) -> Ended:
         """Runs a command with the copy of the package. `variables`: additional environment variables."""
@@ -168,6 +203,7 @@ class Trial:
         return Ended(
             stopped=(codes[-1] if codes else "crash") if code else "",
             warnings=frozenset(text.split()[0] for text in texts),
+            numbers=_numbers(out),
         )
 
     def command(self, name: str, out: Path) -> list[str]:
@@ -185,24 +221,66 @@ class Trial:
         return [sys.executable, "-m", "openrlhf.cli.main", command.name, *flags]
 
 
-def try_in_runs(mutants: Sequence[Mutant], names: Sequence[str]) -> list[Verdict]:
-    """Tries the mutants one after the other in the runs with these names, and prints each verdict."""
+def _numbers(out: Path) -> frozenset[tuple[str, str]]:
+    """Returns the numbers of a run's folder and model; see `Ended.numbers`."""
+    file = out / "run" / "metrics.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    found = {
+        (f"{i} {name}", repr(value)) for i, record in enumerate(records) for name, value in record.items()
+    }
+    weights = sorted((out / "model").glob("*.safetensors"))
+    if weights:
+        found.add((WEIGHTS, sha256(b"".join(file.read_bytes() for file in weights)).hexdigest()))
+    return frozenset(found)
+
+
+def try_in_runs(mutants: Sequence[Mutant], names: Sequence[str], jobs: int) -> list[Verdict]:
+    """Tries the mutants in the runs with these names, `jobs` at a time, and prints each verdict."""
+    printing = Lock()
     with tempfile.TemporaryDirectory(prefix="runs-") as folder:
-        trial, verdicts = Trial(Path(folder), names), []
-        for mutant in mutants:
-            verdicts.append(verdict := trial.verdict(mutant))
-            print(f"{verdict.outcome:12} {verdict.seconds:6.0f} s  {mutant.id}  {verdict.by}", flush=True)
-    return verdicts
+        free: SimpleQueue[Trial] = SimpleQueue()
+        trials = [Trial(Path(folder) / str(i), names) for i in range(jobs)]
+        for trial in trials:
+            free.put(trial)
+
+        def unchanged(name: str) -> Usual:
+            trial = free.get()
+            try:
+                return trial.run_unchanged(name)
+            finally:
+                free.put(trial)
+
+        def verdict(mutant: Mutant) -> Verdict:
+            trial = free.get()
+            try:
+                found = trial.verdict(mutant)
+            finally:
+                free.put(trial)
+            with printing:
+                print(f"{found.outcome:12} {found.seconds:6.0f} s  {mutant.id}  {found.by}", flush=True)
+            return found
+
+        with ThreadPoolExecutor(jobs) as pool:
+            usual = dict(zip(names, pool.map(unchanged, names), strict=True))
+            for trial in trials:
+                trial.usual = usual
+            return list(pool.map(verdict, mutants))
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """Formats a table of the numbers of mutants by class and outcome."""
-    tried = [verdict for verdict in verdicts if verdict.outcome != "not executed"]
-    lines = ["", "| class | executed | stopped or warned | crashed | survived |", "|---|---|---|---|---|"]
-    groups = sorted({verdict.mutant.group for verdict in tried})
-    for name, of_group in [*((g, [v for v in tried if v.mutant.group == g]) for g in groups), ("all", tried)]:
-        outcomes = [verdict.outcome for verdict in of_group]
+    tried = [verdict for verdict in verdicts if verdict.outcome not in ("not executed", "no effect")]
+    lines = [
+        "",
+        "| class | tried | have an effect | stopped or warned | crashed | survived |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups = sorted({verdict.mutant.group for verdict in verdicts})
+    for name in [*groups, "all"]:
+        is_in = lambda verdict, name=name: name in ("all", verdict.mutant.group)
+        outcomes = [verdict.outcome for verdict in tried if is_in(verdict)]
         named = outcomes.count("stopped") + outcomes.count("warned")
-        counts = len(of_group), named, outcomes.count("crashed"), outcomes.count("SURVIVED")
-        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
+        counts = sum(map(is_in, verdicts)), len(outcomes), named
+        more = outcomes.count("crashed"), outcomes.count("SURVIVED")
+        lines.append(f"| {name} | {' | '.join(map(str, (*counts, *more)))} |")
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """The second computation of advantages and losses of RL, and its comparison with a run's own."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count, product
 from typing import Any
@@ -13,10 +13,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import refused
+from torch import Tensor
 
 from openrlhf.algorithms import reductions
-from openrlhf.algorithms.advantages import ESTIMATORS, base, grpo, returns
+from openrlhf.algorithms.advantages import ESTIMATORS, base, gae, groups, grpo, returns
+from openrlhf.algorithms.advantages.base import StepView
 from openrlhf.algorithms.corrections import tis
+from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.policy_losses.base import RowView
 from openrlhf.algorithms.policy_losses.ppo import PPO
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
@@ -26,11 +29,18 @@ from openrlhf.training.objectives import critic
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.plain_rl import plain_advantages
-from openrlhf.training.verify_rl import check_advantages, check_policy_loss, check_value_loss
-from openrlhf.types import Batch, ExperienceRow, Trajectory, present
+from openrlhf.training.verify_rl import (
+    check_advantages,
+    check_controller,
+    check_policy_loss,
+    check_value_loss,
+    made_up_samples,
+)
+from openrlhf.types import Batch, ExperienceRow, Trajectory
 
 COUNTS = [3, 0, 1, 6, 2]
 LONGEST = 8
+PENALTIES = {"overlong_buffer_len": 3, "stop_properly_penalty_coef": 0.5, "clip_range": (-2.0, 3.0)}
 
 
 def broken() -> Any:
@@ -75,11 +85,11 @@ def row_of(**fields: None) -> ExperienceRow:
     return replace(ExperienceRow.of(batch_of(samples([0.0] * len(COUNTS), COUNTS))), **fields)
 
 
-def assigned(batch: Batch, trajectories: list[Trajectory], **arguments) -> np.ndarray:
+def assigned(batch: Batch, trajectories: list[Trajectory], **arguments) -> Batch:
     found, _ = credit.assign_credit(
         batch, trajectories, estimator=arguments["algo"].build_estimator(), **arguments
     )
-    return present(found.advantages)
+    return found
 
 
 FORMULAS = [
@@ -109,8 +119,7 @@ def arguments_of(estimator: str, kl: str, in_loss: bool, gamma: float, reward: R
 def test_advantages_are_those_of_the_plain_formulas(
     formula: dict, rows: list[tuple[float, int]], truncated: int, has_penalties: bool
 ) -> None:
-    penalties = {"overlong_buffer_len": 3, "stop_properly_penalty_coef": 0.5, "clip_range": (-2.0, 3.0)}
-    reward = RewardConfig(**penalties if has_penalties else {})
+    reward = RewardConfig(**PENALTIES if has_penalties else {})
     trajectories = samples([r for r, _ in rows], [n for _, n in rows], truncated)
     batch, arguments = batch_of(trajectories), arguments_of(**formula, reward=reward)
     expected = plain_advantages(batch, trajectories, **arguments)
@@ -186,12 +195,10 @@ def test_what_is_not_covered_is_not_compared() -> None:
     trajectories = samples([1.0, 0.0], [2, 2])
     batch = batch_of(trajectories)
     arguments = arguments_of("group_norm", "k1", False, 1.0, RewardConfig())
-    with_teacher = replace(batch, teacher_log_probs=batch.log_probs)
-    assert plain_advantages(with_teacher, trajectories, **arguments) is None
     own = replace(arguments["algo"].advantage, estimator="mine.py:Estimator")
     arguments["algo"] = replace(arguments["algo"], advantage=own)
     assert plain_advantages(batch, trajectories, **arguments) is None
-    check_advantages(np.zeros(4), None, step=1)
+    check_advantages(batch, None, step=1)
 
 
 def test_small_differences_are_compared_unless_penalties_round_them() -> None:
@@ -212,6 +219,89 @@ def test_without_log_probs_rewards_have_no_kl() -> None:
     expected = plain_advantages(batch, trajectories, **arguments)
     assert expected.values.tolist() == [0.5, 1.0, 1.0, -0.5, -1.0]
     check_advantages(assigned(batch, trajectories, **arguments), expected, step=1)
+
+
+COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
+
+
+def made_up(missing: Collection[str] = (), longest: int = LONGEST) -> tuple[Batch, list[Trajectory]]:
+    columns = {name: None if name in missing else np.zeros(1) for name in COLUMNS}
+    return made_up_samples(replace(batch_of(samples([0.0], [1])), **columns), longest)
+
+
+@pytest.mark.parametrize("formula", FORMULAS, ids=str)
+@pytest.mark.parametrize("reward", [RewardConfig(), RewardConfig(**PENALTIES)], ids=["", "penalties"])
+def test_advantages_of_made_up_samples_are_those_of_the_plain_formulas(
+    formula: dict, reward: RewardConfig
+) -> None:
+    arguments = arguments_of(**formula, reward=reward) | {"teacher_coef": 0.3}
+    optional = set(COLUMNS) - {"values"}
+    for missing, longest in ((), LONGEST), (optional, LONGEST), (("teacher_log_probs",), 1), ((), 4000):
+        batch, trajectories = made_up(missing, longest)
+        arguments["max_new_tokens"] = longest
+        expected = plain_advantages(batch, trajectories, **arguments)
+        assert expected is not None
+        check_advantages(assigned(batch, trajectories, **arguments), expected, step=1)
+
+
+def mean_in_float32(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    totals, sizes = groups.group_sums(rewards, group_ids)
+    return rewards - totals.float() / sizes
+
+
+def groups_by_position(*args: Any, right: Callable = credit.step_view, **kwargs: Any) -> StepView:
+    step = right(*args, **kwargs)
+    return replace(step, group_ids=torch.arange(len(step.rewards)) // 3)
+
+
+def first_parts(
+    batch: Batch, trajectories: Sequence[Trajectory], right: Callable = credit.step_view, **rest: Any
+) -> StepView:
+    first = {t.sample: t.truncated for t in trajectories if t.is_first}
+    return right(batch, [replace(t, truncated=first[t.sample]) for t in trajectories], **rest)
+
+
+HIDDEN: dict[str, tuple[str, Any, str, Any]] = {
+    "means in float32": ("group_norm", grpo, "deviations", mean_in_float32),
+    "groups by position": ("dr_grpo", credit, "step_view", groups_by_position),
+    "truncation of the first sequence": ("dr_grpo", credit, "step_view", first_parts),
+    "no clipping": ("dr_grpo", credit, "clip", lambda rewards, low, high: rewards),
+    "no rewards of turns": ("reinforce", credit, "rewards_of_earlier_turns", lambda trajectories: None),
+    "returns without values": (
+        "gae",
+        gae,
+        "generalized_advantages",
+        lambda *args: (returns.generalized_advantages(*args)[0],) * 2,
+    ),
+    "a KL that is rewarded": (
+        "dr_grpo",
+        credit,
+        "token_rewards",
+        lambda rewards, kl, counts, coef: returns.token_rewards(rewards, kl, counts, -coef),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", HIDDEN)
+def test_made_up_samples_show_what_a_first_step_hides(wrong: str) -> None:
+    name, module, function, replacement = HIDDEN[wrong]
+    arguments = arguments_of(name, "k1", False, 0.9, RewardConfig(**PENALTIES))
+    batch, trajectories = made_up()
+    expected = plain_advantages(batch, trajectories, **arguments)
+    with patch.object(module, function, replacement):
+        found = assigned(batch, trajectories, **arguments)
+    with broken() as refusal:
+        check_advantages(found, expected, 1, "made-up samples")
+    assert "of made-up samples" in refusal.value.text
+
+
+def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:
+    controller = KLController(coef=0.1, target=0.2, horizon=100)
+    check_controller(controller, step=1)
+    check_controller(KLController(coef=0.1), step=1)
+    unbounded = lambda self, kl, n: replace(self, coef=self.coef * (1 + 0.2 * n / self.horizon))
+    with patch.object(KLController, "update", unbounded), broken():
+        check_controller(controller, step=1)
 
 
 LOSS_OPTIONS = {

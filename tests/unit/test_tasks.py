@@ -77,7 +77,7 @@ def test_reward(response, reward, thought, boxed):
     assert result == {
         "rewards": [reward],
         "scores": [reward],
-        "extra_logs": {"thinks": thought, "format": boxed},
+        "extra_logs": {"thinks": [thought], "format": [boxed]},
     }
 
 
