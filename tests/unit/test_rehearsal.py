@@ -224,6 +224,9 @@ def test_differences_of_metrics() -> None:
     assert differences(one, other, relative=1e-3, absolute=1e-4) == {"grad_norm": "2 and 4"}
     assert set(differences(one, other, relative=0, absolute=0)) == {"grad_norm", "loss"}
     assert differences({"a": float("nan")}, {"a": 1.0}, relative=1, absolute=1)
+    one, other = {"critic/clip_fraction": 0.05}, {"critic/clip_fraction": 0.06}
+    assert differences(one, other, relative=1e-3, absolute=1e-4)
+    assert not differences(one, other, relative=1e-3, absolute=1e-4, at_limits=0.05)
 
 
 def test_difference_of_weights(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from openrlhf.algorithms.tensor import Tensor
 
+ROUNDING = 2.0**-20
+"""Relative rounding error of returns, 16 times that of one float32 operation."""
+
 
 def token_rewards(rewards: Tensor, kl: Tensor, counts: Tensor, kl_coef: float) -> Tensor:
     """Returns the reward of each action, (A,): its KL penalty -kl_coef * `kl` (A,), plus the sequence's
@@ -44,7 +47,11 @@ def generalized_advantages(
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """Returns 1 - Var(G - V) / Var(G) of the critic's values V and the returns G, both (A,): 1 if values
     predict the returns exactly, 0 if a constant predicts them as well, negative if a constant is better. 0 if
-    all returns are equal."""
-    if len(returns) == 0 or (variance := returns.double().var(correction=0)) == 0:
+    all returns are equal up to their rounding, which is relative to the values that they are sums of."""
+    if len(returns) == 0:
+        return 0.0
+    variance = returns.double().var(correction=0)
+    largest = max(float(values.abs().max()), float(returns.abs().max()))
+    if variance <= (ROUNDING * largest) ** 2:
         return 0.0
     return float(1 - (returns - values).double().var(correction=0) / variance)

@@ -79,15 +79,25 @@ TIMES = ("timing/", "start/", "memory/", "eval/", "mismatch/", "throughput/")
 """Prefixes of metrics that are not compared, because they differ between equal runs."""
 
 
-def differences(one: Metrics, other: Metrics, *, relative: float, absolute: float) -> Mapping[str, str]:
+COUNTED = ("clip_fraction", "clip_low_fraction", "clip_high_fraction", "masked_fraction")
+"""Ends of the names of fractions of actions beyond a limit."""
+
+
+def differences(
+    one: Metrics, other: Metrics, *, relative: float, absolute: float, at_limits: float = 0.0
+) -> Mapping[str, str]:
     """Returns metric -> both values, for the common metrics that differ by more than `absolute` + `relative`
-    times the larger value."""
+    times the larger value. `at_limits`: fraction of the actions that may be so close to a limit that rounding
+    decides on which side they are."""
     found = {}
     for name in sorted(one.keys() & other.keys()):
         a, b = one[name], other[name]
         if name.startswith(TIMES) or (a != a and b != b):
             continue
-        if not abs(a - b) <= absolute + relative * max(abs(a), abs(b)):
+        allowed = absolute + relative * max(abs(a), abs(b))
+        if name.endswith(COUNTED):
+            allowed += at_limits
+        if not abs(a - b) <= allowed:
             found[name] = f"{a:.6g} and {b:.6g}"
     return found
 

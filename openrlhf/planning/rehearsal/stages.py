@@ -32,7 +32,7 @@ from openrlhf.types import Metrics
 
 OK, FAILED, LEFT_OUT = "ok", "failed", "not rehearsed"
 
-BETWEEN_RANKS = {"relative": 1e-3, "absolute": 1e-4}
+BETWEEN_RANKS = {"relative": 1e-3, "absolute": 1e-4, "at_limits": 0.05}
 """Maximum difference of a metric between one rank and two, which add float32 numbers in different orders."""
 AFTER_RESUME = {"relative": 1e-6, "absolute": 1e-7}
 """Maximum difference of a metric, and of a weight, between a resumed and an uninterrupted run."""
@@ -299,10 +299,8 @@ def _steps(steps: list[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
-def _refuse_differences(
-    one: Metrics, other: Metrics, between: str, *, relative: float, absolute: float
-) -> None:
-    if found := differences(one, other, relative=relative, absolute=absolute):
+def _refuse_differences(one: Metrics, other: Metrics, between: str, **limits: float) -> None:
+    if found := differences(one, other, **limits):
         listed = "\n".join(f"{name}: {values}" for name, values in [*found.items()][:8])
         raise RunFailedError(f"{between} differ:\n{listed}")
 
