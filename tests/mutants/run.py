@@ -153,7 +153,7 @@ def _copy(folder: str) -> None:
     copy = Path(tempfile.mkdtemp(dir=folder))
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     for name in subprocess.check_output(command, cwd=ROOT, text=True).split("\0"):
-        if name and (ROOT / name).exists():
+        if name not in ("", ".venv") and (ROOT / name).exists():
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
     (copy / ".venv").symlink_to((ROOT / ".venv").resolve())
