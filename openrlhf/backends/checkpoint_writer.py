@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from queue import Queue
-from threading import Thread
 from typing import IO, Any, cast
 
 import torch
@@ -18,10 +16,8 @@ from openrlhf.backends.manifest import Entry, Manifest, why_unwritten
 from openrlhf.faults import fault
 from openrlhf.files import not_written
 
-PIECE = 4 << 20
-"""Number of bytes that are hashed at a time."""
-AHEAD = 16
-"""Maximum number of pieces by which writing is ahead of hashing."""
+LARGE = 256 << 10
+"""Number of bytes from which a write is hashed in a thread."""
 
 
 class CheckpointWriter:
@@ -133,9 +129,7 @@ class HashedFile(io.RawIOBase):
         fault("save.file")
         self._file = path.open("wb", buffering=0)
         self._hash, self._num_bytes = hashlib.sha256(), 0
-        self._pieces: Queue[bytes | None] = Queue(AHEAD)
-        self._hashing = Thread(target=self._compute, daemon=True)
-        self._hashing.start()
+        self._hashing = ThreadPoolExecutor(1)
 
     def writable(self) -> bool:
         return True
@@ -144,11 +138,19 @@ class HashedFile(io.RawIOBase):
         return self._num_bytes
 
     def write(self, content: Any, /) -> int:
+        """Writes and hashes `content` at the same time."""
         view = memoryview(content).cast("B")
-        for start in range(0, 0 if self._file.closed else len(view), PIECE):
-            piece = bytes(view[start : start + PIECE])
-            self._pieces.put(piece)
-            self._write(memoryview(piece))
+        if self._file.closed:
+            return len(view)
+        if len(view) < LARGE:
+            self._hash.update(view)
+            self._write(view)
+        else:
+            hashed = self._hashing.submit(self._hash.update, view)
+            try:
+                self._write(view)
+            finally:
+                hashed.result()  # bounded: it hashes `view`, which the caller may change afterwards
         self._num_bytes += len(view)
         return len(view)
 
@@ -161,22 +163,16 @@ class HashedFile(io.RawIOBase):
         return Entry(self._num_bytes, self._hash.hexdigest())
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.close()
-            self._pieces.put(None)
-            self._hashing.join()  # bounded: it hashes the pieces that are left
+        self._file.close()
+        self._hashing.shutdown(wait=False)
 
     def _write(self, left: memoryview) -> None:
         try:
             while left:
                 left = left[self._file.write(left) :]
         except OSError:
-            self.close()
+            self._file.close()
             raise
-
-    def _compute(self) -> None:
-        while (piece := self._pieces.get()) is not None:  # bounded: `close` puts None
-            self._hash.update(piece)
 
 
 class _Stream(io.BufferedWriter):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from refusals import refused
 
-from openrlhf.backends.checkpoint_writer import PIECE, CheckpointWriter
+from openrlhf.backends.checkpoint_writer import LARGE, CheckpointWriter
 from openrlhf.backends.manifest import MANIFEST, Manifest
 from openrlhf.errors import ErrorCode
 
@@ -30,7 +30,7 @@ def test_the_manifest_lists_every_file_with_its_content(tmp_path: Path, later: b
     writer = CheckpointWriter(tmp_path, later=later)
     for name in ("a", "b"):
         writer.write(tmp_path / name, lambda file, name=name: file.write(name.encode() * 5))
-    state = {"weights": torch.randn(2 * PIECE // 4 + 7), "step": 3}
+    state = {"weights": torch.randn(2 * LARGE // 4 + 7), "step": 3}
     writer.save(state, tmp_path / "state")
     writer.finish()
     assert writer.is_done
