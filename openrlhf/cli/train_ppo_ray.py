@@ -164,8 +164,10 @@ def train(
             watch.close()
             trainer.observer.close()
     finally:
-        roles.end()  # without a head, it would wait for a minute
-        ended.set()
+        try:
+            roles.end()  # without a head, it would wait for a minute
+        finally:
+            ended.set()
 
 
 def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
