@@ -27,7 +27,11 @@ class ResponsesTask(task.Task[ConfigT]):
     def builder(self) -> partial:
         from openrlhf.data.sft import build_sft_samples
 
-        return self.bound(build_sft_samples, pretrain=self.config.model.pretrain_mode_enable)
+        return self.bound(
+            build_sft_samples,
+            pretrain=self.config.model.pretrain_mode_enable,
+            verify=self.config.train.verify_steps > 0,
+        )
 
     def collate(self, items: list) -> "PackedRow":
         from openrlhf.types import PackedRow

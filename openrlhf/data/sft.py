@@ -13,6 +13,7 @@ from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import SampleStore
 from openrlhf.data.templates import PromptTemplate
+from openrlhf.data.verify_answers import CHECKED, check_learned
 from openrlhf.errors import ErrorCode, UsageError
 
 
@@ -29,6 +30,7 @@ def build_sft_samples(
     max_len: int,
     bad_rows: BadRowAction = "error",
     images: ImageColumn | None = None,
+    verify: bool = True,
 ) -> SampleStore:
     """Builds one sample from each row that has something to learn.
 
@@ -47,21 +49,24 @@ def build_sft_samples(
     the text as the model reads of it, none of which is learned. A sample in which an image would be truncated
     is dropped.
 
+    verify: check the learned tokens of the first samples, see `check_learned`.
+
     Raises UsageError for a bad row (see `read_each`), for a template that renders an assistant turn
     differently once other messages follow, and when no sample is left.
     """
     if multiturn and not pretrain and not apply_chat_template:
         text = "needs the chat template, which marks the turns. Add --data.apply_chat_template."
         raise UsageError(ErrorCode.CONFLICT, text, flag="--data.multiturn")
-    read: Callable[[Row], Text] = partial(_pretrain_text, input_key=input_key)
+    columns = None
     if not pretrain:
-        read = AnswerColumns(
+        columns = AnswerColumns(
             template=PromptTemplate(tokenizer, apply_chat_template, input_template),
             input_key=input_key,
             output_key=output_key,
             multiturn=multiturn,
             images=images,
         )
+    read: Callable[[Row], Text] = columns or partial(_pretrain_text, input_key=input_key)
     store = SampleStore()
     texts = lambda row: ((read(row),), None)
     for i, (tokens,), _ in read_tokens(rows, texts, tokenizer, bad_rows, store.dropped, images):
@@ -73,6 +78,8 @@ def build_sft_samples(
             continue
         if len(token_ids) > max_len:
             store.cut(len(token_ids))
+        elif columns and verify and len(store) < CHECKED:
+            check_learned(rows, i, tokens, columns, tokenizer)
         store.append(token_ids[:max_len], learned[:max_len], None if images is None else i)
     check_left(store, rows, max_len)
     return store

@@ -1,0 +1,80 @@
+"""Checks of the tokens that a supervised model learns: decoded, they are the row's answer.
+
+Tokens are marked by the places of characters, of templates and of tokens. The check decodes the marked tokens
+and looks for the answer as the row has it, so it shares nothing with the marking.
+"""
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.data.answers import AnswerColumns
+from openrlhf.data.encode import Tokens, token_ids_of
+from openrlhf.data.files import Row
+from openrlhf.data.sources import Rows
+from openrlhf.errors import ErrorCode, RunError, shortened
+from openrlhf.text import decode
+
+CHECKED = 8
+"""Number of samples of a dataset that are checked."""
+LEAST = 16
+"""Number of characters of a question from which its second half is looked for among the learned tokens. Short
+ones may be part of a template. The first token of a text never has a loss."""
+LONGEST = 200
+"""Number of characters of a text in the message."""
+
+
+def check_learned(
+    rows: Rows, i: int, tokens: Tokens, columns: AnswerColumns, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Checks the sample of row i, which is not truncated. Raises RunError unless the learned tokens contain
+    the answer, not the question, and end with the end-of-sequence token. Answers and questions that are not
+    text are not checked."""
+    question, answer = _texts(rows[i], columns)
+    if answer is None:
+        return
+    token_ids, learned = tokens
+    chosen = [token for token, is_learned in zip(token_ids, learned, strict=True) if is_learned]
+    text, wrong = decode(tokenizer, chosen, skip_special_tokens=True), ""
+    found, expected = _squeezed(text), _decoded(answer, tokenizer)
+    asked = "" if question is None or columns.multiturn else _decoded(question, tokenizer)
+    if expected not in found:
+        wrong = f"must contain the answer {shortened(answer, LONGEST)!r}"
+    elif len(asked) >= LEAST and asked[len(asked) // 2 :] in found.replace(expected, ""):
+        wrong = f"must not contain the question {shortened(str(question), LONGEST)!r}"
+    elif tokenizer.eos_token_id is not None and not (learned[-1] and token_ids[-1] == tokenizer.eos_token_id):
+        wrong = f"must end with the end-of-sequence token {tokenizer.eos_token!r}"
+    if wrong:
+        name, line = rows.place(i)
+        raise RunError(
+            ErrorCode.BROKEN_INVARIANT,
+            f"the tokens with a loss are {shortened(text, LONGEST)!r}, and {wrong}.\n"
+            "`openrlhf check` shows the tokens of the first rows. --train.verify_steps 0 omits this check.",
+            value=name,
+            row=line,
+        )
+
+
+def _texts(row: Row, columns: AnswerColumns) -> tuple[str | None, str | None]:
+    """Returns the last question and the answer of a row, each of them None if it is not text."""
+    asked = row.get(columns.input_key)
+    if columns.output_key is not None:
+        answer = _content(row.get(columns.output_key), "assistant")
+    else:
+        answer = _content(asked, "assistant")
+        asked = asked[:-1] if isinstance(asked, list) else None
+    return _content(asked, "user"), answer
+
+
+def _content(value: object, role: str) -> str | None:
+    """Returns a text, or the text of the last of several messages if it is of this role."""
+    if isinstance(value, list) and value and value[-1].get("role") == role:
+        value = value[-1].get("content")
+    return value if isinstance(value, str) else None
+
+
+def _decoded(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    return _squeezed(decode(tokenizer, token_ids_of(text, tokenizer), skip_special_tokens=True))
+
+
+def _squeezed(text: str) -> str:
+    """Removes all white space, which tokenizers and templates may change."""
+    return "".join(text.split())
