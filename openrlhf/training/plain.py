@@ -1,5 +1,5 @@
-"""The losses of SFT, DPO, IPO and cDPO in a few lines, on the log-probs of each answer alone. Checks compare
-a run's own losses with them."""
+"""The losses of supervised commands in a few lines, on the log-probs or the score of each answer alone.
+Checks compare a run's own losses with them."""
 
 from collections.abc import Sequence
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kto import KTOObjective
 
 
 def plain_sft(log_probs: Sequence[Tensor], num_actions: float) -> Tensor:
@@ -35,3 +36,31 @@ def plain_dpo(
             loss = -(1 - smoothing) * F.logsigmoid(beta * h) - smoothing * F.logsigmoid(-beta * h)
         total = total + loss - objective.nll_coef * chosen.sum() / max(len(chosen), 1)
     return total / num_pairs
+
+
+def plain_rm(scores: Sequence[Tensor], margins: Tensor, num_pairs: float) -> Tensor:
+    """Returns the sum of the pairs' losses over `num_pairs`. `scores`: () of each answer, chosen and rejected
+    ones alternating. `margins`: (P,)."""
+    losses = [
+        -F.logsigmoid(scores[2 * i] - scores[2 * i + 1] - margin) for i, margin in enumerate(margins.tolist())
+    ]
+    return torch.stack(losses).sum() / num_pairs
+
+
+def plain_kto(
+    objective: KTOObjective,
+    log_probs: Sequence[Tensor],
+    reference: Sequence[Tensor],
+    desirable: Sequence[bool],
+    num_answers: float,
+) -> Tensor:
+    """Returns the sum of the answers' losses over `num_answers`.
+
+    `log_probs`: (A,) of each answer. `reference`: summed log-probs () of each answer under the reference.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    for answer, of_reference, is_desirable in zip(log_probs, reference, desirable, strict=True):
+        gain = objective.beta * (answer.sum() - of_reference - objective.kl)
+        weight = objective.desirable_weight if is_desirable else objective.undesirable_weight
+        total = total + weight * (1 - (gain if is_desirable else -gain).sigmoid())
+    return total / num_answers

@@ -4,8 +4,8 @@ shares   The rows' shares of the actions and of the sequences add up to 1 over a
 totals   The loss of a row halves if the step's totals double, so it is divided by them and not by what is
          in the row.
 plain    The log-probs of the row's actions equal those of transformers' own forward pass, one sequence at
-         a time, and the loss of SFT, DPO and IPO equals that of a formula in a few lines. Not where ranks
-         share the weights of a layer or a row.
+         a time, and the loss of SFT, DPO, IPO, KTO and reward models equals that of a formula in a few
+         lines. Not where ranks share the weights of a layer or a row.
 """
 
 import math
@@ -23,13 +23,16 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import alone, reading_of
 from openrlhf.models.policy import head_of, transformed_logits
+from openrlhf.models.scorer import head_name
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.training.invariants import SAME_POLICY, broken, check_parts
 from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.reference import reference_log_probs
+from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo, plain_sft
-from openrlhf.types import LossNorm, PackedRow, PairRow
+from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm, plain_sft
+from openrlhf.types import LossNorm, PackedRow, PairRow, UnpairedRow
 
 LOSS, HALVED, PLAIN = "loss", "halved", "plain"
 """The loss of a row; twice the loss with doubled totals; the loss by a plain formula."""
@@ -81,8 +84,26 @@ def plain_dpo_loss(model: PreTrainedModel, objective: DPOObjective, row: PairRow
     return plain_dpo(objective, answers[:count], list(reference[:count]), norm.num_sequences)
 
 
-PLAIN_LOSSES: Mapping[type, Callable] = {SFTObjective: plain_sft_loss, DPOObjective: plain_dpo_loss}
-"""Losses by plain formulas, on log-probs of transformers' own forward pass."""
+def plain_kto_loss(
+    model: PreTrainedModel, objective: KTOObjective, row: UnpairedRow, norm: LossNorm
+) -> Tensor:
+    count = row.num_sequences
+    answers = plain_log_probs(model, row.row).split(row.row.num_actions.tolist())[:count]
+    reference = reference_log_probs(row.ref_log_probs, objective.reference, row.row).double()
+    return plain_kto(objective, answers, list(reference[:count]), row.desirable.tolist(), norm.num_sequences)
+
+
+def plain_rm_loss(model: PreTrainedModel, objective: RewardObjective, row: PairRow, norm: LossNorm) -> Tensor:
+    return plain_rm(plain_scores(model, row.row), row.margins, norm.num_sequences)
+
+
+PLAIN_LOSSES: Mapping[type, Callable] = {
+    SFTObjective: plain_sft_loss,
+    DPOObjective: plain_dpo_loss,
+    KTOObjective: plain_kto_loss,
+    RewardObjective: plain_rm_loss,
+}
+"""Losses by plain formulas, on log-probs or scores of transformers' own forward pass."""
 
 
 def verify_step(
@@ -141,6 +162,18 @@ def plain_log_probs(model: PreTrainedModel, row: PackedRow, temperature: float =
                 for states, targets in zip(hidden.split(CHUNK), ids[actions].split(CHUNK), strict=True)
             ]
     return torch.cat(found)
+
+
+@torch.no_grad()
+def plain_scores(model: PreTrainedModel, row: PackedRow) -> list[Tensor]:
+    """Returns the score () in float64 of each sequence of a row, read at its last token, by transformers' own
+    forward pass of the sequence alone."""
+    images, head = row.images or [()] * len(row.lengths), getattr(model, head_name(model.config))
+    with transformers_attention(model):
+        return [
+            head(alone(model, ids, pictures)[-1])[0].double()
+            for ids, pictures in zip(row.token_ids.split(row.lengths), images, strict=True)
+        ]
 
 
 def _plain_softmax(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:

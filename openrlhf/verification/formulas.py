@@ -1,11 +1,10 @@
 """The commands' losses as plain formulas of a model's outputs, which it computes one sequence at a time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from openrlhf.models.policy import TokenScores
@@ -14,7 +13,7 @@ from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo, plain_sft
+from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm, plain_sft
 from openrlhf.types import Batch, ExperienceRow, LossNorm, Pair, Sample, UnpairedExample, present
 
 Reference = Callable[[Sample], Tensor]
@@ -64,14 +63,9 @@ def sft(samples: Sequence[Sample]) -> PlainLoss:
 
 def rm(pairs: Sequence[Pair]) -> PlainLoss:
     margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float64)
-
-    def loss(outputs: list[Tensor]) -> Tensor:
-        chosen, rejected = torch.stack(outputs).view(-1, 2).unbind(1)
-        return -F.logsigmoid(chosen - rejected - margins.to(chosen)).mean()
-
     return PlainLoss(
         sequences=both_answers(pairs),
-        loss=loss,
+        loss=lambda outputs: plain_rm(outputs, margins, len(pairs)),
         formula="-mean(log sigmoid(chosen - rejected - margin))",
     )
 
@@ -88,21 +82,18 @@ def dpo(pairs: Sequence[Pair], objective: DPOObjective, reference: Reference) ->
 
 
 def kto(examples: Sequence[UnpairedExample], objective: KTOObjective, reference: Reference) -> PlainLoss:
-    count, beta = len(examples), objective.beta
+    count, desirable = len(examples), [example.desirable for example in examples]
     sequences = [example.sample for example in examples] + [example.mismatched for example in examples]
     of_reference = [reference(sequence).sum() for sequence in sequences]
 
     def loss(outputs: list[Tensor]) -> Tensor:
-        ratios = [output.sum() - ref.to(output) for output, ref in zip(outputs, of_reference, strict=True)]
-        kl = torch.stack(ratios[count:]).mean().detach().clamp(min=0)
-        losses = []
-        for ratio, example in zip(ratios[:count], examples, strict=True):
-            gain = beta * (ratio - kl)
-            if example.desirable:
-                losses.append(objective.desirable_weight * (1 - gain.sigmoid()))
-            else:
-                losses.append(objective.undesirable_weight * (1 - (-gain).sigmoid()))
-        return torch.stack(losses).mean()
+        pairs = zip(outputs[count:], of_reference[count:], strict=True)
+        ratios = [output.detach().sum() - ref.to(output) for output, ref in pairs]
+        kl = float(torch.stack(ratios).mean().clamp(min=0))
+        answers = [output.cpu() for output in outputs[:count]]
+        return plain_kto(
+            replace(objective, kl=kl), answers, [r.cpu() for r in of_reference[:count]], desirable, count
+        )
 
     return PlainLoss(
         sequences=sequences,

@@ -13,11 +13,15 @@ from refusals import refused
 from test_torch_engine import SAMPLES, engine_of, sample, saved_model
 from torch import Tensor
 
+from openrlhf.algorithms.preference.kto import kto_loss
+from openrlhf.algorithms.preference.reward_model import pairwise_loss
+from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
-from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.policy import PolicyModel
+from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.training.invariants import (
     check_first_pass,
     check_own_reference,
@@ -27,12 +31,15 @@ from openrlhf.training.invariants import (
     check_staleness,
     check_trained,
 )
+from openrlhf.training.objectives import kto, rm
 from openrlhf.training.objectives.dpo import DPOObjective
+from openrlhf.training.objectives.kto import KTOObjective
+from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.plain import plain_dpo
 from openrlhf.training.verify import check_log_probs, verify_step
 from openrlhf.training.worker import PolicyWorker
-from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory
+from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
 
 ALONE = Mesh(data=1, sequence=1, tensor=1)
 
@@ -145,6 +152,61 @@ class OfTheRow:
 )
 def test_a_step_is_verified(threads: Callable, folder: Path, objective: Any, rows: list) -> None:
     threads(1, lambda: verify_step(engine_of(folder), rows, objective, 1, dtype="fp32", mesh=ALONE))
+
+
+ANSWERS = [
+    UnpairedRow.of(
+        [
+            UnpairedExample(
+                sample=SAMPLES[i],
+                mismatched=SAMPLES[i],
+                desirable=i == 0,
+                ref_log_probs=torch.tensor([-8.0, -2]),
+            )
+            for i in range(2)
+        ]
+    )
+]
+
+
+def test_a_step_of_kto_is_verified(threads: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    objective = KTOObjective(beta=0.5, desirable_weight=1.5, kl=0.7)
+    verify = lambda: verify_step(engine_of(folder), ANSWERS, objective, 1, dtype="fp32", mesh=ALONE)
+    threads(1, verify)
+    monkeypatch.setattr(
+        kto, "kto_loss", lambda ratios, desirable, kl, **rest: kto_loss(ratios, ~desirable, kl, **rest)
+    )
+    threads(1, lambda: refused_by(verify))
+
+
+def test_a_step_of_a_reward_model_is_verified(
+    threads: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    last = [
+        replace(s, action_mask=torch.arange(s.length) == s.length - 1) for s in (*SAMPLES, sample(3, 9, 4))
+    ]
+    pairs = [Pair(chosen=last[0], rejected=last[1]), Pair(chosen=last[2], rejected=last[0], margin=0.5)]
+    rows = [PairRow.of(pairs)]
+
+    def verify() -> None:
+        load = lambda: load_scorer(str(folder), flag="--model", dtype="fp32", attention="auto")
+        engine = TorchEngine(
+            load, optim=OptimConfig(), ds=DeepSpeedConfig(param_dtype="fp32"), total_steps=10
+        )
+        verify_step(engine, rows, RewardObjective(), 1, dtype="fp32", mesh=ALONE)
+
+    threads(1, verify)
+    with monkeypatch.context() as patches:
+        patches.setattr(rm, "pairwise_loss", lambda c, r, margin: pairwise_loss(c, r, -margin))
+        threads(1, lambda: refused_by(verify))
+    first_action = lambda self, row: self.read(row, row.actions - 1)
+    monkeypatch.setattr(ScoreModel, "forward", first_action)
+    threads(1, lambda: refused_by(verify))
+
+
+def refused_by(verify: Callable[[], None]) -> None:
+    with broken():
+        verify()
 
 
 def test_plain_dpo_of_far_answers_and_of_no_pairs() -> None:

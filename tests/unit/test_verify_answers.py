@@ -1,6 +1,7 @@
 """The check of the tokens that a supervised model learns, and the builder of samples that calls it."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -33,7 +34,7 @@ def build(row: dict[str, Any], **options: Any) -> SampleStore:
     return build_sft_samples(Rows.of([row], "rows.json"), tiny_tokenizer(), **(usual | options))
 
 
-def with_finish(change: Callable[[Tokens], None]) -> Callable:
+def with_finish(change: Callable[[Tokens], None]) -> AbstractContextManager:
     def changed(tokens: Tokens, eos: int | None) -> None:
         finish(tokens, eos)
         change(tokens)
@@ -52,7 +53,7 @@ def whole_text(prompt: str, answer: str) -> Text:
     return Text(text=prompt + answer, spans=((0, len(prompt + answer)),))
 
 
-WRONG = {
+WRONG: dict[str, tuple[AbstractContextManager, dict[str, Any]]] = {
     "an end without a loss": (with_finish(forget(lambda learned: -1)), {}),
     "a first token without a loss": (with_finish(forget(lambda learned: learned.index(True) + 2)), {}),
     "an answer that is cut": (
