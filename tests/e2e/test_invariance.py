@@ -24,7 +24,7 @@ WHOLE = [
     ("torch", 2, 3, "some"),
     *[
         pytest.param("deepspeed", *ranks, "all", marks=slow)
-        for ranks in [(1, 2), (1, 3), (2, 0), (2, 2), (2, 3)]
+        for ranks in [(1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2), (2, 3)]
     ],
     *[pytest.param("torch", *ranks, "all", marks=slow) for ranks in [(1, 3), (2, 2), (2, 3)]],
 ]
