@@ -31,7 +31,7 @@ from mutants.catalogue import ROOT, Mutant, mutated
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.tasks.prepare import TaskFiles, prepare
 
-LIMIT = 900.0
+LIMIT = 300.0
 """Maximum seconds of a run. A longer run counts as stopped."""
 SIZES = {"num_pretrain": 200, "num_sft": 200, "num_prompts": 64, "num_eval": 16}
 """Numbers of rows in the files of word problems."""
