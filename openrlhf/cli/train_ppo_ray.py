@@ -26,6 +26,7 @@ from openrlhf.errors import (
     noting_position,
     short_errors,
 )
+from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.plugins import digest
 from openrlhf.training.publish import publish
@@ -57,13 +58,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         catch_signals()
         clock = StartClock() if RESTARTS in os.environ else process_clock()
-        config = parse(PPO, argv, resolve=resolve, inspect=problems_outside, plan=plan).config
+        config = parse(PPO, argv, resolve=resolve, inspect=inspect, plan=plan).config
         clock.add("checks", clock.total)
         try:
             run(config, argv, clock)
         except Exception as error:
             restart_after(error, config, argv)
             raise
+
+
+def inspect(config: PPOConfig) -> list[ValueError]:
+    """Returns the problems outside of the flags; see `problems_outside`. Meanwhile the libraries of workers
+    are imported."""
+    from openrlhf.cluster.launch import cool_down, warm_up
+
+    choose_hub(config.use_ms)
+    warm_up([config.train.backend, config.rollout.engine])
+    problems = problems_outside(config)
+    if problems:
+        cool_down()
+    return problems
 
 
 RESTARTS = "OPENRLHF_RESTARTS"

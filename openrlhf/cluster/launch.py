@@ -1,5 +1,6 @@
 """Joins or starts a Ray cluster, and checks that a run fits it before anything is loaded."""
 
+import atexit
 import json
 import logging
 import os
@@ -7,6 +8,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -85,8 +87,7 @@ def naming_logs() -> Iterator[None]:
 def stop_ray() -> None:
     """Leaves the cluster, and ends it if `start_ray` started it."""
     ray.shutdown()
-    while _servers:
-        _servers.pop().stop()
+    cool_down()
 
 
 def cluster_address() -> str | None:
@@ -188,14 +189,37 @@ def _start_here(backends: Sequence[str]) -> None:
     _print(f"{reason}started Ray on this machine")
 
 
+def warm_up(backends: Sequence[str]) -> None:
+    """Starts to import the libraries of workers, on a machine without the device files of a GPU on which
+    `start_ray` will probably start Ray. `backends`: see `start_ray`."""
+    has_devices = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    is_alone = os.environ.get("RAY_ADDRESS", "local") == "local" and _last_started() is None
+    if is_alone and not has_devices and not _servers and not ray.is_initialized():
+        _start_server(backends)
+
+
+def _start_server(backends: Sequence[str]) -> None:
+    """Starts the server, unless it runs or the variable OPENRLHF_WARM_WORKERS is 0."""
+    if not _servers and os.environ.get("OPENRLHF_WARM_WORKERS") != "0":
+        _servers.append(WarmServer(modules_of(backends), WORKERS))
+        atexit.register(cool_down)
+
+
+def cool_down() -> None:
+    """Ends the process that imports the libraries of workers."""
+    while _servers:
+        _servers.pop().stop()
+
+
 @contextmanager
 def _warm_workers(backends: Sequence[str]) -> Iterator[None]:
     """A context in which Ray starts with workers that are forked from a process with their imports, unless
     the variable OPENRLHF_WARM_WORKERS is 0."""
-    if os.environ.get("OPENRLHF_WARM_WORKERS") == "0":
+    _start_server(backends)
+    if not _servers:
         yield
         return
-    _servers.append(server := WarmServer(modules_of(backends), WORKERS))
+    (server,) = _servers
     os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")  # the first ones wait for the imports
     with server.starts_workers():
         yield

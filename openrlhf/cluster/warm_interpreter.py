@@ -28,10 +28,14 @@ def main(python: str, address: str, command: list[str]) -> int:
     """Runs `python COMMAND` in a process that the server at the socket `address` forks, and returns its exit
     status. Does not return if the command runs without the server."""
     parent, connection = os.getppid(), socket.socket(socket.AF_UNIX)
-    if not (pid := is_served(command) and ask(connection, address, command)):
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until they can be passed on
+    pid = is_served(command) and ask(connection, address, command)
+    if pid:
+        for number in FORWARDED:
+            signal.signal(number, lambda number, _: os.kill(pid, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
+    if not pid:
         os.execv(python, [python, *command])
-    for number in FORWARDED:
-        signal.signal(number, lambda number, _: os.kill(pid, number))
     connection.settimeout(POLL)
     while os.getppid() == parent:
         with suppress(TimeoutError):

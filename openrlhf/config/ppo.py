@@ -836,6 +836,11 @@ class PPOConfig(TrainingConfig):
         return self.rollout.max_new_tokens or self.data.max_len
 
     @property
+    def longest_answer(self) -> int | None:
+        """Largest number of actions of a sequence. None: no limit, or an agent that samples several times."""
+        return None if self.train.agent_func_path else self.rollout.max_new_tokens
+
+    @property
     def rollout_tokens_per_gpu(self) -> int:
         """Token budget of a packed row in log-prob passes, with train.dynamic_batch_enable."""
         return self.rollout.max_tokens_per_gpu or self.train.max_tokens_per_gpu

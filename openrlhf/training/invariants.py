@@ -72,6 +72,15 @@ def _check_answers(group: Sequence[Trajectory], step: int) -> None:
                 raise broken(step, quantity, f"that of sample {a.sample_index}", "another", causes)
 
 
+def check_lengths(trajectories: Iterable[Trajectory], longest: int | None, step: int) -> None:
+    """Checks that no answer has more than `longest` actions. None: no limit."""
+    for t in trajectories:
+        if longest is not None and t.num_actions > longest:
+            causes = "The engine got another limit than --rollout.max_new_tokens."
+            quantity = f"the number of tokens of sample {t.sample_index} of prompt {t.prompt.prompt_id}"
+            raise broken(step, quantity, t.num_actions, f"at most {longest}", causes)
+
+
 def check_schedule(name: str, schedule: Schedule, trained_on: Sequence[int], epochs: int, step: int) -> None:
     """Checks that a schedule contains every sequence of `trained_on` once an epoch and no other. `name`: the
     model."""

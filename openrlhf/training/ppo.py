@@ -25,6 +25,7 @@ from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.invariants import (
+    check_lengths,
     check_own_reference,
     check_samples,
     check_schedule,
@@ -194,6 +195,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.step + 1,
                 is_random=self.config.samples_freely,
             )
+            check_lengths(collected.trajectories, self.config.longest_answer, self.step + 1)
             metrics, trained = self.learn_from(collected.trajectories)
         finally:
             self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
@@ -367,6 +369,7 @@ class PPOTrainer(Generic[PolicyT]):
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
             trajectories = self.sample_all(list(self.eval_prompts))  # list() reads their images once
+        check_lengths(trajectories, self.config.longest_answer, self.step)
         self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
         self.observer.log_rollouts(self.step, trajectories, name="eval")

@@ -24,6 +24,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.training.invariants import (
     check_first_pass,
+    check_lengths,
     check_own_reference,
     check_parts,
     check_samples,
@@ -86,6 +87,14 @@ def test_long_answers_do_not_repeat_themselves() -> None:
     assert "e^-70" in refusal.value.text
     check_samples(group(actions=[2] * 70), 2, 1, is_random=False)
     check_samples(group(actions=[2] * 70, rollout_log_probs=[-0.01] * 70), 2, 1, is_random=True)
+
+
+def test_no_answer_is_longer_than_its_limit() -> None:
+    samples = group(actions=[3, 4, 5])
+    check_lengths(samples, 3, step=1)
+    check_lengths(samples, None, step=1)
+    with broken():
+        check_lengths(samples, 2, step=1)
 
 
 def test_a_schedule_has_every_sequence_once_an_epoch() -> None:
