@@ -29,7 +29,7 @@ def check_learned(
     the answer, not the question, and end with the end-of-sequence token. Answers and questions that are not
     text are not checked."""
     question, answer = _texts(rows[i], columns)
-    if answer is None:
+    if answer is None or not answer.strip():
         return
     token_ids, learned = tokens
     chosen = [token for token, is_learned in zip(token_ids, learned, strict=True) if is_learned]
