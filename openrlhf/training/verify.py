@@ -203,7 +203,7 @@ def check_log_probs(
             "look for the temperature, the mask of actions, positions, or an attention that mixes sequences "
             "(--ds.attn_implementation eager)."
         )
-        quantity = "the mean difference of a row's log-probs to those of transformers' own forward pass"
+        quantity = "the mean difference of log-probs to those of transformers' own forward pass"
         raise broken(step, quantity, f"{difference:.3g} nats", "0 up to rounding", causes)
 
 

@@ -405,11 +405,12 @@ class PolicyWorker(TrainedWorker):
             return
         model = self.model.module.model
         if is_whole(model, self.mesh):
-            sequence = batch.select(windows[0][:1])
+            first = windows[0]
+            sequences = batch.select(sorted({first[0], first[len(first) // 2], first[-1]}))
             check_log_probs(
                 model,
-                PackedRow.of_batch(sequence),
-                torch.from_numpy(present(sequence.log_probs)),
+                PackedRow.of_batch(sequences),
+                torch.from_numpy(present(sequences.log_probs)),
                 temperature=self.config.rollout.temperature,
                 dtype=self.config.ds.precision.dtype,
                 step=self.model.steps + 1,

@@ -37,6 +37,8 @@ SIZES = {"num_pretrain": 200, "num_sft": 200, "num_prompts": 64, "num_eval": 16}
 """Numbers of rows in the files of word problems."""
 CODE = re.compile(r"\[([a-z]+(?:-[a-z]+)*)\]$", re.MULTILINE)
 """Pattern of the code at the end of an error's first line."""
+TOLD = re.compile("runs one sequence at a time")
+"""Pattern of the warning about a model whose packed rows are not right."""
 SFT_FLAGS = (
     "--data.output_key output --data.apply_chat_template --data.max_len 256 --data.max_samples 80 "
     "--train.batch_size 8 --train.micro_batch_size 2 --train.max_epochs 2 --adam.lr 1e-3"
@@ -108,7 +110,7 @@ class Ended:
     stopped: str
     """Code of the error; `crash` for an error without a code, "" for a run without an error."""
     warnings: frozenset[str]
-    """Metrics that the run warned about."""
+    """Metrics that the run warned about, and other warnings that it printed."""
     numbers: frozenset[tuple[str, str]]
     """Names and values of the metrics of all steps and of the digest of the final weights."""
 
@@ -195,14 +197,15 @@ class Trial:
                 ).returncode  # fmt: skip
             except subprocess.TimeoutExpired:
                 code = 1
-        codes = CODE.findall(Path(log.name).read_text(errors="replace"))
+        printed = Path(log.name).read_text(errors="replace")
+        codes = CODE.findall(printed)
         health = out / "run" / "health.jsonl"
         texts = (
             [json.loads(line)["text"] for line in health.read_text().splitlines()] if health.exists() else []
         )
         return Ended(
             stopped=(codes[-1] if codes else "crash") if code else "",
-            warnings=frozenset(text.split()[0] for text in texts),
+            warnings=frozenset([*(text.split()[0] for text in texts), *TOLD.findall(printed)]),
             numbers=_numbers(out),
         )
 
