@@ -88,7 +88,7 @@ def test_wrong_marks_are_found(wrong: str) -> None:
         ({"input": [*TALK, TALK[0], {"role": "assistant", "content": ""}]}, {"multiturn": True}),
         ({"input": QUESTION, "output": [TALK[1]]}, {}),
         ({"input": QUESTION, "output": QUESTION}, {}),  # an answer that repeats the question
-        ({"input": QUESTION, "output": "\u65e5\u672c \U0001f600 caf\u00e9"}, {}),
+        ({"input": QUESTION, "output": "\u65e5\u672c \U0001f600 na\u00efve"}, {}),
     ],
     ids=str,
 )
