@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import head_of
@@ -159,15 +159,27 @@ def adapted_layers(path: str, flag: str, lora: LoraConfig) -> tuple[str, ...]:
 
 def save_adapter(model: PreTrainedModel, weights: Mapping[str, Tensor], folder: str | Path) -> None:
     """Writes `weights`, the trained parameters by their names in `model`, as an adapter that peft and
-    transformers load. The head of a sequence classifier is stored as `score`, transformers' name."""
+    transformers load. The head of a sequence classifier is stored as `score`, transformers' name. Raises
+    RunError unless the adapter has the weights that peft looks for."""
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
     tensors = {_name_on_disk(model, name): weight.contiguous() for name, weight in weights.items()}
+    _check_whole(model, tensors)
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     model.peft_config[ADAPTER].save_pretrained(str(path))
     statistics = {key: getattr(model.config, key) for key in ("mean", "std") if hasattr(model.config, key)}
     if statistics:
         (path / STATISTICS_FILE).write_text(json.dumps(statistics) + "\n", encoding="utf-8")
+
+
+def _check_whole(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
+    layers = [name for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    expected = {f"base_model.model.{layer}.lora_{part}.weight" for layer in layers for part in "AB"}
+    found = {name for name in tensors if ".lora_" in name}
+    if wrong := sorted(expected ^ found):
+        reason = "has no layer for" if wrong[0] in found else "lacks the weight"
+        text = f"the adapter {reason} {wrong[0]} ({len(wrong)} such weights), so peft would not load it."
+        raise RunError(ErrorCode.BROKEN_INVARIANT, text)
 
 
 def load_statistics(folder: str | Path) -> dict[str, float]:

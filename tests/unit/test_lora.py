@@ -16,6 +16,7 @@ from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.models import lora
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.lora import (
     adapted_layers,
@@ -212,6 +213,21 @@ def test_a_saved_adapter_loads_with_peft_and_with_transformers(
     fresh = hf.AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), row), logits(model, row))
     assert torch.equal(logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path), row), logits(model, row))
+
+
+def test_an_adapter_that_peft_would_ignore_is_not_saved(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted(base)
+    weights = weights_of(model)
+    with refused(ErrorCode.BROKEN_INVARIANT):
+        save_adapter(model, dict([*weights.items()][1:]), tmp_path)
+    right = lora._name_on_disk
+    longer = lambda model, name: right(model, name).replace("base_model.model.", "base_model.model.model.")
+    monkeypatch.setattr(lora, "_name_on_disk", longer)
+    with refused(ErrorCode.BROKEN_INVARIANT):
+        save_adapter(model, weights, tmp_path)
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_adapter_is_not_taken_for_a_model(base: Path, tmp_path: Path) -> None:
