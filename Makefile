@@ -43,8 +43,8 @@ chaos: env  ## Kills, full disks, damages and mistakes in numbers; takes long; C
 gpu: env  ## Every part checked and measured on a GPU, stage by stage
 	.venv/bin/python benchmarks/gpu.py
 
-fast: env  ## The tests that start nothing: three minutes
-	.venv/bin/pytest $(PARALLEL) -m "not slow" tests/contracts tests/unit
+fast: env  ## The tests that start no processes: three minutes
+	.venv/bin/pytest $(PARALLEL) -m "not slow and not processes" tests/contracts tests/unit
 
 quick: env  ## Formulas, credit, collection, configuration: half a minute
 	.venv/bin/pytest $(PARALLEL) --durations=5 $(QUICK)

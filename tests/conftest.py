@@ -25,6 +25,15 @@ INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learnin
 """Long files whose test functions share only what `build_once` builds: any process may run any of them."""
 
 
+STARTING_PROCESSES = (
+    *("environment", "generated_mutants", "jobs", "leftovers", "many_episodes", "mcp_tools", "reaper"),
+    *("reasoning_gym", "remote_reward", "reward_function", "sandbox", "verification", "warm_server"),
+    *("weight_sync", "whereabouts", "fuzz"),
+)
+"""Files of `tests/unit` and `tests/contracts` that get the marker `processes`, without `test_`: they start
+processes, wait for time limits, or try very many commands."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Hides GPUs from all tests but `tests/gpu`, before torch is imported: expected numbers hold for CPU
     arithmetic, and tests start more ranks than a machine may have GPUs."""
@@ -55,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))
     first = next(filter(needs, items), None)  # a list is empty while it is sorted
     items.sort(key=lambda item: item is not first)
+    for item in items:
+        if "e2e" not in item.path.parts and item.path.stem.removeprefix("test_") in STARTING_PROCESSES:
+            item.add_marker(pytest.mark.processes)
 
 
 @pytest.fixture(autouse=True, scope="session")
