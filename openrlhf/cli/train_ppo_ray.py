@@ -72,7 +72,7 @@ def inspect(config: PPOConfig) -> list[ValueError]:
     are imported."""
     from openrlhf.cluster.launch import cool_down, warm_up
 
-    choose_hub(config.use_ms)
+    choose_hub(config.use_ms)  # the libraries read it when they are imported
     warm_up([config.train.backend, config.rollout.engine])
     problems = problems_outside(config)
     if problems:

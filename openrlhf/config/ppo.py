@@ -836,8 +836,8 @@ class PPOConfig(TrainingConfig):
         return self.rollout.max_new_tokens or self.data.max_len
 
     @property
-    def longest_answer(self) -> int | None:
-        """Largest number of actions of a sequence. None: no limit, or an agent that samples several times."""
+    def action_limit(self) -> int | None:
+        """Limit of the actions of a sequence. None: no limit, or an agent that samples several times."""
         return None if self.train.agent_func_path else self.rollout.max_new_tokens
 
     @property

@@ -41,10 +41,10 @@ def plain_dpo(
 def plain_rm(scores: Sequence[Tensor], margins: Tensor, num_pairs: float) -> Tensor:
     """Returns the sum of the pairs' losses over `num_pairs`. `scores`: () of each answer, chosen and rejected
     ones alternating. `margins`: (P,)."""
-    losses = [
-        -F.logsigmoid(scores[2 * i] - scores[2 * i + 1] - margin) for i, margin in enumerate(margins.tolist())
-    ]
-    return torch.stack(losses).sum() / num_pairs
+    total = torch.zeros((), dtype=torch.float64)
+    for i, margin in enumerate(margins.tolist()):
+        total = total - F.logsigmoid(scores[2 * i] - scores[2 * i + 1] - margin)
+    return total / num_pairs
 
 
 def plain_kto(

@@ -195,7 +195,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.step + 1,
                 is_random=self.config.samples_freely,
             )
-            check_lengths(collected.trajectories, self.config.longest_answer, self.step + 1)
+            check_lengths(collected.trajectories, self.config.action_limit, self.step + 1)
             metrics, trained = self.learn_from(collected.trajectories)
         finally:
             self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
@@ -369,7 +369,7 @@ class PPOTrainer(Generic[PolicyT]):
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
             trajectories = self.sample_all(list(self.eval_prompts))  # list() reads their images once
-        check_lengths(trajectories, self.config.longest_answer, self.step)
+        check_lengths(trajectories, self.config.action_limit, self.step)
         self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
         self.observer.log_rollouts(self.step, trajectories, name="eval")

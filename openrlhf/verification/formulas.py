@@ -90,10 +90,8 @@ def kto(examples: Sequence[UnpairedExample], objective: KTOObjective, reference:
         pairs = zip(outputs[count:], of_reference[count:], strict=True)
         ratios = [output.detach().sum() - ref.to(output) for output, ref in pairs]
         kl = float(torch.stack(ratios).mean().clamp(min=0))
-        answers = [output.cpu() for output in outputs[:count]]
-        return plain_kto(
-            replace(objective, kl=kl), answers, [r.cpu() for r in of_reference[:count]], desirable, count
-        )
+        objective_of_step = replace(objective, kl=kl)
+        return plain_kto(objective_of_step, outputs[:count], of_reference[:count], desirable, count)
 
     return PlainLoss(
         sequences=sequences,

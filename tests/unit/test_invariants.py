@@ -37,7 +37,7 @@ from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo
+from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm
 from openrlhf.training.verify import check_log_probs, verify_step
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
@@ -224,6 +224,12 @@ def test_plain_dpo_of_far_answers_and_of_no_pairs() -> None:
     objective = DPOObjective(beta=0.5)
     assert plain_dpo(objective, far, [torch.zeros(())] * 2, 1) == 1000
     assert plain_dpo(objective, [], [], 1) == 0
+
+
+def test_plain_losses_of_a_rank_without_answers() -> None:
+    """Its row is a dummy, whose sequences are not counted."""
+    assert plain_rm([torch.tensor(3.0)] * 2, torch.zeros(0), 4) == 0
+    assert plain_kto(KTOObjective(beta=0.5), [], [], [], 4) == 0
 
 
 @pytest.mark.parametrize("data", [1, 2])
