@@ -36,7 +36,7 @@ PLACES = (
     "rollout/worker.py",
     "backends/weight_sync/*.py",
 )
-"""The mutated files, below `openrlhf`."""
+"""The files that are mutated by default, below `openrlhf`."""
 MISSED = ("SURVIVED", "not executed")
 """Outcomes of mutants that no test caught."""
 
@@ -76,15 +76,15 @@ class Generated:
         return " ".join(map(str.strip, before)), " ".join(map(str.strip, after))
 
 
-def sample(count: int, seed: str, root: Path = ROOT) -> list[Generated]:
+def sample(count: int, seed: str, root: Path = ROOT, places: Sequence[str] = PLACES) -> list[Generated]:
     """Chooses mutants by a hash of their names, so that a change of one file leaves those of others."""
     rank = lambda mutant: hashlib.sha256(f"{seed} {mutant.id}".encode()).digest()
-    return sorted(generate(root), key=rank)[:count]
+    return sorted(generate(root, places), key=rank)[:count]
 
 
-def generate(root: Path = ROOT) -> Iterator[Generated]:
-    """Yields all mutants of the package below `root`."""
-    for place in PLACES:
+def generate(root: Path = ROOT, places: Sequence[str] = PLACES) -> Iterator[Generated]:
+    """Yields all mutants of these files of the package below `root`."""
+    for place in places:
         for file in sorted((root / "openrlhf").glob(place)):
             yield from _mutations(file.read_text(), str(file.relative_to(root)))[1]
 

@@ -112,6 +112,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
     parser.add_argument("--generated", type=int, metavar="N", help="N mutants that mutmut's operators make")
     parser.add_argument(
+        "--places", nargs="+", metavar="GLOB", help="files of generated mutants, such as 'models/*.py'"
+    )
+    parser.add_argument(
         "--results",
         metavar="FILE",
         type=Path,
@@ -340,9 +343,14 @@ def _pytest_recorded(file: str) -> dict[str, Any]:
 
 def _try_generated(options: argparse.Namespace) -> str:
     """Tries generated mutants in memory, or in a copy where memory is not enough. Returns a table."""
-    from mutants.generated import Results, sample, summary  # mutmut is an optional package
+    from mutants.generated import PLACES, Results, sample, summary  # mutmut is an optional package
 
-    mutants, results = sample(options.generated, options.seed), Results(options.results.resolve())
+    places = options.places or PLACES
+    for place in places:
+        if not list((ROOT / "openrlhf").glob(place)):
+            sys.exit(f"--places: no file of openrlhf/ matches {place}")
+    mutants = sample(options.generated, options.seed, places=places)
+    results = Results(options.results.resolve())
     left = [mutant for mutant in mutants if results.wants(mutant, options.again)]
     if left:
         _preload()

@@ -133,6 +133,12 @@ def test_a_sample_is_reproducible_and_survives_changes_elsewhere(root: Path) -> 
     assert ids[:5] == [m.id for m in first]
 
 
+def test_other_files_can_be_mutated(root: Path) -> None:
+    (root / "openrlhf/data.py").write_text("def other(x):\n    return x + 1\n")
+    assert {m.path for m in sample(1000, "1", root)} == {"openrlhf/algorithms/made.py"}
+    assert {m.path for m in sample(1000, "1", root, ["data.py"])} == {"openrlhf/data.py"}
+
+
 def test_the_package_has_mutants_of_every_place() -> None:
     """Only the files are listed here: generating all mutants takes long."""
     from mutants.generated import PLACES
