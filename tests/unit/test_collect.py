@@ -632,6 +632,14 @@ def test_groups_in_a_form_of_another_version_are_refused():
         World(num_prompts=8).collector.load_state_dict(state)
 
 
+def test_a_state_of_another_version_without_groups_is_loaded():
+    world, other = World(num_prompts=8), World(num_prompts=8)
+    world.collector.next_batch(1)
+    prompts = world.collector.state_dict()["prompts"]
+    other.collector.load_state_dict({"prompts": prompts, "buffer": []})
+    assert other.collector.state_dict() == {"prompts": prompts, "groups": [], "under_way": [], "finished": []}
+
+
 def test_what_is_being_sampled_is_asked_for_anew_by_a_resumed_run():
     """Groups that had finished before their turn are asked for again too: nothing is lost, and nothing that
     was there is sampled twice."""

@@ -125,7 +125,7 @@ def test_group_norm_in_the_pipeline():
 
 
 def test_gae_earns_the_kl_on_every_action():
-    credit, _ = assign(
+    credit, metrics = assign(
         [trajectory(4.0, 2), trajectory(1.0, 1)],
         estimator="gae",
         values=[[1.0, 2.0], [0.5]],
@@ -140,6 +140,8 @@ def test_gae_earns_the_kl_on_every_action():
     assert [c.returns.tolist() for c in credit] == [[0.875, 3.5], [0.5]]
     center = (-0.125 + 1.5) / 3
     assert advantages(credit) == [[-0.125 - center, 1.5 - center], [-center]]
+    explained = 1 - np.var([-0.125, 1.5, 0]) / np.var([0.875, 3.5, 0.5])
+    assert metrics["critic/explained_variance"] == pytest.approx(explained)
 
 
 def test_reinforce_discounts_the_kl_of_later_actions():

@@ -155,6 +155,7 @@ def test_a_growing_gap_is_reported_at_once_and_only_once():
     assert steps[4][0].startswith(
         "mismatch/abs_diff_mean > 1e-05 (now 0.00011; at most 1e-06 in the first steps): "
     )
+    assert "--algo.router_replay" in steps[4][0]
 
 
 def test_each_statistic_has_a_limit_of_its_own():

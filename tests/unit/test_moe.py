@@ -4,12 +4,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from records import batch_of, trajectory
 from refusals import printed, refused
+from torch import nn
 
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
@@ -78,13 +80,23 @@ def norm_of(*rows) -> LossNorm:
     return LossNorm(sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows))
 
 
+class Wrapped:
+    """A model as DeepSpeed's engine wraps it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.module(*args, **options)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_loss_and_gradient_of_one_row_are_transformers_own(folders: dict, name: str) -> None:
     one = sample(20, seed=1)
     row = PackedRow.of([one])
     policy = policy_of(folders[name])
     objective = BalancedObjective(objective=SFTObjective(), coef=COEF)
-    loss, metrics = objective(policy, row, norm_of(row))
+    loss, metrics = objective(Wrapped(policy), row, norm_of(row))
     loss.backward()
 
     plain = hf.AutoModelForCausalLM.from_pretrained(folders[name], dtype=torch.float32)

@@ -389,7 +389,8 @@ def test_a_critic_begins_as_its_reward_model_and_learns_returns(
 ) -> None:
     def work() -> None:
         reward = RewardConfig(model_name_or_path=str(folder / "rewards"))
-        config = config_of(folder, reward=reward, ckpt=PPOCkptConfig(path=str(tmp_path)))
+        train = TrainConfig(backend="torch", micro_batch_size=2, batch_size=2, verify_steps=1)
+        config = config_of(folder, reward=reward, train=train, ckpt=PPOCkptConfig(path=str(tmp_path)))
         critic = started(CriticWorker(config, 0, Mesh()), 4)
         scorer = AutoModelForSequenceClassification.from_pretrained(folder / "rewards").eval()
         expected = []

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,9 @@ from test_ppo_trainer import config_of, fit, trainer_of
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS
+from openrlhf.algorithms.corrections.base import Correction
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
+from openrlhf.algorithms.policy_losses.base import PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.trial import try_out
 from openrlhf.cli.rl_checks import check_algorithm
@@ -287,6 +290,47 @@ def test_an_unknown_name_is_refused(capsys):
 )
 def test_every_built_in_class_and_example_passes_the_trial(build):
     try_out(build)
+
+
+def test_a_trial_gives_what_a_run_gives() -> None:
+    """Users' classes may read any field."""
+    given: list[Any] = []
+
+    class Loss(PolicyLoss):
+        needs_entropy = dual_clip = True
+
+        def __call__(self, row):
+            given.append(row)
+            bound = row.advantages > 0
+            return -row.log_ratio.exp() * row.advantages * row.entropy, bound, ~bound
+
+    class Estimator(AdvantageEstimator):
+        needs_critic = needs_log_probs = True
+
+        def shape(self, step):
+            given.append(step)
+            return step.rewards
+
+    class Weights(Correction):
+        def __call__(self, gap):
+            given.append(gap)
+            return gap.log_ratio.exp()
+
+    for kind in (Loss, Estimator, Weights):
+        try_out(kind)
+    (full, empty), step, (whole, nothing) = given[:2], given[2], given[3:]
+    for row, counts, num_actions in ((full, [2, 0, 3, 1], 6), (empty, [0], 0)):
+        assert row.counts.tolist() == counts and (row.norm.num_tokens, row.norm.num_sequences) == (6, 3)
+        columns = ("log_probs", "log_ratio", "advantages", "proximal_log_probs", "rollout_log_probs")
+        assert {getattr(row, name).shape for name in (*columns, "entropy")} == {(num_actions,)}
+        assert (row.clip_low, row.clip_high, row.dual_clip) == (0.2, 0.2, 3.0)
+    rows = ("rewards", "group_ids", "lengths", "turns", "truncated", "episodes", "counts")
+    assert {x.shape for x in (*(getattr(step, name) for name in rows), step.named_rewards["score"])} == {(4,)}
+    assert sorted(step.truncated.tolist()) == [False, False, False, True]
+    assert {getattr(step, name).shape for name in ("log_probs", "rollout_log_probs", "values")} == {(6,)}
+    assert step.counts.sum() == 6 and (step.gamma, step.lambd) == (1, 1)
+    assert whole.counts.tolist() == [2, 0, 3, 1] and whole.bounds == (0.5, 5) and len(whole.log_ratio) == 6
+    assert nothing.counts.tolist() == [0] and len(nothing.log_ratio) == 0
 
 
 RETURNS = "    def shape(self, step):\n        return "

@@ -3,7 +3,9 @@ import os
 import pickle
 import threading
 import time
+import zlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -58,6 +60,7 @@ def test_buckets_by_hand():
     # 64 and 64 fill a bucket of 128; c takes 128 alone; d is larger than any bucket
     assert [[t.name for t in b.tensors] for b in plan_buckets(tensors, 128)] == [["a", "b"], ["c"], ["d"]]
     assert [b.num_bytes for b in plan_buckets(tensors, 128)] == [128, 128, 320]
+    assert [len(b.tensors) for b in plan_buckets([TensorMeta("a", "uint8", (64,))] * 5, 128)] == [2, 2, 1]
     assert plan_buckets([], 128) == []
 
 
@@ -124,6 +127,15 @@ def test_a_checksum_sees_every_fault(dtype):
         "nothing": checksum(),
     }
     assert right not in wrong.values(), wrong
+
+
+def test_a_checksum_by_hand():
+    """A word counts as often as its place's number says, its upper half as often as the number in the second
+    row of places. The sum and the tensor's size are multiplied by an odd number of the name."""
+    words = [3, 7 << 40, 1]
+    sums = sum(w * (i + 1) + (w >> 32) * (PLACES + i + 1) for i, w in enumerate(words))
+    odd = 2 * zlib.crc32(b"w") + 1
+    assert checksum(("w", torch.tensor(words))) == (sums + len(words)) * odd % 2**64
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -347,6 +359,8 @@ def test_an_engine_that_fails_leaves_the_others_whole(failing, backend):
     for engine in {*range(9)} - failing:
         assert receivers.loaded[engine].keys() == weights.tensors.keys()
         assert all(torch.equal(receivers.loaded[engine][name], t) for name, t in weights.tensors.items())
+    working = ", ".join(str(i) for i in range(9) if i not in failing)
+    assert str(told.value).splitlines()[0].endswith(f"engines with version 1: {working or 'none'}")
     copied = pickle.loads(pickle.dumps(told.value))  # Ray hands it to the trainer in this form
     assert str(copied) == str(told.value) and copied.failures == told.value.failures
 
@@ -386,6 +400,14 @@ def test_engines_on_other_machines_receive_beside_those_that_share_memory():
         sender.send(version)
         for loaded in receivers.loaded:
             assert all(torch.equal(loaded[name], t) for name, t in weights.tensors.items())
+
+
+def test_a_worker_that_should_share_memory_and_cannot_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(gloo, "_address_towards", lambda host, port: "10.0.0.1")
+    here, there = (SimpleNamespace(host=f"10.0.0.{i}", port=1) for i in (1, 2))
+    assert gloo._opened(["/no/such/memory", "memory"], there) is None and capsys.readouterr().err == ""
+    assert gloo._opened(["/no/such/memory", "memory"], here) is None
+    assert "using TCP instead of memory shared with the trainer" in capsys.readouterr().err
 
 
 def test_shared_buffers_are_not_filled_before_they_were_read(monkeypatch):
