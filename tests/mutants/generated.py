@@ -137,15 +137,17 @@ def summary(mutants: Sequence[Generated], results: Results, root: Path = ROOT) -
 
 
 @cache
-def equivalents(file: Path = FOLDER / "equivalent.toml") -> dict[tuple[str, str, str, str], str]:
-    """Reads the mutants that no test can catch, by path, function and texts, and the reasons."""
+def equivalents(file: Path = FOLDER / "equivalent.toml") -> dict[Generated, str]:
+    """Reads the mutants that no test can catch, and the reasons."""
     records = tomllib.loads(file.read_text())["equivalent"]
-    return {(r["path"], r["function"], r["original"], r["changed"]): r["why"] for r in records}
+    reasons = [record.pop("why") for record in records]
+    made = [Generated(**({"occurrence": 0} | record)) for record in records]
+    return dict(zip(made, reasons, strict=True))
 
 
 def reason(mutant: Generated) -> str:
     """Returns why a mutant is equivalent to the original; "" for the others."""
-    return equivalents().get((mutant.path, mutant.function, mutant.original, mutant.changed), "")
+    return equivalents().get(mutant, "")
 
 
 class _Visitor(MutationVisitor):

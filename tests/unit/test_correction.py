@@ -39,6 +39,8 @@ def test_sequences_have_bounds_of_their_own():
     ratio, counts = torch.tensor([1.2, 1.2, 0.9, 1.1]), torch.tensor([2, 2])
     own = correct("seq-mask-tis", ratio.log(), counts, 0.95, 1.05, of_sequences=(0.99, 1.01))
     assert own.tolist() == pytest.approx([0, 0, 0.95, 1.05])
+    on_bounds = correct("seq-mask-tis", torch.zeros(4), counts, 1.0, 1.0)
+    assert on_bounds.tolist() == [1, 1, 1, 1]  # both bounds belong to the range
     shared = correct("seq-mask-tis", ratio.log(), counts, 0.95, 1.3)
     assert shared.tolist() == pytest.approx([1.2, 1.2, 0.95, 1.1])
 

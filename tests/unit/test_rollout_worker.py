@@ -85,7 +85,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     for name in ("EpisodeRunner", "RewardFunction", "RemoteReward"):
         monkeypatch.setattr(workers, name, keeping(name))
-    monkeypatch.setattr(workers, "engine_class", lambda options: Engine)
+    monkeypatch.setattr(workers, "engine_class", lambda options: {"vllm": Engine}[options.engine])
     return made
 
 
@@ -99,7 +99,7 @@ def config_of(model: Path, **changes: Any) -> PPOConfig:
 
 def started(config: PPOConfig, free_fraction: float | None = None) -> Any:
     files = UserFiles.of(config.train.agent, config.reward_function)
-    worker = RolloutWorker(config, SimpleNamespace(), files)
+    worker = RolloutWorker(config, SimpleNamespace(engine="vllm"), files)
     asyncio.run(worker.start(free_fraction))
     return worker
 
@@ -273,7 +273,7 @@ def test_a_probe_is_asked_with_its_pictures(model: Path, made: dict) -> None:
 
 @pytest.mark.parametrize("name", CONTROL_PLANE)
 def test_the_control_plane_is_the_engines(model: Path, made: dict, name: str) -> None:
-    worker = RolloutWorker(config_of(model), SimpleNamespace(), UserFiles.of())
+    worker = RolloutWorker(config_of(model), SimpleNamespace(engine="vllm"), UserFiles.of())
     method = getattr(worker, name)
     assert asyncio.run(method(1, "two")) == name and method.__name__ == name
     assert worker.engine.calls == [(name, 1, "two")]

@@ -26,7 +26,9 @@ from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import has_experts
+from openrlhf.models.vision import image_reader
 from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.tasks.tiny_vision_model import tiny_vision_model
 
 OURS = torch.tensor([-1.0, -3.0] * 10)  # 1 nat from their mean
 ON_GPU = {dtype: Limit(dtype=dtype, on_gpu=True) for dtype in ("bf16", "fp16", "fp32")}
@@ -102,6 +104,18 @@ def test_the_probe_is_made_of_ordinary_tokens():
     assert probe_of(tokenizer, 5) == [tokenizer.bos_token_id, *probe[:4]]
     assert make_probe(tokenizer, None, 9).token_ids == make_probe(tokenizer, None, 9).asked
     assert len(make_probe(tokenizer, None, 9).asked) == 9
+
+
+def test_the_probe_of_a_policy_with_pictures_begins_with_one(tmp_path):
+    """The engine is asked with one placeholder, which it replaces by the picture's tokens itself."""
+    reader = image_reader(str(tiny_vision_model(tmp_path)))
+    tokenizer = reader.processor.tokenizer
+    probe = make_probe(tokenizer, reader, 40)
+    num_patches = probe.token_ids.count(reader.patch_id)
+    text = probe.token_ids[num_patches:]
+    assert num_patches > 1 and len(probe.token_ids) == 40 and len(probe.images) == 1
+    assert probe.token_ids[:num_patches] == [reader.patch_id] * num_patches
+    assert probe.asked == [reader.patch_id, *text] and text == probe_of(tokenizer, len(text))
 
 
 def test_an_adapter_that_moves_nothing_proves_nothing():

@@ -31,6 +31,7 @@ from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 from openrlhf.backends.weight_sync.shared_memory import SharedMemory, open_memory
+from openrlhf.backends.weight_sync.source import WeightSource
 from openrlhf.errors import ErrorCode
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
@@ -376,6 +377,15 @@ def test_adapters_travel_alone_once_what_lies_below_them_has_arrived(backend):
     sender.send(2)
     assert receivers.loaded[0].keys() == adapter.keys()
     assert receivers.loaded[0]["layer.lora_B.weight"].eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("lora_sync", "whole", "parts"),
+    [("merged", "merged", ("merged",)), ("adapter", "base", ("base", "adapter"))],
+)
+def test_engines_store_merged_weights_or_those_below_the_adapter(lora_sync, whole, parts):
+    source = WeightSource(Weights({}), lora_sync)
+    assert (source.whole_part, source.parts) == (whole, parts)
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, 7), (40 << 20, 3), (1 << 20, 100)])
