@@ -6,6 +6,7 @@ No GPU is needed: fake tensors know that they are on one, and the kernel's place
 
 from functools import partial, wraps
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from openrlhf.models.attention import (
     has_varlen_kernel,
     lacks_its_kernel,
     packed_attention,
+    why_no_ring,
 )
 from openrlhf.models.backbone import in_one_pass
 from openrlhf.models.sequence_parallel import cut
@@ -283,3 +285,19 @@ def test_flash_attention_before_ampere_is_replaced(gpu, monkeypatch, caplog) -> 
     gpu(T4)
     assert lacks_its_kernel("flash_attention_2")
     assert "Tesla T4" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, ""),
+        ({"window": 8}, "a sliding window"),
+        ({"softcap": 30.0}, "capped scores"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+        ({"dropout": 0.1}, "dropout"),
+    ],
+)
+def test_why_a_layer_has_no_ring(more: dict[str, Any], reason: str) -> None:
+    heads = torch.zeros(3, 2, 8)
+    plain: dict[str, Any] = {"window": None, "softcap": None, "sinks": None, "dropout": 0.0}
+    assert why_no_ring(heads, heads, **(plain | more)) == reason

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import time
@@ -11,10 +12,13 @@ from processes import FORKSERVER
 from refusals import refused
 from transformers import PreTrainedTokenizer
 
+from openrlhf import data
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
+from openrlhf.data import cache
 from openrlhf.data.cache import (
+    arrays_digest,
     cached,
     digest,
     file_digest,
@@ -212,6 +216,40 @@ def test_a_folder_that_cannot_be_written_is_an_error_where_somebody_named_it(tmp
     with refused(ErrorCode.NOT_WRITABLE, flag="--data.cache_dir", value=folder) as told:
         build(folder, Builder([1]))
     assert "--data.no_cache_enable" in told.value.text
+
+
+def test_other_code_that_makes_tokens_has_another_version(tmp_path, monkeypatch):
+    code = [path.read_text() for path in sorted(Path(data.__file__).parent.glob("*.py"))]
+    types = (Path(data.__file__).parents[1] / "types.py").read_text()
+    assert cache._versions()["code"] == digest([*code, types])
+
+
+def test_the_first_process_of_a_machine_starts_first(tmp_path, monkeypatch):
+    slept = []
+    monkeypatch.setattr(cache.time, "sleep", slept.append)
+    for rank, expected in (("0", []), ("1", [cache.HEAD_START])):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        build(tmp_path / rank, Builder([1]))
+        assert slept == expected
+
+
+def test_an_entry_that_cannot_be_written_is_told_with_its_place(tmp_path, monkeypatch, caplog):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(cache.np, "save", full)
+    assert contents(build(tmp_path, Builder([1]))) == [([1], [False])]
+    (message,) = caplog.messages
+    assert str(tmp_path) in message and os.strerror(errno.ENOSPC) in message and "--data.cache_dir" in message
+
+
+def test_the_digest_of_arrays_is_that_of_names_layouts_and_contents():
+    rows = np.arange(12, dtype=np.int32).reshape(3, 4)
+    same = arrays_digest({"a": rows, "b": rows[0]})
+    assert same == arrays_digest({"b": rows[0].copy(), "a": np.asfortranarray(rows)})
+    others = ({"a": rows}, {"a": rows, "c": rows[0]}, {"a": rows.reshape(4, 3), "b": rows[0]})
+    kinds = ({"a": rows.astype(np.uint32), "b": rows[0]}, {"a": rows + 1, "b": rows[0]})
+    assert len({same, *map(arrays_digest, (*others, *kinds))}) == 6
 
 
 def test_the_digest_of_a_file_is_that_of_its_content(tmp_path):

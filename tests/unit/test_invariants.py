@@ -214,8 +214,9 @@ def test_a_step_of_a_reward_model_is_verified(
 
 
 def refused_by(verify: Callable[[], None]) -> None:
-    with broken():
+    with broken() as refusal:
         verify()
+    assert "another mask of actions" in refusal.value.text
 
 
 def test_plain_dpo_of_far_answers_and_of_no_pairs() -> None:

@@ -88,6 +88,15 @@ def test_a_failed_upload_ends_no_run(tmp_path, monkeypatch, capsys, error):
     assert str(error) in told and f"hf upload me/model {tmp_path}" in told and "[not-writable]" in told
 
 
+def test_a_run_says_where_its_model_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(model_card, "push_to_hub", lambda folder, repository: f"https://hub/{repository}")
+    monkeypatch.setattr(model_card, "write_model_card", lambda *args, **options: None)
+    config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), push_to_hub="me/model"))
+    publish(config, SFT, base_model="", datasets="")
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f"model saved to {tmp_path}", "model uploaded to https://hub/me/model"]
+
+
 def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):
     sent = {}
 

@@ -282,6 +282,14 @@ def test_what_the_policy_learns_from(tmp_path):
     assert_close(winning.ref_log_probs, [REF_LOG_PROB] * 3)
 
 
+def test_a_policy_that_differs_from_its_own_reference_stops_its_first_step(tmp_path):
+    config = config_of(tmp_path)
+    config = replace(config, train=replace(config.train, verify_steps=1))
+    trainer = trainer_of(tmp_path, config, total_steps=1, eval_prompts=[])
+    with pytest.raises(RunError, match="kl/log_ratio_mean"):
+        fit(trainer)
+
+
 def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
     """A step is one optimizer step without KL in its reward: no log-probs are asked for before."""
     config = config_of(tmp_path)

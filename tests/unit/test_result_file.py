@@ -77,3 +77,13 @@ def test_a_file_of_unknown_origin_is_not_continued(path: Path):
     path.write_text(json.dumps(row(0)) + "\n")
     with refused(ErrorCode.OTHER_RUN, flag="--output_path", value=path):
         check_origin(path, path.with_name("meta.json"), {})
+
+
+def test_at_most_three_changes_are_named(tmp_path):
+    path, meta = tmp_path / "rows.jsonl", tmp_path / "meta.json"
+    write_origin(meta, dict.fromkeys("abcde", 1))
+    for changed, more in (("abcde", " (and 2 more)."), ("abcd", " (and 1 more)."), ("abc", "is 2.")):
+        with refused(ErrorCode.OTHER_RUN, flag="--output_path") as told:
+            check_origin(path, meta, dict.fromkeys("abcde", 1) | dict.fromkeys(changed, 2))
+        first = told.value.text.splitlines()[0]
+        assert first.count(" was 1, is 2") == 3 and first.endswith(more)

@@ -12,7 +12,7 @@ from openrlhf.data.encode import LONG_PROMPT
 from openrlhf.data.files import REMEDY
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 CHATML = (
@@ -285,6 +285,15 @@ def test_output_column_and_messages(tokenizer):
     assert learned_texts(sample, tokenizer) == ["a1<|im_end|>", "a2<|im_end|>"]
     (sample,) = build([{"input": TALK[:3], "output": "a2"}], tokenizer)
     assert learned_texts(sample, tokenizer) == ["a2<|im_end|>"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "multiturn", "said"),
+    [(1, True, "no message is"), (1, False, "no message is"), (3, False, "the last message is not")],
+)
+def test_messages_without_an_answer_are_named(tokenizer, messages, multiturn, said):
+    with pytest.raises(UsageError, match=f"{said} from the assistant"):
+        build([{"input": TALK[:messages]}], tokenizer, output_key=None, multiturn=multiturn)
 
 
 def test_what_follows_the_last_assistant_turn_is_cut(tokenizer):

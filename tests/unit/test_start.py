@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from refusals import refused
@@ -21,12 +22,18 @@ from openrlhf.config.ppo import (
     PPOConfig,
     TrainConfig,
 )
-from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoraConfig, ScorerDeepSpeedConfig
+from openrlhf.config.sections import (
+    CkptConfig,
+    DeepSpeedConfig,
+    LoggerConfig,
+    LoraConfig,
+    ScorerDeepSpeedConfig,
+)
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import adapter_parameters
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.start import check_output, check_places, check_space
+from openrlhf.training.start import check_output, check_places, check_space, move_old_checkpoints
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
@@ -160,6 +167,22 @@ def test_parameters_of_adapters(tmp_path: Path) -> None:
     attention = (16 + 16) + 2 * (8 + 16) + (16 + 16)
     found = adapter_parameters(str(tmp_path), flag="--model", rank=2)
     assert found == 2 * (attention + 3 * (16 + 24))
+
+
+def test_the_folder_of_tensorboard_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    logger = LoggerConfig(tensorboard_dir=f"{tmp_path}/file/curves")
+    with refused(ErrorCode.NOT_WRITABLE, flag="--logger.tensorboard_dir", value=logger.tensorboard_dir):
+        check_places(SFTConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/new"), logger=logger))
+
+
+@pytest.mark.parametrize(("save_steps", "tag", "moves"), [(1, None, 1), (-1, None, 0), (1, "a", 0)])
+def test_checkpoints_of_an_earlier_run_make_room_for_new_ones(
+    capsys: pytest.CaptureFixture[str], save_steps: int, tag: str | None, moves: int
+) -> None:
+    folder: Any = SimpleNamespace(set_aside=lambda: ["moved"])
+    move_old_checkpoints(SFTConfig(ckpt=CkptConfig(save_steps=save_steps)), folder, tag)
+    assert capsys.readouterr().out == "moved\n" * moves
 
 
 def test_the_cache_folder_is_tried_before_anything_starts(tmp_path: Path) -> None:

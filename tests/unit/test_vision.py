@@ -96,6 +96,7 @@ def policy(folder: Path, attention: str = "auto") -> PolicyModel:
         load_causal_lm(str(folder), flag="--model", dtype="fp32", attention=attention, images=True)
     )
     resolve_reading(module, module)
+    assert reading_of(module.model).shares_prefixes == (attention == "auto")
     return module
 
 
@@ -203,7 +204,6 @@ def asked(ids: Tensor, image: Image) -> Sample:
 def test_a_common_picture_is_read_once(folder: Path) -> None:
     """Two samples have the same picture, one the same text behind another picture, and one no picture."""
     module = policy(folder)
-    assert reading_of(module.model).shares_prefixes
     first, text = samples(folder)[:2]
     other = first.token_ids.clone()
     other[-4:] = torch.tensor([5, 9, 11, 6])
