@@ -61,6 +61,13 @@ def test_special_tokens_in_a_message_are_pointed_out_once(capsys):
     assert "user contains <|user|>: '<|user|>hi<|end|>'" in said and "--data.apply_chat_template" in said
 
 
+def test_the_longest_special_token_in_a_message_is_the_one_that_is_named(capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<a>", "<a>b", "<a>bc"]})
+    build([{"input": "see <a>bc"}], tokenizer)
+    assert "contains <a>bc: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("names_every_role", [False, True])
 def test_a_template_that_does_not_begin_an_answer_is_pointed_out(capsys, names_every_role):
     """The prompt would end before `<|assistant|>`. A template that writes no header has none to miss."""

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ from refusals import refused
 from transformers import Qwen3Config
 
 from openrlhf.config.ppo import (
+    ActorConfig,
     AdvantageConfig,
     AlgoConfig,
     CriticConfig,
@@ -32,6 +34,7 @@ from openrlhf.config.sections import (
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import adapter_parameters
+from openrlhf.training import start
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.start import check_output, check_places, check_space, move_old_checkpoints
 
@@ -155,6 +158,23 @@ def test_a_run_that_does_not_fit_the_disk_is_refused_before_the_model_is_loaded(
     flag = "--ckpt.path" if config.ckpt.save_steps > 0 else "--ckpt.output_dir"
     with refused(ErrorCode.NOT_WRITABLE, flag=flag):
         check_space(config, folder, total_steps=7)
+
+
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_model_whose_size_is_unknown_names_its_flag(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    asked = []
+
+    def size(path: str, flag: str, **options: Any) -> int:
+        asked.append((flag, path))
+        return MILLION
+
+    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", size)
+    monkeypatch.setattr("openrlhf.models.loading.adapter_parameters", size)
+    config = ppo(actor=ActorConfig(model_name_or_path="a"), critic=CriticConfig(model_name_or_path="c"))("")
+    config = replace(config, ds=ScorerDeepSpeedConfig(lora=LoraConfig(rank=rank)))
+    assert list(start._sizes(config)) == ["policy", "critic"]
+    flags = [("--actor.model_name_or_path", "a"), ("--critic.model_name_or_path", "c")]
+    assert asked == [flag for flag in flags for _ in range(2 if rank else 1)]
 
 
 def test_parameters_of_adapters(tmp_path: Path) -> None:
