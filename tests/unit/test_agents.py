@@ -165,6 +165,13 @@ def test_rewards_are_numbers_of_any_kind(tmp_path: Path, value: str) -> None:
     assert (t.reward, t.score) == (1.0, 1.0) and type(t.reward) is float
 
 
+@pytest.mark.parametrize(("score", "expected"), [("0", 0.0), ("-2", -2.0), ("None", 1.0)])
+def test_a_score_of_zero_is_a_score(tmp_path: Path, score: str, expected: float) -> None:
+    path = agent_file(tmp_path, f"{ASK}return {{'reward': 1, 'scores': {score}}}")
+    (t,) = run(path, Engine([65]))
+    assert (t.reward, t.score) == (1.0, expected)
+
+
 def test_reward_models_may_give_the_reward(tmp_path: Path) -> None:
     path = agent_file(tmp_path, f"{ASK}return {{'reward': None}}")
     (t,) = run(path, Engine([65]), reward_is_optional=True)

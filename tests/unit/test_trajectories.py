@@ -81,6 +81,14 @@ def test_a_rewritten_history_begins_a_new_trajectory() -> None:
     assert [t.reward for t in parts] == [1.0, 1.0]
 
 
+def test_a_turn_without_actions_has_no_reward() -> None:
+    """The engine answered nothing in the second turn."""
+    turns = (turn([1], [5]), turn([1, 5, 2], []), turn([1, 5, 2, 3], [6]))
+    rewarded = [replace(t, reward=reward) for t, reward in zip(turns, (0.5, -1.0, 2.0), strict=True)]
+    (t,) = trajectories(episode(*rewarded))
+    assert t.turn_starts.tolist() == [1, 4] and t.turn_rewards.tolist() == [0.5, 2.0]
+
+
 def test_conversations_side_by_side() -> None:
     parts = trajectories(episode(turn([1], [5]), turn([2], [6]), turn([1, 5, 3], [7]), turn([2, 6, 3], [8])))
     assert [t.token_ids.tolist() for t in parts] == [[1, 5, 3, 7], [2, 6, 3, 8]]

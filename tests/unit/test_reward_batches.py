@@ -1,0 +1,56 @@
+"""Batches of reward requests and their parts."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from openrlhf.agents.base import Reward, RewardError
+from openrlhf.rewards.calls import BatchedReward, BatchFailed, Call
+
+TIMEOUT = 20.0
+"""Seconds after which a call without an answer fails a test."""
+
+
+class Faulty(BatchedReward):
+    """Fails each batch that has one of the labels `bad`. The reward of a sample is its query's number."""
+
+    def __init__(self, bad: Sequence[int], alone: bool = False) -> None:
+        super().__init__(batch_size=8, concurrency=1)
+        self.bad, self.alone = set(bad), alone
+        self.asked: list[list[int]] = []
+
+    async def ask(self, calls: Sequence[Call]) -> list[Reward]:
+        self.asked.append([call.label for call in calls])
+        if self.bad & {call.label for call in calls}:
+            raise BatchFailed("it failed", alone=self.alone)
+        return [Reward(reward=float(call.query), score=0.0) for call in calls]
+
+
+def answers(source: Faulty, count: int) -> list:
+    async def ask() -> list:
+        calls = [source(str(10 * i), "", i) for i in range(count)]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), TIMEOUT)
+
+    return [a.reward if isinstance(a, Reward) else type(a) for a in asyncio.run(ask())]
+
+
+@pytest.mark.parametrize(
+    ("bad", "alone", "asked"),
+    [
+        ([], False, [[0, 1, 2, 3]]),
+        ([1], False, [[0, 1, 2, 3], [0, 1], [2, 3], [0], [1]]),
+        ([1], True, [[0, 1, 2, 3], [0], [1], [2], [3]]),
+        ([0, 3], False, [[0, 1, 2, 3], [0, 1], [2, 3], [0], [1], [2], [3]]),
+    ],
+)
+def test_only_faulty_samples_fail(bad: list[int], alone: bool, asked: list[list[int]]) -> None:
+    source = Faulty(bad, alone)
+    assert answers(source, 4) == [RewardError if i in bad else 10.0 * i for i in range(4)]
+    assert source.asked == asked
+
+
+def test_batches_have_their_largest_size() -> None:
+    source = Faulty([])
+    assert answers(source, 19) == [10.0 * i for i in range(19)]
+    assert source.asked == [list(range(8)), list(range(8, 16)), [16, 17, 18]]
