@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from records import batch_of, trajectory
 from safetensors.torch import load_file
 from torch import Tensor
@@ -238,6 +239,26 @@ def test_an_exported_policy_is_a_model_with_its_tokenizer(
         torch.testing.assert_close(plain_log_probs(tmp_path / "out", 0.5), expected, atol=ROUNDING, rtol=0)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
         assert tokenizer("1 + 1")["input_ids"] == tiny_tokenizer()("1 + 1")["input_ids"]
+
+    threads(1, work)
+
+
+def test_an_exported_adapter_is_one_of_peft_for_its_base_model(
+    threads: Callable, folder: Path, tmp_path: Path
+) -> None:
+    def work() -> None:
+        ds = ScorerDeepSpeedConfig(param_dtype="fp32", lora=LoraConfig(rank=2))
+        worker = policy(config_of(folder, ds=ds))
+        worker.update(sampled(), [[0, 1]], 0.0)
+        worker.export(str(tmp_path / "out"))
+        model = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(folder / "policy"), tmp_path / "out"
+        )
+        model.merge_and_unload().save_pretrained(tmp_path / "merged")
+        expected = torch.from_numpy(worker.forward(sampled()))
+        torch.testing.assert_close(plain_log_probs(tmp_path / "merged", 0.5), expected, atol=ROUNDING, rtol=0)
+        base = plain_log_probs(folder / "policy", 0.5)
+        assert (expected - base).abs().max() > 10 * ROUNDING
 
     threads(1, work)
 
