@@ -4,10 +4,13 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
+from architectures import tiny_config, tiny_model
 from torch import Tensor
 
 from openrlhf.algorithms import logprobs
 from openrlhf.algorithms.distillation import Divergence, LinearHead, linear_divergence
+from openrlhf.models.policy import transformed_logits
+from openrlhf.models.student import linear_head
 
 A, H, TEACHER_H, V = 7, 4, 5, 9
 KINDS = get_args(Divergence)
@@ -205,3 +208,16 @@ def test_never_holds_more_than_a_chunk_of_logits(kind, monkeypatch):
     found.sum().backward()
     assert rows == [3, 3, 3, 3, 1, 1] * 2  # student and teacher in turn, forward and again backward
     assert max(saved) == A * TEACHER_H
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3"])
+def test_the_head_of_a_model_has_its_softcap(architecture: str) -> None:
+    model = tiny_model(tiny_config(architecture))
+    hidden = torch.randn(3, model.config.hidden_size)
+    head = linear_head(model)
+    logits = head.scale * (hidden @ head.weight.T)
+    cap = getattr(model.config, "final_logit_softcapping", None)
+    assert head.softcap == cap and (cap is not None) == (architecture == "gemma2")
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    assert torch.equal(transformed_logits(model.get_output_embeddings()(hidden), model.config), logits)

@@ -9,6 +9,7 @@ import pytest
 from fake_engine import Engine
 from refusals import refused
 
+from openrlhf.agents import base
 from openrlhf.agents.base import History
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
 from openrlhf.errors import ErrorCode
@@ -142,6 +143,19 @@ def retrying(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     path = tmp_path / "agent.py"
     path.write_text(IMPORTS + request.param)
     return path
+
+
+@pytest.mark.parametrize(
+    ("scores", "expected"),
+    [((None, None), None), ((0.5, None), 0.5), ((0.5, 0.0), 0.0), ((None, 2.0), 2.0)],
+)
+def test_the_last_score_that_is_known_is_the_episode_s(
+    scores: tuple[float | None, ...], expected: float | None
+) -> None:
+    steps = [{"rewards": 0.5, "scores": score} for score in scores]
+    found = base._result(steps, truncated=True)
+    assert (found["reward"], found["scores"], found["turn_rewards"]) == (1.0, expected, [0.5, 0.5])
+    assert base._result([{"rewards": 1}], truncated=False)["scores"] is None
 
 
 def test_one_stream_of_tokens(retrying: Path) -> None:

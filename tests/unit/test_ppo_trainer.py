@@ -303,6 +303,7 @@ def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
     assert metrics["kl/mean"] == pytest.approx((LOG_PROB - REF_LOG_PROB) ** 2 / 2)
     assert metrics["kl/log_ratio_mean"] == pytest.approx(LOG_PROB - REF_LOG_PROB)
     assert metrics["mismatch/ess"] == 1 and metrics["mismatch/abs_diff_max"] == 0
+    assert {f"timing/{phase}" for phase in ("generate", "logprobs", "sync", "step_total")} <= metrics.keys()
     journal = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
     assert {x for sample in journal["log_probs"].to_pylist() for x in sample} == {LOG_PROB}
 
