@@ -10,7 +10,7 @@ from openrlhf.cli.serve_rm import load
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.data.encode import Text
-from openrlhf.models.loading import load_generator
+from openrlhf.models.loading import load_causal_lm, load_generator
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 
@@ -80,6 +80,13 @@ def test_a_model_that_answers(folder: str) -> None:
     atol = LAYERS * ROUNDING * expected.abs().max().item()
     torch.testing.assert_close(found, expected, atol=atol, rtol=0)
     assert (whole - expected).abs().max() > 100 * atol
+
+
+def test_a_policy_whose_adapters_are_trained(folder: str) -> None:
+    options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
+    for in_4bit, layers in ((True, 2 * 7), (False, 0)):
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        assert read_back(load_causal_lm(folder, **options, in_4bit=in_4bit), plain) == layers
 
 
 GENERATE = ["--model.model_name_or_path", "org/m", "--data.dataset", "org/d", "--output_path", "o.jsonl"]

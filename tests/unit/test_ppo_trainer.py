@@ -282,6 +282,30 @@ def test_what_the_policy_learns_from(tmp_path):
     assert_close(winning.ref_log_probs, [REF_LOG_PROB] * 3)
 
 
+@pytest.mark.parametrize("shuffle", ["sample", "group"])
+def test_samples_of_a_prompt_stay_together_where_the_flag_says_so(tmp_path, shuffle):
+    config = config_of(tmp_path)
+    trainer = trainer_of(
+        tmp_path,
+        replace(config, train=replace(config.train, shuffle=shuffle)),
+        total_steps=1,
+        eval_prompts=[],
+    )
+    given, schedules = [], trainer.schedules
+
+    def keeping(batch, trained_on, num_sampled, groups=None):
+        given.append(groups)
+        return schedules(batch, trained_on, num_sampled, groups)
+
+    trainer.schedules = keeping
+    fit(trainer)
+    (groups,) = given
+    if shuffle == "sample":
+        assert groups is None
+    else:
+        assert len(set(groups)) == len(groups) // config.rollout.n_samples_per_prompt > 1
+
+
 def test_a_policy_that_differs_from_its_own_reference_stops_its_first_step(tmp_path):
     config = config_of(tmp_path)
     config = replace(config, train=replace(config.train, verify_steps=1))

@@ -1,7 +1,6 @@
 """Differences between an engine's log-probs and the trainer's that stop a run, and their message."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from openrlhf.backends.weight_sync.stored_weights import (
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models import vision
 from openrlhf.models.loading import has_experts
 from openrlhf.models.vision import image_reader
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -118,16 +116,6 @@ def test_the_probe_of_a_policy_with_pictures_begins_with_one(tmp_path):
     assert num_patches > 1 and len(probe.token_ids) == 40 and len(probe.images) == 1
     assert probe.token_ids[:num_patches] == [reader.patch_id] * num_patches
     assert probe.asked == [reader.patch_id, *text] and text == probe_of(tokenizer, len(text))
-
-
-def test_no_code_of_a_model_s_folder_runs_and_no_terminal_is_asked(monkeypatch):
-    asked = {}
-    monkeypatch.setattr(vision, "model_folder", lambda path: path)
-    monkeypatch.setattr(vision, "ImageReader", lambda processor: processor)
-    load = lambda path, **options: asked.update(options, path=path)
-    monkeypatch.setattr(vision, "AutoProcessor", SimpleNamespace(from_pretrained=load))
-    image_reader("org/model")
-    assert asked == {"path": "org/model", "trust_remote_code": False}
 
 
 def test_an_adapter_that_moves_nothing_proves_nothing():
