@@ -26,7 +26,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(scales: bool, bad: dict[str, flo
     assert f"optimizer step 3: sft/loss is {bad['sft/loss']}" in told.value.text
 
 
-def test_a_gradient_beyond_half_precision_is_the_loss_scaler_s_work() -> None:
+def test_an_overflow_is_left_to_the_loss_scaler() -> None:
     """The loss scaler skips the step and lowers its scale."""
     metrics = GOOD | {"grad_norm": math.inf}
     assert TrainedRank._finite(rank(scales_loss=True), metrics) == metrics
