@@ -27,6 +27,7 @@ from openrlhf.data.cache import (
 )
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
+from openrlhf.models.loading import model_digest, model_fingerprint
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
 from openrlhf.training.task import build_train_set, load_tokenizer_of
 
@@ -241,6 +242,24 @@ def test_an_entry_that_cannot_be_written_is_told_with_its_place(tmp_path, monkey
     assert contents(build(tmp_path, Builder([1]))) == [([1], [False])]
     (message,) = caplog.messages
     assert str(tmp_path) in message and os.strerror(errno.ENOSPC) in message and "--data.cache_dir" in message
+
+
+def test_a_default_folder_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OPENRLHF_CACHE", f"{tmp_path}/file")
+    assert contents(cached(SampleStore, KEY, Builder([1]))) == [([1], [False])]
+    (message,) = caplog.messages
+    assert f"{tmp_path}/file/datasets" in message and "--data.no_cache_enable" in message
+
+
+def test_a_fingerprint_changes_with_the_weights(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(bytes(10**6))
+    (tmp_path / "config.json").write_text("{}")
+    before = [digest_of(str(tmp_path), "--model") for digest_of in (model_fingerprint, model_digest)]
+    assert before == [digest_of(str(tmp_path), "--model") for digest_of in (model_fingerprint, model_digest)]
+    (tmp_path / "model.safetensors").write_bytes(bytes([1] * 10**6))
+    after = [digest_of(str(tmp_path), "--model") for digest_of in (model_fingerprint, model_digest)]
+    assert len({*before, *after}) == 4
 
 
 def test_the_digest_of_arrays_is_that_of_names_layouts_and_contents():

@@ -555,6 +555,19 @@ def test_room_for_prompts(options, kept, under_way, asked, room):
     assert admission.room(kept=kept, under_way=under_way, asked=asked) == room
 
 
+@pytest.mark.parametrize(
+    ("filters", "chunk", "limit", "may_exceed"),
+    [(False, None, None, False), (False, 9, None, True), (True, None, 12, True), (True, 20, 20, True)],
+)
+def test_prompts_of_a_step_are_limited_where_groups_are_filtered(filters, chunk, limit, may_exceed):
+    config = World(num_prompts=4).config
+    algo = replace(config.algo, dynamic_filtering_enable=filters, dynamic_filtering_max_batches=3)
+    rollout = replace(config.rollout, batch_size=4, vllm_generate_batch_size=chunk)
+    admission = Admission.from_config(replace(config, algo=algo, rollout=rollout))
+    assert (admission.limit, admission.may_exceed) == (limit, may_exceed)
+    assert (admission.batch_size, admission.chunk) == (4, chunk)
+
+
 def ahead(world: World, **changes) -> World:
     admission = replace(Admission.from_config(world.config), **changes)
     world.collector = Collector(world.config, world.prompts, world, world.on_group, admission)
