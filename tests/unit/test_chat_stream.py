@@ -59,6 +59,22 @@ def test_an_answer_and_what_is_behind_it_are_what_the_template_writes(name: str)
     assert stream.behind(messages, 1, None, "") == end + behind
 
 
+TOOLS_LAST = (
+    "{% for m in messages %}{% if loop.last and tools %}<tools>{{ tools[0].function.name }}{% endif %}"
+    "<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Writes tools before the last message, as Mistral's templates do."""
+
+
+def test_tools_stand_behind_an_answer_where_the_template_writes_them() -> None:
+    stream = ChatStream(with_template(TOOLS_LAST))
+    messages = [said("user", "Hi."), said("assistant", "No."), said("user", "Hello.")]
+    tools = [{"type": "function", "function": {"name": "count", "parameters": {}}}]
+    asked = "<|user|>Hello.<|end|><|assistant|>"
+    assert stream.behind(messages, 1, tools, "<|end|>") == f"<tools>count{asked}"
+    assert stream.behind(messages, 1, None, "<|end|>") == asked
+
+
 def test_a_thought_stays_where_qwen3_leaves_it_out() -> None:
     (remark,) = probe(tokenizer_of("qwen3"), with_tools=False)
     assert "<think>" in remark

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -19,7 +20,7 @@ from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards import remote as remote_reward
-from openrlhf.rewards.remote import RemoteReward
+from openrlhf.rewards.remote import REMIND, RemoteReward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.training.collect import check_failures
 from openrlhf.types import Outcome, Prompt, Trajectory
@@ -458,3 +459,12 @@ def test_a_dead_server_ends_the_run_with_its_name() -> None:
     first_line, second_line = error.value.text.splitlines()
     assert "8 of 8" in first_line
     assert "--reward.remote_timeout 0.2 s" in second_line and url in second_line
+
+
+def test_the_first_problem_is_told_and_then_one_a_minute(monkeypatch, caplog):
+    reward = RemoteReward(["http://a"], timeout=5.0)
+    for now, told in ((0.0, 1), (REMIND - 1, 1), (REMIND, 2), (2 * REMIND - 1, 2)):
+        monkeypatch.setattr(remote_reward, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        reward._warn("http://a: refused")
+        assert len(caplog.messages) == told
+    assert caplog.messages[0] == "http://a: refused; retrying for up to 5 s"
