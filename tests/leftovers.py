@@ -17,6 +17,8 @@ import pytest
 VARIABLE = "OPENRLHF_TEST_RUN"
 GRACE_S = 30
 """Seconds that a process may take to end after it was told to; a busy machine needs them."""
+STARTING_S = 0.5
+"""Seconds until the first look: a process has no variables for a moment while it is being started."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,6 +34,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None]:
         return
     if "ray" in sys.modules:  # Ray that a test started in this process ends only with the process
         sys.modules["ray"].shutdown()
+    time.sleep(STARTING_S)
     deadline = time.monotonic() + GRACE_S
     while (left := leftovers()) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import spawn
@@ -147,7 +148,9 @@ def test_the_end_does_not_wait_for_imports() -> None:
 def test_workers_have_the_defaults_that_the_user_does_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     server = WarmServer([], {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_CPP_LOG_LEVEL": "ERROR"})
-    variables = psutil.Process(server.process.pid).environ()
+    deadline, variables = time.monotonic() + 20, {}
+    while not variables and time.monotonic() < deadline:  # a process has none while it is being started
+        variables = psutil.Process(server.process.pid).environ()
     server.stop()
     assert (variables["OMP_WAIT_POLICY"], variables["TORCH_CPP_LOG_LEVEL"]) == ("ACTIVE", "ERROR")
 
