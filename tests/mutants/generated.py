@@ -51,7 +51,7 @@ class Generated:
     """A function, or `Class.method`."""
     original: str
     changed: str
-    occurrence: int
+    occurrence: int = 0
     """Number of earlier mutants of the function with the same two texts."""
 
     @property
@@ -140,9 +140,7 @@ def summary(mutants: Sequence[Generated], results: Results, root: Path = ROOT) -
 def equivalents(file: Path = FOLDER / "equivalent.toml") -> dict[Generated, str]:
     """Reads the mutants that no test can catch, and the reasons."""
     records = tomllib.loads(file.read_text())["equivalent"]
-    reasons = [record.pop("why") for record in records]
-    made = [Generated(**({"occurrence": 0} | record)) for record in records]
-    return dict(zip(made, reasons, strict=True))
+    return {Generated(**{k: v for k, v in r.items() if k != "why"}): r["why"] for r in records}
 
 
 def reason(mutant: Generated) -> str:

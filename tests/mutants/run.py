@@ -123,7 +123,10 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--again", action="store_true", help="tries generated mutants that survived again")
     parser.add_argument("--record", metavar="FILE", help="writes which test caught which mutant, as JSON")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.places and not options.generated:
+        parser.error("--places needs --generated N: the catalogue's mutants have places of their own")
+    return options
 
 
 def _chosen(mutants: list[Mutant], options: argparse.Namespace) -> list[Mutant]:

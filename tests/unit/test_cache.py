@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import shutil
 import time
 from datetime import date
 from pathlib import Path
@@ -12,7 +13,6 @@ from processes import FORKSERVER
 from refusals import refused
 from transformers import PreTrainedTokenizer
 
-from openrlhf import data
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import parse
@@ -220,9 +220,18 @@ def test_a_folder_that_cannot_be_written_is_an_error_where_somebody_named_it(tmp
 
 
 def test_other_code_that_makes_tokens_has_another_version(tmp_path, monkeypatch):
-    code = [path.read_text() for path in sorted(Path(data.__file__).parent.glob("*.py"))]
-    types = (Path(data.__file__).parents[1] / "types.py").read_text()
-    assert cache._versions()["code"] == digest([*code, types])
+    source = Path(cache.__file__).parent
+    shutil.copytree(source, tmp_path / "data")
+    shutil.copy(source.parent / "types.py", tmp_path)
+    version = lambda: cache._versions.__wrapped__()["code"]  # not the one of an earlier call
+    monkeypatch.setattr(cache, "__file__", f"{tmp_path}/data/cache.py")
+    found = [version()]
+    for file in ("data/sft.py", "types.py"):
+        with (tmp_path / file).open("a") as code:
+            code.write("# changed\n")
+        found.append(version())
+    monkeypatch.undo()
+    assert version() == found[0] and len(set(found)) == 3
 
 
 def test_the_first_process_of_a_machine_starts_first(tmp_path, monkeypatch):

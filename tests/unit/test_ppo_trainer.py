@@ -1,209 +1,40 @@
-"""The controller with groups that answer at once and remember their requests."""
+"""Steps of a trainer of RL, with groups that answer at once and remember their requests."""
 
-import copy
 import re
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from records import trajectory
+from fake_trainer import (
+    EVAL_PROMPTS,
+    LOG_PROB,
+    PROMPTS,
+    REF_LOG_PROB,
+    VALUE,
+    Done,
+    Rollout,
+    Trained,
+    config_of,
+    fit,
+    metrics_of,
+    trainer_of,
+    with_critic,
+)
 from refusals import refused
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.config.choices import Failure
 from openrlhf.config.ppo import (
-    AdvantageConfig,
-    AlgoConfig,
-    CriticConfig,
-    EvalConfig,
     KLConfig,
-    PPOCkptConfig,
     PPOConfig,
-    RewardConfig,
-    RolloutConfig,
-    TrainConfig,
 )
-from openrlhf.config.sections import LoggerConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
-from openrlhf.errors import ErrorCode, RunError, Stopped
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
-from openrlhf.observability.observer import Observer
-from openrlhf.observability.progress import Progress
-from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.stopping import Dropped
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.ppo import PPOTrainer, check_version, restore
-from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated, runs
-
-PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
-EVAL_PROMPTS = [Prompt(prompt_id=i, text=f"held out {i}", source="math") for i in range(2)]
-LOG_PROB, REF_LOG_PROB, VALUE = -1.0, -1.5, 0.5
-
-
-class Done:
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
-
-    def result(self) -> Any:
-        return self.value
-
-
-class Rollout:
-    """Rollout that finishes the latest request first. `reward(prompt, sample_index)` gives the reward, or
-    None if the sample failed; `score(prompt, version)` is the policy's score in evaluation."""
-
-    def __init__(
-        self, calls: list, reward=lambda prompt, i: float(i), score=lambda prompt, version: 0.5
-    ) -> None:
-        self.calls, self.reward, self.score = calls, reward, score
-        self.version = -1
-        self.truncated: set[int] = set()
-        self.under_way: dict[Purpose, list[Prompt]] = {"train": [], "eval": []}
-
-    def sync(self, policy, version: int) -> Done:
-        self.calls.append(f"sync {version}")
-        self.version = version
-        return Done({})
-
-    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
-        self.calls.append(f"generate {[p.prompt_id for p in prompts]}" if purpose == "train" else "evaluate")
-        self.under_way[purpose] += prompts
-
-    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
-        prompt = self.under_way[purpose].pop()
-        if purpose == "train":
-            rewards = [self.reward(prompt, i) for i in range(2)]
-        else:
-            rewards = [self.score(prompt, self.version)] * 2
-        return PromptGroup(
-            prompt=prompt, trajectories=[self.sampled(prompt, i, r) for i, r in enumerate(rewards)]
-        )
-
-    def sampled(self, prompt: Prompt, i: int, reward: float | None) -> Trajectory:
-        return trajectory(
-            reward,
-            [2, 3, 4][: 2 + i],
-            prompt=prompt,
-            sample_index=i,
-            rollout_log_probs=[LOG_PROB] * (2 + i),
-            versions=[self.version] * (2 + i),
-            truncated=i in self.truncated,
-        )
-
-
-class Model:
-    def __init__(self, calls: list, name: str, log_prob: float) -> None:
-        self.calls, self.name, self.log_prob = calls, name, log_prob
-
-    def forward(self, batch: Batch) -> Done:
-        self.calls.append(f"{self.name} {len(batch)}")
-        return Done(np.full(batch.num_actions.sum(), self.log_prob, np.float32))
-
-
-class Trained(Model):
-    data_parallel_size = 2
-
-    def __init__(self, calls: list, folder: Path, name: str = "policy", log_prob: float = LOG_PROB) -> None:
-        super().__init__(calls, name, log_prob)
-        self.folder = folder
-        self.updates: list[tuple[Batch, Schedule, float]] = []
-        self.num_updates = 0
-        self.saved: dict[str, dict] = {}
-
-    def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Done:
-        self.calls.append(f"update {self.name} {len(batch)}")
-        self.updates.append((batch, schedule, kl_coef))
-        self.num_updates += 1
-        first = [i for window in schedule[0] for i in window]
-        log_probs = np.full(int(batch.num_actions[first].sum()), self.log_prob, np.float32)
-        is_known = batch.log_probs is not None or self.name != "policy"
-        return Done(Updated({f"{self.name}/loss": 0.25}, first, None if is_known else log_probs))
-
-    def save_checkpoint(self, tag: str, state: dict) -> Done:
-        self.calls.append(f"save {self.name} {tag}")
-        (self.folder / UNFINISHED / tag).mkdir(parents=True)
-        self.saved[tag] = copy.deepcopy(state) | {"num_updates": self.num_updates}
-        return Done()
-
-    def has_written(self) -> Done:
-        return Done(True)
-
-    def finish_checkpoint(self) -> Done:
-        return Done()
-
-    def load_checkpoint(self, tag: str) -> Done:
-        self.calls.append(f"resume {self.name} {tag}")
-        self.num_updates = self.saved[tag]["num_updates"]
-        return Done(self.saved[tag])
-
-    def export(self, folder: str) -> Done:
-        self.calls.append(f"export {Path(folder).name}")
-        return Done()
-
-
-def config_of(path: Path, **ckpt) -> PPOConfig:
-    return PPOConfig(
-        rollout=RolloutConfig(batch_size=2, n_samples_per_prompt=2),
-        train=TrainConfig(batch_size=4, verify_steps=0),  # the stand-ins differ from each other
-        algo=AlgoConfig(advantage=AdvantageConfig(estimator="rloo"), kl=KLConfig(init_coef=0.1)),
-        eval=EvalConfig(dataset="held_out.jsonl", steps=2, n_samples_per_prompt=2),
-        reward=RewardConfig(max_failed_ratio=0.5),
-        ckpt=PPOCkptConfig(path=str(path / "ckpt"), **ckpt),
-    )
-
-
-def trainer_of(
-    path: Path,
-    config: PPOConfig,
-    *,
-    total_steps: int = 3,
-    eval_prompts: Sequence[Prompt] = EVAL_PROMPTS,
-    resume: str | None = None,
-    saved: dict | None = None,
-    critic: Trained | None = None,
-    **rollout,
-) -> PPOTrainer:
-    calls: list[str] = []
-    policy = Trained(calls, path / "ckpt")
-    policy.saved = saved or {}
-    critic = critic or (Trained(calls, path / "critic", "critic", VALUE) if config.uses_critic else None)
-    restored = restore(resume, policy, critic) if resume else None
-    done = restored["step"] if restored else 0
-    folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=resume is not None)
-    observer = Observer(folder, LoggerConfig(), resume_step=done if restored else None)
-    observer.progress = Progress(show=False)
-    observer.start(total_steps, done=done)
-    return PPOTrainer(
-        config=config,
-        rollout=Rollout(calls, **rollout),
-        policy=policy,
-        reference=Model(calls, "reference", REF_LOG_PROB) if config.uses_reference else None,
-        critic=critic,
-        prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_epochs=4),
-        eval_prompts=eval_prompts,
-        checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
-        observer=observer,
-        kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target),
-        total_steps=total_steps,
-        peak_memory=lambda: Done({"memory/update_gb": 0.5}),
-        restored=restored,
-    )
-
-
-def fit(trainer: PPOTrainer) -> None:
-    """Trains to the end, and until the journal is written."""
-    trainer.fit()
-    trainer.observer.journal.close()
-
-
-def metrics_of(path: Path) -> dict[int, dict[str, float]]:
-    return read_metrics(path / "run" / "metrics.jsonl")
+from openrlhf.training.checkpoints import UNFINISHED
+from openrlhf.training.ppo import PPOTrainer
+from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
 
 
 def test_the_order_of_a_run(tmp_path):
@@ -473,12 +304,6 @@ def test_samples_that_ran_out_of_tokens_are_compared_and_not_trained_on(tmp_path
         fit(trainer)
 
 
-def with_critic(path: Path, **critic) -> PPOConfig:
-    config = config_of(path, save_steps=2, best_metric_key="none")
-    algo = replace(config.algo, advantage=AdvantageConfig(estimator="gae"))
-    return replace(config, algo=algo, critic=CriticConfig(**critic))
-
-
 def test_policy_and_critic_learn_from_the_same_experiences(tmp_path):
     trainer = trainer_of(tmp_path, with_critic(tmp_path), total_steps=2)
     fit(trainer)
@@ -547,18 +372,6 @@ def sample_when_asked(rollout: Rollout) -> None:
     rollout.submit, rollout.sampled = submitted, of_then
 
 
-def test_a_resumed_run_loads_both_models(tmp_path):
-    config = with_critic(tmp_path)
-    first = trainer_of(tmp_path, config, total_steps=2)
-    fit(first)
-    second = trainer_of(
-        tmp_path, config, total_steps=3, resume="global_step2", saved=first.policy.saved, critic=first.critic
-    )
-    assert second.step == 2
-    assert [c for c in second.policy.calls if c.startswith("resume")] == ["resume policy global_step2"]
-    assert first.policy.calls[-1] == "resume critic global_step2"
-
-
 def assert_close(found: np.ndarray, expected: list[float]) -> None:
     assert found.dtype == np.float32
     assert found.tolist() == pytest.approx(expected, rel=1.3e-6, abs=1e-5)
@@ -572,198 +385,6 @@ def test_without_evaluation(tmp_path, eval_prompts, steps):
     fit(trainer)
     assert "evaluate" not in trainer.policy.calls
     assert list(metrics_of(tmp_path)) == [1, 2, 3]
-
-
-def test_a_checkpoint_of_a_later_release_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, config_of(tmp_path))
-    with refused(ErrorCode.OTHER_RUN, flag="--ckpt.load_enable") as told:
-        check_version(trainer.state() | {"version": 3})
-    assert re.search(r"\b3\b.*\b2\b", told.value.text)
-
-
-def test_a_resumed_run_continues(tmp_path):
-    config = config_of(tmp_path, save_steps=2, best_metric_key="none")
-    config = replace(config, algo=replace(config.algo, kl=KLConfig(init_coef=0.1, target=0.01)))
-    whole = trainer_of(tmp_path / "whole", replace(config, ckpt=ckpt_in(tmp_path / "whole")), total_steps=5)
-    fit(whole)
-    first = trainer_of(tmp_path / "halves", replace(config, ckpt=ckpt_in(tmp_path / "halves")), total_steps=3)
-    fit(first)
-    tag = first.checkpoints.latest()
-    assert tag == "global_step2"
-    second = trainer_of(
-        tmp_path / "halves",
-        replace(config, ckpt=ckpt_in(tmp_path / "halves")),
-        total_steps=5,
-        resume=tag,
-        saved=first.policy.saved,
-    )
-    fit(second)
-    generated = [c for c in whole.policy.calls if c.startswith("generate")]
-    assert second.policy.calls[:2] == ["resume policy global_step2", "sync 2"]
-    assert [c for c in second.policy.calls if c.startswith("generate")] == generated[2:]
-    told, told_whole = ([update[1:] for update in run.policy.updates] for run in (second, whole))
-    assert told == told_whole[2:]  # the order of samples, and the coefficient of the KL
-    assert len({kl for _, kl in told_whole}) == 5  # the controller moves the coefficient
-    assert len({repr(order) for order, _ in told_whole}) > 1  # not every step has the same order
-    assert second.optimizer_steps == whole.optimizer_steps == 5  # the journal counts them
-    assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, fails):
-    """It is complete when all files of both models are on the disk, or when the run ends. An error of writing
-    ends the run at the end of a step."""
-    config = with_critic(tmp_path)
-    config = replace(config, ckpt=replace(ckpt_in(tmp_path), async_save=True))
-    trainer = trainer_of(tmp_path, config, total_steps=5)
-    written = {"critic": 2, "policy": 3}  # the step at whose end the files are on the disk
-    complete: list[str | None] = []
-
-    def finish(model: Trained) -> Done:
-        model.calls.append(f"finish {model.name}")
-        if fails:
-            raise RunError(ErrorCode.NOT_WRITABLE, "the disk is full")
-        return Done()
-
-    for model in (trainer.critic, trainer.policy):
-        model.has_written = lambda name=model.name: Done(trainer.step >= written[name])
-        model.finish_checkpoint = partial(finish, model)
-    after(trainer.policy, "update", lambda: complete.append(trainer.checkpoints.latest()))
-    if fails:
-        with refused(ErrorCode.NOT_WRITABLE):
-            trainer.fit()
-        assert trainer.step == 3 and trainer.checkpoints.latest() is None
-        return
-    trainer.fit()
-    assert complete == [None] * 3 + ["global_step2"] * 2
-    assert trainer.checkpoints.latest() == "global_step4"
-    assert [call for call in trainer.critic.calls if call.startswith("finish")] == [
-        *("finish critic", "finish policy"),
-        *("finish critic", "finish policy"),
-    ]
-
-
-@pytest.mark.usefixtures("outlives_stops")
-@pytest.mark.parametrize(
-    ("place", "step"),
-    [*((place, step) for place in ("generate", "update", "sync") for step in (1, 2, 3)), ("save", 2)],
-)
-def test_a_run_that_is_asked_to_stop_continues_where_it_stopped(tmp_path, place, step):
-    """A stop while `step` samples drops that work; later in the step it is finished. Nothing is sampled or
-    trained on twice by both runs together, and no checkpoint is written twice."""
-    whole = trainer_of(tmp_path / "whole", replace(config_of(tmp_path), ckpt=ckpt_in(tmp_path / "whole")))
-    fit(whole)
-    config = replace(config_of(tmp_path), ckpt=ckpt_in(tmp_path / "halves"))
-    first = trainer_of(tmp_path / "halves", config)
-
-    def ask(*arguments: Any) -> None:
-        if first.step + (place not in ("save", "sync")) == step and not first.stop.is_requested:
-            first.stop.number = 15
-            if first.stop._may_drop:
-                raise Dropped
-
-    after(
-        *{
-            "generate": (first.rollout, "submit"),
-            "update": (first.policy, "update"),
-            "save": (first.observer, "flush"),
-            "sync": (first.rollout, "sync"),
-        }[place],
-        ask,
-    )
-    done = step - (place == "generate")
-    with pytest.raises(Stopped) as stopped:
-        first.fit()
-    assert (first.step, stopped.value.code) == (done, 75 if done else 143)
-    first.observer.journal.close()
-    assert [tag for tag in first.policy.saved if not tag.startswith("best")] == [
-        f"global_step{i}" for i in sorted({2, done} - {0}) if i <= done
-    ]
-    tag = f"global_step{done}" if done else None
-    second = trainer_of(tmp_path / "halves", config, resume=tag, saved=first.policy.saved)
-    fit(second)
-    told, told_whole = ([u[1:] for u in run.policy.updates] for run in (second, whole))
-    assert told == told_whole[done:]
-    assert list(metrics_of(tmp_path / "halves")) == [0, 1, 2, 3]
-
-
-def after(owner: Any, method: str, call: Any) -> None:
-    """Makes `method` of this object call `call` before it returns."""
-    original = getattr(owner, method)
-
-    def both(*arguments: Any, **named: Any) -> Any:
-        answer = original(*arguments, **named)
-        call()
-        return answer
-
-    setattr(owner, method, both)
-
-
-def ckpt_in(path: Path) -> PPOCkptConfig:
-    return PPOCkptConfig(path=str(path / "ckpt"), save_steps=2, best_metric_key="none")
-
-
-@pytest.mark.parametrize(
-    "key", ["", "math_pass1", "eval/math_pass1", "eval_math_pass1", "math_score_mean", "eval_math_score_mean"]
-)
-def test_the_best_evaluation_is_kept(tmp_path, key):
-    scores = {0: 0.1, 2: 0.7, 4: 0.4, 6: 0.7}
-    config = config_of(tmp_path, save_steps=3, best_metric_key=key)
-    trainer = trainer_of(tmp_path, config, total_steps=6, score=lambda prompt, version: scores[version])
-    fit(trainer)
-    saved = [c.removeprefix("save policy ") for c in trainer.policy.calls if c.startswith("save")]
-    assert saved == ["best_global_step0", "best_global_step2", "global_step3", "global_step6"]
-    kept = sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())
-    assert kept == ["best_global_step2", "global_step3", "global_step6"]
-    assert trainer.policy.saved["global_step3"]["best_metric"] == 0.7
-
-
-SETS = [Prompt(prompt_id=i, text="the same text", source=source) for i, source in enumerate(["math", "code"])]
-
-
-@pytest.mark.parametrize(
-    ("key", "best"),
-    [("", 0.9), ("math_pass1", 0.6), ("eval/math_pass2", 0.6), ("math_best_of2", 0.6), ("code_pass1", 0.9)],
-)
-def test_the_best_of_several_sets_is_that_of_one_of_them(tmp_path, key, best):
-    """An empty key means the alphabetically first set, whatever the others do; if all of its samples failed,
-    there is nothing to compare."""
-    scores = {"code": {0: 0.3, 2: None, 4: 0.9, 6: 0.1}, "math": {0: 0.2, 2: 0.6, 4: None, 6: 0.5}}
-    config = config_of(tmp_path, save_steps=3, best_metric_key=key)
-    trainer = trainer_of(
-        tmp_path,
-        config,
-        total_steps=6,
-        eval_prompts=SETS,
-        score=lambda prompt, version: scores[prompt.source][version],
-    )
-    fit(trainer)
-    assert trainer.best_metric == best
-    metrics = metrics_of(tmp_path)
-    assert (metrics[0]["eval/code_score_mean"], metrics[0]["eval/math_score_mean"]) == (0.3, 0.2)
-    assert "eval/code_score_mean" not in metrics[2] and metrics[2]["eval/failed_ratio"] == 0.5
-
-
-def test_a_best_metric_that_does_not_exist_is_refused(tmp_path):
-    trainer = trainer_of(tmp_path, config_of(tmp_path, save_steps=1, best_metric_key="physics_pass1"))
-    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.best_metric_key", value="physics_pass1") as error:
-        fit(trainer)
-    assert "eval/math_score_mean" in error.value.text
-
-
-def test_nothing_is_saved_unless_asked_for(tmp_path):
-    trainer = trainer_of(tmp_path, config_of(tmp_path))
-    fit(trainer)
-    assert not [c for c in trainer.policy.calls if re.match("save|export", c)]
-
-
-def test_copies_alone(tmp_path):
-    config = config_of(tmp_path, save_steps=1, save_hf=True, disable_ds=True, best_metric_key="none")
-    trainer = trainer_of(tmp_path, config, total_steps=2)
-    fit(trainer)
-    saved = [c for c in trainer.policy.calls if re.match("save|export", c)]
-    assert saved == ["export global_step1_hf", "export global_step2_hf"]
-    assert trainer.checkpoints.latest() is None
 
 
 def filtering(config: PPOConfig) -> PPOConfig:

@@ -22,20 +22,6 @@ FLAG = "--data.dataset"
 ROWS = [{"input": "a", "label": "1"}, {"input": "b", "label": "2"}, {"input": "c", "label": "3"}]
 
 
-def test_rows_of_the_hub_are_asked_for_as_the_flag_says(monkeypatch):
-    asked = []
-
-    def load(name, **options):
-        asked.append((name, options))
-        return datasets.Dataset.from_list([{"input": "1"}])
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    for flag in ("org/rows", "org/rows@part/of/it"):
-        assert len(load_rows(flag, flag="--data.dataset", required_columns={}, split="test")) == 1
-    folders = [None, "part/of/it"]
-    assert asked == [("org/rows", {"data_dir": folder, "split": "test"}) for folder in folders]
-
-
 def load(spec, columns=("input",), **options):
     required = {f"--data.{column}_key": column for column in columns}
     return load_rows(str(spec), flag=FLAG, required_columns=required, **options)
@@ -293,6 +279,20 @@ def test_a_hub_name_that_cannot_be_read(tmp_path, monkeypatch):
     with refused(ErrorCode.NOT_FOUND, flag=FLAG, value="no-such-org/rows"):
         load("no-such-org/rows")
     check_columns("no-such-org/rows", flag=FLAG, required_columns={"--data.input_key": "input"})
+
+
+def test_rows_of_the_hub_are_asked_for_as_the_flag_says(monkeypatch):
+    asked = []
+
+    def load(name, **options):
+        asked.append((name, options))
+        return datasets.Dataset.from_list([{"input": "1"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for flag in ("org/rows", "org/rows@part/of/it"):
+        assert len(load_rows(flag, flag="--data.dataset", required_columns={}, split="test")) == 1
+    folders = [None, "part/of/it"]
+    assert asked == [("org/rows", {"data_dir": folder, "split": "test"}) for folder in folders]
 
 
 def test_commas_and_at_signs_of_existing_paths(tmp_path):
