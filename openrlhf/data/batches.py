@@ -101,7 +101,7 @@ class Windows(Generic[RowT]):
         self._data_rank = data_rank
         self._data_size = data_size
         self._seed = seed
-        self._shuffle = shuffle
+        self.shuffles = shuffle
         self._shares_prefixes = shares_prefixes
 
     def __len__(self) -> int:
@@ -119,9 +119,13 @@ class Windows(Generic[RowT]):
         for epoch in itertools.count(first):
             yield from self.epoch(epoch, start if epoch == first else 0)
 
+    def order(self, epoch: int) -> list[int]:
+        """Returns the item indices in the order of an epoch."""
+        return epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self.shuffles)
+
     def items(self, epoch: int, start_step: int = 0) -> Iterator[list[list[int]]]:
         """Yields, for each step from `start_step` on, the item indices of each of this rank's rows."""
-        order = epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        order = self.order(epoch)
         for step in range(start_step, len(self)):
             yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._data_rank]
 

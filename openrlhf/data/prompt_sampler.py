@@ -103,7 +103,7 @@ class PromptSampler:
         self._prompts = prompts
         self._seed = seed
         self._num_epochs = num_epochs
-        self._shuffle = shuffle
+        self.shuffles = shuffle
         self._start(epoch=0, position=0)
 
     @property
@@ -115,6 +115,10 @@ class PromptSampler:
     def is_exhausted(self) -> bool:
         """True once the last epoch is over."""
         return self._epoch == self._num_epochs
+
+    def order(self, epoch: int) -> list[int]:
+        """Returns the indices of the prompts in the order of an epoch."""
+        return epoch_order(len(self._prompts), seed=self._seed, epoch=epoch, shuffle=self.shuffles)
 
     def next_batch(self, n: int) -> list[Prompt]:
         """Returns the next n prompts. The last batch of an epoch holds its remaining prompts; after the last
@@ -155,4 +159,4 @@ class PromptSampler:
     def _start(self, epoch: int, position: int) -> None:
         self._epoch = epoch
         self._position = position
-        self._order = epoch_order(len(self._prompts), seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        self._order = self.order(epoch)

@@ -6,8 +6,9 @@ The checks of this module compare numbers that a step has anyway. training/verif
 second time.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -20,6 +21,9 @@ SAME_POLICY = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
 two passes whose rows differ. float32 has the rounding of TF32, in which GPUs may multiply."""
 CERTAIN = -60.0
 """Log of a probability that never occurs: 1e-26."""
+
+RARE = 20.0
+"""Log of the number of orders of some items from which on two equal ones are no chance: 1 in 5e8."""
 
 
 def broken(step: int, quantity: str, value: object, expected: object, causes: str) -> RunError:
@@ -81,6 +85,16 @@ def check_lengths(trajectories: Iterable[Trajectory], longest: int | None, step:
             raise broken(step, quantity, t.num_actions, f"at most {longest}", causes)
 
 
+def check_evaluated(trajectories: Iterable[Trajectory], version: int, step: int) -> None:
+    """Checks that an evaluation sampled with the current weights. `version`: their version."""
+    for t in trajectories:
+        for found in t.weight_versions[:, 0].tolist():
+            if found != version:
+                causes = "The weight sync before the evaluation is missing, late or did not reach the engine."
+                quantity = f"the version of the weights that answered evaluation prompt {t.prompt.prompt_id}"
+                raise broken(step, quantity, found, version, causes)
+
+
 def check_schedule(name: str, schedule: Schedule, trained_on: Sequence[int], epochs: int, step: int) -> None:
     """Checks that a schedule contains every sequence of `trained_on` once an epoch and no other. `name`: the
     model."""
@@ -91,6 +105,38 @@ def check_schedule(name: str, schedule: Schedule, trained_on: Sequence[int], epo
         causes = "The optimizer steps of the update leave sequences out, or have some more than once."
         quantity = f"the number of passes of the {name} over sequence {wrong}"
         raise broken(step, quantity, counts[wrong], expected.get(wrong, 0), causes)
+
+
+def check_orders(name: str, orders: Iterable[Sequence[Sequence[Hashable]]], step: int) -> None:
+    """Checks that random orders of the same items differ. Each order is a list of batches, within which the
+    order has no meaning. Orders that may be equal by chance, because there are few items, are not compared.
+    `name`: what is ordered."""
+    seen: set[tuple] = set()
+    for batches in orders:
+        order = tuple(map(frozenset, batches))
+        sizes = list(map(len, order))
+        if order in seen and math.lgamma(sum(sizes) + 1) - sum(math.lgamma(n + 1) for n in sizes) > RARE:
+            causes = "Shuffling is off, or does not depend on the epoch or the step."
+            raise broken(step, f"the order of {name}", "that of another pass", "another", causes)
+        seen.add(order)
+
+
+def check_epochs(name: str, order: Callable[[int], Sequence[int]], step: int) -> None:
+    """Checks that two epochs visit a dataset in orders other than each other's and the dataset's own.
+    `order`: returns the indices of an epoch."""
+    first, second = order(0), order(1)
+    orders = (range(len(first)), first, second)
+    check_orders(name, [[(i,) for i in indices] for indices in orders], step)
+
+
+def check_learning_rate(metrics: Metrics, expected: float | None, dtype: str, step: int) -> None:
+    """Checks the learning rate of an optimizer step. `expected`: see `plain_learning_rate`. In fp16 the
+    schedule waits while the loss scale is found, so the rate is not compared."""
+    found = metrics.get("lr", expected)
+    if found is None or expected is None or dtype == "fp16" or math.isclose(found, expected, rel_tol=1e-6):
+        return
+    causes = "The schedule has another number of steps, begins at another one, or was not restored on resume."
+    raise broken(step, "the learning rate", f"{found:.6g}", f"{expected:.6g}", causes)
 
 
 def check_trained(metrics: Metrics, batch: Batch, schedule: Schedule, step: int) -> None:

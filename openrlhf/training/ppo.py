@@ -25,7 +25,10 @@ from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.invariants import (
+    check_epochs,
+    check_evaluated,
     check_lengths,
+    check_orders,
     check_own_reference,
     check_samples,
     check_schedule,
@@ -33,7 +36,7 @@ from openrlhf.training.invariants import (
     check_trained,
 )
 from openrlhf.training.plain_rl import plain_advantages
-from openrlhf.training.schedule import num_batches, training_schedule
+from openrlhf.training.schedule import num_batches, passes_of, training_schedule
 from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
@@ -83,10 +86,14 @@ class PPOTrainer(Generic[PolicyT]):
     """Largest value of `ckpt.best_metric_key` so far."""
     eval_sources: list[str] = field(default_factory=list, init=False)
     """Sources of the prompts in the last evaluation."""
+    passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
+    """Name of a model -> the batches of each pass of its last update, in the first steps."""
     collector: Collector = field(init=False)
     estimator: AdvantageEstimator = field(init=False)
 
     def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
+        if self.config.train.verify_steps and prompts.shuffles:
+            check_epochs("prompts", prompts.order, 1)
         self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
         self.estimator = self.config.algo.build_estimator()
         if restored is not None:
@@ -228,6 +235,8 @@ class PPOTrainer(Generic[PolicyT]):
         schedules = self.schedules(batch, trained_on, num_samples(trajectories), groups)
         for name, schedule in schedules.items():
             check_schedule(name, schedule, trained_on, self.config.train.max_epochs, self.step + 1)
+        if self.step <= self.config.train.verify_steps:
+            self.check_orders(schedules, groups)
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
         metrics |= updated.metrics
@@ -355,6 +364,16 @@ class PPOTrainer(Generic[PolicyT]):
             for name, model in self.learners.items()
         }
 
+    def check_orders(
+        self, schedules: Mapping[str, Schedule], groups: Sequence[tuple[int, int]] | None
+    ) -> None:
+        """Checks that a model's passes over the samples, those of the previous step included, have orders of
+        their own."""
+        for name, schedule in schedules.items():
+            passes = passes_of(schedule, self.config.train.max_epochs, groups)
+            check_orders(f"the {name}'s samples", [*self.passes.get(name, []), *passes], self.step + 1)
+            self.passes[name] = passes
+
     def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Updated:
         """Updates all learners, in parallel if they have separate GPUs."""
         pending = [
@@ -369,7 +388,9 @@ class PPOTrainer(Generic[PolicyT]):
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
             trajectories = self.sample_all(list(self.eval_prompts))  # list() reads their images once
+        check_samples(trajectories, self.config.eval.n_samples_per_prompt, self.step, is_random=False)
         check_lengths(trajectories, self.config.action_limit, self.step)
+        check_evaluated(trajectories, self.weight_version, self.step)
         self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
         self.observer.log_rollouts(self.step, trajectories, name="eval")

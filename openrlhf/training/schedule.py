@@ -8,7 +8,7 @@ import numpy as np
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
 from openrlhf.data.prefixes import parts_of_related
-from openrlhf.types import Metrics
+from openrlhf.types import Metrics, Schedule
 
 
 def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -74,6 +74,16 @@ def training_schedule(
                 parts = parts_of_related(of_tokens, sizes, num_ranks)
             steps.append([[of_step[i] for i in part] for part in parts])
     return steps
+
+
+def passes_of(
+    schedule: Schedule, epochs: int, groups: Sequence[Hashable] | None = None
+) -> list[list[set[Hashable]]]:
+    """Returns the batches of each epoch of a schedule: the set of a batch's samples or, if `groups` has the
+    group of each sample, of their groups."""
+    size = len(schedule) // epochs
+    batches = [{i if groups is None else groups[i] for rank in window for i in rank} for window in schedule]
+    return [batches[start : start + size] for start in range(0, len(batches), max(1, size))]
 
 
 def _grouped(trained_on: Sequence[int], groups: Sequence[Hashable]) -> list[list[int]]:

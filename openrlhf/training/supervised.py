@@ -18,7 +18,9 @@ from openrlhf.data.batches import Windows
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Stop, limited
 from openrlhf.training.checkpoints import COPY, CheckpointFolder
+from openrlhf.training.invariants import check_epochs, check_learning_rate
 from openrlhf.training.origin import Origin
+from openrlhf.training.plain import plain_learning_rate
 from openrlhf.types import LossNorm, Metrics
 
 
@@ -62,13 +64,17 @@ class SupervisedTrainer(Generic[RowT]):
 
     def _fit(self) -> None:
         unverified_from = self.step + self.config.train.verify_steps
+        if self.config.train.verify_steps and self.windows.shuffles:
+            check_epochs("samples", self.windows.order, self.step + 1)
         for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
             with limited(self.config.train.rank_timeout, self._place):
                 objective = self._objective_for(window)
                 if self.verify and self.step < unverified_from:
                     self.verify(window, objective, self.step + 1)
                 metrics = self.engine.train_step(window, objective)
+            expected = plain_learning_rate(self.config, self.step, self.total_steps)
             self.step += 1
+            check_learning_rate(metrics, expected, self.config.ds.precision.dtype, self.step)
             if self.eval_rows and self._is_eval_due():
                 metrics |= self.evaluate()
             if self.observer:

@@ -39,7 +39,7 @@ ADVANTAGE = 1e-4
 """Largest relative difference between two computations of advantages, beside the rounding of whitening."""
 NEAR, FAR = 0.25, 2.0
 """Distances in nats of the log-probs of a checked loss from those before the update, in turn: around the clip
-ranges, and beyond dual clips."""
+ranges, and beyond dual clips. The same for the sampler's log-probs and the bounds of corrections."""
 
 
 class MadeUp(NamedTuple):
@@ -80,7 +80,7 @@ def check_policy_loss(objective: PolicyObjective, row: ExperienceRow, step: int)
     row = _with_made_up(
         row,
         old_log_probs=base,
-        rollout_log_probs=base + NEAR * _waves(size, 2),
+        rollout_log_probs=base + _near_and_far(size, 1) * _waves(size, 2),
         ref_log_probs=base + NEAR * _waves(size, 3),
         advantages=2 * _waves(size, 4),
         staleness=torch.arange(size, dtype=torch.int32) % 4,
@@ -132,8 +132,7 @@ def _check_formula(
     norm = LossNorm(2.0 * len(base), 2.0 * row.num_sequences)
     results = []
     for compute in (loss_of, plain_of):
-        distances = torch.where(torch.arange(len(base)) % 3 == 2, FAR, NEAR)
-        given = (base.double() + distances * _waves(len(base))).requires_grad_()
+        given = (base.double() + _near_and_far(len(base), 2) * _waves(len(base))).requires_grad_()
         if (loss := compute(given, row, norm)) is None:
             return
         if loss.requires_grad:
@@ -157,6 +156,11 @@ def _with_made_up(row: ExperienceRow, **columns: Tensor) -> ExperienceRow:
     """Returns the row with other numbers in those of these columns (A,) that it has."""
     known: dict[str, Any] = {name: x for name, x in columns.items() if getattr(row, name) is not None}
     return replace(row, **known)
+
+
+def _near_and_far(size: int, place: int) -> Tensor:
+    """Returns the distances (size,) NEAR and FAR. FAR has this place, 0 to 2, among three."""
+    return torch.where(torch.arange(size) % 3 == place, FAR, NEAR)
 
 
 def _waves(size: int, kind: int = 0) -> Tensor:

@@ -31,6 +31,7 @@ from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
+from openrlhf.config.sections import OptimConfig
 from openrlhf.data.batches import Windows
 from openrlhf.data.packing import pack_to_budget
 from openrlhf.data.prefixes import identities, rows_of_related
@@ -54,12 +55,13 @@ from openrlhf.models.scorer import ValueModel, score_statistics
 from openrlhf.models.vision import freeze_vision
 from openrlhf.rewards.models import RewardReader
 from openrlhf.training.checkpoints import UNFINISHED
-from openrlhf.training.invariants import check_first_pass
+from openrlhf.training.invariants import check_first_pass, check_learning_rate
 from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
+from openrlhf.training.plain import plain_learning_rate
 from openrlhf.training.verify import check_log_probs, is_whole, verify_step
 from openrlhf.training.verify_rl import check_policy_loss, check_value_loss
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory, present
@@ -227,8 +229,15 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     name: str
     """Name of the role, which is part of its checkpoint folder's name."""
+    total_steps: int
+    """Optimizer steps of the whole run. Set by `start`."""
     num_verified = 0
     """Number of updates whose first optimizer step was checked by a second computation."""
+
+    @property
+    @abstractmethod
+    def optim(self) -> OptimConfig:
+        """Optimizer and schedule of the role."""
 
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
@@ -244,10 +253,15 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     ) -> list[Metrics]:
         """Takes one optimizer step for each window, and returns the metrics of each."""
         with self._optimizer_present():
-            return [
-                self.model.train_step(self.rows(batch, window), objective, *self.auxiliary_objectives())
-                for window in windows
-            ]
+            return [self.take_step(self.rows(batch, window), objective) for window in windows]
+
+    def take_step(self, rows: Sequence[ExperienceRow], objective: Objective[ExperienceRow]) -> Metrics:
+        """Takes one optimizer step, and checks its learning rate."""
+        done = self.model.steps
+        metrics = self.model.train_step(rows, objective, *self.auxiliary_objectives())
+        expected = plain_learning_rate(self.optim, done, self.total_steps)
+        check_learning_rate(metrics, expected, self.config.ds.precision.dtype, done + 1)
+        return metrics
 
     def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
         """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
@@ -294,15 +308,15 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def _engine(
         self,
         build_model: Callable[[], RowModel],
-        optim: ActorConfig | CriticConfig,
         total_steps: int,
         gradient_checkpointing: bool,
         ema_beta: float | None = None,
     ) -> TrainEngine:
+        self.total_steps = total_steps
         return build_engine(
             build_model,
             backend=self.config.train.backend,
-            optim=optim,
+            optim=self.optim,
             ds=self.config.ds,
             total_steps=total_steps,
             gradient_checkpointing=gradient_checkpointing,
@@ -347,12 +361,15 @@ class PolicyWorker(TrainedWorker):
     text_windows: Windows[PackedRow] | None = None
     """Pre-training texts of each optimizer step; None without actor.ptx_coef."""
 
+    @property
+    def optim(self) -> ActorConfig:
+        return self.config.actor
+
     def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None = None) -> None:
         self.join(address, port)
         actor = self.config.actor
         self.model = self._engine(
             partial(self.build_model, actor.model_name_or_path, ACTOR_FLAG),
-            actor,
             total_steps,
             actor.gradient_checkpointing_enable,
             ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
@@ -495,13 +512,16 @@ class CriticWorker(TrainedWorker):
 
     name = "critic"
 
+    @property
+    def optim(self) -> CriticConfig:
+        return self.config.critic
+
     def start(self, address: str, port: int, total_steps: int) -> None:
         self.join(address, port)
         config, critic = self.config, self.config.critic
         checkpointing = critic.gradient_checkpointing_enable
         self.model = self._engine(
             partial(self.build_model, config.critic_path, CRITIC_FLAG),
-            critic,
             total_steps,
             config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
         )

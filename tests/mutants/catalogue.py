@@ -110,6 +110,28 @@ def mutated(mutant: Mutant, root: Path = ROOT) -> str:
         setattr(found.parent, found.field, old)
 
 
+def changed_lines(mutant: Mutant, root: Path = ROOT) -> range:
+    """Returns the numbers of the lines that the mutant changes: those of the replaced nodes, and of the
+    statement around a replaced expression without the statement's body."""
+    module, found = _find(mutant, root)
+    value = getattr(found.parent, found.field)
+    nodes = [value] if found.index is None else value[found.index : found.index + found.length]
+    first, last = nodes[0].lineno, nodes[-1].end_lineno
+    around = [
+        (node.lineno, _end_of_head(node))
+        for node in ast.walk(module)
+        if isinstance(node, ast.stmt) and node.lineno <= first and last <= _end_of_head(node)
+    ]
+    first, last = max(around, key=lambda lines: (lines[0], -lines[1]), default=(first, last))
+    return range(first, last + 1)
+
+
+def _end_of_head(node: ast.stmt) -> int:
+    """Returns the last line of a statement before its body."""
+    body = getattr(node, "body", None)
+    return body[0].lineno - 1 if body and body[0].lineno > node.lineno else node.end_lineno or node.lineno
+
+
 class _Position(NamedTuple):
     """Position of the nodes that a mutant replaces."""
 

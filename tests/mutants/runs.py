@@ -5,7 +5,7 @@
 A mutant is put into a copy of the package, which trains a tiny model: supervised, by synchronous RL, by PPO
 with a critic and penalties, by RL with adapters, and by asynchronous RL. The first of these runs that stops,
 or prints a warning that it does not print with the unchanged package, catches the mutant. Mutants whose
-function no run executes are not counted. Neither are those that leave all numbers of the runs as they are,
+lines no run executes are not counted. Neither are those that leave all numbers of the runs as they are,
 because no check of a run can see them."""
 
 import json
@@ -26,7 +26,7 @@ from queue import SimpleQueue
 from threading import Lock
 from types import MappingProxyType
 
-from mutants.catalogue import ROOT, Mutant, mutated
+from mutants.catalogue import ROOT, Mutant, changed_lines, mutated
 
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.tasks.prepare import TaskFiles, prepare
@@ -70,24 +70,29 @@ import os
 import sys
 import threading
 
-file = os.environ.get("EXECUTED_FUNCTIONS")
-seen, package = {}, os.path.dirname(os.path.abspath(__file__)) + "/openrlhf/"
+file = os.environ.get("EXECUTED_LINES")
+seen, package = set(), os.path.dirname(os.path.abspath(__file__)) + "/"
 
 
-def note(frame, event, argument):
-    code = frame.f_code
-    if id(code) not in seen:
-        seen[id(code)] = code
-        if code.co_filename.startswith(package):
-            with open(file, "a") as log:
-                log.write(code.co_filename.removeprefix(package) + ":" + code.co_qualname + "\\n")
+def call(frame, event, argument):
+    return line if frame.f_code.co_filename.startswith(package + "openrlhf/") else None
+
+
+def line(frame, event, argument):
+    place = frame.f_code.co_filename, frame.f_lineno
+    if event == "line" and place not in seen:
+        seen.add(place)
+        with open(file, "a") as log:
+            log.write(f"{place[0].removeprefix(package)}:{place[1]}\\n")
+    return line
 
 
 if file:
-    sys.setprofile(note)
-    threading.setprofile(note)
+    sys.settrace(call)
+    threading.settrace(call)
 """
-"""The file sitecustomize.py, with which each process of a run writes the functions that it executes."""
+"""The file sitecustomize.py, with which each process of a run writes the lines of the package that it
+executes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +125,8 @@ class Usual:
     """A run of the unchanged package."""
 
     warnings: frozenset[str]
-    functions: frozenset[str]
-    """Functions that it executes, `path:qualified name`."""
+    lines: frozenset[str]
+    """Lines that it executes, `path:number`."""
     numbers: frozenset[tuple[str, str]]
     """Numbers that two runs have in common, so times are not among them."""
 
@@ -145,25 +150,22 @@ class Trial:
 
     def run_unchanged(self, name: str) -> Usual:
         """Runs the unchanged package twice. Raises RuntimeError if it stops."""
-        functions = self.folder / f"{name}.functions"
-        runs = [self.run(name, {"EXECUTED_FUNCTIONS": str(functions)}), self.run(name)]
+        lines = self.folder / f"{name}.lines"
+        runs = [self.run(name, {"EXECUTED_LINES": str(lines)}), self.run(name)]
         for ended in runs:
             if ended.stopped:
                 log = (self.folder / f"{name}.log").read_text()[-3000:]
                 raise RuntimeError(f"{name} of the unchanged package stopped with {ended.stopped}:\n{log}")
-        executed = {line.replace("<locals>.", "") for line in functions.read_text().splitlines()}
-        warnings = runs[0].warnings | runs[1].warnings
         return Usual(
-            warnings=warnings, functions=frozenset(executed), numbers=runs[0].numbers & runs[1].numbers
+            warnings=runs[0].warnings | runs[1].warnings,
+            lines=frozenset(lines.read_text().splitlines()),
+            numbers=runs[0].numbers & runs[1].numbers,
         )
 
     def executes(self, name: str, mutant: Mutant) -> bool:
-        """Returns True if a run executes the mutant's function, or a function of its class or module."""
-        place = f"{mutant.path.removeprefix('openrlhf/')}:{mutant.function}".removesuffix(":")
-        return any(
-            function == place or (function.startswith(place) and function[len(place)] in ".:")
-            for function in self.usual[name].functions
-        )
+        """Returns True if a run executes a line that the mutant changes."""
+        executed = self.usual[name].lines
+        return any(f"{mutant.path}:{line}" in executed for line in changed_lines(mutant, self.folder))
 
     def verdict(self, mutant: Mutant) -> Verdict:
         names = [name for name in self.names if self.executes(name, mutant)]

@@ -15,16 +15,22 @@ from torch import Tensor
 
 from openrlhf.algorithms.preference.kto import kto_loss
 from openrlhf.algorithms.preference.reward_model import pairwise_loss
+from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.backends.torch.engine import TorchEngine
-from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
-from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.config.choices import LR_SCHEDULERS
+from openrlhf.config.ppo import ActorConfig, PPOConfig, RolloutConfig, TrainConfig
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.training.invariants import (
+    check_epochs,
+    check_evaluated,
     check_first_pass,
+    check_learning_rate,
     check_lengths,
+    check_orders,
     check_own_reference,
     check_parts,
     check_samples,
@@ -37,7 +43,7 @@ from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm
+from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
 from openrlhf.training.verify import check_log_probs, verify_step
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
@@ -95,6 +101,64 @@ def test_no_answer_is_longer_than_its_limit() -> None:
     check_lengths(samples, None, step=1)
     with broken():
         check_lengths(samples, 2, step=1)
+
+
+def test_evaluations_sample_with_the_current_weights() -> None:
+    samples = group(actions=[3, 4, 5], versions=[2, 2, 2])
+    check_evaluated(samples, 2, step=2)
+    check_evaluated(group(actions=[]), 2, step=2)
+    for late in ([1, 1, 1], [2, 2, 1]):
+        with broken() as refusal:
+            check_evaluated([*samples, *group(actions=[3, 4, 5], versions=late)], 2, step=2)
+        assert " is 1, and must be 2." in refusal.value.text
+
+
+def test_orders_of_many_items_differ() -> None:
+    batches = [list(range(16)), list(range(16, 32))]
+    others = [list(range(1, 17)), [0, *range(17, 32)]]
+    check_orders("samples", [batches, others], step=1)
+    check_orders("samples", [batches[:1], batches[:1]], step=1)  # a single batch has no order
+    with broken() as refusal:
+        check_orders("samples", [batches, others, [[*reversed(batches[0])], batches[1]]], step=1)
+    assert "the order of samples is that of another pass" in refusal.value.text
+    ones = lambda size: [[i] for i in range(size)]
+    check_orders("samples", [ones(12), ones(12)], step=1)  # equal by chance in one of 12! = 5e8 runs
+    with broken():
+        check_orders("samples", [ones(13), ones(13)], step=1)
+
+
+def test_epochs_visit_a_dataset_in_orders_of_their_own() -> None:
+    same = lambda epoch: [*range(1, 21), 0]
+    in_place = lambda epoch: list(range(21)) if epoch == 0 else same(epoch)
+    check_epochs("prompts", lambda epoch: same(epoch)[epoch:] + same(epoch)[:epoch], step=1)
+    for wrong in (same, in_place):
+        with broken() as refusal:
+            check_epochs("prompts", wrong, step=1)
+        assert "the order of prompts" in refusal.value.text
+
+
+def test_the_learning_rate_is_that_of_its_schedule() -> None:
+    check_learning_rate({"lr": 1e-6}, 1e-6, "bf16", 3)
+    check_learning_rate({"lr": 1e-6}, None, "bf16", 3)
+    check_learning_rate({"lr": 1e-6}, 2e-6, "fp16", 3)
+    with broken() as refusal:
+        check_learning_rate({"lr": 1e-6}, 1.01e-6, "bf16", 3)
+    assert refusal.value.text.startswith("step 3: the learning rate is 1e-06, and must be 1.01e-06.")
+
+
+@pytest.mark.parametrize("name", LR_SCHEDULERS)
+@pytest.mark.parametrize("warmup", [0.0, 0.03, 0.5, 1.0])
+def test_plain_learning_rates_are_those_of_the_schedule(name: str, warmup: float) -> None:
+    for total in (1, 2, 33, 34):
+        optim = OptimConfig(lr_scheduler=name, lr_warmup_ratio=warmup, adam=AdamConfig(lr=0.5))
+        shape = lr_schedule(optim, total)
+        for step in range(total):
+            found = plain_learning_rate(optim, step, total)
+            if name in ("linear", "cosine", "cosine_with_min_lr", "constant", "constant_with_warmup"):
+                assert found == pytest.approx(0.5 * shape(step), rel=1e-9)
+            else:
+                assert found is None
+    assert plain_learning_rate(replace(optim, optim="muon"), 0, 10) is None
 
 
 def test_a_schedule_has_every_sequence_once_an_epoch() -> None:
@@ -305,9 +369,11 @@ def test_an_update_of_the_policy_checks_its_first_step(threads: Callable, folder
         train = TrainConfig(verify_steps=verify_steps, micro_batch_size=2)
         rollout = RolloutConfig(temperature=temperature)
         ds = DeepSpeedConfig(param_dtype="fp32")
-        worker = PolicyWorker(PPOConfig(train=train, rollout=rollout, ds=ds), 0, Mesh())
+        actor = ActorConfig(adam=AdamConfig(lr=1e-3))
+        worker = PolicyWorker(PPOConfig(actor=actor, train=train, rollout=rollout, ds=ds), 0, Mesh())
         worker.model = engine_of(folder, dropout=False)
         worker.mesh = worker.model.mesh
+        worker.total_steps = 10
         return worker
 
     def work() -> None:

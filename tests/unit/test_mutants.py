@@ -6,7 +6,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mutants.catalogue import REPOSITORIES, ROOT, DoesNotApply, Mutant, check, load, mutated, table
+from mutants.catalogue import (
+    REPOSITORIES,
+    ROOT,
+    DoesNotApply,
+    Mutant,
+    changed_lines,
+    check,
+    load,
+    mutated,
+    table,
+)
 
 MUTANTS = load()
 CODE = """
@@ -103,3 +113,33 @@ def test_a_mutant_without_exactly_one_place_does_not_apply(
         check(mutant_of(place, find, new), tmp_path)
     with pytest.raises(DoesNotApply):
         check(replace(mutant_of(place, find, new), place="missing:mean"), tmp_path)
+
+
+LONG = """
+def total(rows):
+    if any(
+        row.is_late
+        for row in rows
+    ):
+        return sum(
+            row.size
+            for row in rows
+        )
+    return 0
+"""
+
+
+@pytest.mark.parametrize(
+    ("find", "new", "lines"),
+    [
+        ("row.is_late", "True", range(3, 7)),  # the head of the `if`, without its body
+        ("row.size", "1", range(7, 11)),  # the whole statement
+        ("return 0", "return 1", range(11, 12)),
+    ],
+)
+def test_the_changed_lines_are_those_of_the_statement_without_its_body(
+    tmp_path: Path, find: str, new: str, lines: range
+) -> None:
+    (tmp_path / "openrlhf").mkdir()
+    (tmp_path / "openrlhf" / "made.py").write_text(LONG)
+    assert changed_lines(mutant_of("total", find, new), tmp_path) == lines

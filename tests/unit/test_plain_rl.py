@@ -351,6 +351,10 @@ WRONG_LOSSES: dict[str, tuple[str, Callable]] = {
         "loss",
         lambda: patch.object(tis.TIS, "__call__", lambda self, gap: torch.ones_like(gap.log_ratio)),
     ),
+    "a correction without bounds": (
+        "loss",
+        lambda: patch.object(tis.TIS, "__call__", lambda self, gap: gap.log_ratio.exp()),
+    ),
 }
 
 

@@ -178,7 +178,7 @@ def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: flo
     bundles = Bundles(None, mesh, ExclusiveDevices(shared=False), ["00" * 28] * mesh.size)
     made = group_class(config, bundles, **options)
     for handle in made.workers:
-        handle.worker.model = Engine(slope=slope)
+        handle.worker.model, handle.worker.total_steps = Engine(slope=slope), 10
     return made
 
 
@@ -355,7 +355,9 @@ def config_of(
         ),
         critic=CriticConfig(freezing_steps=freezing_steps),
         reward=RewardConfig(max_failed_ratio=1.0),
-        eval=EvalConfig(dataset="held_out" if evaluated else None, steps=1 if evaluated else -1),
+        eval=EvalConfig(
+            dataset="held_out" if evaluated else None, steps=1 if evaluated else -1, n_samples_per_prompt=2
+        ),
         ckpt=PPOCkptConfig(path=str(path), save_steps=save_steps, max_num=100),
     )
 
