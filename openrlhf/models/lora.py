@@ -197,7 +197,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=_targets(model, lora.target_modules),
-        task_type=peft.TaskType.SEQ_CLS if _is_classifier(model) else peft.TaskType.CAUSAL_LM,
+        task_type=peft.TaskType.SEQ_CLS if is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
     # Forks the random state, so that adapters start equal at every ZeRO stage, whose loading draws different
     # numbers.
@@ -207,7 +207,7 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     for param in model.parameters():
         if param.requires_grad:
             param.data = param.data.to(model.dtype)
-    if _is_classifier(model):
+    if is_classifier(model):
         # Set after `add_adapter`, because peft would wrap the head and train a copy of it.
         config.modules_to_save = [CLASSIFIER_HEAD]
         _head(model).requires_grad_(True)
@@ -233,17 +233,17 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     return list(wanted)
 
 
-def _is_classifier(model: PreTrainedModel) -> bool:
+def is_classifier(model: PreTrainedModel) -> bool:
     return model.get_output_embeddings() is None
 
 
 def _head(model: PreTrainedModel) -> nn.Module:
-    return model.get_submodule(head_name(model.config)) if _is_classifier(model) else head_of(model)
+    return model.get_submodule(head_name(model.config)) if is_classifier(model) else head_of(model)
 
 
 def _name_on_disk(model: PreTrainedModel, name: str) -> str:
     """Returns peft's name of a parameter."""
     own_head = f"{head_name(model.config)}."
-    if _is_classifier(model) and name.startswith(own_head):
+    if is_classifier(model) and name.startswith(own_head):
         name = f"{CLASSIFIER_HEAD}.{name.removeprefix(own_head)}"
     return f"base_model.model.{name.replace(f'.{ADAPTER}.', '.')}"

@@ -29,6 +29,7 @@ from openrlhf.training.invariants import (
     check_evaluated,
     check_lengths,
     check_orders,
+    check_other_than_reference,
     check_own_reference,
     check_samples,
     check_schedule,
@@ -44,6 +45,9 @@ from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajec
 
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 
+SMALLEST_STEP = 1e-7
+"""Learning rate from which on an update changes weights in bf16: a weight of 0.02 has neighbours at a distance
+of 1e-4, so about one in a thousand is rounded to the next."""
 STATE_VERSION = 2
 """Version of the format of `PPOTrainer.state`. States of version 1 have no entry `version`."""
 
@@ -86,6 +90,8 @@ class PPOTrainer(Generic[PolicyT]):
     """Largest value of `ckpt.best_metric_key` so far."""
     eval_sources: list[str] = field(default_factory=list, init=False)
     """Sources of the prompts in the last evaluation."""
+    policy_has_changed: bool = field(default=False, init=False)
+    """True once an update of this process has changed the policy's weights."""
     passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
     """Name of a model -> the batches of each pass of its last update, in the first steps."""
     collector: Collector = field(init=False)
@@ -228,6 +234,8 @@ class PPOTrainer(Generic[PolicyT]):
         check_staleness(metrics, self.config.largest_staleness, self.step + 1)
         if self.starts_as_its_reference:
             check_own_reference(metrics, self.config.ds.precision.dtype, self.step + 1)
+        if self.policy_has_changed:
+            check_other_than_reference(batch, self.step + 1)
         batch = replace(batch, teacher_log_probs=None)
         by_prompt = self.config.train.shuffle == "group"
         groups = [t.group for t in finished] if by_prompt else None
@@ -249,6 +257,7 @@ class PPOTrainer(Generic[PolicyT]):
         schedule = schedules.get("policy", [])
         if schedule:
             check_trained(updated.metrics, batch, schedule, self.step + 1)
+        self.policy_has_changed |= changes_weights(updated.metrics) and self.policy_learns
         trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
         self.optimizer_steps += len(schedule)
         if self.policy_learns:
@@ -492,6 +501,11 @@ def check_version(state: Mapping[str, Any]) -> None:
             "Resume with the release that wrote it, or start a new run."
         )
         raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
+
+
+def changes_weights(metrics: Metrics) -> bool:
+    """Returns True if an update with these metrics changes the policy's weights in every dtype."""
+    return metrics.get("grad_norm", 0.0) > 0 and metrics.get("lr", 0.0) >= SMALLEST_STEP
 
 
 def check_finite(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:

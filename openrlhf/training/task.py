@@ -268,7 +268,7 @@ class Run(Generic[ConfigT]):
             checkpoints=self.checkpoints,
             export=self.export,
             observer=None,
-            verify=partial(verify_step, engine, dtype=config.ds.precision.dtype, mesh=self.mesh),
+            verify=partial(verify_step, engine, ds=config.ds, mesh=self.mesh),
             on_any_rank=on_any_rank,
         )
         if self.tag is not None:

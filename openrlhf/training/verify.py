@@ -3,6 +3,7 @@
 shares   The rows' shares of the actions and of the sequences add up to 1 over all ranks.
 totals   The loss of a row halves if the step's totals double, so it is divided by them and not by what is
          in the row.
+adapters The adapters are on, have the scale alpha / rank, and are trained; all other weights are frozen.
 plain    The log-probs of the row's actions equal those of transformers' own forward pass, one sequence at
          a time, and the loss of SFT, DPO, IPO, KTO and reward models equals that of a formula in a few
          lines. Not where ranks share the weights of a layer or a row.
@@ -19,9 +20,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from openrlhf.backends.base import Objective, RowT, TrainEngine
+from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import alone, reading_of
+from openrlhf.models.lora import ADAPTER, is_classifier
 from openrlhf.models.policy import head_of, transformed_logits
 from openrlhf.models.scorer import head_name
 from openrlhf.models.self_check import transformers_attention
@@ -112,14 +115,16 @@ def verify_step(
     objective: Objective[RowT],
     step: int,
     *,
-    dtype: str,
+    ds: DeepSpeedConfig,
     mesh: Mesh,
 ) -> None:
     """Checks the optimizer step on `rows`, this rank's rows, before it is taken. Collective. Changes nothing.
 
-    `dtype`: fp32, fp16 or bf16. `mesh`: the mesh of the model's ranks. Raises RunError for a violated
-    invariant.
+    `mesh`: the mesh of the model's ranks. Raises RunError for a violated invariant.
     """
+    dtype = ds.precision.dtype
+    if ds.lora.rank > 0:
+        check_adapters(engine.module.model, ds.lora, step)
     shares = engine.evaluate(rows, _Shares())
     check_parts(shares.items(), step)
     model, plain = engine.module.model, PLAIN_LOSSES.get(type(objective))
@@ -143,6 +148,27 @@ def verify_step(
         )
         quantity = "the loss of a row"
         raise broken(step, quantity, f"{found[LOSS]:.6g}", f"{found[PLAIN]:.6g}", causes)
+
+
+def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
+    """Checks that adapters are on, have their scale and are trained, and that other layers are not."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    for name, layer in layers.items():
+        scale = lora.alpha / lora.rank
+        if not math.isclose(found := layer.scaling[ADAPTER], scale):
+            causes = "The adapters were built with another alpha or rank than --ds.lora.alpha and .rank."
+            raise broken(step, f"the scale of the adapter of {name}", f"{found:g}", f"{scale:g}", causes)
+        if layer.disable_adapters:
+            causes = "The adapters were turned off for the reference's log-probs, and not on again."
+            raise broken(step, f"the adapter of {name}", "off", "on", causes)
+    head = head_name(model.config) if is_classifier(model) else None
+    for name, parameter in model.named_parameters():
+        is_adapter, is_head = ".lora_" in name, name.partition(".")[0] == head
+        if parameter.requires_grad != (is_adapter or is_head):
+            causes = "With --ds.lora.rank only adapters and the head of a reward model are trained."
+            found = "trained" if parameter.requires_grad else "frozen"
+            expected = "frozen" if parameter.requires_grad else "trained"
+            raise broken(step, f"the weight {name}", found, expected, causes)
 
 
 @torch.no_grad()

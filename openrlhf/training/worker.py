@@ -267,9 +267,8 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
         if self.num_verified < self.config.train.verify_steps:
             self.num_verified += 1
-            rows, dtype = self.rows(batch, windows[0]), self.config.ds.precision.dtype
-            step, objective = self.model.steps + 1, self.objective(kl_coef)
-            verify_step(self.model, rows, objective, step, dtype=dtype, mesh=self.mesh)
+            rows, step = self.rows(batch, windows[0]), self.model.steps + 1
+            verify_step(self.model, rows, self.objective(kl_coef), step, ds=self.config.ds, mesh=self.mesh)
             if rows[0].row.num_actions.sum():
                 self.verify_loss(rows[0], kl_coef, step)
 

@@ -31,6 +31,7 @@ from openrlhf.training.invariants import (
     check_learning_rate,
     check_lengths,
     check_orders,
+    check_other_than_reference,
     check_own_reference,
     check_parts,
     check_samples,
@@ -49,6 +50,7 @@ from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
 
 ALONE = Mesh(data=1, sequence=1, tensor=1)
+FLOAT32 = DeepSpeedConfig(param_dtype="fp32")
 
 
 @pytest.fixture(scope="module")
@@ -186,6 +188,18 @@ def test_staleness_has_a_bound() -> None:
         check_staleness({"rollout/staleness_max": 1.0}, 0, 1)
 
 
+def test_a_policy_that_changed_is_not_its_reference() -> None:
+    batch = batch_of([trajectory(actions=[2, 3]), trajectory(actions=[2])])
+    now = np.array([-1, -2, -3], np.float32)
+    later = np.array([-1, -2, -3.0001], np.float32)
+    check_other_than_reference(replace(batch, log_probs=now, ref_log_probs=later), 2)
+    check_other_than_reference(replace(batch, log_probs=now), 2)
+    check_other_than_reference(replace(batch, log_probs=0 * now, ref_log_probs=0 * now), 2)
+    with broken() as refusal:
+        check_other_than_reference(replace(batch, log_probs=now, ref_log_probs=now), 2)
+    assert "3 actions" in refusal.value.text
+
+
 def test_before_it_changes_the_policy_equals_itself_and_its_reference() -> None:
     before = np.array([-1.0, -2.0], np.float32)
     check_first_pass(before, before + 0.004, "fp32", 1)
@@ -224,7 +238,7 @@ class OfTheRow:
     ],
 )
 def test_a_step_is_verified(threads: Callable, folder: Path, objective: Any, rows: list) -> None:
-    threads(1, lambda: verify_step(engine_of(folder), rows, objective, 1, dtype="fp32", mesh=ALONE))
+    threads(1, lambda: verify_step(engine_of(folder), rows, objective, 1, ds=FLOAT32, mesh=ALONE))
 
 
 ANSWERS = [
@@ -244,7 +258,7 @@ ANSWERS = [
 
 def test_a_step_of_kto_is_verified(threads: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     objective = KTOObjective(beta=0.5, desirable_weight=1.5, kl=0.7)
-    verify = lambda: verify_step(engine_of(folder), ANSWERS, objective, 1, dtype="fp32", mesh=ALONE)
+    verify = lambda: verify_step(engine_of(folder), ANSWERS, objective, 1, ds=FLOAT32, mesh=ALONE)
     threads(1, verify)
     monkeypatch.setattr(
         kto, "kto_loss", lambda ratios, desirable, kl, **rest: kto_loss(ratios, ~desirable, kl, **rest)
@@ -266,7 +280,7 @@ def test_a_step_of_a_reward_model_is_verified(
         engine = TorchEngine(
             load, optim=OptimConfig(), ds=DeepSpeedConfig(param_dtype="fp32"), total_steps=10
         )
-        verify_step(engine, rows, RewardObjective(), 1, dtype="fp32", mesh=ALONE)
+        verify_step(engine, rows, RewardObjective(), 1, ds=FLOAT32, mesh=ALONE)
 
     threads(1, verify)
     with monkeypatch.context() as patches:
@@ -302,7 +316,7 @@ def test_ranks_verify_a_step_together(threads: Callable, folder: Path, data: int
     def work() -> None:
         engine = engine_of(folder)
         rows = ROWS[engine.mesh.rank :]
-        verify_step(engine, rows, SFTObjective(), 1, dtype="fp32", mesh=Mesh(data=data, sequence=1, tensor=1))
+        verify_step(engine, rows, SFTObjective(), 1, ds=FLOAT32, mesh=Mesh(data=data, sequence=1, tensor=1))
 
     threads(data, work)
 
@@ -322,7 +336,7 @@ def test_a_wrong_objective_is_told(
 
     def work() -> None:
         with broken() as refusal:
-            verify_step(engine_of(folder), ROWS, objective, 3, dtype="fp32", mesh=ALONE)
+            verify_step(engine_of(folder), ROWS, objective, 3, ds=FLOAT32, mesh=ALONE)
         assert refusal.value.text.startswith("step 3: ") and said in refusal.value.text
 
     threads(1, work)
@@ -337,7 +351,7 @@ def test_rows_that_count_other_tokens_are_told(
 
     def work() -> None:
         with broken() as refusal:
-            verify_step(engine_of(folder), ROWS, SFTObjective(), 1, dtype="fp32", mesh=ALONE)
+            verify_step(engine_of(folder), ROWS, SFTObjective(), 1, ds=FLOAT32, mesh=ALONE)
         assert "shares of the actions" in refusal.value.text
 
     threads(1, work)

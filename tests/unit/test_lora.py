@@ -1,6 +1,7 @@
 """Adapters compute what the dense model that they stand for computes."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import peft
@@ -33,6 +34,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
+from openrlhf.training.verify import check_adapters
 from openrlhf.types import PackedRow, Sample
 
 ALPHA, RANK = 12, 3
@@ -194,6 +196,25 @@ def test_disabled_adapters_give_the_model_before_training(base: Path, row: Packe
     assert trained(policy.model).keys() == names
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model, layer: layer.scaling.update(default=1.0), "the scale of the adapter"),
+        (lambda model, layer: layer.enable_adapters(False), "off, and must be on"),
+        (lambda model, layer: layer.requires_grad_(True), "base_layer.weight is trained"),
+        (lambda model, layer: layer.lora_B.requires_grad_(False), "lora_B.default.weight is frozen"),
+        (lambda model, layer: model.model.norm.requires_grad_(True), "model.norm.weight is trained"),
+    ],
+)
+def test_a_run_checks_its_adapters(base: Path, change: Callable, said: str) -> None:
+    model, lora = adapted(base), lora_of().lora
+    check_adapters(model, lora, 1)
+    change(model, model.get_submodule("model.layers.0.self_attn.q_proj"))
+    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+        check_adapters(model, lora, 1)
+    assert said in refusal.value.text
+
+
 def test_a_random_adapter_changes_each_layer_by_half_of_its_input(base: Path) -> None:
     model, inputs = adapted(base), torch.randn(512, HIDDEN, generator=torch.Generator().manual_seed(0))
     fill_randomly(adapter_weights(model), lora_of().lora, seed=3)
@@ -270,6 +291,7 @@ def test_the_merged_reward_model_keeps_head_and_statistics(
     scorer = load_scorer(str(base), head_prefix=head, tokenizer=tokenizer, **options)
     randomised(prepare_for_training(scorer.model, lora_of()))
     assert f"{head}.weight" in trained(scorer.model)
+    check_adapters(scorer.model, lora_of().lora, 1)
     getattr(scorer.model, head).weight.data.normal_()
     scorer.model.config.mean, scorer.model.config.std = 0.25, 2.5
     save_adapter(scorer.model, weights_of(scorer.model), tmp_path)
