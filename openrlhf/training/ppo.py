@@ -46,8 +46,8 @@ from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajec
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 
 SMALLEST_STEP = 1e-7
-"""Learning rate from which on an update changes weights in bf16: a weight of 0.02 has neighbours at a distance
-of 1e-4, so about one in a thousand is rounded to the next."""
+"""Learning rate from which on an update changes weights in bf16. A weight of 0.02 has neighbours 1e-4 away,
+so about one in a thousand is rounded to the next."""
 STATE_VERSION = 2
 """Version of the format of `PPOTrainer.state`. States of version 1 have no entry `version`."""
 
@@ -243,7 +243,7 @@ class PPOTrainer(Generic[PolicyT]):
         schedules = self.schedules(batch, trained_on, num_samples(trajectories), groups)
         for name, schedule in schedules.items():
             check_schedule(name, schedule, trained_on, self.config.train.max_epochs, self.step + 1)
-        if self.step <= self.config.train.verify_steps:
+        if self.step <= self.config.train.verify_steps > 0:
             self.check_orders(schedules, groups)
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)

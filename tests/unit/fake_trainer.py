@@ -158,6 +158,7 @@ def trainer_of(
     resume: str | None = None,
     saved: dict | None = None,
     critic: Trained | None = None,
+    prompts: PromptSampler | None = None,
     **rollout,
 ) -> PPOTrainer:
     calls: list[str] = []
@@ -176,7 +177,7 @@ def trainer_of(
         policy=policy,
         reference=Model(calls, "reference", REF_LOG_PROB) if config.uses_reference else None,
         critic=critic,
-        prompts=PromptSampler(PromptDataset(PROMPTS), seed=1, num_epochs=4),
+        prompts=prompts or PromptSampler(PromptDataset(PROMPTS), seed=1, num_epochs=4),
         eval_prompts=eval_prompts,
         checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
         observer=observer,

@@ -32,6 +32,7 @@ from openrlhf.config.ppo import (
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
+from openrlhf.training import ppo
 from openrlhf.training.checkpoints import UNFINISHED
 from openrlhf.training.ppo import PPOTrainer
 from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
@@ -143,6 +144,56 @@ def test_a_policy_that_differs_from_its_own_reference_stops_its_first_step(tmp_p
     trainer = trainer_of(tmp_path, config, total_steps=1, eval_prompts=[])
     with pytest.raises(RunError, match="kl/log_ratio_mean"):
         fit(trainer)
+
+
+@pytest.mark.parametrize(("lr", "grad_norm"), [(1e-7, 0.5), (0.99e-7, 0.5), (1e-7, 0.0)])
+def test_a_policy_that_an_update_changed_is_not_its_reference(tmp_path, lr, grad_norm):
+    trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=2, eval_prompts=[])
+    trainer.reference.log_prob, update = LOG_PROB, trainer.policy.update
+
+    def measured(*args) -> Done:
+        updated = update(*args).result()
+        return Done(updated._replace(metrics=updated.metrics | {"lr": lr, "grad_norm": grad_norm}))
+
+    trainer.policy.update = measured
+    if lr < 1e-7 or grad_norm == 0:
+        fit(trainer)  # its weights may still be those of the reference
+        return
+    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+        fit(trainer)
+    assert refusal.value.text.startswith("step 2: the number of 10 actions")
+
+
+def test_an_evaluation_by_late_weights_stops_the_run(tmp_path):
+    trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=2)
+    trainer.rollout.sync = lambda policy, version: Done({})
+    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+        fit(trainer)
+    assert "the version of the weights that answered evaluation prompt 0 is -1" in refusal.value.text
+
+
+def test_passes_in_one_order_stop_the_run(tmp_path, monkeypatch):
+    config = config_of(tmp_path)
+    config = replace(
+        config,
+        rollout=replace(config.rollout, batch_size=16, n_samples_per_prompt=2),
+        train=replace(config.train, verify_steps=1, max_epochs=2),
+        algo=replace(config.algo, kl=KLConfig(init_coef=0.0)),
+    )
+    prompts = PromptSampler(PromptDataset([Prompt(prompt_id=i, text=f"{i}") for i in range(64)]), seed=1)
+    train = lambda name: trainer_of(tmp_path / name, config, eval_prompts=[], prompts=prompts)
+    fit(train("right"))
+    right = ppo.training_schedule
+    once = lambda *args, epochs, **options: right(*args, epochs=1, **options) * epochs
+    monkeypatch.setattr(ppo, "training_schedule", once)
+    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+        fit(train("wrong"))
+    assert "the order of the policy's samples is that of another pass" in refusal.value.text
+    same = lambda *args, seed, **options: right(*args, seed=0, **options)
+    monkeypatch.setattr(ppo, "training_schedule", same)
+    with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+        fit(train("the same"))
+    assert refusal.value.text.startswith("step 2: ")
 
 
 def test_log_probs_that_the_update_computes_are_known_after_it(tmp_path):
