@@ -9,9 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.config.ppo import AlgoConfig, RewardConfig
-from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory, present
 
 LARGEST = 20.0
@@ -172,15 +170,20 @@ def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
 
 
 def plain_policy_loss(
-    objective: PolicyObjective, row: ExperienceRow, norm: LossNorm, log_probs: Tensor, entropy: Tensor | None
+    config: PPOConfig,
+    row: ExperienceRow,
+    norm: LossNorm,
+    log_probs: Tensor,
+    entropy: Tensor | None,
+    kl_coef: float,
 ) -> Tensor | None:
     """Returns the loss of a row, (), given the policy's `log_probs` and `entropy`, (A,) float64. None for
     losses, corrections and anchors of the user."""
-    o, total = objective, log_probs.new_zeros(())
-    names = (o.loss_type, o.correction or "tis", o.proximal_policy)
+    actor, advantage, total = config.actor, config.algo.advantage, log_probs.new_zeros(())
+    names = (actor.policy_loss_type, advantage.is_correction_type, advantage.proximal_policy)
     if any(name not in known for name, known in zip(names, (LOSSES, CORRECTIONS, ANCHORS), strict=True)):
         return None
-    aggregation = o.aggregation or ("sample_mean" if o.loss_type == "gspo" else "token_mean")
+    default = "sample_mean" if actor.policy_loss_type == "gspo" else "token_mean"
     ends = np.cumsum(row.row.num_actions.tolist()).tolist()
     for start, end in zip([0, *ends], ends, strict=False):
         if start == end:
@@ -188,12 +191,12 @@ def plain_policy_loss(
         divisor = {
             "token_mean": max(norm.num_tokens, 1),
             "sample_mean": (end - start) * max(norm.num_sequences, 1),
-            "constant_length": max(norm.num_sequences, 1) * o.longest_response,
-        }[aggregation]
+            "constant_length": max(norm.num_sequences, 1) * config.longest_response,
+        }[actor.loss_aggregation or default]
         part = slice(start, end)
-        losses = _sequence_loss(o, row, part, log_probs[part])
-        if o.entropy_coef:
-            losses = losses - o.entropy_coef * present(entropy)[part]
+        losses = _sequence_loss(config, row, part, log_probs[part], kl_coef)
+        if actor.entropy_coef:
+            losses = losses - actor.entropy_coef * present(entropy)[part]
         total = total + losses.sum() / divisor
     return total
 
@@ -202,8 +205,9 @@ LOSSES, CORRECTIONS = ("ppo", "gspo", "cispo"), ("tis", "icepop", "seq-mask-tis"
 ANCHORS = ("recomputed", "rollout", "interpolated")
 
 
-def _sequence_loss(o: PolicyObjective, row: ExperienceRow, part: slice, now: Tensor) -> Tensor:
+def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tensor, kl_coef: float) -> Tensor:
     """Returns the loss of each action of a sequence, (n,), without the entropy."""
+    actor, algo, advantage = config.actor, config.algo, config.algo.advantage
     sampler, advantages = row.rollout_log_probs[part].double(), row.advantages[part].double()
     old = now.detach() if row.old_log_probs is None else row.old_log_probs[part].double()
     ages = torch.zeros_like(now) if row.staleness is None else row.staleness[part].double()
@@ -212,42 +216,43 @@ def _sequence_loss(o: PolicyObjective, row: ExperienceRow, part: slice, now: Ten
         "recomputed": old,
         "rollout": sampler,
         "interpolated": share * sampler + (1 - share) * now.detach(),
-    }[o.proximal_policy]
+    }[advantage.proximal_policy]
     moved, gap = now - anchor, anchor - sampler
-    if o.loss_type == "gspo":
+    if actor.policy_loss_type == "gspo":
         moved, gap, ages = (x.mean().expand(len(x)) for x in (moved, gap, ages))
     moved, gap = moved.clamp(-LARGEST, LARGEST), gap.clamp(-LARGEST, LARGEST)
-    ratio, low, high = moved.exp(), 1 - o.clip_low, 1 + o.clip_high
-    if o.loss_type == "cispo":
+    below, above = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
+    ratio, low, high = moved.exp(), 1 - below, 1 + above
+    if actor.policy_loss_type == "cispo":
         losses = -ratio.detach().clamp(low, high) * advantages * now
     else:
         losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-        if o.dual_clip is not None:
-            losses = torch.where(advantages < 0, torch.minimum(losses, -o.dual_clip * advantages), losses)
-    if o.correction is not None:
-        losses = losses * _correction(o, gap)
+        if actor.dual_clip is not None:
+            bounded = torch.minimum(losses, -actor.dual_clip * advantages)
+            losses = torch.where(advantages < 0, bounded, losses)
+    if advantage.is_correction_enable:
+        losses = losses * _correction(advantage, gap)
     if row.staleness is not None:
-        too_old = ages > (np.inf if o.max_staleness is None else o.max_staleness)
-        losses = losses * torch.where(too_old, 0.0, o.staleness_decay**ages)
-    if o.kl_coef > 0:
-        losses = losses + o.kl_coef * _kl(now - present(row.ref_log_probs)[part], o.kl_estimator)
+        oldest = advantage.max_token_staleness
+        too_old = ages > (np.inf if oldest is None else oldest)
+        losses = losses * torch.where(too_old, 0.0, advantage.staleness_decay**ages)
+    if algo.kl.use_loss and kl_coef > 0:
+        losses = losses + kl_coef * _kl(now - present(row.ref_log_probs)[part], algo.kl.estimator)
     return losses
 
 
-def _correction(o: PolicyObjective, gap: Tensor) -> Tensor:
-    weights, low, high = gap.exp(), o.correction_low, o.correction_high
-    if o.correction == "icepop":
+def _correction(advantage: AdvantageConfig, gap: Tensor) -> Tensor:
+    weights, (low, high) = gap.exp(), advantage.is_correction_threshold
+    if advantage.is_correction_type == "icepop":
         return torch.where((weights < low) | (weights > high), 0.0, weights)
-    lowest, highest = o.correction_of_sequences or (low, high)
-    is_kept = o.correction == "tis" or lowest <= float(gap.mean().exp()) <= highest
+    lowest, highest = advantage.is_correction_sequence_threshold or (low, high)
+    is_kept = advantage.is_correction_type == "tis" or lowest <= float(gap.mean().exp()) <= highest
     return weights.clamp(low, high) * is_kept
 
 
-def plain_value_loss(
-    objective: CriticObjective, row: ExperienceRow, norm: LossNorm, values: Tensor
-) -> Tensor:
+def plain_value_loss(config: PPOConfig, row: ExperienceRow, norm: LossNorm, values: Tensor) -> Tensor:
     """Returns the critic's loss of a row, (), given its `values`, (A,) float64."""
-    before, returns, clip = present(row.values).double(), row.returns.double(), objective.value_clip
+    before, returns, clip = present(row.values).double(), row.returns.double(), config.critic.value_clip
     near = torch.maximum(torch.minimum(values, before + clip), before - clip)
     losses = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
     return losses.sum() / max(norm.num_tokens, 1)

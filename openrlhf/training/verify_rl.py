@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.kl import KLController
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.training.invariants import broken
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
@@ -73,8 +74,9 @@ MADE_UP = (
 mean is another number in float32, an outlier, an answer without actions, and an episode in two sequences."""
 
 
-def check_policy_loss(objective: PolicyObjective, row: ExperienceRow, step: int) -> None:
+def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, step: int) -> None:
     """Checks the policy's loss of a row, and its gradient, at made-up log-probs and advantages."""
+    objective, expected = PolicyObjective.from_config(config, kl_coef), config.rollout.temperature
     size = len(row.rollout_log_probs)
     base = _waves(size, 1) - 2
     row = _with_made_up(
@@ -89,6 +91,9 @@ def check_policy_loss(objective: PolicyObjective, row: ExperienceRow, step: int)
 
     def output(log_probs: Tensor) -> Callable:
         def model(row: PackedRow, temperature: float, with_entropy: bool) -> SimpleNamespace:
+            if temperature != expected:
+                causes = "Log-probs of another distribution than that of the samples would be trained."
+                raise broken(step, "the temperature of the policy's loss", temperature, expected, causes)
             return SimpleNamespace(log_probs=log_probs, entropy=entropy if with_entropy else None)
 
         return model
@@ -96,21 +101,22 @@ def check_policy_loss(objective: PolicyObjective, row: ExperienceRow, step: int)
     _check_formula(
         "the policy's loss",
         lambda x, row, norm: objective(output(x), row, norm)[0],
-        lambda x, row, norm: plain_policy_loss(objective, row, norm, x, entropy),
+        lambda x, row, norm: plain_policy_loss(config, row, norm, x, entropy, kl_coef),
         row,
         base,
         step,
     )
 
 
-def check_value_loss(objective: CriticObjective, row: ExperienceRow, step: int) -> None:
+def check_value_loss(config: PPOConfig, row: ExperienceRow, step: int) -> None:
     """Checks the critic's loss of a row, and its gradient, at made-up values and returns."""
+    objective = CriticObjective.from_config(config)
     size = len(row.rollout_log_probs)
     row = _with_made_up(row, values=_waves(size, 1), returns=2 * _waves(size, 2))
     _check_formula(
         "the critic's loss",
         lambda x, row, norm: objective(lambda row: x, row, norm)[0],
-        lambda x, row, norm: plain_value_loss(objective, row, norm, x),
+        lambda x, row, norm: plain_value_loss(config, row, norm, x),
         row,
         present(row.values),
         step,

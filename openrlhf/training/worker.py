@@ -433,7 +433,7 @@ class PolicyWorker(TrainedWorker):
             )
 
     def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        check_policy_loss(PolicyObjective.from_config(self.config, kl_coef), row, step)
+        check_policy_loss(self.config, kl_coef, row, step)
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
@@ -537,11 +537,11 @@ class CriticWorker(TrainedWorker):
         return model(row)
 
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
-        objective = CriticObjective(value_clip=self.config.critic.value_clip)
+        objective = CriticObjective.from_config(self.config)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 
     def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        check_value_loss(CriticObjective(value_clip=self.config.critic.value_clip), row, step)
+        check_value_loss(self.config, row, step)
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the critic; every metric's name starts with `critic/`."""

@@ -22,7 +22,16 @@ from openrlhf.algorithms.corrections import tis
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.policy_losses.base import RowView
 from openrlhf.algorithms.policy_losses.ppo import PPO
-from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.config.ppo import (
+    ActorConfig,
+    AdvantageConfig,
+    AlgoConfig,
+    CriticConfig,
+    KLConfig,
+    PPOConfig,
+    RewardConfig,
+    RolloutConfig,
+)
 from openrlhf.errors import ErrorCode
 from openrlhf.training import credit
 from openrlhf.training.objectives import critic
@@ -304,30 +313,44 @@ def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:
         check_controller(controller, step=1)
 
 
-LOSS_OPTIONS = {
-    "loss_type": ("ppo", "gspo", "cispo"),
-    "proximal_policy": ("recomputed", "rollout", "interpolated"),
-    "correction": (None, "tis", "icepop", "seq-mask-tis"),
-    "aggregation": (None, "token_mean", "sample_mean", "constant_length"),
-}
+LOSSES = ("ppo", "gspo", "cispo")
+ANCHORS = ("recomputed", "rollout", "interpolated")
+CORRECTIONS = (None, "tis", "icepop", "seq-mask-tis")
+AGGREGATIONS = (None, "token_mean", "sample_mean", "constant_length")
 
 
-@pytest.mark.parametrize("values", [*product(*LOSS_OPTIONS.values())], ids=str)
-def test_policy_losses_are_those_of_the_plain_formula(values: tuple) -> None:
-    objective = PolicyObjective(
-        **dict(zip(LOSS_OPTIONS, values, strict=True)),
-        clip_low=0.1,
-        clip_high=0.2,
-        correction_low=0.8,
-        correction_high=1.2,
-        longest_response=LONGEST,
+def config_of(
+    loss: str = "ppo",
+    anchor: str = "recomputed",
+    correction: str | None = None,
+    aggregation: str | None = None,
+    *,
+    kl: KLConfig | None = None,
+    actor: dict | None = None,
+    **advantage: Any,
+) -> PPOConfig:
+    advantage |= {"proximal_policy": anchor, "is_correction_enable": correction is not None}
+    if correction is not None:
+        advantage["is_correction_type"] = correction
+    return PPOConfig(
+        actor=ActorConfig(policy_loss_type=loss, loss_aggregation=aggregation, **(actor or {})),
+        algo=AlgoConfig(advantage=AdvantageConfig(**advantage), kl=kl or KLConfig()),
+        rollout=RolloutConfig(max_new_tokens=LONGEST, temperature=0.7),
     )
-    rest = {"kl_coef": 0.1, "kl_estimator": "k3", "entropy_coef": 0.01, "temperature": 0.7}
-    rest |= {"staleness_decay": 0.9, "max_staleness": 2, "dual_clip": 1.1}
-    bounds = {"correction_of_sequences": (0.95, 1.1)}
-    for more in ({}, rest, rest | bounds):
+
+
+@pytest.mark.parametrize("names", [*product(LOSSES, ANCHORS, CORRECTIONS, AGGREGATIONS)], ids=str)
+def test_policy_losses_are_those_of_the_plain_formula(names: tuple) -> None:
+    bounds = {"is_correction_threshold": (0.8, 1.2)}
+    plain = config_of(*names, actor={"eps_clip": 0.15}, **bounds)
+    bounds |= {"staleness_decay": 0.9, "max_token_staleness": 2}
+    rest = {"eps_clip_low_high": (0.1, 0.2), "dual_clip": 1.1, "entropy_coef": 0.01}
+    kl = KLConfig(use_loss=True, estimator="k3")
+    whole = config_of(*names, actor=rest, kl=kl, **bounds)
+    by_sequence = config_of(*names, actor=rest, kl=kl, is_correction_sequence_threshold=(0.95, 1.1), **bounds)
+    for config in (plain, whole, by_sequence):
         for row in (row_of(), row_of(staleness=None), row_of(old_log_probs=None)):
-            check_policy_loss(replace(objective, **more), row, step=1)
+            check_policy_loss(config, 0.1, row, step=1)
 
 
 def unbounded(self: PPO, row: RowView) -> tuple:
@@ -361,21 +384,55 @@ WRONG_LOSSES: dict[str, tuple[str, Callable]] = {
 @pytest.mark.parametrize("wrong", WRONG_LOSSES)
 def test_wrong_policy_losses_are_found(wrong: str) -> None:
     kind, change = WRONG_LOSSES[wrong]
-    objective = PolicyObjective(clip_low=0.1, clip_high=0.1, correction="tis", kl_coef=0.1)
-    check_policy_loss(objective, row_of(), step=1)
+    config = config_of(correction="tis", kl=KLConfig(use_loss=True), actor={"eps_clip": 0.1})
+    check_policy_loss(config, 0.1, row_of(), step=1)
     with change(), broken() as refusal:
-        check_policy_loss(objective, row_of(), step=2)
+        check_policy_loss(config, 0.1, row_of(), step=2)
     assert refusal.value.text.startswith("step 2: the ") and kind in refusal.value.text.partition(" is ")[0]
 
 
+WRONG_SETTINGS = {
+    "clip_low": 0.2,
+    "clip_high": 0.1,
+    "dual_clip": 1.05,
+    "aggregation": "sample_mean",
+    "correction": None,
+    "correction_low": 0.0,
+    "correction_high": 2.0,
+    "proximal_policy": "rollout",
+    "staleness_decay": 1.0,
+    "max_staleness": None,
+    "kl_coef": 0.0,
+    "kl_estimator": "k2",
+    "entropy_coef": None,
+    "temperature": 1.0,
+}
+"""Fields of the objective, and values that are not those of the flags."""
+
+
+@pytest.mark.parametrize("name", WRONG_SETTINGS)
+def test_flags_that_do_not_reach_the_objective_are_found(name: str) -> None:
+    rest = {"eps_clip_low_high": (0.1, 0.2), "entropy_coef": 0.01}
+    bounds = {"staleness_decay": 0.9, "max_token_staleness": 2}
+    kl = KLConfig(use_loss=True, estimator="k3")
+    config = config_of(correction="tis", actor=rest, kl=kl, **bounds)
+    check_policy_loss(config, 0.1, row_of(), step=1)
+    wrong = replace(PolicyObjective.from_config(config, 0.1), **{name: WRONG_SETTINGS[name]})
+    with patch.object(PolicyObjective, "from_config", lambda config, kl_coef: wrong), broken():
+        check_policy_loss(config, 0.1, row_of(), step=1)
+
+
 def test_a_wrong_loss_of_values_is_found() -> None:
-    objective = CriticObjective(value_clip=0.1)
-    check_value_loss(objective, row_of(), step=1)
+    config = PPOConfig(critic=CriticConfig(value_clip=0.1))
+    check_value_loss(config, row_of(), step=1)
 
     def unclipped(values, before, returns, clip):
         losses = (values - returns) ** 2 / 2
         return losses, losses < 0
 
     with patch.object(critic, "clipped_value_loss", unclipped), broken() as refusal:
-        check_value_loss(objective, row_of(), step=2)
+        check_value_loss(config, row_of(), step=2)
     assert "the critic's loss" in refusal.value.text
+    wrong = CriticObjective(value_clip=0.2)
+    with patch.object(CriticObjective, "from_config", lambda config: wrong), broken():
+        check_value_loss(config, row_of(), step=2)

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Self
 
 from torch import Tensor
 
 from openrlhf.algorithms.reductions import token_mean
 from openrlhf.algorithms.value_loss import clipped_value_loss
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import ExperienceRow, LossNorm, present
 
 
@@ -15,6 +17,11 @@ class CriticObjective:
     """The mean over actions of `clipped_value_loss`."""
 
     value_clip: float
+
+    @classmethod
+    def from_config(cls, config: PPOConfig) -> Self:
+        """Builds the objective from the flags."""
+        return cls(value_clip=config.critic.value_clip)
 
     def __call__(
         self, model: Callable, batch: ExperienceRow, norm: LossNorm
