@@ -8,7 +8,7 @@ second time.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from itertools import combinations
 
 import numpy as np
@@ -107,7 +107,7 @@ def check_schedule(name: str, schedule: Schedule, trained_on: Sequence[int], epo
         raise broken(step, quantity, counts[wrong], expected.get(wrong, 0), causes)
 
 
-def check_orders(name: str, orders: Iterable[Sequence[Sequence[Hashable]]], step: int) -> None:
+def check_orders(name: str, orders: Iterable[Sequence[Collection[Hashable]]], step: int) -> None:
     """Checks that random orders of the same items differ. Each order is a list of batches, within which the
     order has no meaning. Orders that may be equal by chance, because there are few items, are not compared.
     `name`: what is ordered."""

@@ -152,7 +152,7 @@ def verify_step(
 
 def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
     """Checks that adapters are on, have their scale and are trained, and that other layers are not."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    layers: dict[str, Any] = {n: module for n, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, layer in layers.items():
         scale = lora.alpha / lora.rank
         if not math.isclose(found := layer.scaling[ADAPTER], scale):
