@@ -62,7 +62,7 @@ def plain_advantages(
         rewards = np.zeros(part.stop - part.start)
         if batch.log_probs is not None and batch.ref_log_probs is not None and not algo.kl.use_loss:
             log_ratio = batch.log_probs[part].astype(np.float64) - batch.ref_log_probs[part]
-            rewards -= kl_coef * _kl(torch.from_numpy(log_ratio), algo.kl.estimator).numpy()
+            rewards -= kl_coef * plain_kl(torch.from_numpy(log_ratio), algo.kl.estimator).numpy()
         if batch.log_probs is not None and batch.teacher_log_probs is not None:
             log_ratio = batch.log_probs[part].astype(np.float64) - batch.teacher_log_probs[part]
             rewards -= teacher_coef * log_ratio
@@ -154,7 +154,8 @@ def _shaped(
     return found
 
 
-def _kl(log_ratio: Tensor, estimator: str) -> Tensor:
+def plain_kl(log_ratio: Tensor, estimator: str) -> Tensor:
+    """Returns the estimate of the KL of each action, from its log ratio."""
     d = log_ratio.clamp(-LARGEST, LARGEST)
     return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator].clamp(-10, 10)
 
@@ -237,7 +238,7 @@ def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tens
         too_old = ages > (np.inf if oldest is None else oldest)
         losses = losses * torch.where(too_old, 0.0, advantage.staleness_decay**ages)
     if algo.kl.use_loss and kl_coef > 0:
-        losses = losses + kl_coef * _kl(now - present(row.ref_log_probs)[part], algo.kl.estimator)
+        losses = losses + kl_coef * plain_kl(now - present(row.ref_log_probs)[part], algo.kl.estimator)
     return losses
 
 

@@ -38,6 +38,12 @@ from openrlhf.training.invariants import (
 )
 from openrlhf.training.plain_rl import plain_advantages
 from openrlhf.training.schedule import num_batches, passes_of, training_schedule
+from openrlhf.training.verify_metrics import (
+    check_evaluation,
+    check_metrics,
+    plain_log_prob_metrics,
+    plain_rollout_metrics,
+)
 from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
@@ -48,6 +54,7 @@ PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 SMALLEST_STEP = 1e-7
 """Learning rate from which on an update changes weights in bf16. A weight of 0.02 has neighbours 1e-4 away,
 so about one in a thousand is rounded to the next."""
+MADE_UP = "made-up samples"
 STATE_VERSION = 2
 """Version of the format of `PPOTrainer.state`. States of version 1 have no entry `version`."""
 
@@ -227,9 +234,10 @@ class PPOTrainer(Generic[PolicyT]):
         with self.observer.phase("logprobs"):
             batch = self.forward(batch)
         batch, credit_metrics = self.assign_credit(batch, finished)
+        metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
         if self.step < self.config.train.verify_steps:
             self.check_credit(batch, finished)
-        metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
+            self.check_metrics(metrics, batch, trajectories)
         self.check_mismatch(metrics)
         check_staleness(metrics, self.config.largest_staleness, self.step + 1)
         if self.starts_as_its_reference:
@@ -285,9 +293,20 @@ class PPOTrainer(Generic[PolicyT]):
         check_advantages(batch, plain_advantages(batch, finished, **self.credit_arguments), self.step + 1)
         made_up, samples = made_up_samples(batch, self.config.longest_response)
         if (expected := plain_advantages(made_up, samples, **self.credit_arguments)) is not None:
-            made_up, _ = self.assign_credit(made_up, samples)
-            check_advantages(made_up, expected, self.step + 1, "made-up samples")
+            made_up, metrics = self.assign_credit(made_up, samples)
+            check_advantages(made_up, expected, self.step + 1, MADE_UP)
+            self.check_metrics(
+                metrics | rollout_metrics(samples, self.weight_version), made_up, samples, MADE_UP
+            )
         check_controller(self.kl, self.step + 1)
+
+    def check_metrics(
+        self, metrics: Metrics, batch: Batch, trajectories: Sequence[Trajectory], name: str = "the step"
+    ) -> None:
+        """Compares the metrics of samples, which are called `name`, with plain formulas."""
+        expected = plain_rollout_metrics(trajectories, self.weight_version)
+        expected |= plain_log_prob_metrics(batch, self.config.algo.kl.estimator)
+        check_metrics(metrics, expected, self.step + 1, name)
 
     def check_mismatch(self, metrics: Metrics) -> None:
         config = self.config
@@ -402,6 +421,8 @@ class PPOTrainer(Generic[PolicyT]):
         check_evaluated(trajectories, self.weight_version, self.step)
         self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
+        if self.step <= self.config.train.verify_steps > 0:
+            check_evaluation(metrics, trajectories, self.step)
         self.observer.log_rollouts(self.step, trajectories, name="eval")
         self._keep_if_best(metrics)
         return metrics

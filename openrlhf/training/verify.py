@@ -4,6 +4,7 @@ shares   The rows' shares of the actions and of the sequences add up to 1 over a
 totals   The loss of a row halves if the step's totals double, so it is divided by them and not by what is
          in the row.
 adapters The adapters are on, have the scale alpha / rank, and are trained; all other weights are frozen.
+head     Log-probs and entropies of made-up hidden states, and their gradients, are those of a softmax.
 plain    The log-probs of the row's actions equal those of transformers' own forward pass, one sequence at
          a time, and the loss of SFT, DPO, IPO, KTO and reward models equals that of a formula in a few
          lines. Not where ranks share the weights of a layer or a row.
@@ -13,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import alone, reading_of
 from openrlhf.models.lora import ADAPTER, is_classifier
-from openrlhf.models.policy import head_of, transformed_logits
+from openrlhf.models.policy import PolicyModel, head_of, head_options, transformed_logits
 from openrlhf.models.scorer import head_name
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.training.invariants import SAME_POLICY, broken, check_parts
@@ -43,6 +44,11 @@ RELATIVE = 1e-3
 """Largest relative difference between two computations of a loss in float32, whose factors GPUs may round."""
 ON_CPU = 5e-5
 """The same for a mean of log-probs in float32 on a CPU."""
+MADE_UP = 8
+"""Number of made-up hidden states."""
+HEAD = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 5e-2}
+"""Largest relative difference between two computations of the head's output and gradient. GPUs may round the
+factors of float32 products to TF32."""
 CHUNK = 256
 """Number of actions whose logits exist at once: 0.3 GB in float64 with a vocabulary of 150,000."""
 
@@ -117,14 +123,18 @@ def verify_step(
     *,
     ds: DeepSpeedConfig,
     mesh: Mesh,
+    temperature: float = 1.0,
 ) -> None:
     """Checks the optimizer step on `rows`, this rank's rows, before it is taken. Collective. Changes nothing.
 
-    `mesh`: the mesh of the model's ranks. Raises RunError for a violated invariant.
+    `mesh`: the mesh of the model's ranks. `temperature`: that of a policy's log-probs. Raises RunError for a
+    violated invariant.
     """
     dtype = ds.precision.dtype
     if ds.lora.rank > 0:
         check_adapters(engine.module.model, ds.lora, step)
+    if isinstance(engine.module, PolicyModel) and is_whole(engine.module.model, mesh):
+        check_head(engine.module.model, temperature, dtype, step)
     shares = engine.evaluate(rows, _Shares())
     check_parts(shares.items(), step)
     model, plain = engine.module.model, PLAIN_LOSSES.get(type(objective))
@@ -169,6 +179,43 @@ def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
             found = "trained" if parameter.requires_grad else "frozen"
             expected = "frozen" if parameter.requires_grad else "trained"
             raise broken(step, f"the weight {name}", found, expected, causes)
+
+
+@torch.enable_grad()
+def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int) -> None:
+    """Checks log-probs and entropies of made-up hidden states, and their gradients, against a softmax over
+    the whole vocabulary."""
+    head, (scale, softcap) = head_of(model), head_options(model.config)
+    weight = cast(Tensor, head.weight)
+    made_up = torch.Generator().manual_seed(0)
+    hidden = torch.randn(MADE_UP, weight.shape[1], generator=made_up).to(weight).requires_grad_()
+    targets = torch.randint(len(weight), (MADE_UP,), generator=made_up).to(hidden.device)
+    of_log_probs, of_entropies = torch.randn(2, MADE_UP, generator=made_up).to(hidden.device)
+    all_log_probs = (transformed_logits(head(hidden).double(), model.config) / temperature).log_softmax(-1)
+    expected = all_log_probs.gather(1, targets[:, None])[:, 0]
+    entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    options = {"scale": scale / temperature, "softcap": softcap}
+    log_probs, entropy = head(hidden, targets, with_entropy=True, **options)
+    alone, _ = head(hidden, targets, **options)
+    summed, _ = head(hidden, targets, summed=True, **options)
+    for name, found, value in (
+        ("log-probs", (alone * of_log_probs).sum(), (expected * of_log_probs).sum()),
+        ("the sum of log-probs", summed, expected.sum()),
+        (
+            "log-probs and entropies",
+            (log_probs * of_log_probs + entropy * of_entropies).sum(),
+            (expected * of_log_probs + entropies * of_entropies).sum(),
+        ),
+    ):
+        (gradient,), (right,) = (torch.autograd.grad(x, hidden, retain_graph=True) for x in (found, value))
+        difference = max(
+            abs(float(found - value)) / max(1.0, float(expected.abs().sum())),
+            float((gradient - right).abs().max() / right.abs().max()),
+        )
+        if not difference <= HEAD[dtype]:
+            causes = "The head computes another distribution, or its gradient, in another way than a softmax."
+            quantity = f"the relative error of {name} of made-up hidden states, or of their gradient,"
+            raise broken(step, quantity, f"{difference:.3g}", "0 up to rounding", causes)
 
 
 @torch.no_grad()

@@ -268,7 +268,15 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         if self.num_verified < self.config.train.verify_steps:
             self.num_verified += 1
             rows, step = self.rows(batch, windows[0]), self.model.steps + 1
-            verify_step(self.model, rows, self.objective(kl_coef), step, ds=self.config.ds, mesh=self.mesh)
+            verify_step(
+                self.model,
+                rows,
+                self.objective(kl_coef),
+                step,
+                ds=self.config.ds,
+                mesh=self.mesh,
+                temperature=self.config.rollout.temperature,
+            )
             if rows[0].row.num_actions.sum():
                 self.verify_loss(rows[0], kl_coef, step)
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from refusals import refused
 from test_torch_engine import SAMPLES, engine_of, sample, saved_model
 from torch import Tensor
 
+from openrlhf.algorithms import logprobs
 from openrlhf.algorithms.preference.kto import kto_loss
 from openrlhf.algorithms.preference.reward_model import pairwise_loss
 from openrlhf.backends.lr_schedule import lr_schedule
@@ -22,6 +24,7 @@ from openrlhf.config.ppo import ActorConfig, PPOConfig, RolloutConfig, TrainConf
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
+from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.training.invariants import (
@@ -45,7 +48,7 @@ from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
-from openrlhf.training.verify import check_log_probs, verify_step
+from openrlhf.training.verify import check_head, check_log_probs, verify_step
 from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
 
@@ -403,3 +406,38 @@ def test_an_update_of_the_policy_checks_its_first_step(threads: Callable, folder
             assert said in refusal.value.text and refusal.value.text.startswith("step 1: ")
 
     threads(1, work)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_head_is_compared_with_a_softmax(folder: Path, temperature: float, softcap: float | None) -> None:
+    model = PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")).model
+    model.config.final_logit_softcapping = softcap
+    check_head(model, temperature, "fp32", 1)
+    check_head(model.bfloat16(), temperature, "bf16", 1)
+    model.float().lm_head.weight.requires_grad_(False)
+    check_head(model, temperature, "fp32", 1)
+
+
+@pytest.mark.parametrize("wrong", ["scale", "entropy", "value"])
+def test_a_wrong_head_is_found(folder: Path, wrong: str) -> None:
+    model = PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")).model
+    right, score = logprobs._LinearLogProbs.backward, logprobs._score
+
+    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple:
+        if wrong == "scale":
+            ctx.scale = 1.0
+        return right(ctx, grad_log_probs, None if wrong == "entropy" else grad_entropy)
+
+    def shifted(*args: Any) -> tuple:
+        log_z, log_probs, entropy = score(*args)
+        return log_z, log_probs + (0.1 if wrong == "value" else 0.0), entropy
+
+    with (
+        patch.object(logprobs._LinearLogProbs, "backward", staticmethod(backward)),
+        patch.object(logprobs, "_score", shifted),
+        broken() as refusal,
+    ):
+        check_head(model, 0.5, "fp32", 1)
+    said = "of log-probs and entropies of" if wrong == "entropy" else "of log-probs of"
+    assert said in refusal.value.text

@@ -1,0 +1,137 @@
+"""Metrics of RL steps and evaluations, checked by a second computation in the first steps
+(`--train.verify_steps`): those of the run's own samples, and of made-up samples that have what a first step
+lacks."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import combinations
+from statistics import fmean, pstdev
+
+import numpy as np
+import torch
+
+from openrlhf.training.evaluate import evaluation_metrics, ks_of
+from openrlhf.training.invariants import broken
+from openrlhf.training.plain_rl import LARGEST, plain_kl
+from openrlhf.types import Batch, Metrics, Outcome, Prompt, Trajectory, present, runs
+
+RELATIVE = 1e-3
+"""Largest relative difference between two computations of a metric, at least one of which is in float32."""
+SUBSETS = 5000
+"""Largest number of subsets over which a best of k is averaged one by one."""
+
+
+def plain_rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
+    """Returns some `rollout/...` metrics; see `diagnostics.rollout_metrics`."""
+    finished = [t for t in trajectories if t.ok]
+    episodes = [t for t in finished if t.part == 0]
+    if not episodes:
+        return {}
+    rewards = [present(t.reward) for t in episodes]
+    ages = [(version - v, n) for t in finished for v, n in t.weight_versions.tolist()]
+    num_actions = sum(n for _, n in ages)
+    groups: dict[tuple, list[list[int]]] = defaultdict(list)
+    repeated = others = 0
+    for t in finished:
+        repeated += t.action_ids.tolist() in groups[t.group]
+        others += bool(groups[t.group])
+        groups[t.group].append(t.action_ids.tolist())
+    metrics = {
+        "reward_mean": fmean(rewards),
+        "reward_std": pstdev(rewards),
+        "score_mean": fmean(present(t.score) for t in episodes),
+        "response_length_mean": sum(int(t.action_mask.sum()) for t in finished) / len(finished),
+        "truncated_rate": sum(t.truncated for t in finished) / len(finished),
+    }
+    if num_actions:
+        metrics["staleness_mean"] = sum(age * n for age, n in ages) / num_actions
+        metrics["staleness_max"] = float(max(age for age, _ in ages))
+    metrics |= {"duplicate_ratio": repeated / others} if others else {}
+    return {f"rollout/{name}": value for name, value in metrics.items()}
+
+
+def plain_log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
+    """Returns the metrics of `credit.log_prob_metrics` over all actions, and the explained variance of the
+    critic. `estimator`: that of the KL to the reference."""
+    if not len(batch.rollout_log_probs):
+        return {}
+    metrics: Metrics = {}
+    if batch.log_probs is not None:
+        policy = batch.log_probs.astype(np.float64)
+        gap = np.clip(policy - batch.rollout_log_probs, -LARGEST, LARGEST)
+        ratios = np.exp(gap)
+        metrics["mismatch/kl"] = float((ratios - 1 - gap).mean())
+        metrics["mismatch/abs_diff_mean"] = float(np.abs(gap).mean())
+        metrics["mismatch/ess"] = float(ratios.mean() ** 2 / (ratios**2).mean())
+        if batch.ref_log_probs is not None:
+            difference = torch.from_numpy(policy - batch.ref_log_probs)
+            metrics["kl/mean"] = float(plain_kl(difference, estimator).mean())
+            metrics["kl/log_ratio_mean"] = float(difference.mean())
+    if batch.values is not None and batch.returns is not None:
+        returns, values = (x.astype(np.float64) for x in (batch.returns, batch.values))
+        if returns.var() > 1e-6 * (returns**2).mean():  # otherwise rounding decides
+            metrics["critic/explained_variance"] = float(1 - (returns - values).var() / returns.var())
+    return metrics
+
+
+def plain_evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """Returns the scores of `evaluate.evaluation_metrics`, with each best of k as the mean over all subsets.
+    Numbers of subsets above `SUBSETS` are left out."""
+    samples = [t for t in trajectories if t.part == 0]
+    n = 1 + max(t.sample_index for t in samples)
+    scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for t in samples:
+        if t.ok:
+            scores[t.prompt.source][t.prompt.prompt_id].append(present(t.score))
+    metrics = {"eval/failed_ratio": sum(not t.ok for t in samples) / len(samples)}
+    for source, prompts in scores.items():
+        for k in ks_of(n):
+            if math.comb(n, k) > SUBSETS:
+                continue
+            best = [fmean(map(max, combinations(found, min(k, len(found))))) for found in prompts.values()]
+            name = "score_mean" if k == 1 else f"best_of{k}"
+            metrics[f"eval/{source}_{name}"] = fmean(best)
+    return metrics
+
+
+def check_metrics(found: Metrics, expected: Metrics, step: int, samples: str = "the step") -> None:
+    """Checks the metrics that `expected` has. `samples`: what they measure."""
+    for name, value in expected.items():
+        measured = found.get(name, math.nan)
+        if not math.isclose(measured, value, rel_tol=RELATIVE, abs_tol=RELATIVE):
+            causes = "It counts other samples or actions, or has another formula than its documentation."
+            raise broken(step, f"{name} of {samples}", f"{measured:.6g}", f"{value:.6g}", causes)
+
+
+def check_evaluation(metrics: Metrics, trajectories: Sequence[Trajectory], step: int) -> None:
+    """Checks the metrics of an evaluation, and those of made-up samples."""
+    check_metrics(metrics, plain_evaluation_metrics(trajectories), step, "the evaluation")
+    made_up = list(made_up_evaluation())
+    check_metrics(evaluation_metrics(made_up), plain_evaluation_metrics(made_up), step, "made-up samples")
+
+
+def made_up_evaluation() -> Iterable[Trajectory]:
+    """Yields samples of prompts of two sources, of which some failed and some have two sequences."""
+    scores = {
+        ("math", 0): (1.0, 0.0, 0.0, 1.0),
+        ("code", 1): (0.25, None, 0.5, -1.0),
+        ("math", 2): (None, None, 0.0, None),
+        ("code", 3): (2.0, 0.5, 0.75, 0.0),
+        ("math", 4): (None, None, None, None),
+    }
+    for (source, prompt_id), of_prompt in scores.items():
+        for i, score in enumerate(of_prompt):
+            for part in range(2 if i == 0 else 1):
+                yield Trajectory(
+                    prompt=Prompt(prompt_id=prompt_id, text="", source=source),
+                    sample_index=i,
+                    part=part,
+                    outcome=Outcome.OK if score is not None else Outcome.REWARD_ERROR,
+                    reward=score,
+                    score=score,
+                    token_ids=np.arange(3, dtype=np.int32),
+                    action_mask=np.arange(3) > 0,
+                    rollout_log_probs=np.full(2, -1, np.float32),
+                    weight_versions=runs([0, 0]),
+                )
