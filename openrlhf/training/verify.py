@@ -3,7 +3,7 @@
 shares   The rows' shares of the actions and of the sequences add up to 1 over all ranks.
 totals   The loss of a row halves if the step's totals double, so it is divided by them and not by what is
          in the row.
-adapters The adapters are on, have the scale alpha / rank, and are trained; all other weights are frozen.
+adapters The adapters are on and have the scale alpha / rank. They are trained, and other weights are not.
 head     Log-probs and entropies of made-up hidden states, and their gradients, are those of a softmax.
 plain    The log-probs of the row's actions equal those of transformers' own forward pass, one sequence at
          a time, and the loss of SFT, DPO, IPO, KTO and reward models equals that of a formula in a few
@@ -161,7 +161,8 @@ def verify_step(
 
 
 def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
-    """Checks that adapters are on, have their scale and are trained, and that other layers are not."""
+    """Checks that adapters are on and have their scale, and that they are trained and other weights not.
+    Adapters of a frozen image encoder may be frozen."""
     layers: dict[str, Any] = {n: module for n, module in model.named_modules() if hasattr(module, "lora_A")}
     for name, layer in layers.items():
         scale = lora.alpha / lora.rank
@@ -172,13 +173,13 @@ def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
             causes = "The adapters were turned off for the reference's log-probs, and not on again."
             raise broken(step, f"the adapter of {name}", "off", "on", causes)
     head = head_name(model.config) if is_classifier(model) else None
-    for name, parameter in model.named_parameters():
-        is_adapter, is_head = ".lora_" in name, name.partition(".")[0] == head
-        if parameter.requires_grad != (is_adapter or is_head):
-            causes = "With --ds.lora.rank only adapters and the head of a reward model are trained."
-            found = "trained" if parameter.requires_grad else "frozen"
-            expected = "frozen" if parameter.requires_grad else "trained"
-            raise broken(step, f"the weight {name}", found, expected, causes)
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    others = [name for name in trained if ".lora_" not in name and name.partition(".")[0] != head]
+    causes = "With --ds.lora.rank only adapters and the head of a reward model are trained."
+    if others:
+        raise broken(step, f"the weight {others[0]}", "trained", "frozen", causes)
+    if not any(".lora_" in name for name in trained):
+        raise broken(step, "the number of adapters that are trained", 0, len(layers), causes)
 
 
 @torch.enable_grad()

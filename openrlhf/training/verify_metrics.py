@@ -18,7 +18,7 @@ from openrlhf.types import Batch, Metrics, Outcome, Prompt, Trajectory, present,
 
 RELATIVE = 1e-3
 """Largest relative difference between two computations of a metric, at least one of which is in float32."""
-SUBSETS = 5000
+SUBSETS = 500
 """Largest number of subsets over which a best of k is averaged one by one."""
 
 
