@@ -9,7 +9,6 @@ second time.
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from itertools import combinations
 
 import numpy as np
 
@@ -50,8 +49,8 @@ def check_samples(
             )
             quantity = f"the list of the samples of prompt {prompt_id} in epoch {epoch}"
             raise broken(step, quantity, found, f"0 to {num_samples - 1}", causes)
-        if is_random:
-            _check_answers(group, step)
+    if is_random:
+        _check_answers(groups.values(), step)
     first = [t.seed for t in trajectories if t.is_first and t.seed]  # 0: not recorded
     if len(set(first)) < len(first):
         (seed, count), *_ = Counter(first).most_common(1)
@@ -59,21 +58,28 @@ def check_samples(
         raise broken(step, f"the number of episodes with the seed {seed}", count, 1, causes)
 
 
-def _check_answers(group: Sequence[Trajectory], step: int) -> None:
-    """Raises if two samples of a prompt are equal, although that practically never happens by chance."""
-    answers: dict[bytes, list[Trajectory]] = {}
-    for t in group:
-        answers.setdefault(t.token_ids.tobytes(), []).append(t)
-    for same in answers.values():
-        for a, b in combinations(same[:2], 2):
-            chance = float(a.rollout_log_probs.sum())
-            if a.sample_index != b.sample_index and chance < CERTAIN:
-                causes = (
-                    f"By chance that happens with a probability of e^{chance:.0f}. The engine uses one seed "
-                    "for several requests, or returns the answer of another request."
-                )
-                quantity = f"the answer of sample {b.sample_index} of prompt {b.prompt.prompt_id}"
-                raise broken(step, quantity, f"that of sample {a.sample_index}", "another", causes)
+def _check_answers(groups: Collection[Sequence[Trajectory]], step: int) -> None:
+    """Raises if samples of a prompt are equal, although that practically never happens by chance."""
+    repeated: list[tuple[float, Trajectory, Trajectory]] = []
+    for group in groups:
+        answers: dict[bytes, Trajectory] = {}
+        for t in group:
+            other = answers.setdefault(t.token_ids.tobytes(), t)
+            if other.sample_index != t.sample_index:
+                repeated.append((float(t.rollout_log_probs.sum()), t, other))
+    repeated.sort(key=lambda found: found[0])
+    n, total = sum(map(len, groups)), 0.0
+    for k, (log_prob, t, other) in enumerate(repeated, start=1):
+        total += log_prob
+        # k of n samples are repeated with a probability of at most C(n, k) times those of their answers.
+        chance = total + math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+        if chance < CERTAIN:
+            causes = (
+                f"By chance {k} of {n} samples are so with a probability of e^{chance:.0f}. The engine uses "
+                "one seed for several requests, or returns the answer of another request."
+            )
+            quantity = f"the answer of sample {t.sample_index} of prompt {t.prompt.prompt_id}"
+            raise broken(step, quantity, f"that of sample {other.sample_index}", "another", causes)
 
 
 def check_lengths(trajectories: Iterable[Trajectory], longest: int | None, step: int) -> None:

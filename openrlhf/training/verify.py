@@ -49,6 +49,8 @@ MADE_UP = 8
 HEAD = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 5e-2}
 """Largest relative difference between two computations of the head's output and gradient. GPUs may round the
 factors of float32 products to TF32."""
+VALUES = {"fp32": 0.02, "fp16": 0.1, "bf16": 0.3}
+"""Largest mean difference between two computations of a critic's values, as a share of their mean size."""
 CHUNK = 256
 """Number of actions whose logits exist at once: 0.3 GB in float64 with a vocabulary of 150,000."""
 
@@ -279,6 +281,34 @@ def check_log_probs(
         )
         quantity = "the mean difference of log-probs to those of transformers' own forward pass"
         raise broken(step, quantity, f"{difference:.3g} nats", "0 up to rounding", causes)
+
+
+@torch.no_grad()
+def plain_values(model: PreTrainedModel, row: PackedRow) -> Tensor:
+    """Returns the values (A,) in float64 of a critic, read at the token before each action, by transformers'
+    own forward pass of each sequence alone."""
+    images, head = row.images or [()] * len(row.lengths), getattr(model, head_name(model.config))
+    parts = zip(row.token_ids.split(row.lengths), row.action_mask.split(row.lengths), images, strict=True)
+    with transformers_attention(model):
+        return torch.cat(
+            [head(alone(model, ids, of_ids)[mask.nonzero()[:, 0] - 1])[:, 0] for ids, mask, of_ids in parts]
+        ).double()
+
+
+def check_values(model: PreTrainedModel, row: PackedRow, found: Tensor, *, dtype: str, step: int) -> None:
+    """Checks that the values `found` (A,) of a row's actions are those of transformers."""
+    expected = plain_values(model, row.to(next(model.parameters()).device)).cpu()
+    size = float(expected.abs().mean()) if len(found) else 0.0
+    difference = float((found.double() - expected).abs().mean()) if len(found) else 0.0
+    if not difference <= VALUES[dtype] * size:
+        causes = (
+            "Values are read at other tokens than those before the actions, or rows are computed in another "
+            "way than transformers computes their sequences (--ds.attn_implementation eager)."
+        )
+        quantity = "the mean difference of the critic's values to those of transformers' own forward pass"
+        raise broken(
+            step, quantity, f"{difference:.3g}", f"0 up to rounding, at a size of {size:.3g}", causes
+        )
 
 
 def _packed(row: Any) -> PackedRow:

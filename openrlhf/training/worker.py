@@ -62,7 +62,7 @@ from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.plain import plain_learning_rate
-from openrlhf.training.verify import check_log_probs, is_whole, verify_step
+from openrlhf.training.verify import check_log_probs, check_values, is_whole, verify_step
 from openrlhf.training.verify_rl import check_policy_loss, check_value_loss
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory, present
 
@@ -279,10 +279,17 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             )
             if rows[0].row.num_actions.sum():
                 self.verify_loss(rows[0], kl_coef, step)
+            if (first := windows[0]) and is_whole(self.model.module.model, self.mesh):
+                some = sorted({first[0], first[len(first) // 2], first[-1]})
+                self.verify_outputs(batch.select(some), step)
 
     @abstractmethod
     def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
         """Compares the loss of a row with a plain formula."""
+
+    @abstractmethod
+    def verify_outputs(self, sequences: Batch, step: int) -> None:
+        """Compares the log-probs or values of sequences with those of transformers' own forward pass."""
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         """Returns the additional (rows, objective) pairs of the next optimizer step."""
@@ -422,22 +429,15 @@ class PolicyWorker(TrainedWorker):
             check_first_pass(first.log_probs, log_probs, dtype, self.model.steps - len(windows) + 1)
         return steps, None
 
-    def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
-        is_first = self.num_verified < self.config.train.verify_steps
-        super().verify(batch, windows, kl_coef)
-        if not is_first or batch.log_probs is None or not windows[0]:
-            return
-        model = self.model.module.model
-        if is_whole(model, self.mesh):
-            first = windows[0]
-            sequences = batch.select(sorted({first[0], first[len(first) // 2], first[-1]}))
+    def verify_outputs(self, sequences: Batch, step: int) -> None:
+        if sequences.log_probs is not None:
             check_log_probs(
-                model,
+                self.model.module.model,
                 PackedRow.of_batch(sequences),
-                torch.from_numpy(present(sequences.log_probs)),
+                torch.from_numpy(sequences.log_probs),
                 temperature=self.config.rollout.temperature,
                 dtype=self.config.ds.precision.dtype,
-                step=self.model.steps + 1,
+                step=step,
             )
 
     def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
@@ -550,6 +550,15 @@ class CriticWorker(TrainedWorker):
 
     def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
         check_value_loss(self.config, row, step)
+
+    def verify_outputs(self, sequences: Batch, step: int) -> None:
+        check_values(
+            self.model.module.model,
+            PackedRow.of_batch(sequences),
+            torch.from_numpy(present(sequences.values)),
+            dtype=self.config.ds.precision.dtype,
+            step=step,
+        )
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the critic; every metric's name starts with `critic/`."""

@@ -95,9 +95,17 @@ def test_long_answers_do_not_repeat_themselves() -> None:
     check_samples(group(actions=[2] * 50), 2, 1, is_random=True)
     with broken() as refusal:
         check_samples(group(actions=[2] * 70), 2, 1, is_random=True)
-    assert "e^-70" in refusal.value.text
+    assert "By chance 1 of 2 samples are so with a probability of e^-69." in refusal.value.text
     check_samples(group(actions=[2] * 70), 2, 1, is_random=False)
     check_samples(group(actions=[2] * 70, rollout_log_probs=[-0.01] * 70), 2, 1, is_random=True)
+
+
+def test_many_groups_do_not_repeat_short_answers() -> None:
+    step = lambda size: [t for i in range(size) for t in group(i, actions=[2] * 10)]
+    check_samples(step(6), 2, 1, is_random=True)  # 6 of 12, each with e^-10: e^-53
+    with broken() as refusal:
+        check_samples(step(8), 2, 1, is_random=True)  # 8 of 16: e^-70
+    assert "By chance 7 of 16 samples are so with a probability of e^-61." in refusal.value.text
 
 
 def test_no_answer_is_longer_than_its_limit() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from peft import PeftModel
 from records import batch_of, trajectory
+from refusals import refused
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
@@ -32,6 +33,7 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.config.sections import AdamConfig, LoraConfig, ScorerDeepSpeedConfig
 from openrlhf.data.store import SampleStore
+from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
@@ -410,7 +412,7 @@ def test_a_critic_begins_as_its_reward_model_and_learns_returns(
 ) -> None:
     def work() -> None:
         reward = RewardConfig(model_name_or_path=str(folder / "rewards"))
-        train = TrainConfig(backend="torch", micro_batch_size=2, batch_size=2, verify_steps=1)
+        train = TrainConfig(backend="torch", micro_batch_size=2, batch_size=2, verify_steps=2)
         config = config_of(folder, reward=reward, train=train, ckpt=PPOCkptConfig(path=str(tmp_path)))
         critic = started(CriticWorker(config, 0, Mesh()), 4)
         scorer = AutoModelForSequenceClassification.from_pretrained(folder / "rewards").eval()
@@ -421,6 +423,9 @@ def test_a_critic_begins_as_its_reward_model_and_learns_returns(
                 expected.append(scorer.score(states)[0, :-1, 0])
         values = critic.forward(sampled())
         assert values == pytest.approx(torch.cat(expected).numpy(), abs=ROUNDING)
+        with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
+            critic.update(sampled(values=np.roll(values, 1), returns=values + 1), [[0, 1], [2]], 0.0)
+        assert "the critic's values" in refusal.value.text
         batch, before = sampled(values=values, returns=values + 1), weights_of(critic)
         steps, log_probs = critic.update(batch, [[0, 1], [2]], 0.0)
         assert log_probs is None and steps[0]["critic/loss"] == pytest.approx(0.5)
