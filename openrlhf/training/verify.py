@@ -46,6 +46,8 @@ ON_CPU = 5e-5
 """The same for a mean of log-probs in float32 on a CPU."""
 MADE_UP = 8
 """Number of made-up hidden states."""
+LARGE = 1e4
+"""Factor of hidden states, whose elements are about 1, that makes exponentials of most logits overflow."""
 HEAD = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 5e-2}
 """Largest relative difference between two computations of the head's output and gradient. GPUs may round the
 factors of float32 products to TF32."""
@@ -201,6 +203,11 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
     log_probs, entropy = head(hidden, targets, with_entropy=True, **options)
     alone, _ = head(hidden, targets, **options)
     summed, _ = head(hidden, targets, summed=True, **options)
+    for scores in head(LARGE * hidden.detach(), targets, with_entropy=True, **options):
+        if not scores.isfinite().all():
+            causes = "The softmax overflows: it takes exponentials of logits without subtracting the largest."
+            quantity = "a log-prob or entropy of large made-up hidden states"
+            raise broken(step, quantity, "not finite", "finite", causes)
     for name, found, value in (
         ("log-probs", (alone * of_log_probs).sum(), (expected * of_log_probs).sum()),
         ("the sum of log-probs", summed, expected.sum()),

@@ -427,6 +427,18 @@ def test_a_head_is_compared_with_a_softmax(folder: Path, temperature: float, sof
     check_head(model, temperature, "fp32", 1)
 
 
+def test_a_head_that_overflows_is_found(folder: Path) -> None:
+    model = PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")).model
+
+    def unbounded(logits: Tensor, vocabulary: logprobs.Vocabulary) -> tuple[Tensor, Tensor, Tensor]:
+        exp = logits.exp_()
+        return exp.sum(-1).log(), exp, exp.sum(-1)
+
+    with patch.object(logprobs, "_log_sum_exp", unbounded), broken() as refusal:
+        check_head(model, 1.0, "fp32", 1)
+    assert "large made-up hidden states" in refusal.value.text
+
+
 @pytest.mark.parametrize("wrong", ["scale", "entropy", "value"])
 def test_a_wrong_head_is_found(folder: Path, wrong: str) -> None:
     model = PolicyModel(load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto")).model
