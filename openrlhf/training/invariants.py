@@ -58,6 +58,22 @@ def check_samples(
         raise broken(step, f"the number of episodes with the seed {seed}", count, 1, causes)
 
 
+def check_epoch_seeds(
+    trajectories: Iterable[Trajectory], first: dict[tuple[int, int], tuple[int, int]], step: int
+) -> None:
+    """Checks that the prompts of a run's first step have other seeds when they come again. `first`: (prompt
+    id, sample index) -> epoch and seed in the first step; filled if it is empty."""
+    sampled = [t for t in trajectories if t.is_first and t.seed]  # 0: not recorded
+    for t in sampled:
+        epoch, seed = first.get((t.prompt.prompt_id, t.sample_index), (t.prompt.epoch, 0))
+        if seed == t.seed and epoch != t.prompt.epoch:
+            causes = "Epochs draw the same random numbers, so a policy that hardly changes repeats itself."
+            quantity = f"the seed of sample {t.sample_index} of prompt {t.prompt.prompt_id}"
+            raise broken(step, quantity, f"that of epoch {epoch}", "another", causes)
+    if not first:
+        first |= {(t.prompt.prompt_id, t.sample_index): (t.prompt.epoch, t.seed) for t in sampled}
+
+
 def _check_answers(groups: Collection[Sequence[Trajectory]], step: int) -> None:
     """Raises if samples of a prompt are equal, although that practically never happens by chance."""
     repeated: list[tuple[float, Trajectory, Trajectory]] = []

@@ -25,6 +25,7 @@ from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.invariants import (
+    check_epoch_seeds,
     check_epochs,
     check_evaluated,
     check_lengths,
@@ -97,6 +98,8 @@ class PPOTrainer(Generic[PolicyT]):
     """Largest value of `ckpt.best_metric_key` so far."""
     eval_sources: list[str] = field(default_factory=list, init=False)
     """Sources of the prompts in the last evaluation."""
+    first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
+    """(prompt id, sample index) -> epoch and seed in the first step of this process."""
     policy_has_changed: bool = field(default=False, init=False)
     """True once an update of this process has changed the policy's weights."""
     passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
@@ -215,6 +218,7 @@ class PPOTrainer(Generic[PolicyT]):
                 self.step + 1,
                 is_random=self.config.samples_freely,
             )
+            check_epoch_seeds(collected.trajectories, self.first_seeds, self.step + 1)
             check_lengths(collected.trajectories, self.config.action_limit, self.step + 1)
             metrics, trained = self.learn_from(collected.trajectories)
         finally:

@@ -28,6 +28,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.training.invariants import (
+    check_epoch_seeds,
     check_epochs,
     check_evaluated,
     check_first_pass,
@@ -89,6 +90,17 @@ def test_seeds_are_distinct() -> None:
     with broken() as refusal:
         check_samples([*group(), *(replace(t, seed=2) for t in group(1))], 2, 1, is_random=True)
     assert "seed 2 is 3" in refusal.value.text
+
+
+def test_epochs_have_seeds_of_their_own() -> None:
+    first: dict[tuple[int, int], tuple[int, int]] = {}
+    for trajectories in (group(), group(1), [replace(t, seed=t.seed + 5) for t in group(epoch=1)]):
+        check_epoch_seeds(trajectories, first, 1)
+    assert first == {(0, 0): (0, 1), (0, 1): (0, 2)}
+    check_epoch_seeds([replace(t, seed=0) for t in group(epoch=1)], first, 2)
+    with broken() as refusal:
+        check_epoch_seeds(group(epoch=1), first, 3)
+    assert "the seed of sample 0 of prompt 0 is that of epoch 0" in refusal.value.text
 
 
 def test_long_answers_do_not_repeat_themselves() -> None:
