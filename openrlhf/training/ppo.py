@@ -56,6 +56,7 @@ SMALLEST_STEP = 1e-7
 """Learning rate from which on an update changes weights in bf16. A weight of 0.02 has neighbours 1e-4 away,
 so about one in a thousand is rounded to the next."""
 MADE_UP = "made-up samples"
+"""Name of the samples of `made_up_samples` in errors."""
 STATE_VERSION = 2
 """Version of the format of `PPOTrainer.state`. States of version 1 have no entry `version`."""
 

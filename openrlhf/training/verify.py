@@ -44,8 +44,8 @@ RELATIVE = 1e-3
 """Largest relative difference between two computations of a loss in float32, whose factors GPUs may round."""
 ON_CPU = 5e-5
 """The same for a mean of log-probs in float32 on a CPU."""
-MADE_UP = 8
-"""Number of made-up hidden states."""
+NUM_STATES = 8
+"""Number of made-up hidden states that check the head."""
 LARGE = 1e4
 """Factor of hidden states, whose elements are about 1, that makes exponentials of most logits overflow."""
 HEAD = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 5e-2}
@@ -193,9 +193,9 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
     head, (scale, softcap) = head_of(model), head_options(model.config)
     weight = cast(Tensor, head.weight)
     made_up = torch.Generator().manual_seed(0)
-    hidden = torch.randn(MADE_UP, weight.shape[1], generator=made_up).to(weight).requires_grad_()
-    targets = torch.randint(len(weight), (MADE_UP,), generator=made_up).to(hidden.device)
-    of_log_probs, of_entropies = torch.randn(2, MADE_UP, generator=made_up).to(hidden.device)
+    hidden = torch.randn(NUM_STATES, weight.shape[1], generator=made_up).to(weight).requires_grad_()
+    targets = torch.randint(len(weight), (NUM_STATES,), generator=made_up).to(hidden.device)
+    of_log_probs, of_entropies = torch.randn(2, NUM_STATES, generator=made_up).to(hidden.device)
     all_log_probs = (transformed_logits(head(hidden).double(), model.config) / temperature).log_softmax(-1)
     expected = all_log_probs.gather(1, targets[:, None])[:, 0]
     entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
