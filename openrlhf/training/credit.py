@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from math import nan
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
-from openrlhf.config.ppo import AlgoConfig, RewardConfig
+from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig
 from openrlhf.types import Batch, Metrics, Trajectory, present, tensor_of
 
 
@@ -82,6 +83,17 @@ def assign_credit(
     if batch.log_probs is not None:
         metrics |= log_prob_metrics(batch, algo.kl.estimator)
     return batch, metrics
+
+
+def credit_arguments(config: PPOConfig, kl_coef: float) -> dict[str, Any]:
+    """Returns the arguments of `assign_credit`, except for samples and estimator."""
+    return {
+        "algo": config.algo,
+        "reward": config.reward,
+        "kl_coef": kl_coef,
+        "max_new_tokens": config.longest_response,
+        "teacher_coef": config.teacher.kd_coef,
+    }
 
 
 def rewards_of_earlier_turns(trajectories: Sequence[Trajectory]) -> Tensor | None:

@@ -8,7 +8,6 @@ import numpy as np
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
-from openrlhf.algorithms.mismatch import check_mismatch
 from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
 from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.ppo import PPOConfig
@@ -21,42 +20,18 @@ from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
 from openrlhf.training.checkpoints import BEST, COPY, CheckpointFolder
 from openrlhf.training.collect import Collected, Collector, check_failures, check_stops
-from openrlhf.training.credit import assign_credit, log_prob_metrics
+from openrlhf.training.credit import assign_credit, credit_arguments, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
-from openrlhf.training.invariants import (
-    check_epoch_seeds,
-    check_epochs,
-    check_evaluated,
-    check_lengths,
-    check_orders,
-    check_other_than_reference,
-    check_own_reference,
-    check_samples,
-    check_schedule,
-    check_staleness,
-    check_trained,
-)
-from openrlhf.training.plain_rl import plain_advantages
-from openrlhf.training.schedule import num_batches, passes_of, training_schedule
-from openrlhf.training.verify_metrics import (
-    check_evaluation,
-    check_metrics,
-    plain_log_prob_metrics,
-    plain_rollout_metrics,
-)
-from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
+from openrlhf.training.invariants import check_epochs
+from openrlhf.training.schedule import num_batches, training_schedule
+from openrlhf.training.step_checks import StepChecks
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
 # bounded .result(): the cluster's watch ends calls to processes that make no progress.
 
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 
-SMALLEST_STEP = 1e-7
-"""Learning rate from which on an update changes weights in bf16. A weight of 0.02 has neighbours 1e-4 away,
-so about one in a thousand is rounded to the next."""
-MADE_UP = "made-up samples"
-"""Name of the samples of `made_up_samples` in errors."""
 STATE_VERSION = 2
 """Version of the format of `PPOTrainer.state`. States of version 1 have no entry `version`."""
 
@@ -99,18 +74,14 @@ class PPOTrainer(Generic[PolicyT]):
     """Largest value of `ckpt.best_metric_key` so far."""
     eval_sources: list[str] = field(default_factory=list, init=False)
     """Sources of the prompts in the last evaluation."""
-    first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
-    """(prompt id, sample index) -> epoch and seed in the first step of this process."""
-    policy_has_changed: bool = field(default=False, init=False)
-    """True once an update of this process has changed the policy's weights."""
-    passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
-    """Name of a model -> the batches of each pass of its last update, in the first steps."""
+    checks: StepChecks = field(init=False)
     collector: Collector = field(init=False)
     estimator: AdvantageEstimator = field(init=False)
 
     def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
         if self.config.train.verify_steps and prompts.shuffles:
             check_epochs("prompts", prompts.order, 1)
+        self.checks = StepChecks(config=self.config)
         self.collector = Collector(self.config, prompts, self.rollout, self.on_group)
         self.estimator = self.config.algo.build_estimator()
         if restored is not None:
@@ -213,14 +184,7 @@ class PPOTrainer(Generic[PolicyT]):
             ):  # few samples are no estimate of the failure rate
                 check_failures(collected.sampled, self.config.reward.max_failed_ratio, self.step + 1)
             check_failures(collected.trajectories, 1.0, self.step + 1)
-            check_samples(
-                collected.trajectories,
-                self.config.rollout.n_samples_per_prompt,
-                self.step + 1,
-                is_random=self.config.samples_freely,
-            )
-            check_epoch_seeds(collected.trajectories, self.first_seeds, self.step + 1)
-            check_lengths(collected.trajectories, self.config.action_limit, self.step + 1)
+            self.checks.sampled(collected.trajectories, self.step + 1)
             metrics, trained = self.learn_from(collected.trajectories)
         finally:
             self.observer.log_rollouts(self.step + 1, collected.trajectories, trained=trained)
@@ -234,43 +198,33 @@ class PPOTrainer(Generic[PolicyT]):
     def learn_from(self, trajectories: Sequence[Trajectory]) -> tuple[Metrics, Trained]:
         """Computes log-probs, assigns credit and updates the models. Returns metrics, and the record for the
         journal."""
+        step, version = self.step + 1, self.weight_version
         finished = [t for t in trajectories if t.ok]
-        batch = Batch.of(finished, self.weight_version)
+        batch = Batch.of(finished, version)
         with self.observer.phase("logprobs"):
             batch = self.forward(batch)
         batch, credit_metrics = self.assign_credit(batch, finished)
-        metrics = rollout_metrics(trajectories, self.weight_version) | credit_metrics
-        if self.step < self.config.train.verify_steps:
-            self.check_credit(batch, finished)
-            self.check_metrics(metrics, batch, trajectories)
-        self.check_mismatch(metrics)
-        check_staleness(metrics, self.config.largest_staleness, self.step + 1)
-        if self.starts_as_its_reference:
-            check_own_reference(metrics, self.config.ds.precision.dtype, self.step + 1)
-        if self.policy_has_changed:
-            check_other_than_reference(batch, self.step + 1)
+        metrics = rollout_metrics(trajectories, version) | credit_metrics
+        self.checks.credited(
+            metrics, batch, trajectories, assign=self.assign_credit, kl=self.kl, version=version, step=step
+        )
         batch = replace(batch, teacher_log_probs=None)
         by_prompt = self.config.train.shuffle == "group"
         groups = [t.group for t in finished] if by_prompt else None
         trained_on = self.trained_on(finished)
         schedules = self.schedules(batch, trained_on, num_samples(trajectories), groups)
-        for name, schedule in schedules.items():
-            check_schedule(name, schedule, trained_on, self.config.train.max_epochs, self.step + 1)
-        if self.step <= self.config.train.verify_steps > 0:
-            self.check_orders(schedules, groups)
+        self.checks.scheduled(schedules, trained_on, groups, step)
         with self.observer.phase("update"):
             updated = self.update(batch, schedules)
         metrics |= updated.metrics
         if updated.log_probs is not None:
             first = replace(batch.select(updated.first), log_probs=updated.log_probs)
             metrics |= log_prob_metrics(first, self.config.algo.kl.estimator)
-            self.check_mismatch(metrics)
+            self.checks.mismatch(metrics, step)
             if len(first) == len(batch):
                 batch = replace(batch, log_probs=batch.put_together([updated.first], [updated.log_probs]))
         schedule = schedules.get("policy", [])
-        if schedule:
-            check_trained(updated.metrics, batch, schedule, self.step + 1)
-        self.policy_has_changed |= changes_weights(updated.metrics) and self.policy_learns
+        self.checks.updated(updated, batch, schedule, step)
         trained = Trained(batch=batch, schedule=schedule, first_update=self.optimizer_steps)
         self.optimizer_steps += len(schedule)
         if self.policy_learns:
@@ -278,44 +232,8 @@ class PPOTrainer(Generic[PolicyT]):
         return metrics, trained
 
     def assign_credit(self, batch: Batch, finished: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
-        return assign_credit(batch, finished, estimator=self.estimator, **self.credit_arguments)
-
-    @property
-    def credit_arguments(self) -> dict[str, Any]:
-        """Arguments of `assign_credit`, except for samples and estimator."""
-        config = self.config
-        return {
-            "algo": config.algo,
-            "reward": config.reward,
-            "kl_coef": self.kl.coef,
-            "max_new_tokens": config.longest_response,
-            "teacher_coef": config.teacher.kd_coef,
-        }
-
-    def check_credit(self, batch: Batch, finished: Sequence[Trajectory]) -> None:
-        """Compares advantages, of the batch and of made-up samples, and changes of the KL coefficient with
-        plain formulas."""
-        check_advantages(batch, plain_advantages(batch, finished, **self.credit_arguments), self.step + 1)
-        made_up, samples = made_up_samples(batch, self.config.longest_response)
-        if (expected := plain_advantages(made_up, samples, **self.credit_arguments)) is not None:
-            made_up, metrics = self.assign_credit(made_up, samples)
-            check_advantages(made_up, expected, self.step + 1, MADE_UP)
-            self.check_metrics(
-                metrics | rollout_metrics(samples, self.weight_version), made_up, samples, MADE_UP
-            )
-        check_controller(self.kl, self.step + 1)
-
-    def check_metrics(
-        self, metrics: Metrics, batch: Batch, trajectories: Sequence[Trajectory], name: str = "the step"
-    ) -> None:
-        """Compares the metrics of samples, which are called `name`, with plain formulas."""
-        expected = plain_rollout_metrics(trajectories, self.weight_version)
-        expected |= plain_log_prob_metrics(batch, self.config.algo.kl.estimator)
-        check_metrics(metrics, expected, self.step + 1, name)
-
-    def check_mismatch(self, metrics: Metrics) -> None:
-        config = self.config
-        check_mismatch(metrics, config.ds.precision.dtype, config.largest_mismatch, self.step + 1)
+        arguments = credit_arguments(self.config, self.kl.coef)
+        return assign_credit(batch, finished, estimator=self.estimator, **arguments)
 
     def forward(self, batch: Batch) -> Batch:
         """Returns the batch with the log-probs of policy, reference and teacher and the critic's values, as
@@ -337,12 +255,6 @@ class PPOTrainer(Generic[PolicyT]):
         """Version of the policy's weights: the number of RL steps that updated them. Steps of the critic's
         warm-up do not count."""
         return max(0, self.step - self.config.frozen_actor_steps)
-
-    @property
-    def starts_as_its_reference(self) -> bool:
-        """True in the first `train.verify_steps` steps as long as the policy was not trained. The reference
-        is loaded from the same place."""
-        return self.step < self.config.train.verify_steps and self.weight_version == 0
 
     @property
     def policy_learns(self) -> bool:
@@ -397,16 +309,6 @@ class PPOTrainer(Generic[PolicyT]):
             for name, model in self.learners.items()
         }
 
-    def check_orders(
-        self, schedules: Mapping[str, Schedule], groups: Sequence[tuple[int, int]] | None
-    ) -> None:
-        """Checks that a model's passes over the samples, those of the previous step included, have orders of
-        their own."""
-        for name, schedule in schedules.items():
-            passes = passes_of(schedule, self.config.train.max_epochs, groups)
-            check_orders(f"the {name}'s samples", [*self.passes.get(name, []), *passes], self.step + 1)
-            self.passes[name] = passes
-
     def update(self, batch: Batch, schedules: Mapping[str, Schedule]) -> Updated:
         """Updates all learners, in parallel if they have separate GPUs."""
         pending = [
@@ -421,13 +323,9 @@ class PPOTrainer(Generic[PolicyT]):
         num_samples = len(self.eval_prompts) * self.config.eval.n_samples_per_prompt
         with self.observer.phase("evaluate", total=num_samples):
             trajectories = self.sample_all(list(self.eval_prompts))  # list() reads their images once
-        check_samples(trajectories, self.config.eval.n_samples_per_prompt, self.step, is_random=False)
-        check_lengths(trajectories, self.config.action_limit, self.step)
-        check_evaluated(trajectories, self.weight_version, self.step)
         self.eval_sources = sorted({t.prompt.source for t in trajectories})
         metrics = evaluation_metrics(trajectories)
-        if self.step <= self.config.train.verify_steps > 0:
-            check_evaluation(metrics, trajectories, self.step)
+        self.checks.evaluated(trajectories, metrics, self.weight_version, self.step)
         self.observer.log_rollouts(self.step, trajectories, name="eval")
         self._keep_if_best(metrics)
         return metrics
@@ -527,11 +425,6 @@ def check_version(state: Mapping[str, Any]) -> None:
             "Resume with the release that wrote it, or start a new run."
         )
         raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
-
-
-def changes_weights(metrics: Metrics) -> bool:
-    """Returns True if an update with these metrics changes the policy's weights in every dtype."""
-    return metrics.get("grad_norm", 0.0) > 0 and metrics.get("lr", 0.0) >= SMALLEST_STEP
 
 
 def check_finite(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:

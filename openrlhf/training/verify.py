@@ -11,7 +11,7 @@ plain    The log-probs of the row's actions equal those of transformers' own for
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -201,7 +201,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
     entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
     options = {"scale": scale / temperature, "softcap": softcap}
     log_probs, entropy = head(hidden, targets, with_entropy=True, **options)
-    alone, _ = head(hidden, targets, **options)
+    single, _ = head(hidden, targets, **options)
     summed, _ = head(hidden, targets, summed=True, **options)
     for scores in head(LARGE * hidden.detach(), targets, with_entropy=True, **options):
         if not scores.isfinite().all():
@@ -209,7 +209,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
             quantity = "a log-prob or entropy of large made-up hidden states"
             raise broken(step, quantity, "not finite", "finite", causes)
     for name, found, value in (
-        ("log-probs", (alone * of_log_probs).sum(), (expected * of_log_probs).sum()),
+        ("log-probs", (single * of_log_probs).sum(), (expected * of_log_probs).sum()),
         ("the sum of log-probs", summed, expected.sum()),
         (
             "log-probs and entropies",
@@ -232,31 +232,42 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
 def plain_log_probs(model: PreTrainedModel, row: PackedRow, temperature: float = 1.0) -> Tensor:
     """Returns the log-probs (A,) of the actions of a row by transformers' own forward pass of each sequence
     alone, and a softmax over the whole vocabulary."""
-    images = row.images or [()] * len(row.lengths)
-    found = []
-    with transformers_attention(model):
-        for ids, mask, pictures in zip(
-            row.token_ids.split(row.lengths), row.action_mask.split(row.lengths), images, strict=True
-        ):
-            actions = mask.nonzero()[:, 0]
-            hidden = alone(model, ids, pictures)[actions - 1]
-            found += [
-                _plain_softmax(model, states, targets, temperature)
-                for states, targets in zip(hidden.split(CHUNK), ids[actions].split(CHUNK), strict=True)
-            ]
-    return torch.cat(found)
+    return torch.cat(
+        [
+            _plain_softmax(model, states, targets, temperature)
+            for hidden, ids, actions in _each_alone(model, row)
+            for states, targets in zip(
+                hidden[actions - 1].split(CHUNK), ids[actions].split(CHUNK), strict=True
+            )
+        ]
+    )
 
 
 @torch.no_grad()
 def plain_scores(model: PreTrainedModel, row: PackedRow) -> list[Tensor]:
     """Returns the score () in float64 of each sequence of a row, read at its last token, by transformers' own
     forward pass of the sequence alone."""
-    images, head = row.images or [()] * len(row.lengths), getattr(model, head_name(model.config))
+    head = getattr(model, head_name(model.config))
+    return [head(hidden[-1])[0].double() for hidden, _, _ in _each_alone(model, row)]
+
+
+@torch.no_grad()
+def plain_values(model: PreTrainedModel, row: PackedRow) -> Tensor:
+    """Returns the values (A,) in float64 of a critic, read at the token before each action, by transformers'
+    own forward pass of each sequence alone."""
+    head = getattr(model, head_name(model.config))
+    values = [head(hidden[actions - 1])[:, 0] for hidden, _, actions in _each_alone(model, row)]
+    return torch.cat(values).double()
+
+
+def _each_alone(model: PreTrainedModel, row: PackedRow) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yields the hidden states (L, H) of each sequence of a row by transformers' own forward pass, its tokens
+    (L,), and the indices of its actions."""
+    images = row.images or [()] * len(row.lengths)
+    sequences = zip(row.token_ids.split(row.lengths), row.action_mask.split(row.lengths), images, strict=True)
     with transformers_attention(model):
-        return [
-            head(alone(model, ids, pictures)[-1])[0].double()
-            for ids, pictures in zip(row.token_ids.split(row.lengths), images, strict=True)
-        ]
+        for ids, mask, pictures in sequences:
+            yield alone(model, ids, pictures), ids, mask.nonzero()[:, 0]
 
 
 def _plain_softmax(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
@@ -288,18 +299,6 @@ def check_log_probs(
         )
         quantity = "the mean difference of log-probs to those of transformers' own forward pass"
         raise broken(step, quantity, f"{difference:.3g} nats", "0 up to rounding", causes)
-
-
-@torch.no_grad()
-def plain_values(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Returns the values (A,) in float64 of a critic, read at the token before each action, by transformers'
-    own forward pass of each sequence alone."""
-    images, head = row.images or [()] * len(row.lengths), getattr(model, head_name(model.config))
-    parts = zip(row.token_ids.split(row.lengths), row.action_mask.split(row.lengths), images, strict=True)
-    with transformers_attention(model):
-        return torch.cat(
-            [head(alone(model, ids, of_ids)[mask.nonzero()[:, 0] - 1])[:, 0] for ids, mask, of_ids in parts]
-        ).double()
 
 
 def check_values(model: PreTrainedModel, row: PackedRow, found: Tensor, *, dtype: str, step: int) -> None:

@@ -1,0 +1,163 @@
+"""The checks of an RL run, by the place of a step at which they run. Each compares the run's own numbers with
+those of invariants.py, verify_rl.py and verify_metrics.py."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from openrlhf.algorithms.kl import KLController
+from openrlhf.algorithms.mismatch import check_mismatch
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.training.credit import credit_arguments
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.invariants import (
+    check_epoch_seeds,
+    check_evaluated,
+    check_lengths,
+    check_orders,
+    check_other_than_reference,
+    check_own_reference,
+    check_samples,
+    check_schedule,
+    check_staleness,
+    check_trained,
+)
+from openrlhf.training.plain_rl import plain_advantages
+from openrlhf.training.schedule import passes_of
+from openrlhf.training.verify_metrics import (
+    check_evaluation,
+    check_metrics,
+    plain_log_prob_metrics,
+    plain_rollout_metrics,
+)
+from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
+from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
+
+AssignCredit = Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]]
+
+SMALLEST_STEP = 1e-7
+"""Learning rate from which on an update changes weights in bf16. A weight of 0.02 has neighbours 1e-4 away,
+so about one in a thousand is rounded to the next."""
+MADE_UP = "made-up samples"
+"""Name of the samples of `made_up_samples` in errors."""
+
+
+@dataclass(kw_only=True)
+class StepChecks:
+    """The checks of a run. Holds what later steps are compared with. `step` is the number of a step, from 1,
+    and `version` that of the weights that it trains."""
+
+    config: PPOConfig
+    first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
+    """(prompt id, sample index) -> epoch and seed in the first step of this process."""
+    policy_has_changed: bool = field(default=False, init=False)
+    """True once an update of this process has changed the policy's weights."""
+    passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
+    """Name of a model -> the batches of each pass of its last update, in the first steps."""
+
+    def sampled(self, trajectories: Sequence[Trajectory], step: int) -> None:
+        """Checks the samples of a step."""
+        config = self.config
+        is_random = config.samples_freely
+        check_samples(trajectories, config.rollout.n_samples_per_prompt, step, is_random=is_random)
+        check_epoch_seeds(trajectories, self.first_seeds, step)
+        check_lengths(trajectories, config.action_limit, step)
+
+    def credited(
+        self,
+        metrics: Metrics,
+        batch: Batch,
+        trajectories: Sequence[Trajectory],
+        *,
+        assign: AssignCredit,
+        kl: KLController,
+        version: int,
+        step: int,
+    ) -> None:
+        """Checks log-probs, credit and metrics of a step. `assign`: assigns credit as the step does."""
+        if step <= self.config.train.verify_steps:
+            self._verify_credit(batch, [t for t in trajectories if t.ok], assign, kl, version, step)
+            self._verify_metrics(metrics, batch, trajectories, version, step)
+        self.mismatch(metrics, step)
+        check_staleness(metrics, self.config.largest_staleness, step)
+        if step <= self.config.train.verify_steps and version == 0:  # loaded from the reference's place
+            check_own_reference(metrics, self.config.ds.precision.dtype, step)
+        if self.policy_has_changed:
+            check_other_than_reference(batch, step)
+
+    def mismatch(self, metrics: Metrics, step: int) -> None:
+        config = self.config
+        check_mismatch(metrics, config.ds.precision.dtype, config.largest_mismatch, step)
+
+    def scheduled(
+        self,
+        schedules: Mapping[str, Schedule],
+        trained_on: Sequence[int],
+        groups: Sequence[tuple[int, int]] | None,
+        step: int,
+    ) -> None:
+        """Checks the schedules of an update. In the first steps a model's passes over the samples, those of
+        the previous step included, have orders of their own."""
+        train = self.config.train
+        for name, schedule in schedules.items():
+            check_schedule(name, schedule, trained_on, train.max_epochs, step)
+            if step - 1 <= train.verify_steps > 0:
+                passes = passes_of(schedule, train.max_epochs, groups)
+                check_orders(f"the {name}'s samples", [*self.passes.get(name, []), *passes], step)
+                self.passes[name] = passes
+
+    def updated(self, updated: Updated, batch: Batch, schedule: Schedule, step: int) -> None:
+        """Checks an update, whose policy had this schedule; an empty one if the policy was not trained."""
+        if schedule:
+            check_trained(updated.metrics, batch, schedule, step)
+            self.policy_has_changed |= changes_weights(updated.metrics)
+
+    def evaluated(
+        self, trajectories: Sequence[Trajectory], metrics: Metrics, version: int, step: int
+    ) -> None:
+        """Checks the samples and metrics of an evaluation after `step` steps."""
+        config = self.config
+        check_samples(trajectories, config.eval.n_samples_per_prompt, step, is_random=False)
+        check_lengths(trajectories, config.action_limit, step)
+        check_evaluated(trajectories, version, step)
+        if step <= config.train.verify_steps > 0:
+            check_evaluation(metrics, trajectories, step)
+
+    def _verify_credit(
+        self,
+        batch: Batch,
+        finished: Sequence[Trajectory],
+        assign: AssignCredit,
+        kl: KLController,
+        version: int,
+        step: int,
+    ) -> None:
+        """Compares advantages, of the batch and of made-up samples, and changes of the KL coefficient with
+        plain formulas."""
+        arguments = credit_arguments(self.config, kl.coef)
+        check_advantages(batch, plain_advantages(batch, finished, **arguments), step)
+        made_up, samples = made_up_samples(batch, self.config.longest_response)
+        if (expected := plain_advantages(made_up, samples, **arguments)) is not None:
+            made_up, metrics = assign(made_up, samples)
+            check_advantages(made_up, expected, step, MADE_UP)
+            metrics |= rollout_metrics(samples, version)
+            self._verify_metrics(metrics, made_up, samples, version, step, MADE_UP)
+        check_controller(kl, step)
+
+    def _verify_metrics(
+        self,
+        metrics: Metrics,
+        batch: Batch,
+        trajectories: Sequence[Trajectory],
+        version: int,
+        step: int,
+        name: str = "the step",
+    ) -> None:
+        """Compares the metrics of samples, which are called `name`, with plain formulas."""
+        expected = plain_rollout_metrics(trajectories, version)
+        expected |= plain_log_prob_metrics(batch, self.config.algo.kl.estimator)
+        check_metrics(metrics, expected, step, name)
+
+
+def changes_weights(metrics: Metrics) -> bool:
+    """Returns True if an update with these metrics changes the policy's weights in every dtype."""
+    return metrics.get("grad_norm", 0.0) > 0 and metrics.get("lr", 0.0) >= SMALLEST_STEP
