@@ -23,15 +23,8 @@ from openrlhf.data.packing import partition
 from openrlhf.data.prefixes import identities, parts_of_related
 from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.training.schedule import mean_metrics
-from openrlhf.training.worker import (
-    CriticWorker,
-    FrozenWorker,
-    Learned,
-    PolicyWorker,
-    RewardWorker,
-    TrainedWorker,
-    Worker,
-)
+from openrlhf.training.trained_worker import CriticWorker, Learned, PolicyWorker, TrainedWorker
+from openrlhf.training.worker import FrozenWorker, RewardWorker, Worker
 from openrlhf.types import Batch, PromptGroup, Schedule, Trajectory, Updated
 from openrlhf.user_file import UserFiles
 

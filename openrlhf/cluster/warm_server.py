@@ -35,7 +35,7 @@ from openrlhf.backends.vllm import lifeline
 from openrlhf.cluster import warm_interpreter
 from openrlhf.cluster.warm_interpreter import NUMBER
 
-ALWAYS = ("openrlhf.training.worker", "openrlhf.rollout.worker")
+ALWAYS = ("openrlhf.training.trained_worker", "openrlhf.rollout.worker")
 """Modules that every run's workers import."""
 
 BACKENDS = {

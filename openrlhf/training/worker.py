@@ -1,13 +1,12 @@
-"""The work of one rank of a model in reinforcement learning: loading, forward passes, updates and saving.
+"""The work of one rank of a model in reinforcement learning: joining its group, loading and forward passes.
 
-cluster/rank_groups.py runs a rank in a Ray actor; this module does not depend on Ray.
+cluster/rank_groups.py runs a rank in a Ray actor; this module does not depend on Ray. The ranks of
+policy and critic are in trained_worker.py.
 """
 
-import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -16,55 +15,33 @@ import torch
 from torch import Tensor
 
 from openrlhf import heap
-from openrlhf.backends.base import FrozenModel, Objective, TrainEngine
-from openrlhf.backends.build import build_engine, build_frozen
+from openrlhf.backends.base import FrozenModel, TrainEngine
+from openrlhf.backends.build import build_frozen
 from openrlhf.backends.distributed import (
     ProcessMesh,
     init_distributed,
     release_cached_memory,
     seed_everything,
 )
-from openrlhf.backends.offload import DeviceMemory, offload_optimizer, optimizer_loaded
+from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.peak_memory import PeakMemory, Peaks
-from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.weight_sync.client import EngineClient
-from openrlhf.backends.weight_sync.sender import WeightSender
-from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
-from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, ActorConfig, CriticConfig, PPOConfig
-from openrlhf.config.sections import OptimConfig
-from openrlhf.data.batches import Windows
+from openrlhf.config.ppo import REWARD_FLAG, PPOConfig
 from openrlhf.data.packing import pack_to_budget
 from openrlhf.data.prefixes import identities, rows_of_related
-from openrlhf.data.store import SampleStore
-from openrlhf.faults import fault
-from openrlhf.files import exporting
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (
     load_config,
     load_tokenizer,
     max_length_of,
-    policy_processor,
     policy_tokenizer,
     stop_token_ids,
 )
-from openrlhf.models.lora import disabled_adapters, prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.router_replay import Replay
-from openrlhf.models.scorer import ValueModel, score_statistics
-from openrlhf.models.vision import freeze_vision
+from openrlhf.models.scorer import score_statistics
 from openrlhf.rewards.models import RewardReader
-from openrlhf.training.checkpoints import UNFINISHED
-from openrlhf.training.invariants import check_first_pass, check_learning_rate
 from openrlhf.training.models import load_language_model, load_reward_model
-from openrlhf.training.objectives.balanced import BalancedObjective
-from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.objectives.ptx import PTXObjective
-from openrlhf.training.plain import plain_learning_rate
-from openrlhf.training.verify import check_log_probs, check_values, is_whole, verify_step
-from openrlhf.training.verify_rl import check_policy_loss, check_value_loss
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, Trajectory, present
+from openrlhf.types import Batch, PackedRow, Trajectory
 
 ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
 
@@ -222,356 +199,6 @@ class RewardWorker(Worker):
             scores.append(of_model)
         release_cached_memory()
         return np.stack(scores, axis=1)
-
-
-class TrainedWorker(ModelWorker[TrainEngine], ABC):
-    """One rank of a model in training: the policy or the critic."""
-
-    name: str
-    """Name of the role, which is part of its checkpoint folder's name."""
-    total_steps: int
-    """Optimizer steps of the whole run. Set by `start`."""
-    num_verified = 0
-    """Number of updates whose first optimizer step was checked by a second computation."""
-
-    @property
-    @abstractmethod
-    def optim(self) -> OptimConfig:
-        """Optimizer and schedule of the role."""
-
-    @abstractmethod
-    def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
-
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
-        """Takes one optimizer step for each window; a window lists the sequences of `batch` that this rank
-        trains on in that step."""
-        self.verify(batch, windows, kl_coef)
-        return self.take_steps(batch, windows, self.objective(kl_coef)), None
-
-    def take_steps(
-        self, batch: Batch, windows: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
-    ) -> list[Metrics]:
-        """Takes one optimizer step for each window, and returns the metrics of each."""
-        with self._optimizer_present():
-            return [self.take_step(self.rows(batch, window), objective) for window in windows]
-
-    def take_step(self, rows: Sequence[ExperienceRow], objective: Objective[ExperienceRow]) -> Metrics:
-        """Takes one optimizer step, and checks its learning rate."""
-        done = self.model.steps
-        metrics = self.model.train_step(rows, objective, *self.auxiliary_objectives())
-        expected = plain_learning_rate(self.optim, done, self.total_steps)
-        check_learning_rate(metrics, expected, self.config.ds.precision.dtype, done + 1)
-        return metrics
-
-    def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
-        """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
-        if self.num_verified < self.config.train.verify_steps:
-            self.num_verified += 1
-            rows, step = self.rows(batch, windows[0]), self.model.steps + 1
-            verify_step(
-                self.model,
-                rows,
-                self.objective(kl_coef),
-                step,
-                ds=self.config.ds,
-                mesh=self.mesh,
-                temperature=self.config.rollout.temperature,
-            )
-            if rows[0].row.num_actions.sum():
-                self.verify_loss(rows[0], kl_coef, step)
-            if (first := windows[0]) and is_whole(self.model.module.model, self.mesh):
-                some = sorted({first[0], first[len(first) // 2], first[-1]})
-                self.verify_outputs(batch.select(some), step)
-
-    @abstractmethod
-    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        """Compares the loss of a row with a plain formula."""
-
-    @abstractmethod
-    def verify_outputs(self, sequences: Batch, step: int) -> None:
-        """Compares the log-probs or values of sequences with those of transformers' own forward pass."""
-
-    def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
-        """Returns the additional (rows, objective) pairs of the next optimizer step."""
-        return []
-
-    def save_checkpoint(self, tag: str, state: dict) -> None:
-        with self._optimizer_present():
-            folder, later = f"{self._checkpoint_folder}/{UNFINISHED}", self.config.ckpt.async_save
-            self.model.save_checkpoint(folder, tag, state, later=later)
-
-    def has_written(self) -> bool:
-        return self.model.has_written
-
-    def finish_checkpoint(self) -> None:
-        self.model.finish_checkpoint()
-
-    def load_checkpoint(self, tag: str) -> dict:
-        with self._optimizer_present():
-            return self.model.load_checkpoint(self._checkpoint_folder, tag)
-
-    def row_memory(self, num_tokens: int) -> RowMemory:
-        return self.model.row_memory(num_tokens)
-
-    def export(self, folder: str) -> None:
-        with exporting(folder) if self.rank == 0 else nullcontext(folder) as made:
-            self.model.export(str(made))
-            if self.rank == 0:
-                policy_processor(self.config).save_pretrained(made)
-
-    def _engine(
-        self,
-        build_model: Callable[[], RowModel],
-        total_steps: int,
-        gradient_checkpointing: bool,
-        ema_beta: float | None = None,
-    ) -> TrainEngine:
-        self.total_steps = total_steps
-        return build_engine(
-            build_model,
-            backend=self.config.train.backend,
-            optim=self.optim,
-            ds=self.config.ds,
-            total_steps=total_steps,
-            gradient_checkpointing=gradient_checkpointing,
-            reentrant=self.config.actor.gradient_checkpointing_reentrant,
-            ema_beta=ema_beta,
-            skip_nonfinite=self.config.train.on_nonfinite == "skip_step",
-            mesh=self.mesh,
-        )
-
-    def _optimizer_present(self) -> AbstractContextManager[None]:
-        return optimizer_loaded(self.model, self.config.ds.offloading.sleeps)
-
-    @property
-    def _checkpoint_folder(self) -> str:
-        return f"{self.config.ckpt.folder}/_{self.name}"
-
-    def rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
-        """Returns the rows of the sequences of a window."""
-        return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, window)]
-
-    def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:
-        """Groups the sequences of a window into rows."""
-        train, of_window = self.config.train, batch.select(window)
-        groups = row_groups(
-            of_window.lengths.tolist(),
-            self.identities(of_window) if self.model.trains_on_prefixes else None,
-            max_tokens=self.row_budget(train.max_tokens_per_gpu),
-            max_sequences=train.micro_batch_size,
-        )
-        return [[window[i] for i in group] for group in groups]
-
-
-Learned = tuple[list[Metrics], np.ndarray | None]
-"""A rank's result of an update: the metrics of each optimizer step, and the log-probs (A,) of its first
-window before the update; None if the batch already had log-probs."""
-
-
-class PolicyWorker(TrainedWorker):
-    """One rank of the policy."""
-
-    name = "actor"
-    text_windows: Windows[PackedRow] | None = None
-    """Pre-training texts of each optimizer step; None without actor.ptx_coef."""
-
-    @property
-    def optim(self) -> ActorConfig:
-        return self.config.actor
-
-    def start(self, address: str, port: int, total_steps: int, texts: SampleStore | None = None) -> None:
-        self.join(address, port)
-        actor = self.config.actor
-        self.model = self._engine(
-            partial(self.build_model, actor.model_name_or_path, ACTOR_FLAG),
-            total_steps,
-            actor.gradient_checkpointing_enable,
-            ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
-        )
-        if texts is not None:
-            self.text_windows = self._windows_of(texts)
-        self._seek_texts()
-        offload_optimizer(self.model, self.config.ds.offloading.sleeps)
-
-    def build_model(self, path: str, flag: str) -> RowModel:
-        ds = self.config.ds
-        model = load_language_model(self.config, path, flag, in_4bit=ds.precision.in_4bit)
-        if self.config.algo.router_replay:
-            reading_of(model).replay = Replay(model)
-        model = prepare_for_training(model, ds)
-        if self.config.actor.freeze_visual_encoder:
-            freeze_vision(model)
-        return PolicyModel(model)
-
-    def forward_unadapted(self, batch: Batch) -> np.ndarray:
-        """Returns the log-probs (A,) of the model with its adapters disabled, which is the reference of LoRA
-        runs."""
-        with torch.no_grad(), disabled_adapters(self.model.module.model):
-            return self.forward(batch)
-
-    def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
-        objective = PolicyObjective.from_config(self.config, kl_coef, seen)
-        return balanced(objective, self.config.actor.aux_loss_coef, "policy")
-
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first window,
-        from its forward passes, which run before the policy changes."""
-        self.verify(batch, windows, kl_coef)
-        seen: list[Tensor] = []
-        steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
-        first = batch.select(windows[0])
-        groups = self.groups(first, range(len(first)))
-        log_probs = first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
-        if first.log_probs is None:
-            return steps, log_probs
-        if self.config.ds.lora.dropout == 0:
-            dtype = self.config.ds.precision.dtype
-            check_first_pass(first.log_probs, log_probs, dtype, self.model.steps - len(windows) + 1)
-        return steps, None
-
-    def verify_outputs(self, sequences: Batch, step: int) -> None:
-        if sequences.log_probs is not None:
-            check_log_probs(
-                self.model.module.model,
-                PackedRow.of_batch(sequences),
-                torch.from_numpy(sequences.log_probs),
-                temperature=self.config.rollout.temperature,
-                dtype=self.config.ds.precision.dtype,
-                step=step,
-            )
-
-    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        check_policy_loss(self.config, kl_coef, row, step)
-
-    def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
-        if self.text_windows is None:
-            return []
-        return [(next(self.text_rows), PTXObjective(coef=self.config.actor.ptx_coef))]
-
-    def load_checkpoint(self, tag: str) -> dict:
-        state = super().load_checkpoint(tag)
-        self._seek_texts()
-        return state
-
-    def _windows_of(self, texts: SampleStore) -> Windows[PackedRow]:
-        train = self.config.train
-        return Windows(
-            texts,
-            PackedRow.of,
-            batch_size=train.batch_size,
-            micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
-            max_tokens=self.row_budget(train.max_tokens_per_gpu),
-            data_rank=self.mesh.data_rank,
-            data_size=self.mesh.data,
-            seed=train.seed,
-            shuffle=False,
-            shares_prefixes=self.model.trains_on_prefixes and not self.config.reads_images,
-        )
-
-    def _seek_texts(self) -> None:
-        if self.text_windows is not None:
-            self.text_rows = self.text_windows.endless(self.model.steps)
-
-    def open_weight_sync(self, client: EngineClient, backend: str, address: str, port: int) -> None:
-        vllm = self.config.vllm
-        self.sender = WeightSender(
-            self.model,
-            client,
-            backend=backend,
-            address=address,
-            port=port,
-            rank=self.rank,
-            lora_sync=vllm.lora_sync if self.config.ds.lora.rank > 0 else "merged",
-            bucket_bytes=None if vllm.sync_bucket_mb is None else vllm.sync_bucket_mb << 20,
-        )
-
-    def weight_bytes(self) -> int:
-        """Returns the bytes that a weight sync sends."""
-        return sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in self.model.weight_metadata())
-
-    def send_weights(
-        self, version: int, probe: Probe | None, adapter_seed: int | None = None
-    ) -> Tensor | None:
-        """Sends the weights to the engines; see `PolicyRanks.send_weights`."""
-        adapter = nullcontext() if adapter_seed is None else self.model.random_adapter(adapter_seed)
-        with self.peaks.during("sync"), adapter:
-            self.model.check_finite(states=False)
-            fault("sync.send")
-            log_probs = None if probe is None else self.log_probs_of(probe)
-            self.sender.send(version)
-        release_cached_memory()
-        return log_probs
-
-    def log_probs_of(self, probe: Probe) -> Tensor:
-        """Returns the log-probs (L - 1,) of a probe's tokens at temperature 1."""
-        ids = torch.tensor(probe.token_ids)
-        mask = torch.arange(len(ids)) > 0
-        row = PackedRow.of([Sample(token_ids=ids, action_mask=mask, images=probe.images)])
-        return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
-
-    def weight_sketches(self) -> dict[str, Sketch]:
-        """Returns sketches of the weights; see `PolicyRanks.weight_sketches`. Collective."""
-        return sketches(self.model.weights(part=self.sender.source.whole_part))
-
-
-class CriticWorker(TrainedWorker):
-    """One rank of the critic."""
-
-    name = "critic"
-
-    @property
-    def optim(self) -> CriticConfig:
-        return self.config.critic
-
-    def start(self, address: str, port: int, total_steps: int) -> None:
-        self.join(address, port)
-        config, critic = self.config, self.config.critic
-        checkpointing = critic.gradient_checkpointing_enable
-        self.model = self._engine(
-            partial(self.build_model, config.critic_path, CRITIC_FLAG),
-            total_steps,
-            config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
-        )
-        offload_optimizer(self.model, config.ds.offloading.sleeps)
-
-    def build_model(self, path: str, flag: str) -> ValueModel:
-        """Builds the critic from a reward model, whose head it keeps, or from a plain language model, which
-        gets a new head."""
-        ds = self.config.ds
-        scorer = load_reward_model(self.config, path, flag, in_4bit=ds.precision.in_4bit)
-        return ValueModel(prepare_for_training(scorer.model, ds))
-
-    def read(self, model: Callable, row: PackedRow) -> Tensor:
-        return model(row)
-
-    def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
-        objective = CriticObjective.from_config(self.config)
-        return balanced(objective, self.config.critic_aux_loss_coef, "critic")
-
-    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        check_value_loss(self.config, row, step)
-
-    def verify_outputs(self, sequences: Batch, step: int) -> None:
-        check_values(
-            self.model.module.model,
-            PackedRow.of_batch(sequences),
-            torch.from_numpy(present(sequences.values)),
-            dtype=self.config.ds.precision.dtype,
-            step=step,
-        )
-
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """Updates the critic; every metric's name starts with `critic/`."""
-        steps, _ = super().update(batch, windows, kl_coef)
-        named = [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
-        return named, None
-
-
-def balanced(objective: Objective[ExperienceRow], coef: float, section: str) -> Objective[ExperienceRow]:
-    """Adds the load-balancing loss of experts to `objective`, unless `coef` is 0."""
-    if not coef:
-        return objective
-    return BalancedObjective(objective=objective, coef=coef, metric=f"{section}/balance_loss")
 
 
 def row_groups(

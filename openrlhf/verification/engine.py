@@ -29,7 +29,7 @@ from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import RunError
 from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.rollout.worker import engine_options
-from openrlhf.training.worker import PolicyWorker
+from openrlhf.training.trained_worker import PolicyWorker
 from openrlhf.types import Batch, present
 from openrlhf.verification.report import Finding, judged, not_checked
 from openrlhf.verification.subjects import PolicySubject, batch_of, policy_learned, prompts_of

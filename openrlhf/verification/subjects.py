@@ -31,7 +31,7 @@ from openrlhf.training.models import load_reward_model
 from openrlhf.training.reference import ComparedTask, reference_path
 from openrlhf.training.rl_data import build_prompt_datasets
 from openrlhf.training.task import MODEL_FLAG, Run, Task, load_tokenizer_of
-from openrlhf.training.worker import PolicyWorker
+from openrlhf.training.trained_worker import PolicyWorker
 from openrlhf.types import Batch, Metrics, Sample
 from openrlhf.verification.formulas import Reference
 from openrlhf.verification.layouts import (

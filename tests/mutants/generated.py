@@ -31,6 +31,7 @@ PLACES = (
     "training/credit.py",
     "training/collect.py",
     "training/schedule.py",
+    "training/trained_worker.py",
     "training/worker.py",
     "rollout/trajectories.py",
     "rollout/worker.py",

@@ -49,8 +49,8 @@ from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
+from openrlhf.training.trained_worker import PolicyWorker
 from openrlhf.training.verify import check_head, check_log_probs, verify_step
-from openrlhf.training.worker import PolicyWorker
 from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
 
 ALONE = Mesh(data=1, sequence=1, tensor=1)

@@ -72,7 +72,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training import worker
+from openrlhf.training import trained_worker
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
@@ -83,7 +83,8 @@ from openrlhf.training.origin import Origin
 from openrlhf.training.ppo import PPOTrainer, restore
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
 from openrlhf.training.schedule import prompts_of_steps, training_schedule
-from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, RewardWorker, row_groups
+from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
+from openrlhf.training.worker import FrozenWorker, RewardWorker, row_groups
 from openrlhf.types import (
     Batch,
     ExperienceRow,
@@ -1103,7 +1104,7 @@ def options_of_engine(
     """Returns the options that a worker builds its engine with."""
     made: dict[str, Any] = {}
     monkeypatch.setattr(worker_class, "join", lambda self, address, port: None)
-    monkeypatch.setattr(worker, "build_engine", lambda build, **options: made.update(options))
+    monkeypatch.setattr(trained_worker, "build_engine", lambda build, **options: made.update(options))
     worker_class(config, 0, Mesh()).start("", 0, 10)
     return made
 

@@ -37,9 +37,11 @@ from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.training import trained_worker
 from openrlhf.training import worker as workers
 from openrlhf.training.checkpoints import UNFINISHED
-from openrlhf.training.worker import CriticWorker, FrozenWorker, PolicyWorker, RewardWorker
+from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
+from openrlhf.training.worker import FrozenWorker, RewardWorker
 from openrlhf.types import Batch
 
 PLACE = "127.0.0.1", 29999
@@ -358,7 +360,7 @@ def test_a_sender_is_opened_as_the_flags_say(
     monkeypatch: pytest.MonkeyPatch, rank: int, mode: Any, bucket: int | None, sent: str
 ) -> None:
     made = []
-    monkeypatch.setattr(workers, "WeightSender", lambda *args, **options: made.append((args, options)))
+    monkeypatch.setattr(trained_worker, "WeightSender", lambda *args, **options: made.append((args, options)))
     ds = ScorerDeepSpeedConfig(lora=LoraConfig(rank=rank))
     config = PPOConfig(ds=ds, vllm=VllmConfig(lora_sync=mode, sync_bucket_mb=bucket))
     worker: Any = PolicyWorker(config, 3, Mesh(data=4))
@@ -376,7 +378,7 @@ def test_an_engine_is_built_as_the_flags_say(
     made: dict[str, Any] = {}
     model = SimpleNamespace(offload=lambda: made.update(offloaded=True), reload=lambda: None)
     build = lambda build, **options: made.update(options, build=build) or model
-    monkeypatch.setattr(workers, "build_engine", build)
+    monkeypatch.setattr(trained_worker, "build_engine", build)
     monkeypatch.setattr(PolicyWorker, "join", lambda self, address, port: made.update(place=(address, port)))
     config = config_of(folder)
     train = replace(

@@ -140,7 +140,7 @@ def test_a_request_that_breaks_off_leaves_the_server_as_it_was(server: WarmServe
 
 
 def test_the_end_does_not_wait_for_imports() -> None:
-    server = WarmServer(["time", "openrlhf.training.worker", "openrlhf.backends.vllm.engine"], {})
+    server = WarmServer(["time", "openrlhf.training.trained_worker", "openrlhf.backends.vllm.engine"], {})
     server.stop()
     assert server.process.returncode == -signal.SIGTERM and not server.interpreter.parent.exists()
 
