@@ -21,6 +21,8 @@ def mend() -> None:
     for name in ("torchaudio", "torchcodec"):
         if name not in sys.modules and _needs_cuda(name):
             sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec now fail
+            if config := sys.modules.get("datasets.config"):
+                setattr(config, f"{name.upper()}_AVAILABLE", False)
             if asked := sys.modules.get(
                 "transformers.utils.import_utils"
             ):  # it may have cached that they are there

@@ -88,6 +88,8 @@ class Prompt:
     """Images in the order of their placeholders in `text`."""
     num_tokens: int = 0
     """Number of tokens that the policy reads, including those of images. 0: not counted."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """The tools that the chat template lists in `text`, and that of a reward model does."""
 
 
 def _restore(prompt: Prompt, state: Sequence[Any]) -> None:

@@ -1,16 +1,12 @@
 """Conversations as token streams: the text that a chat template writes between a policy's answers."""
 
-import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from openrlhf.data.messages import MARK, Message, render, without_nulls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-Message = dict[str, Any]
-MARK = "\u241fanswer\u241f"
-"""Placeholder of an answer in a rendered conversation, to find the text after it."""
 
 
 class TemplateProblem(ValueError):
@@ -29,14 +25,8 @@ class ChatStream:
         """Returns the rendered conversation; `answering` adds the generation prompt. Raises TemplateProblem
         if the template rejects the messages."""
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    [_as_templates_read(message) for message in messages],
-                    tools=tools,
-                    tokenize=False,
-                    add_generation_prompt=answering,
-                )
-            )
+            read = [without_nulls(message) for message in messages]
+            return render(self.tokenizer, read, tools=tools, add_generation_prompt=answering)
         except Exception as error:
             raise TemplateProblem(f"the chat template rejects these messages: {error}") from error
 
@@ -138,24 +128,3 @@ def departure(kept: str, written: str) -> str:
     same = next((i for i, (a, b) in enumerate(zip(kept, written, strict=False)) if a != b), len(written))
     start = max(0, same - 20)
     return f"It writes {written[start : same + 40]!r} instead of {kept[start : same + 40]!r}."
-
-
-def _as_templates_read(message: Mapping[str, Any]) -> Message:
-    """Converts an OpenAI message for chat templates: JSON arguments of calls become mappings, and a list of
-    text parts becomes one text."""
-    read = dict(message)
-    if calls := message.get("tool_calls"):
-        read["tool_calls"] = [_with_arguments_read(call) for call in calls]
-    content = message.get("content")
-    if isinstance(content, list) and all(part.get("type") == "text" for part in content):
-        read["content"] = "".join(part["text"] for part in content)
-    return read
-
-
-def _with_arguments_read(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Parses the arguments of a call; text that is not valid JSON stays text."""
-    function = dict(call["function"])
-    if isinstance(arguments := function.get("arguments"), str):
-        with suppress(ValueError):
-            function["arguments"] = json.loads(arguments)
-    return {**call, "function": function}

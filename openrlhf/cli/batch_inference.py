@@ -150,6 +150,7 @@ def build_work(
         "input_key": data.input_key,
         "apply_chat_template": data.apply_chat_template,
         "input_template": data.input_template,
+        "tools_key": data.tools_key,
         "bad_rows": data.bad_rows,
     }
     if config.task == "rm":
@@ -178,7 +179,7 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
 
     flags = {key: value for key, value in values_of(config).items() if key not in ONLY_SPEED}
     folder = Path(config.model.model_name_or_path)
-    files = sorted(file for ending in ("safetensors", "bin") for file in folder.glob(f"*.{ending}"))
+    files = sorted(file for ending in ("safetensors", "bin") for file in folder.glob(f"[!.]*.{ending}"))
     weights = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
     return flags | {"rows of the dataset": rows, "weights": weights}
 
@@ -355,8 +356,9 @@ def _longest(config: BatchInferenceConfig) -> int:
 
 
 def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:
-    columns: dict[str, str | None] = {"--data.input_key": config.data.input_key}
-    return columns | ({"--data.output_key": config.data.output_key} if config.task == "rm" else {})
+    data = config.data
+    columns = {"--data.input_key": data.input_key, "--data.tools_key": data.tools_column}
+    return columns | ({"--data.output_key": data.output_key} if config.task == "rm" else {})
 
 
 def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:

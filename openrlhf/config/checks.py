@@ -75,7 +75,7 @@ def needs(flag: str, keys: str) -> Unread:
 
 
 TEMPLATE_UNREAD = (
-    needs("data.apply_chat_template", "data.tokenizer_chat_template"),
+    needs("data.apply_chat_template", "data.tokenizer_chat_template data.tools_key"),
     Unread(
         "data.input_template",
         lambda c: c.data.apply_chat_template and c.data.input_template is not None,

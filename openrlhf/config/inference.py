@@ -18,6 +18,7 @@ from openrlhf.config.sections import (
     HubConfig,
     InferenceKernelsConfig,
     LaunchedConfig,
+    RowTemplateConfig,
     SeedConfig,
     TemplateConfig,
 )
@@ -32,7 +33,7 @@ class InferenceModelConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InferenceDataConfig(DatasetConfig, TemplateConfig):
+class InferenceDataConfig(DatasetConfig, RowTemplateConfig):
     """The dataset, and how its rows become text."""
 
     input_key: str = "input"

@@ -46,8 +46,8 @@ from openrlhf.config.sections import (
     LoaderConfig,
     LoggerConfig,
     OptimConfig,
+    RowTemplateConfig,
     ScorerDeepSpeedConfig,
-    TemplateConfig,
     TrainedModelConfig,
     TrainingConfig,
     WandbConfig,
@@ -359,7 +359,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptDataConfig(ImagesConfig, TemplateConfig, LoaderConfig):
+class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
     """The prompts, and how they become text."""
 
     prompt_dataset: str = ""

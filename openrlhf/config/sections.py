@@ -77,6 +77,20 @@ class TemplateConfig(TokenizerConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RowTemplateConfig(TemplateConfig):
+    """Chat templates of rows."""
+
+    tools_key: str | None = "tools"
+    """Column with the tools that the chat template lists: schemas in OpenAI's format, as a list or its JSON
+    text. Rows may lack the column `tools`. None: not read."""
+
+    @property
+    def tools_column(self) -> str | None:
+        """The column of tools, if rows must have it because a flag names it."""
+        return self.tools_key if self.apply_chat_template and self.tools_key != "tools" else None
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoaderConfig(TokenizerConfig):
     """Loading of rows for training."""
 

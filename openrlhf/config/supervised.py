@@ -22,8 +22,8 @@ from openrlhf.config.sections import (
     LoaderConfig,
     LoggerConfig,
     OptimConfig,
+    RowTemplateConfig,
     ScorerDeepSpeedConfig,
-    TemplateConfig,
     TrainedModelConfig,
     TrainingConfig,
     logger_for,
@@ -60,7 +60,7 @@ class DataConfig(DatasetConfig, LoaderConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageDataConfig(ImagesConfig, TemplateConfig, DataConfig):
+class ImageDataConfig(ImagesConfig, RowTemplateConfig, DataConfig):
     """The dataset, and how its rows become tokens."""
 
 
@@ -225,7 +225,7 @@ class KTOModelConfig(ModelConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class KTODataConfig(TemplateConfig, DataConfig):
+class KTODataConfig(RowTemplateConfig, DataConfig):
     """The dataset, and how its rows become tokens."""
 
     input_key: str = "input"

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING
@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, value_of
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.templates import Message, PromptTemplate, as_messages, render_messages
+from openrlhf.data.messages import calls_of, read_text, text_of
+from openrlhf.data.templates import Message, PromptTemplate, Tools, as_messages, render_messages, tools_of
 from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class AnswerColumns:
     """Whether every assistant turn of the conversation is marked."""
     images: "ImageColumn | None" = None
     """Column of images, which a chat template writes as placeholders."""
+    tools_key: str | None = None
+    """Column of the tools that a chat template lists, see `tools_of`."""
 
     def __post_init__(self) -> None:
         """Raises UsageError if no flag says which column or message is the answer."""
@@ -52,7 +55,7 @@ class AnswerColumns:
             prompt = self.template(value_of(row, self.input_key, str))
             answer = value_of(row, self.output_key, str)
             return plain_answer(prompt, answer) if prompt else Text(text=answer)
-        asked = value_of(row, self.input_key, str, list)
+        asked = read_text(value_of(row, self.input_key, str, list))
         if isinstance(asked, str) and self.output_key is None:
             raise _no_answer(row, self.input_key)
         messages = as_messages(asked)
@@ -62,7 +65,7 @@ class AnswerColumns:
             messages += as_messages(value_of(row, self.output_key, str, list), role="assistant")
         if self.images is not None:
             messages = self.images.place(row, messages)
-        return mark_answer(messages, 0 if self.multiturn else first, tokenizer)
+        return mark_answer(messages, 0 if self.multiturn else first, tokenizer, tools_of(row, self.tools_key))
 
 
 def _no_answer(row: Row, input_key: str) -> UsageError:
@@ -82,7 +85,9 @@ def plain_answer(prompt: str, answer: str) -> Text:
     return Text(text=text, spans=((len(prompt), len(text)),) if text[len(prompt) :].strip() else ())
 
 
-def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase) -> Text:
+def mark_answer(
+    messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, tools: Tools | None = None
+) -> Text:
     """Returns the conversation up to the last assistant turn. Each assistant turn from message `first` on is
     marked. A turn's span runs from the end of the generation prompt before it to the end of the turn as
     the template renders it, without trailing whitespace, because the policy does not write that. The text
@@ -93,18 +98,20 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
     """
     turns = _assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
-    whole = render_messages(messages, tokenizer, add_generation_prompt=False)
+    render = partial(render_messages, tokenizer=tokenizer, tools=tools)
+    whole = render(messages, add_generation_prompt=False)
     text, spans = whole.rstrip(), []
     for turn in turns:
-        prompt = render_messages(messages[:turn], tokenizer, add_generation_prompt=True)
-        ended = render_messages(messages[: turn + 1], tokenizer, add_generation_prompt=False).rstrip()
-        content = messages[turn].get("content")
-        is_shown = not isinstance(content, str) or content.strip() in text[len(prompt) : len(ended)]
+        prompt = render(messages[:turn], add_generation_prompt=True)
+        ended = render(messages[: turn + 1], add_generation_prompt=False).rstrip()
+        content, calls = text_of(messages[turn].get("content")), calls_of(messages[turn])
+        parts = [(content or "").strip(), *(str(call.get("name", "")) for call in calls)]
+        is_shown = all(part in text[len(prompt) : len(ended)] for part in parts)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
-        if len(prompt) < len(ended) and (content or messages[turn].get("tool_calls")):
+        if len(prompt) < len(ended) and (messages[turn].get("content") or calls):
             spans.append((len(prompt), len(ended)))
-            if turn != turns[-1] and isinstance(content, str) and ended.endswith(content.rstrip()):
+            if turn != turns[-1] and (end := (content or "").rstrip()) and ended.endswith(end):
                 _tell_endless(str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans), is_chat=True)
 
@@ -137,17 +144,22 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError
 
 
 def scored_answer(
-    messages: Sequence[Message], first: int, tokenizer: PreTrainedTokenizerBase, *, is_open: bool = False
+    messages: Sequence[Message],
+    first: int,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None = None,
+    *,
+    is_open: bool = False,
 ) -> Text:
     """Returns the conversation up to the last assistant turn, with everything after the prompt (the messages
     before `first`) marked. The text is only scored, not learned, so a template may render the answer in any
     way. `is_open`: the last turn was truncated and is rendered without an end."""
     turns = _assistant_turns(messages, first)
-    prompt = render_messages(messages[:first], tokenizer, add_generation_prompt=True)
-    talk = messages[: turns[-1] + 1]
-    text = render_messages(talk, tokenizer, add_generation_prompt=False, is_open=is_open).rstrip("\n")
+    render = partial(render_messages, tokenizer=tokenizer, tools=tools)
+    prompt = render(messages[:first], add_generation_prompt=True)
+    text = render(messages[: turns[-1] + 1], add_generation_prompt=False, is_open=is_open).rstrip("\n")
     start = len([*takewhile(bool, map(eq, prompt, text))])  # length of the common prefix
-    is_empty = not any(messages[turn].get("content") or messages[turn].get("tool_calls") for turn in turns)
+    is_empty = not any(messages[turn].get("content") or calls_of(messages[turn]) for turn in turns)
     return Text(text=text, spans=() if is_empty else ((start, len(text)),), is_chat=True)
 
 

@@ -10,10 +10,11 @@ standard library and stays as Python values. CSV has no types: every value is te
 
 import codecs
 import csv
+import errno
 import io
 import json
 import os
-import sys
+import shutil
 import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TextIO, TypeVar, cast
 
 import datasets
 import numpy as np
@@ -237,7 +238,10 @@ def _json_lines(file: File, bad_rows: BadRows) -> Iterator[Found]:
     """Yields each line that is not blank, with its byte offset."""
     start = 0
     with file.path.open("rb") as opened:
-        for line, raw in enumerate(tracked(opened, None, f"checking the lines of {file.path.name}"), start=1):
+        lines = iter(partial(opened.readline, MAX_ROW + 1), b"")
+        for line, raw in enumerate(tracked(lines, None, f"checking the lines of {file.path.name}"), start=1):
+            if len(raw) > MAX_ROW:
+                raise file.error(ErrorCode.UNREADABLE, f"{_TOO_LONG}.", line)
             row = _row_or_reason(partial(_parse_line, raw, _unique), file, line, bad_rows)
             if row is not None:
                 yield start, line, row
@@ -277,6 +281,9 @@ Pairs = Callable[[list[tuple[str, Any]]], Row]
 """Makes an object from its keys and values."""
 
 
+MAX_ROW = 64 * 2**20
+"""Maximum size of a line: a text takes a hundred times its size while it is tokenised."""
+_TOO_LONG = f"the line has more than {MAX_ROW >> 20} MiB"
 MAX_DEPTH = 100
 """Levels of nested lists and objects that a row may have. Python's parser stops at about 1,000, or earlier if
 the call stack is deep."""
@@ -302,7 +309,7 @@ def _parse_json(text: str, pairs: Pairs | None = None) -> Any:
     except json.JSONDecodeError as error:
         if text.startswith("<"):
             raise BadRow("this looks like HTML. Was an error page downloaded?") from error
-        found = text.splitlines()[error.lineno - 1][:60]
+        found = text.split("\n")[error.lineno - 1].strip()[:60]
         raise BadRow(f"not JSON: {error.msg}: {found}", line=error.lineno) from error
     except BadRow:
         raise
@@ -345,6 +352,10 @@ def _read_json(file: File, bad_rows: BadRows) -> Part:
     """Reads a list of objects; or, for JSON Lines under this file ending, one object per line."""
     if _has_a_row_in_each_line(file.path):
         return _read_json_lines(file, bad_rows)
+    size, limit = file.path.stat().st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
+    if size > limit:
+        text = f"{size} bytes; a list is held whole, and may have {limit}, 1/16 of the memory.\nSave {_AS_LINES}."
+        raise file.error(ErrorCode.UNREADABLE, text)
     try:
         value = _parse_json(_decode(file.path.read_bytes()).strip(), _unique)
     except BadRow as reason:
@@ -353,8 +364,7 @@ def _read_json(file: File, bad_rows: BadRows) -> Part:
         keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
         raise file.error(
             ErrorCode.UNREADABLE,
-            f"{kind(value)}{keys}, not a list of rows.\n"
-            "Save the list itself, or one row in each line of a .jsonl file.",
+            f"{kind(value)}{keys}, not a list of rows.\nSave the list itself, or {_AS_LINES}.",
         )
     return Part.of(
         file.name,
@@ -362,10 +372,14 @@ def _read_json(file: File, bad_rows: BadRows) -> Part:
     )
 
 
+_AS_LINES = "one row in each line of a .jsonl file"
+
+
 def _has_a_row_in_each_line(path: Path) -> bool:
     """Returns True if the first line is a JSON object and another line follows, or the file is empty."""
     with path.open("rb") as file:
-        lines = (line for raw in file if (line := raw.removeprefix(codecs.BOM_UTF8).strip()))
+        read = iter(partial(file.readline, MAX_ROW + 1), b"")
+        lines = (line for raw in read if (line := raw.removeprefix(codecs.BOM_UTF8).strip()))
         first, second = next(lines, b""), next(lines, b"")
     return not first or (first.startswith(b"{") and bool(second) and _is_json(first))
 
@@ -386,14 +400,14 @@ def _read_csv(file: File, bad_rows: BadRows) -> Part:
 def _csv_columns(file: File) -> Sequence[str]:
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
         try:
-            return csv.DictReader(opened, strict=True).fieldnames or ()
+            return csv.DictReader(_CountedLines(opened, 0), strict=True).fieldnames or ()
         except (csv.Error, UnicodeDecodeError) as error:
             raise _not_csv(file, 2, error) from error
 
 
 def _csv_rows(file: File, bad_rows: BadRows) -> Iterator[Found]:
     """Yields each row with its byte offset; the line is the last one of the row."""
-    csv.field_size_limit(sys.maxsize)  # the default refuses texts of more than 128 KiB
+    csv.field_size_limit(MAX_ROW)  # the default refuses texts of more than 128 KiB
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
         lines = _CountedLines(opened, _size_of_mark(file.path))
         reader = csv.DictReader(lines, strict=True)
@@ -414,15 +428,19 @@ def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
 
 
 class _CountedLines:
-    def __init__(self, lines: Iterable[str], size: int) -> None:
+    def __init__(self, opened: TextIO, size: int) -> None:
         """size: bytes before the first of the lines."""
-        self._lines, self.size = iter(lines), size
+        self._opened, self.size = opened, size
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = next(self._lines)
+        line = self._opened.readline(MAX_ROW + 1)
+        if len(line) > MAX_ROW:
+            raise csv.Error(_TOO_LONG)
+        if not line:
+            raise StopIteration
         self.size += len(line.encode())
         return line
 
@@ -447,9 +465,12 @@ def _read_parquet(file: File, bad_rows: BadRows) -> Part:
     """Reads a Parquet file, which cannot be memory-mapped: a large one is decoded to disk and mapped from
     there."""
     metadata = _read_table(pq.read_metadata, file)
-    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
-    read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else _parquet_on_disk
-    return Part.of_table(file.name, datasets.Dataset(_read_table(read, file)))
+    read = _parquet_in_memory if _decoded_bytes(metadata) <= PARQUET_IN_MEMORY else _parquet_on_disk
+    return Part.of_table(file.name, _read_table(lambda path: datasets.Dataset(read(path)), file))
+
+
+def _decoded_bytes(metadata: pq.FileMetaData) -> int:
+    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
 
 
 PARQUET_IN_MEMORY = 64 * 2**20
@@ -470,6 +491,8 @@ def _parquet_on_disk(path: Path) -> pa.Table:
         tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy,
         pq.ParquetFile(path) as file,
     ):
+        if _decoded_bytes(file.metadata) > shutil.disk_usage(folder).free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         batches = file.iter_batches(_BATCH)
         count = -(-file.metadata.num_rows // _BATCH)
         with pa.ipc.new_stream(copy.name, file.schema_arrow) as writer:
@@ -483,7 +506,7 @@ _BATCH = 4096
 
 
 def _read_arrow(file: File, bad_rows: BadRows) -> Part:
-    return Part.of_table(file.name, datasets.Dataset(_read_table(_arrow_table, file)))
+    return Part.of_table(file.name, _read_table(lambda path: datasets.Dataset(_arrow_table(path)), file))
 
 
 def _arrow_table(path: Path) -> pa.Table:
@@ -497,9 +520,11 @@ def _arrow_table(path: Path) -> pa.Table:
 def _read_table(read: Callable[[Path], Any], file: File) -> Any:
     try:
         return read(file.path)
-    except (pa.ArrowInvalid, OSError) as error:
-        size = file.path.stat().st_size
-        text = f"damaged or not a {file.path.suffix} file ({size} bytes):\n{first_line(error)}"
+    except (pa.ArrowException, OSError, ValueError) as error:
+        size, wrong = file.path.stat().st_size, f"damaged or not a {file.path.suffix} file"
+        if "dtype equivalent" in str(error):  # datasets, which knows no maps
+            wrong = "a column has a type that cannot be read; make it text, such as JSON"
+        text = f"{wrong} ({size} bytes):\n{first_line(error)}"
         raise file.error(ErrorCode.UNREADABLE, text) from error
 
 

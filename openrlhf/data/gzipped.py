@@ -4,7 +4,6 @@
 """
 
 import gzip
-import shutil
 import zlib
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,8 @@ from openrlhf.errors import ErrorCode
 from openrlhf.files import made_once, writing_to_cache
 
 MAGIC = b"\x1f\x8b"
+MAX_RATIO = 200
+"""Maximum size of the content of a file of more than 1 GiB, in sizes of the packed file."""
 
 
 def unpacked(file: File) -> File:
@@ -40,4 +41,9 @@ def _unpack(path: Path, folder: Path) -> None:
     with path.open("rb") as packed:
         is_packed = packed.read(len(MAGIC)) == MAGIC  # a web server may have unpacked it on the way
     with (gzip.open if is_packed else open)(path, "rb") as opened, (folder / path.stem).open("wb") as copy:
-        shutil.copyfileobj(opened, copy, 2**20)
+        while block := opened.read(2**20):
+            if copy.tell() > max(2**30, MAX_RATIO * path.stat().st_size):
+                raise gzip.BadGzipFile(
+                    f"it holds more than {MAX_RATIO} times its size, so it is no file of rows"
+                )
+            copy.write(block)

@@ -15,8 +15,9 @@ from openrlhf.data.answers import plain_answer, scored_answer
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
 from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
 from openrlhf.data.files import Row
+from openrlhf.data.messages import read_text, text_of
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages
+from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -65,6 +66,7 @@ def build_questions(
     suffix: str | None,
     max_len: int,
     bad_rows: BadRowAction = "error",
+    tools_key: str | None = None,
 ) -> list[Question]:
     """Builds the questions with these numbers, which become their ids (see `iteration`).
 
@@ -76,7 +78,9 @@ def build_questions(
 
     def read(row: Row) -> tuple[Input, str]:
         value = value_of(row, input_key, str, list)
-        return value, template(value if suffix is None else with_suffix(value, suffix))
+        asked = read_text(value) if apply_chat_template else value
+        tools = tools_of(row, tools_key) if apply_chat_template else None
+        return value, template(asked if suffix is None else with_suffix(asked, suffix), tools)
 
     dropped: Counter[str] = Counter()
     prompts = dict(read_each(chosen, read, bad_rows, dropped))
@@ -103,6 +107,7 @@ def build_answers(
     input_template: str | None,
     max_len: int,
     bad_rows: BadRowAction = "error",
+    tools_key: str | None = None,
 ) -> list[Answer]:
     """Builds every row as a reward model reads it: prompt and answer in their template, with an
     end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
@@ -114,7 +119,7 @@ def build_answers(
         if apply_chat_template:
             messages = as_messages(value)
             talk = messages + as_messages(output, role="assistant")
-            return value, output, scored_answer(talk, len(messages), tokenizer)
+            return value, output, scored_answer(talk, len(messages), tokenizer, tools_of(row, tools_key))
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
         return value, output, plain_answer(template(value), output)
@@ -140,9 +145,9 @@ def with_suffix(value: Input, suffix: str) -> Input:
     if isinstance(value, str):
         return f"{value} {suffix.strip()} "
     *others, last = as_messages(value)
-    if not isinstance(last.get("content"), str):
+    if (text := text_of(last.get("content"))) is None:
         raise BadRow("the last message is not text, so nothing can be appended to it.")
-    return [*others, last | {"content": with_suffix(last["content"], suffix)}]
+    return [*others, last | {"content": with_suffix(text, suffix)}]
 
 
 def fingerprint(items: Iterable[Question | Answer]) -> str:

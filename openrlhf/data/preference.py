@@ -23,9 +23,10 @@ from openrlhf.data.encode import (
 from openrlhf.data.files import Row, kind
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.labelled import TwoSamples
+from openrlhf.data.messages import read_text
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, SampleStore
-from openrlhf.data.templates import Message, PromptTemplate, as_messages
+from openrlhf.data.templates import Message, PromptTemplate, as_messages, tools_of
 from openrlhf.types import Pair
 
 SAME_ANSWERS = "both answers are the same"
@@ -68,6 +69,7 @@ def build_pairs(
     margin_key: str | None = None,
     bad_rows: BadRowAction = "error",
     images: ImageColumn | None = None,
+    tools_key: str | None = None,
 ) -> PairDataset:
     """Builds one pair from each row whose two answers differ within max_len tokens.
 
@@ -80,7 +82,7 @@ def build_pairs(
                        sequence truncated at max_len has no end. True (reward models): only the last token
                        is marked; it is the end-of-sequence token, also where the text is truncated for it.
     margin_key         Column with a number: by how much the scores shall differ.
-    images             As in `build_sft_samples`: both answers are to the same images.
+    images, tools_key  As in `build_sft_samples`: both answers are to the same images, with the same tools.
 
     A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
     more, or when both sides are the same, also if only after truncation.
@@ -100,7 +102,8 @@ def build_pairs(
         talks, first = _conversations(row, prompt_key, columns)
         if images is not None:
             talks = [images.place(row, talk) for talk in talks]
-        return tuple(mark(talk, first, tokenizer) for talk in talks), margin
+        tools = tools_of(row, tools_key)
+        return tuple(mark(talk, first, tokenizer, tools) for talk in talks), margin
 
     end = _end_scored if score_last_token else _end_learned
     store, margins = SampleStore(), []
@@ -172,7 +175,7 @@ def _conversations(
 
 
 def _whole_conversation(row: Row, column: str) -> list[Message]:
-    if isinstance(row.get(column), str):
+    if isinstance(read_text(row.get(column)), str):
         raise BadRow(f"column {column!r} is text; without --data.prompt_key it must be a list of messages.")
     return _messages(row, column, "user")
 

@@ -17,7 +17,7 @@ from openrlhf.data.files import PACKED, Row, has_rows
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.prompt_sampler import PromptDataset
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages
+from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
 from openrlhf.errors import ErrorCode
 from openrlhf.types import Image, Prompt
 
@@ -35,6 +35,7 @@ def build_prompts(
     source: str = "default",
     first_id: int = 0,
     images: ImageColumn | None = None,
+    tools_key: str | None = None,
 ) -> PromptDataset:
     """Builds one prompt from each row; its id is `first_id` plus the number of the row, so ids do not depend
     on which other rows are skipped. Its source is the row's `datasource` column, else `source`.
@@ -44,6 +45,7 @@ def build_prompts(
     that are too long are dropped and counted; "error" and "skip" apply to both. The label keeps the type it
     has in the file.
 
+    tools_key: the column of the rows' tools, which the chat template lists.
     images: the column of the rows' images, if any; needs a chat template, which writes one placeholder for
     each. The length of a prompt counts all tokens of its images.
     """
@@ -51,14 +53,16 @@ def build_prompts(
 
     def read(row: Row) -> Prompt:
         value = value_of(row, input_key, str, list)
+        tools = tools_of(row, tools_key) if apply_chat_template else None
         if images is not None:
             value = images.place(row, as_messages(value))
         return Prompt(
             prompt_id=0,
-            text=template(value),
+            text=template(value, tools),
             label="" if label_key is None else value_of(row, label_key),
             source=str(row.get("datasource") or source),
             messages=as_messages(value) if apply_chat_template else None,
+            tools=tools,
         )
 
     policy = bad_rows or "error"

@@ -31,6 +31,7 @@ def build_sft_samples(
     bad_rows: BadRowAction = "error",
     images: ImageColumn | None = None,
     verify: bool = True,
+    tools_key: str | None = None,
 ) -> SampleStore:
     """Builds one sample from each row that has something to learn.
 
@@ -49,6 +50,8 @@ def build_sft_samples(
     the text as the model reads of it, none of which is learned. A sample in which an image would be truncated
     is dropped.
 
+    tools_key: the column of the rows' tools, which the chat template lists.
+
     verify: check the learned tokens of the first samples, see `check_learned`.
 
     Raises UsageError for a bad row (see `read_each`), for a template that renders an assistant turn
@@ -65,6 +68,7 @@ def build_sft_samples(
             output_key=output_key,
             multiturn=multiturn,
             images=images,
+            tools_key=tools_key,
         )
     read: Callable[[Row], Text] = columns or partial(_pretrain_text, input_key=input_key)
     store = SampleStore()

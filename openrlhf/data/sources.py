@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import cast
 
 import datasets
 import numpy as np
+from datasets.data_files import FILES_TO_IGNORE
 
 from openrlhf.config.checks import parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
@@ -209,7 +210,7 @@ def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[Fil
 
 def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
     """Returns the row files in `place` whose names have `split`; if no name has a split, all row files."""
-    files = [name for name in names if has_rows(name)]
+    files = [name for name in names if has_rows(name) and not _is_left_out(name)]
     if not files:
         text = f"the folder has no {', '.join(READERS)} file, compressed (.gz) or not."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)
@@ -219,6 +220,14 @@ def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str)
     if split not in splits.values():
         raise _no_split(place, split, {name for name in splits.values() if name}, flag)
     return [name for name in files if splits[name] == split]
+
+
+def _is_left_out(name: str) -> bool:
+    """Tells whether a file of a folder is no data, by the rule of `datasets`: it is hidden, in a folder that
+    is or that begins with __, or describes the data. A file or folder that a flag names is read."""
+    *folders, file = PurePath(name).parts
+    is_special = any(folder.startswith((".", "__")) for folder in folders)
+    return is_special or file.startswith(".") or file in FILES_TO_IGNORE
 
 
 def _find(item: str, flag: str) -> Path | None:

@@ -1,19 +1,23 @@
 """Renders rows as text with chat templates and input templates."""
 
+import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.files import kind
+from openrlhf.data.files import Row, kind
+from openrlhf.data.messages import Message, calls_of, decoded, read_text, render, text_of, without_nulls
 from openrlhf.errors import ErrorCode, UsageError, notify
 
-Message = dict[str, Any]
+logger = logging.getLogger(__name__)
+
+Tools = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +57,23 @@ class PromptTemplate:
                 value=repr(self.input_template),
             )
 
-    def __call__(self, value: str | Sequence[Message]) -> str:
+    def __call__(self, value: str | Sequence[Message], tools: Tools | None = None) -> str:
         """Renders a prompt. With a chat template a text is one user message, a list of messages is used as it
         is, and the header of the assistant's turn follows. Raises BadRow if the value cannot be
         rendered."""
         if self.apply_chat_template:
-            return render_messages(as_messages(value), self.tokenizer, add_generation_prompt=True)
+            return render_messages(
+                as_messages(value), self.tokenizer, tools=tools, add_generation_prompt=True
+            )
         if not isinstance(value, str):
             raise BadRow(f"the prompt is {kind(value)}, not text. Messages need --data.apply_chat_template.")
         return value if self.input_template is None else self.input_template.format(value)
 
 
 def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Message]:
-    """Returns a text as one message of `role`, and messages unchanged. Raises BadRow for invalid messages."""
+    """Returns a text as one message of `role`, or as the messages whose JSON text it is; messages without
+    keys that are null. Raises BadRow for invalid messages."""
+    value = read_text(value)
     if isinstance(value, str):
         return [{"role": role, "content": value}]
     if not value:
@@ -73,9 +81,23 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
     for i, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRow(f'message {i} is not of the form {{"role": …, "content": …}}.')
-        if message.get("content") is None and not message.get("tool_calls"):
+        if message.get("content") is None and not calls_of(message):
             raise BadRow(f"message {i} ({message['role']}) has no content.")
-    return list(value)
+    return without_nulls(list(value))
+
+
+def tools_of(row: Row, key: str | None) -> Tools | None:
+    """Returns the tools in a column, a list or its JSON text; None if the row has none. Raises BadRow for
+    anything else."""
+    tools = None if key is None else decoded(row.get(key))
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise BadRow(
+            f"column {key!r} is no list of tools, each an object. If it is meant for something else, give\n"
+            "--data.tools_key None."
+        )
+    return without_nulls(tools)
 
 
 def render_messages(
@@ -84,20 +106,28 @@ def render_messages(
     *,
     add_generation_prompt: bool,
     is_open: bool = False,
+    tools: Tools | None = None,
 ) -> str:
     """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
     on. Raises BadRow if the template refuses the messages."""
     _special_tokens(tokenizer).note(messages)
     try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=is_open,
-        )
+        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
+        text = render(tokenizer, messages, tools=tools, **options)
+        if tools and not any(str(tool.get("name")) in text for tool in calls_of({"tool_calls": tools})):
+            _tell_unread_tools(str(tokenizer.chat_template))
+        return text
     except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
-    return cast(str, text)  # tokenize=False
+
+
+@cache
+def _tell_unread_tools(template: str) -> None:
+    """Warns once per chat template."""
+    logger.warning(
+        "--data.tools_key: the chat template does not write the tools of the rows, so no model reads them.\nUse one "
+        "that does (--data.tokenizer_chat_template)."
+    )
 
 
 @cache
@@ -138,8 +168,8 @@ class _SpecialTokens:
         if self.is_noted or self.pattern is None:
             return
         for message in messages:
-            text = message.get("content")
-            if message["role"] == "assistant" or not isinstance(text, str):
+            text = text_of(message.get("content"))
+            if message["role"] == "assistant" or text is None:
                 continue
             if found := self.pattern.search(text):
                 self.is_noted = True

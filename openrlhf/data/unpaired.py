@@ -60,6 +60,7 @@ def build_unpaired(
     max_len: int,
     seed: int,
     bad_rows: BadRowAction = "error",
+    tools_key: str | None = None,
 ) -> UnpairedDataset:
     """Builds one answer from each row that has something to learn; prompts, answers and their marks are those
     of `build_sft_samples`.
@@ -72,7 +73,8 @@ def build_unpaired(
     after its generation prompt, when no answer is left, and when all that are left have the same prompt.
     """
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
-    answer = AnswerColumns(template=template, input_key=input_key, output_key=output_key)
+    keys = {"input_key": input_key, "output_key": output_key, "tools_key": tools_key}
+    answer = AnswerColumns(template=template, **keys)
 
     def read(row: Row) -> tuple[tuple[Text], bool]:
         return (answer(row),), _label(row, label_key)

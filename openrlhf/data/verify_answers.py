@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.encode import Tokens, token_ids_of
 from openrlhf.data.files import Row
+from openrlhf.data.messages import read_text, text_of
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode, RunError, shortened
 from openrlhf.text import decode
@@ -55,9 +56,10 @@ def check_learned(
 
 def _texts(row: Row, columns: AnswerColumns) -> tuple[str | None, str | None]:
     """Returns the last question and the answer of a row, each of them None if it is not text."""
-    asked = row.get(columns.input_key)
+    read = read_text if columns.template.apply_chat_template else lambda value: value
+    asked = read(row.get(columns.input_key))
     if columns.output_key is not None:
-        answer = _content(row.get(columns.output_key), "assistant")
+        answer = _content(read(row.get(columns.output_key)), "assistant")
     else:
         answer = _content(asked, "assistant")
         asked = asked[:-1] if isinstance(asked, list) else None
@@ -67,7 +69,7 @@ def _texts(row: Row, columns: AnswerColumns) -> tuple[str | None, str | None]:
 def _content(value: object, role: str) -> str | None:
     """Returns a text, or the text of the last of several messages if it is of this role."""
     if isinstance(value, list) and value and value[-1].get("role") == role:
-        value = value[-1].get("content")
+        return text_of(value[-1].get("content"))
     return value if isinstance(value, str) else None
 
 

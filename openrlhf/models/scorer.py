@@ -139,7 +139,7 @@ def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
     """Raises UsageError if `path` is not a reward model. Loads no weights. For a model on the hub only the
     configuration is checked."""
     name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
-    files = sorted(Path(path).glob("*.safetensors"))
+    files = sorted(Path(path).glob("[!.]*.safetensors"))
     heads = [head for file in files for head in _heads(file, (f"{name}.weight", f"{CLASSIFIER_HEAD}.weight"))]
     if files and not heads:
         raise _no_head(path, flag, name)

@@ -13,7 +13,7 @@ def check_weight_files(folder: str | Path, flag: str) -> None:
     """Raises UsageError if a file of a local model is missing, cut short or longer than its header says.
     Reads only headers (https://huggingface.co/docs/safetensors#format)."""
     place = Path(folder)
-    for file in sorted(place.glob("*.safetensors")):
+    for file in sorted(place.glob("[!.]*.safetensors")):
         size, expected = file.stat().st_size, _expected_bytes(file)
         if size != expected:
             what = "an unreadable header" if expected is None else f"{size:,} bytes instead of {expected:,}"

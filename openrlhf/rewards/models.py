@@ -75,7 +75,9 @@ class RewardReader:
         messages = [dict(message) for message in present(t.prompt.messages)]
         answer = {"role": "assistant", "content": response.strip()}
         try:
-            return scored_answer([*messages, answer], len(messages), self.own, is_open=t.truncated)
+            return scored_answer(
+                [*messages, answer], len(messages), self.own, t.prompt.tools, is_open=t.truncated
+            )
         except BadRow as reason:
             place = {"flag": REWARD_FLAG, "value": self.own.name_or_path}
             raise UsageError(ErrorCode.CHAT_TEMPLATE, f"{reason}\n{answer}", **place) from reason

@@ -123,6 +123,7 @@ def _prompts(
         source=source,
         first_id=first_id,
         images=images,
+        tools_key=data.tools_key,
     )
     tell_losses(prompts, flag)
     return prompts
@@ -184,6 +185,7 @@ def prompt_columns(config: PPOConfig) -> dict[str, str | None]:
         "--data.input_key": data.input_key,
         "--data.label_key": config.label_key,
         "--data.image_key": image_key,
+        "--data.tools_key": data.tools_column,
     }
 
 

@@ -90,7 +90,8 @@ class Task(ABC, Generic[ConfigT]):
         """Returns flag -> column name."""
         data = self.config.data
         keys = (*self.column_keys, *(("image_key",) if data.reads_images else ()))
-        return {f"--data.{key}": getattr(data, key) for key in keys}
+        columns = {f"--data.{key}": getattr(data, key) for key in keys}
+        return columns | {"--data.tools_key": getattr(data, "tools_column", None)}
 
     def images(self, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
         """Returns the image column of the rows; None without one."""
