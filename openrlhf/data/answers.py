@@ -13,7 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, value_of
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.templates import Message, PromptTemplate, as_messages, render_messages
+from openrlhf.data.templates import (
+    Message,
+    PromptTemplate,
+    as_messages,
+    check_ends,
+    joined,
+    render_messages,
+)
 from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
@@ -59,10 +66,17 @@ class AnswerColumns:
         first = len(messages) - 1
         if self.output_key is not None:
             first += 1
-            messages += as_messages(value_of(row, self.output_key, str, list), role="assistant")
+            answer = as_messages(value_of(row, self.output_key, str, list), role="assistant")
+            messages = joined(messages, answer, self.input_key, self.output_key, WITHOUT_OUTPUT)
         if self.images is not None:
             messages = self.images.place(row, messages)
         return mark_answer(messages, 0 if self.multiturn else first, tokenizer)
+
+
+WITHOUT_OUTPUT = (
+    "remove --data.output_key to learn the last message of a column with a whole conversation, which "
+    "--data.input_key names."
+)
 
 
 def _no_answer(row: Row, input_key: str) -> UsageError:
@@ -91,6 +105,7 @@ def mark_answer(messages: Sequence[Message], first: int, tokenizer: PreTrainedTo
     Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.
     """
+    check_ends(messages, tokenizer)
     turns = _assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
     whole = render_messages(messages, tokenizer, add_generation_prompt=False)

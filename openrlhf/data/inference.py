@@ -16,7 +16,7 @@ from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, valu
 from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages
+from openrlhf.data.templates import PromptTemplate, as_messages, check_ends, joined
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -113,7 +113,9 @@ def build_answers(
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
         if apply_chat_template:
             messages = as_messages(value)
-            talk = messages + as_messages(output, role="assistant")
+            answer = as_messages(output, role="assistant")
+            talk = joined(messages, answer, input_key, output_key, "name columns that follow one another.")
+            check_ends(talk, tokenizer)
             return value, output, scored_answer(talk, len(messages), tokenizer)
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
