@@ -6,6 +6,7 @@ import math
 import os
 import random
 import shlex
+import signal
 import string
 import subprocess
 import sys
@@ -442,6 +443,28 @@ def test_help_into_a_pipe_that_closes():
         f'{sys.executable} -c "{HELP}" | head -1', shell=True, capture_output=True, text=True, cwd=os.getcwd()
     )
     assert result.stdout.startswith("usage: openrlhf ppo") and result.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "openrlhf.cli.main",
+        "openrlhf.cli.main completion bash",
+        "openrlhf.cli.init --what sft --model m --data d --gpus 0 --yes",
+    ],
+)
+def test_output_that_nobody_reads_ends_a_command_as_sigpipe_does(words, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", *words.split()]
+    result = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | paths
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+    if "init" in words:  # the file is whole
+        assert parse(SFT, ["--config", str(tmp_path / "run.yaml")]).config.data.dataset == "d"
 
 
 def shown(command, argv, capsys):
