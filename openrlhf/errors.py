@@ -4,6 +4,7 @@
 """
 
 import os
+import select
 import signal
 import sys
 import threading
@@ -222,7 +223,8 @@ def short_errors() -> Iterator[None]:
     ValueError, RuntimeError, FloatingPointError) it prints the message alone, for any other the traceback."""
     try:
         try:
-            yield
+            with while_read():
+                yield
         except Exception as error:
             _exit_with(error)
     except KeyboardInterrupt as stop:
@@ -231,6 +233,25 @@ def short_errors() -> Iterator[None]:
         if isinstance(stop, Stopped):
             _print_stopped(stop)
         sys.exit(getattr(stop, "code", 128 + signal.SIGINT))
+
+
+@contextmanager
+def while_read() -> Iterator[None]:
+    """Ends the process as SIGPIPE does once the reader of its output is gone (`| head`)."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        output = select.poll()
+        output.register(1, select.POLLOUT)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):  # another pipe broke
+            raise
+        if notes := _notes(error):
+            print("stopped: the reader of the output is gone", *notes, file=sys.stderr, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for the flush when the process exits
+        sys.exit(128 + signal.SIGPIPE)
 
 
 def _exit_with(error: Exception) -> None:

@@ -249,13 +249,22 @@ def columns_of(recipe: Recipe, data: str) -> dict[str, Any]:
         role: next((name for name in names if name in row), names[0])
         for role, names in recipe.columns.items()
     }
-    if recipe.command == "sft" and found["input"] in CHATS and found["output"] not in row:
+    is_chat = recipe.command == "sft" and found["input"] in CHATS and found["output"] not in row
+    is_answered = _ends_with_answer(row.get(found.get("input", "")))
+    if is_chat or (is_answered and "output" in found):
         found["output"] = ""  # the last message is the response
     is_known = all(name in row for name in found.values() if name)
     found["guess"] = "" if is_known else "; a guess: see your data"
+    if is_answered and recipe.command == "ppo":
+        found["guess"] = "; its last message is an answer, which the policy would continue: take it out"
     found["prompt"] = "prompt" if "prompt" in row else ""
     found["chat"] = not row or isinstance(row.get(found.get("chosen", "")), list)
     return found
+
+
+def _ends_with_answer(messages: Any) -> bool:
+    last = messages[-1] if isinstance(messages, list) and messages else None
+    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def first_row(path: Path) -> dict[str, Any]:

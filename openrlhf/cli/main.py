@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.errors import ErrorCode, UsageError, short_errors, while_read
 
 COMMANDS = {
     "init": ("init", "ask a few questions and write a commented configuration for a training run"),
@@ -39,7 +39,11 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    with while_read():
+        _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+
+
+def _run(name: str, *rest: str) -> None:
     if name in ("--help", "-h", "help"):
         print(_usage())
     elif name == "--version":

@@ -264,6 +264,8 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
         return
     if not has_place:
         text = "has no {} where the prompt goes; use None for the prompt alone"
+        if os.path.isfile(template):
+            text = 'is the name of a file, and the flag takes the text itself; in bash write "$(cat FILE)"'
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
     elif "\\n" in template:
         yield remark(key, IN_BASH)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 from openrlhf.algorithms.advantages import ESTIMATORS
@@ -48,6 +49,31 @@ class OneOf:
         return " ".join(f"{name}: {row.summary.removesuffix('.')}." for name, row in self.rows.items())
 
 
+@dataclass(frozen=True, slots=True)
+class TemplateText:
+    """A Jinja template as a flag's value: its text, or the name of a file with it."""
+
+    def of(self, value: str) -> str:
+        """Returns the text. Raises ValueError for a value that is neither."""
+        if is_template(value):
+            return value
+        try:
+            text = Path(value).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not a text file"
+            raise ValueError(
+                f"neither a file ({reason}) nor a Jinja template itself, which has {{{{ or {{%"
+            ) from None
+        if not is_template(text):
+            raise ValueError("the file holds no Jinja template, which has {{ or {%")
+        return text
+
+
+def is_template(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
+ChatTemplate = Annotated[str, TemplateText()]
 EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
 KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
 PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]

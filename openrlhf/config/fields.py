@@ -11,7 +11,7 @@ from itertools import pairwise
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from openrlhf.config.choices import OneOf
+from openrlhf.config.choices import OneOf, TemplateText
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -124,6 +124,8 @@ def convert(words: Sequence[str], type_: Any) -> Any:
         raise ValueError(f"expects one value ({_describe(type_)}), got {len(words) or 'none'}")
     if origin is Annotated:
         value = convert(words, args[0])
+        if isinstance(args[1], TemplateText):
+            return args[1].of(value)
         if value not in args[1]:
             raise ValueError(f"must be {args[1]}")
         return value

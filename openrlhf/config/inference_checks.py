@@ -135,7 +135,7 @@ CHAT_RULES = (
     Rule(
         "ta_prompt",
         lambda c: c.ta_prompt is not None and not os.path.isfile(c.ta_prompt),
-        lambda c: checks.missing(c.ta_prompt, c.ta_prompt),
+        lambda c: f"{checks.missing(c.ta_prompt, c.ta_prompt)}; the flag takes a file with the text",
         ErrorCode.NOT_FOUND,
     ),
     Rule(

@@ -20,7 +20,7 @@ from openrlhf.config.fields import Field, convert, fields_of, to_words, values_o
 from openrlhf.config.old_flags import OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
-from openrlhf.errors import ErrorCode, UsageError, describe, notify, readable
+from openrlhf.errors import ErrorCode, UsageError, describe, notify, readable, while_read
 
 ConfigT = TypeVar("ConfigT")
 
@@ -149,12 +149,8 @@ def _spelled(key: str, value: Any) -> str:
 
 def write(text: str) -> None:
     """Writes to stdout, whose reader may have closed it (`--help | head`)."""
-    try:
+    with while_read():
         sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
 
 
 def suggest(name: str, command: Command) -> list[str]:

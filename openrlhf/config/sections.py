@@ -15,6 +15,7 @@ from openrlhf.config.choices import (
     FLASH_PACKAGES,
     BackendName,
     BadRows,
+    ChatTemplate,
     Count,
     CountOrZero,
     Decay,
@@ -69,8 +70,8 @@ class TemplateConfig(TokenizerConfig):
 
     apply_chat_template: bool = False
     """Format prompts and answers with the tokenizer's chat template."""
-    tokenizer_chat_template: str | None = None
-    """Jinja chat template that replaces the tokenizer's own."""
+    tokenizer_chat_template: ChatTemplate | None = None
+    """Jinja chat template that replaces the tokenizer's own: its text, or a file with it."""
     input_template: str | None = None
     """Text around each prompt, with `{}` where the prompt goes. Not read with data.apply_chat_template. None:
     the prompt alone."""

@@ -14,7 +14,16 @@ from openrlhf.data.bad_rows import BadRow, value_of
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import calls_of, read_text, text_of
-from openrlhf.data.templates import Message, PromptTemplate, Tools, as_messages, render_messages, tools_of
+from openrlhf.data.templates import (
+    Message,
+    PromptTemplate,
+    Tools,
+    as_messages,
+    check_ends,
+    joined,
+    render_messages,
+    tools_of,
+)
 from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
@@ -62,10 +71,17 @@ class AnswerColumns:
         first = len(messages) - 1
         if self.output_key is not None:
             first += 1
-            messages += as_messages(value_of(row, self.output_key, str, list), role="assistant")
+            answer = as_messages(value_of(row, self.output_key, str, list), role="assistant")
+            messages = joined(messages, answer, self.input_key, self.output_key, WITHOUT_OUTPUT)
         if self.images is not None:
             messages = self.images.place(row, messages)
         return mark_answer(messages, 0 if self.multiturn else first, tokenizer, tools_of(row, self.tools_key))
+
+
+WITHOUT_OUTPUT = (
+    "remove --data.output_key to learn the last message of a column with a whole conversation, which "
+    "--data.input_key names."
+)
 
 
 def _no_answer(row: Row, input_key: str) -> UsageError:
@@ -96,6 +112,7 @@ def mark_answer(
     Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.
     """
+    check_ends(messages, tokenizer)
     turns = _assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
     render = partial(render_messages, tokenizer=tokenizer, tools=tools)

@@ -354,7 +354,8 @@ def _read_json(file: File, bad_rows: BadRows) -> Part:
         return _read_json_lines(file, bad_rows)
     size, limit = file.path.stat().st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
     if size > limit:
-        text = f"{size} bytes; a list is held whole, and may have {limit}, 1/16 of the memory.\nSave {_AS_LINES}."
+        text = f"{size} bytes; a list is held whole, and may have {limit}, 1/16 of the memory.\n"
+        text += f"Save {_AS_LINES}."
         raise file.error(ErrorCode.UNREADABLE, text)
     try:
         value = _parse_json(_decode(file.path.read_bytes()).strip(), _unique)

@@ -17,7 +17,7 @@ from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, 
 from openrlhf.data.files import Row
 from openrlhf.data.messages import read_text, text_of
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
+from openrlhf.data.templates import PromptTemplate, as_messages, check_ends, joined, tools_of
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -118,7 +118,9 @@ def build_answers(
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
         if apply_chat_template:
             messages = as_messages(value)
-            talk = messages + as_messages(output, role="assistant")
+            answer = as_messages(output, role="assistant")
+            talk = joined(messages, answer, input_key, output_key, "name columns that follow one another.")
+            check_ends(talk, tokenizer)
             return value, output, scored_answer(talk, len(messages), tokenizer, tools_of(row, tools_key))
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")

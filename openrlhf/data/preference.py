@@ -26,7 +26,7 @@ from openrlhf.data.labelled import TwoSamples
 from openrlhf.data.messages import read_text
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, SampleStore
-from openrlhf.data.templates import Message, PromptTemplate, as_messages, tools_of
+from openrlhf.data.templates import Message, PromptTemplate, as_messages, check_ends, joined, tools_of
 from openrlhf.types import Pair
 
 SAME_ANSWERS = "both answers are the same"
@@ -100,6 +100,8 @@ def build_pairs(
             return tuple(plain_answer(prompt, value_of(row, column, str)) for column in columns), margin
         mark = scored_answer if score_last_token else mark_answer
         talks, first = _conversations(row, prompt_key, columns)
+        for talk in talks:
+            check_ends(talk, tokenizer)
         if images is not None:
             talks = [images.place(row, talk) for talk in talks]
         tools = tools_of(row, tools_key)
@@ -165,13 +167,11 @@ def _conversations(
         return talks, len(talks[0]) - 1
     prompt = _messages(row, prompt_key, "user")
     answers = [_messages(row, column, "assistant") for column in columns]
-    for column, answer in zip(columns, answers, strict=True):
-        if answer[: len(prompt)] == prompt:
-            raise BadRow(
-                f"column {column!r} already begins with the messages of {prompt_key!r};\n"
-                "remove --data.prompt_key to read whole conversations from the columns of the answers."
-            )
-    return [prompt + answer for answer in answers], len(prompt)
+    remedy = "remove --data.prompt_key to read whole conversations from the columns of the answers."
+    talks = [
+        joined(prompt, answer, prompt_key, key, remedy) for key, answer in zip(columns, answers, strict=True)
+    ]
+    return talks, len(prompt)
 
 
 def _whole_conversation(row: Row, column: str) -> list[Message]:

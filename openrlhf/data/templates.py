@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise, takewhile
+from operator import eq
 from typing import Any
 
 from jinja2 import TemplateError
@@ -59,11 +61,16 @@ class PromptTemplate:
 
     def __call__(self, value: str | Sequence[Message], tools: Tools | None = None) -> str:
         """Renders a prompt. With a chat template a text is one user message, a list of messages is used as it
-        is, and the header of the assistant's turn follows. Raises BadRow if the value cannot be
-        rendered."""
+        is, and the header of the assistant's turn follows. If the last message is the assistant's, the prompt
+        ends with its content, which the policy continues. Raises BadRow if the value cannot be rendered."""
         if self.apply_chat_template:
+            messages = as_messages(value)
+            check_ends(messages, self.tokenizer)
+            is_open = messages[-1]["role"] == "assistant"
+            if is_open and not (text_of(messages[-1].get("content")) or "").strip():
+                raise BadRow("the last message is the assistant's and has no text that an answer continues.")
             return render_messages(
-                as_messages(value), self.tokenizer, tools=tools, add_generation_prompt=True
+                messages, self.tokenizer, add_generation_prompt=not is_open, is_open=is_open, tools=tools
             )
         if not isinstance(value, str):
             raise BadRow(f"the prompt is {kind(value)}, not text. Messages need --data.apply_chat_template.")
@@ -100,6 +107,28 @@ def tools_of(row: Row, key: str | None) -> Tools | None:
     return without_nulls(tools)
 
 
+def joined(
+    prompt: list[Message], answer: list[Message], prompt_key: str, answer_key: str, remedy: str
+) -> list[Message]:
+    """Returns the messages of two columns as one conversation. Raises BadRow if the answer repeats the end of
+    the prompt, apart from white space, or if both are turns of the assistant."""
+    ours, theirs = ([_compared(message) for message in messages] for messages in (prompt, answer))
+    text = ""
+    if any(ours[-count:] == theirs[:count] for count in range(1, 1 + min(len(ours), len(theirs)))):
+        text = f"column {answer_key!r} already begins with the messages of {prompt_key!r}"
+    elif ours[-1][0] == theirs[0][0] == "assistant":
+        text = f"column {prompt_key!r} ends with the assistant, and {answer_key!r} adds another turn of it"
+    if text:
+        raise BadRow(f"{text};\n{remedy}")
+    return prompt + answer
+
+
+def _compared(message: Message) -> tuple[str, str, list[dict[str, Any]]]:
+    content = message.get("content")
+    text = text_of(content)
+    return message["role"], "".join((str(content) if text is None else text).split()), calls_of(message)
+
+
 def render_messages(
     messages: Sequence[Message],
     tokenizer: PreTrainedTokenizerBase,
@@ -111,12 +140,24 @@ def render_messages(
     """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
     on. Raises BadRow if the template refuses the messages."""
     _special_tokens(tokenizer).note(messages)
+    if any(one["role"] == other["role"] == "assistant" for one, other in pairwise(messages)):
+        _tell_two_answers()
+    options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
+    text = _rendered(messages, tokenizer, tools, **options)
+    if tools and not any(str(tool.get("name")) in text for tool in calls_of({"tool_calls": tools})):
+        _tell_unread_tools(str(tokenizer.chat_template))
+    is_asked = add_generation_prompt or is_open
+    return text if is_asked else text.removesuffix(_ending(tokenizer, str(tokenizer.chat_template)).header)
+
+
+def _rendered(
+    messages: Sequence[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Tools | None = None,
+    **options: bool,
+) -> str:
     try:
-        options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
-        text = render(tokenizer, messages, tools=tools, **options)
-        if tools and not any(str(tool.get("name")) in text for tool in calls_of({"tool_calls": tools})):
-            _tell_unread_tools(str(tokenizer.chat_template))
-        return text
+        return render(tokenizer, messages, tools=tools, **options)
     except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
 
@@ -125,9 +166,83 @@ def render_messages(
 def _tell_unread_tools(template: str) -> None:
     """Warns once per chat template."""
     logger.warning(
-        "--data.tools_key: the chat template does not write the tools of the rows, so no model reads them.\nUse one "
-        "that does (--data.tokenizer_chat_template)."
+        "--data.tools_key: the chat template does not write the tools of the rows, so no model reads "
+        "them.\nUse one that does (--data.tokenizer_chat_template)."
     )
+
+
+@cache
+def _tell_two_answers() -> None:
+    """Warns once per process."""
+    logger.warning(
+        "some rows have two messages of the assistant in a row: the model reads, and may learn, an answer "
+        "behind an answer.\nJoin them, or remove one."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """The text that a chat template writes behind the last answer."""
+
+    end: str
+    """End of the answer's turn."""
+    header: str
+    """Header of the next answer, which some templates write even if it is not asked for."""
+
+
+@cache
+def _ending(tokenizer: PreTrainedTokenizerBase, template: str) -> _Ending:
+    """Compares the text behind the last answer with that between an answer and a question, which ends with
+    the header of a question. `template`: the tokenizer's, which may be replaced. Raises UsageError if the end
+    of a turn and a header behind it cannot be told apart."""
+    turns = zip(("user", "assistant", "user"), _MARKS, strict=True)
+    talk = [{"role": role, "content": mark} for role, mark in turns]
+    try:
+        asked, answered, again = (_rendered(talk[:count], tokenizer) for count in (1, 2, 3))
+    except BadRow:  # a template for other messages
+        return _Ending("", "")
+    before, after = asked.partition(_MARKS[0])[0], answered.partition(_MARKS[1])[2]
+    between = again.partition(_MARKS[1])[2].partition(_MARKS[2])[0]
+    if between.startswith(after):
+        return _Ending(after, "")
+    header_of_question = [*takewhile(bool, map(eq, reversed(before), reversed(between)))]
+    place = len(between) - len(header_of_question)
+    pattern = _special_tokens(tokenizer).pattern
+    tokens = pattern.finditer(between) if pattern else ()
+    place = next((token.end() for token in tokens if token.start() < place < token.end()), place)
+    end, header = after[:place], after[place:]
+    if not (between.startswith(end) and header.strip() and asked.endswith(header)):
+        return _Ending(after, "")
+    if not place and len(before) > len(between):
+        text = (
+            f"the template writes {after!r} behind the last answer. The end of the turn\nand the header of "
+            "another answer cannot be told apart in it. Use a template that writes the header only with\n"
+            "add_generation_prompt (--data.tokenizer_chat_template)."
+        )
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
+    return _Ending(end, header)
+
+
+_MARKS = ("\u241f1\u241f", "\u241f2\u241f", "\u241f3\u241f")
+"""Contents of messages, to find what a template writes around them."""
+
+
+def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises BadRow if an answer ends with the token that ends its turn, which the template writes too."""
+    end = _ending(tokenizer, str(tokenizer.chat_template)).end.strip()
+    if not end:
+        return
+    pattern = _special_tokens(tokenizer).pattern
+    found = pattern.match(end) if pattern else None
+    for token in filter(None, (found[0] if found else end, tokenizer.eos_token)):
+        for number, message in enumerate(messages, start=1):
+            text = text_of(message.get("content")) or ""
+            if message["role"] == "assistant" and text.rstrip().endswith(token):
+                raise BadRow(
+                    f"message {number} (assistant) ends with {token}, and the chat template ends the turn "
+                    "itself; remove it\nfrom the message.",
+                    ErrorCode.CHAT_TEMPLATE,
+                )
 
 
 @cache

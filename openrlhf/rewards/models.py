@@ -1,8 +1,9 @@
 """Rewards from reward models: their input, and the addition of their scores to trajectories."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -72,15 +73,21 @@ class RewardReader:
     def _conversation(self, t: Trajectory, response: str) -> Text:
         """Renders the conversation and the response with the reward model's template. Whitespace around the
         response is removed, because it belongs to the policy's template."""
-        messages = [dict(message) for message in present(t.prompt.messages)]
-        answer = {"role": "assistant", "content": response.strip()}
+        messages, first = _answered(present(t.prompt.messages), response)
         try:
-            return scored_answer(
-                [*messages, answer], len(messages), self.own, t.prompt.tools, is_open=t.truncated
-            )
+            return scored_answer(messages, first, self.own, t.prompt.tools, is_open=t.truncated)
         except BadRow as reason:
             place = {"flag": REWARD_FLAG, "value": self.own.name_or_path}
-            raise UsageError(ErrorCode.CHAT_TEMPLATE, f"{reason}\n{answer}", **place) from reason
+            raise UsageError(ErrorCode.CHAT_TEMPLATE, f"{reason}\n{messages[-1]}", **place) from reason
+
+
+def _answered(messages: Sequence[Mapping[str, Any]], response: str) -> tuple[list[dict[str, Any]], int]:
+    """Returns the conversation with the response, and the number of messages before its turn. A response that
+    continues the assistant's last message becomes one message with it."""
+    *before, last = map(dict, messages)
+    if last["role"] == "assistant":
+        return [*before, last | {"content": last["content"] + response.rstrip()}], len(before)
+    return [*before, last, {"role": "assistant", "content": response.strip()}], len(messages)
 
 
 def has_own_template(own: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> bool:
@@ -96,8 +103,7 @@ def check_conversations(prompts: Iterable[Prompt], own: PreTrainedTokenizerBase,
     }
     for roles, messages in conversations.items():
         try:
-            answer = {"role": "assistant", "content": "Yes."}
-            scored_answer([*map(dict, messages), answer], len(messages), own)
+            scored_answer(*_answered(messages, "Yes."), own)
         except BadRow as reason:
             text = (
                 "the chat template of this reward model rejects messages with the roles "

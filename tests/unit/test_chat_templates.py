@@ -17,9 +17,10 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import _note_missing_header
+from openrlhf.data.templates import _note_missing_header, _tell_two_answers
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
+from openrlhf.tasks.tiny_model import tiny_tokenizer
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -392,3 +393,128 @@ def test_spaces_before_a_number_are_read_as_the_policy_reads_them():
         "<|im_end|>",
     ]
     assert marked(sample, tokenizer) == "Go.   ⟦5<|im_end|>⟧"
+
+
+LLAMA3 = (
+    "{% for m in messages %}{% set text = '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' "
+    "+ m['content'] | trim + '<|eot_id|>' %}{% if loop.first %}{% set text = bos_token + text %}{% endif %}"
+    "{{ text }}{% endfor %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+"""The first template of Llama 3, which writes the header of an answer always."""
+
+
+def turn(role, text, end="<|eot_id|>"):
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}{end}"
+
+
+@pytest.fixture
+def llama3(monkeypatch):
+    monkeypatch.setattr(tokenizer_of("llama3.1"), "chat_template", LLAMA3)
+    return "<|begin_of_text|>" + turn("user", "Hi.")
+
+
+def test_a_header_that_follows_the_last_answer_is_not_learned(llama3):
+    learned = llama3 + turn("assistant", "⟦Hello there.", "<|eot_id|>⟧")
+    assert sft("llama3.1", TALK[:2]) == learned
+    again = turn("user", "Go.") + turn("assistant", "⟦No.", "<|eot_id|>⟧")
+    assert sft("llama3.1", TALK, multiturn=True) == learned + again
+    chosen, rejected = pair("llama3.1", score_last_token=False)
+    assert (chosen, rejected) == (learned, llama3 + turn("assistant", "⟦No.", "<|eot_id|>⟧"))
+
+
+def test_a_score_is_read_before_a_header_that_follows_the_last_answer(llama3):
+    scored, _ = pair("llama3.1", score_last_token=True)
+    assert scored == llama3 + turn("assistant", "Hello there.", "⟦<|eot_id|>⟧")
+
+
+HEADER = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<END>{% endfor %}<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(HEADER.replace("<END>", "<|end|>"), id="a header always"),
+        pytest.param(HEADER.replace("<END>", ""), id="a header always and no end"),
+        pytest.param(
+            HEADER.replace("<END>", "{% if m.role == 'assistant' %}<|end|>{% endif %}"),
+            id="a header always and an end of answers",
+        ),
+        pytest.param("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}", id="no header"),
+        pytest.param(
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+            "{% if add_generation_prompt %}<|assistant|>{% else %}<|end|>{% endif %}",
+            id="an end of the conversation",
+        ),
+    ],
+)
+def test_answers_end_with_one_end(template):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    (sample,) = build_sft_samples(Rows.of([{"talk": [user("hi"), assistant("one")]}]), tokenizer, **TALKS_OF)
+    assert marked(sample, tokenizer).endswith("⟦one<|end|>⟧")
+
+
+TALKS_OF = {
+    "input_key": "talk",
+    "output_key": None,
+    "apply_chat_template": True,
+    "input_template": None,
+    "multiturn": False,
+    "pretrain": False,
+    "max_len": 512,
+}
+
+
+def test_a_header_that_cannot_be_told_from_the_end_before_it_is_refused():
+    """The first message of a conversation follows a system message, so the header of a question is not known
+    without the end before it."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "<|system|>Now.<|end|>" + HEADER.replace("<END>", "<|end|>")
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template") as told:
+        build_sft_samples(Rows.of([{"talk": [user("hi"), assistant("one")]}]), tokenizer, **TALKS_OF)
+    assert "'<|end|><|assistant|>'" in told.value.text and "--data.tokenizer_chat_template" in told.value.text
+
+
+@ALL
+def test_an_answer_that_ends_itself_is_refused(name):
+    model = MODELS[name]
+    for end in {model.eos, "<end_of_turn>" if "gemma" in name else model.eos}:
+        with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
+            sft(name, [user("Hi."), assistant(f"No.{end}\n")])
+        assert "message 2" in told.value.text and end in told.value.text
+
+
+def test_an_answer_may_hold_an_end_that_no_template_writes():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = HEADER.replace("<END>", "")
+    talk = [user("hi"), assistant("one<|end|>")]
+    (sample,) = build_sft_samples(Rows.of([{"talk": talk}]), tokenizer, **TALKS_OF)
+    assert marked(sample, tokenizer) == "<|user|>hi<|assistant|>⟦one<|end|>⟧"
+
+
+def test_two_answers_in_a_row_are_told(caplog):
+    _tell_two_answers.cache_clear()
+    talk = [user("Hi."), assistant("Go."), assistant("No.")]
+    assert sft("qwen2.5", talk).endswith("Go.<|im_end|>\n<|im_start|>assistant\n⟦No.<|im_end|>⟧")
+    (told,) = caplog.messages
+    assert "two messages of the assistant in a row" in told
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        pytest.param([user("hi"), assistant("one")], "one", id="two answers"),
+        pytest.param(
+            [user("hi"), assistant("one")], [user(" hi\n"), assistant("one")], id="the prompt again"
+        ),
+        pytest.param("hi ", [user("hi"), assistant("one")], id="the question again"),
+        pytest.param(
+            [{"role": "system", "content": "Now."}, user("hi")], [user("hi"), assistant("one")], id="its end"
+        ),
+    ],
+)
+def test_columns_that_overlap_are_refused(asked, answer):
+    row, options = {"talk": asked, "reply": answer}, TALKS_OF | {"output_key": "reply"}
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+        build_sft_samples(Rows.of([row], "rows.json"), tiny_tokenizer(), **options)
+    assert "'talk'" in told.value.text and "--data.output_key" in told.value.text

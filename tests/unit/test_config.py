@@ -6,6 +6,7 @@ import math
 import os
 import random
 import shlex
+import signal
 import string
 import subprocess
 import sys
@@ -217,6 +218,8 @@ def another_value(field, default):
         return ["false" if default else "true"]
     if field.key == "logger.wandb.key":
         return ["secret-key"]
+    if field.key == "data.tokenizer_chat_template":
+        return ["{{ a }}\n{% if 'it' %}"]
     kind = field.values.partition(" | ")[0]
     if field.key == "ds.zero_stage":
         return ["3"]
@@ -244,6 +247,29 @@ def test_a_key_is_written_nowhere(say, capsys):
 
 
 # ---- the command line
+
+
+def test_a_chat_template_may_be_a_file(say, tmp_path):
+    """The configuration has its text, so a resumed run needs no file."""
+    text = "{% for m in messages %}\n{{ m.content }}{% endfor %}\n"
+    (tmp_path / "chat.jinja").write_text(text)
+    words = ["--data.apply_chat_template", "--data.tokenizer_chat_template"]
+    for value in (text, "chat.jinja", str(tmp_path / "chat.jinja")):
+        config, _ = say(SFT, [*words, value])
+        assert config.data.tokenizer_chat_template == text
+    (tmp_path / "again.yaml").write_text(to_yaml(config))
+    (tmp_path / "chat.jinja").unlink()
+    again, _ = say(SFT, ["--config", str(tmp_path / "again.yaml")])
+    assert again == config
+
+
+@pytest.mark.parametrize("name", ["missing.jinja", "text.jinja", ".", "binary.jinja"])
+def test_a_text_that_is_no_chat_template_is_refused(name, say, tmp_path):
+    (tmp_path / "text.jinja").write_text("User: ")
+    (tmp_path / "binary.jinja").write_bytes(b"\xff\xfe{{")
+    flag = "--data.tokenizer_chat_template"
+    _, lines = say(SFT, ["--data.apply_chat_template", flag, name])
+    assert problems_of(lines) == [("invalid-value", f"{flag} {name}")]
 
 
 def test_forms_of_a_switch(say):
@@ -419,6 +445,28 @@ def test_help_into_a_pipe_that_closes():
     assert result.stdout.startswith("usage: openrlhf ppo") and result.stderr == ""
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "openrlhf.cli.main",
+        "openrlhf.cli.main completion bash",
+        "openrlhf.cli.init --what sft --model m --data d --gpus 0 --yes",
+    ],
+)
+def test_output_that_nobody_reads_ends_a_command_as_sigpipe_does(words, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", *words.split()]
+    result = subprocess.run(
+        command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=os.environ | paths
+    )
+    os.close(write)
+    assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
+    if "init" in words:  # the file is whole
+        assert parse(SFT, ["--config", str(tmp_path / "run.yaml")]).config.data.dataset == "d"
+
+
 def shown(command, argv, capsys):
     with pytest.raises(SystemExit) as exit_:
         parse(command, argv)
@@ -560,6 +608,7 @@ CHECKS = [
     (PPO, "--data.prompt_probs 1,0", "conflict", "--data.prompt_probs 1,0", ""),
     (SFT, "--data.input_template hello", "invalid-value", "--data.input_template hello", ""),
     (PPO, "--data.input_template {a}", "invalid-value", "--data.input_template {a}", ""),
+    (PPO, "--data.input_template reward.py", "invalid-value", "--data.input_template reward.py", "$(cat"),
     (SFT, "--data.multiturn", "conflict", "--data.multiturn", "--data.apply_chat_template"),
     (
         SFT,
@@ -1114,8 +1163,8 @@ REMARKS = [
     (PPO, "--rollout.max_tokens_per_gpu 8", "--rollout.max_tokens_per_gpu 8", "--train.dynamic_batch_enable"),
     (
         SFT,
-        "--data.tokenizer_chat_template x",
-        "--data.tokenizer_chat_template x",
+        "--data.tokenizer_chat_template {{x}}",
+        "--data.tokenizer_chat_template {{x}}",
         "--data.apply_chat_template",
     ),
     (

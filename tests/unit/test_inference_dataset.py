@@ -118,6 +118,15 @@ def test_answers_are_read_as_the_training_of_reward_models_reads_them(chat):
         assert answer.sample.action_mask.tolist() == sample.action_mask.tolist()
 
 
+def test_a_prompt_that_ends_with_the_assistant_is_continued_and_takes_no_other_answer():
+    talk = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "4"}]
+    (asked,) = questions(rows(talk), input_template=None, apply_chat_template=True)
+    assert asked.input == talk and asked.token_ids == ids("<|user|>2+2<|end|><|assistant|>4")
+    with refused(ErrorCode.INVALID_ROW) as told:
+        answers((talk, "5"), apply_chat_template=True)
+    assert "'output' adds another turn" in told.value.text
+
+
 def test_a_fingerprint_changes_with_what_is_read():
     same = [fingerprint(questions(rows("a", "b"))) for _ in range(2)]
     others = [

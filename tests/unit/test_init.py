@@ -69,6 +69,17 @@ def test_columns_of_a_local_file(what: str, row: dict) -> None:
     assert "a guess" not in Path("run.yaml").read_text()
 
 
+@pytest.mark.parametrize("what", ["sft", "kto", "rl"])
+def test_a_chat_that_has_its_answer_takes_no_other(what: str, capsys: pytest.CaptureFixture[str]) -> None:
+    talk = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "It is 4"}]
+    row = {"messages": talk, "answer": "4", "label": True}
+    Path("data.jsonl").write_text(json.dumps(row) + "\n")
+    init.main(flags(what, data="data.jsonl"))
+    values, text = read(what, 8), Path("run.yaml").read_text()
+    assert values["data.input_key"] == "messages" and values.get("data.output_key") is None
+    assert ("the policy would continue" in text) == (what == "rl")
+
+
 def test_columns_that_are_unknown_are_marked() -> None:
     init.main(flags("rl"))
     assert "a guess" in Path("run.yaml").read_text()

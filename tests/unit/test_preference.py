@@ -290,6 +290,24 @@ def test_a_bad_row_is_named_or_skipped(case, score_last_token):
     assert dataset.dropped == {"bad row": 1}
 
 
+@pytest.mark.parametrize("score_last_token", [False, True])
+@pytest.mark.parametrize("prompt", ["1+2 ", [user("1 + 2")], [user("0"), user("1+2\n")]])
+def test_answers_that_begin_with_the_prompt_are_refused(prompt, score_last_token):
+    row = {"prompt": prompt, "chosen": [user("1+2"), assistant("33")], "rejected": "4"}
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+        build([row], score_last_token=score_last_token)
+    assert "'chosen' already begins" in told.value.text and "--data.prompt_key" in told.value.text
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+        build([ROW | {"prompt": [user("1+2"), assistant("3")]}], score_last_token=score_last_token)
+    assert "'prompt' ends with the assistant" in told.value.text
+
+
+@pytest.mark.parametrize("score_last_token", [False, True])
+def test_an_answer_that_ends_itself_is_refused(score_last_token):
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1):
+        build([ROW | {"rejected": "4<|end|>"}], score_last_token=score_last_token)
+
+
 @pytest.mark.parametrize("header", ["<|assistant|><think>", "<|Assistant|>"])
 def test_a_template_that_shows_another_header_than_it_asks_for_can_only_be_scored(header):
     """Such a template opens a thought, for example, which the finished conversation does not show."""

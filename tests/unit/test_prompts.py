@@ -49,6 +49,22 @@ def test_messages_are_used_as_they_are(tokenizer):
     assert (prompt.label, prompt.source) == ("", "chat")
 
 
+def test_a_prompt_that_ends_with_the_assistant_is_continued(tokenizer):
+    messages = [{"role": "user", "content": "2+2"}, {"role": "assistant", "content": "It is "}]
+    (prompt,) = build([{"input": messages}], tokenizer)
+    assert prompt.text == "<|user|>2+2<|end|><|assistant|>It is "
+    assert prompt.messages == messages
+    (other,) = build([{"input": [*messages, {"role": "tool", "content": "4"}]}], tokenizer)
+    assert other.text == "<|user|>2+2<|end|><|assistant|>It is <|end|><|tool|>4<|end|><|assistant|>"
+
+
+@pytest.mark.parametrize("content", ["", "4<|end|>", None])
+def test_an_answer_that_cannot_be_continued_is_refused(tokenizer, content):
+    answer = {"role": "assistant", "content": content, "tool_calls": [{"function": {"name": "f"}}]}
+    with refused(ErrorCode.CHAT_TEMPLATE if content else ErrorCode.INVALID_ROW, value="rows.json", row=1):
+        build([{"input": [{"role": "user", "content": "2+2"}, answer]}], tokenizer)
+
+
 def test_special_tokens_in_a_message_are_pointed_out_once(capsys):
     """A text without a chat template may have them: it is rendered already."""
     tokenizer = tiny_tokenizer()

@@ -131,6 +131,14 @@ def test_another_template_reads_the_conversation_and_none_of_the_policys_markup(
     assert decode(same_words, sample.token_ids.tolist()) == shown.rstrip("\n") + "<|end|>"
 
 
+def test_an_answer_that_continues_the_assistant_is_one_message_with_it():
+    policy, begun = tiny_tokenizer(), {"role": "assistant", "content": "I count"}
+    t = sampled(policy, " 3 apples<|end|>", PROMPT + "I count", messages=[*MESSAGES, begun])
+    shown = "SYSTEM: Count.\nUSER: How many?\nASSISTANT: I count 3 apples[EOS]"
+    assert read_text(policy, letters(PEOPLE), t) == shown
+    check_conversations([t.prompt], letters(PEOPLE), "rm")
+
+
 def test_a_policy_that_writes_a_space_first_is_read_without_it():
     """Llama 2's template has one between its markup and an answer."""
     policy = llama_2_style()
