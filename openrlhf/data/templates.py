@@ -1,6 +1,5 @@
 """Renders rows as text with chat templates and input templates."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +10,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.files import Row, kind
+from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import Message, calls_of, decoded, read_text, render, text_of, without_nulls
 from openrlhf.errors import ErrorCode, UsageError, notify
-
-logger = logging.getLogger(__name__)
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -114,6 +111,8 @@ def render_messages(
     try:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
         text = render(tokenizer, messages, tools=tools, **options)
+        if len(text) > MAX_TEXT:
+            raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
         if tools and not any(str(tool.get("name")) in text for tool in calls_of({"tool_calls": tools})):
             _tell_unread_tools(str(tokenizer.chat_template))
         return text
@@ -123,10 +122,10 @@ def render_messages(
 
 @cache
 def _tell_unread_tools(template: str) -> None:
-    """Warns once per chat template."""
-    logger.warning(
-        "--data.tools_key: the chat template does not write the tools of the rows, so no model reads them.\nUse one "
-        "that does (--data.tokenizer_chat_template)."
+    """Prints a note once per chat template."""
+    notify(
+        "note: --data.tools_key: the chat template writes no tools, so the model does not read those of the\n"
+        "rows. Use a template that does (--data.tokenizer_chat_template)."
     )
 
 
