@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
-from openrlhf.data.files import REMEDY, BadRow, Row, kind
+from openrlhf.data.files import MAX_TEXT, REMEDY, BadRow, Row, kind
 from openrlhf.data.sources import Rows
 from openrlhf.errors import UsageError
 from openrlhf.observability.progress import tracked
@@ -69,6 +69,8 @@ def value_of(row: Row, column: str, *types: type) -> Any:
     if types and not isinstance(value, types):
         wanted = " or ".join(kind(of()) for of in types)
         raise BadRow(f"column {column!r} is {kind(value)}, not {wanted}.")
+    if types and isinstance(value, str) and len(value) > MAX_TEXT:
+        raise BadRow(f"column {column!r} has {len(value)} characters; at most {MAX_TEXT} can be tokenised.")
     if isinstance(value, float) and math.isnan(value):
         raise BadRow(f"column {column!r} is NaN.")
     return value

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, NoReturn, TextIO, TypeVar, cast
+from typing import IO, Any, AnyStr, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
 
 import datasets
 import numpy as np
@@ -238,14 +238,20 @@ def _json_lines(file: File, bad_rows: BadRows) -> Iterator[Found]:
     """Yields each line that is not blank, with its byte offset."""
     start = 0
     with file.path.open("rb") as opened:
-        lines = iter(partial(opened.readline, MAX_ROW + 1), b"")
-        for line, raw in enumerate(tracked(lines, None, f"checking the lines of {file.path.name}"), start=1):
-            if len(raw) > MAX_ROW:
-                raise file.error(ErrorCode.UNREADABLE, f"{_TOO_LONG}.", line)
+        lines = tracked(_lines(file, opened), None, f"checking the lines of {file.path.name}")
+        for line, raw in enumerate(lines, start=1):
             row = _row_or_reason(partial(_parse_line, raw, _unique), file, line, bad_rows)
             if row is not None:
                 yield start, line, row
             start += len(raw)
+
+
+def _lines(file: File, opened: IO[AnyStr]) -> Iterator[AnyStr]:
+    """Yields the lines, each of at most `MAX_ROW`."""
+    for number, line in enumerate(iter(lambda: opened.readline(MAX_ROW + 1), opened.read(0)), start=1):
+        if len(line) > MAX_ROW:
+            raise file.error(ErrorCode.UNREADABLE, f"the line has more than {MAX_ROW >> 20} MiB.", number)
+        yield line
 
 
 def _row_or_reason(read: Callable[[], ReadT], file: File, number: int, bad_rows: BadRows) -> ReadT | BadRow:
@@ -281,9 +287,10 @@ Pairs = Callable[[list[tuple[str, Any]]], Row]
 """Makes an object from its keys and values."""
 
 
-MAX_ROW = 64 * 2**20
-"""Maximum size of a line: a text takes a hundred times its size while it is tokenised."""
-_TOO_LONG = f"the line has more than {MAX_ROW >> 20} MiB"
+MAX_ROW = 256 * 2**20
+"""Maximum size of a line, which may hold images, and of a value in CSV."""
+MAX_TEXT = 2**23
+"""Maximum number of characters of a text: tokenising it takes some hundred times the memory."""
 MAX_DEPTH = 100
 """Levels of nested lists and objects that a row may have. Python's parser stops at about 1,000, or earlier if
 the call stack is deep."""
@@ -307,7 +314,7 @@ def _parse_json(text: str, pairs: Pairs | None = None) -> Any:
     except RecursionError as error:
         raise BadRow(_TOO_DEEP) from error
     except json.JSONDecodeError as error:
-        if text.startswith("<"):
+        if text.lstrip().startswith("<"):
             raise BadRow("this looks like HTML. Was an error page downloaded?") from error
         found = text.split("\n")[error.lineno - 1].strip()[:60]
         raise BadRow(f"not JSON: {error.msg}: {found}", line=error.lineno) from error
@@ -354,26 +361,23 @@ def _read_json(file: File, bad_rows: BadRows) -> Part:
         return _read_json_lines(file, bad_rows)
     size, limit = file.path.stat().st_size, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 16
     if size > limit:
-        text = f"{size} bytes; a list is held whole, and may have {limit}, 1/16 of the memory.\n"
-        text += f"Save {_AS_LINES}."
+        text = f"{size} bytes; a list is held whole, and may have {limit} here. Save a .jsonl file instead."
         raise file.error(ErrorCode.UNREADABLE, text)
     try:
-        value = _parse_json(_decode(file.path.read_bytes()).strip(), _unique)
+        value = _parse_json(_decode(file.path.read_bytes()), _unique)
     except BadRow as reason:
         raise file.error(ErrorCode.UNREADABLE, reason.text, reason.row) from reason
     if not isinstance(value, list):
         keys = f" (keys: {', '.join(value)})" if isinstance(value, dict) else ""
         raise file.error(
             ErrorCode.UNREADABLE,
-            f"{kind(value)}{keys}, not a list of rows.\nSave the list itself, or {_AS_LINES}.",
+            f"{kind(value)}{keys}, not a list of rows.\n"
+            "Save the list itself, or one row in each line of a .jsonl file.",
         )
     return Part.of(
         file.name,
         [_row_or_reason(partial(_row, item), file, i, bad_rows) for i, item in enumerate(value, start=1)],
     )
-
-
-_AS_LINES = "one row in each line of a .jsonl file"
 
 
 def _has_a_row_in_each_line(path: Path) -> bool:
@@ -401,7 +405,7 @@ def _read_csv(file: File, bad_rows: BadRows) -> Part:
 def _csv_columns(file: File) -> Sequence[str]:
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
         try:
-            return csv.DictReader(_CountedLines(opened, 0), strict=True).fieldnames or ()
+            return csv.DictReader(_lines(file, opened), strict=True).fieldnames or ()
         except (csv.Error, UnicodeDecodeError) as error:
             raise _not_csv(file, 2, error) from error
 
@@ -410,7 +414,7 @@ def _csv_rows(file: File, bad_rows: BadRows) -> Iterator[Found]:
     """Yields each row with its byte offset; the line is the last one of the row."""
     csv.field_size_limit(MAX_ROW)  # the default refuses texts of more than 128 KiB
     with file.path.open(newline="", encoding="utf-8-sig") as opened:
-        lines = _CountedLines(opened, _size_of_mark(file.path))
+        lines = _CountedLines(_lines(file, opened), _size_of_mark(file.path))
         reader = csv.DictReader(lines, strict=True)
         line = 1
         try:
@@ -429,19 +433,15 @@ def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
 
 
 class _CountedLines:
-    def __init__(self, opened: TextIO, size: int) -> None:
+    def __init__(self, lines: Iterator[str], size: int) -> None:
         """size: bytes before the first of the lines."""
-        self._opened, self.size = opened, size
+        self._lines, self.size = lines, size
 
     def __iter__(self) -> Iterator[str]:
         return self
 
     def __next__(self) -> str:
-        line = self._opened.readline(MAX_ROW + 1)
-        if len(line) > MAX_ROW:
-            raise csv.Error(_TOO_LONG)
-        if not line:
-            raise StopIteration
+        line = next(self._lines)
         self.size += len(line.encode())
         return line
 
@@ -466,12 +466,9 @@ def _read_parquet(file: File, bad_rows: BadRows) -> Part:
     """Reads a Parquet file, which cannot be memory-mapped: a large one is decoded to disk and mapped from
     there."""
     metadata = _read_table(pq.read_metadata, file)
-    read = _parquet_in_memory if _decoded_bytes(metadata) <= PARQUET_IN_MEMORY else _parquet_on_disk
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    read = _parquet_in_memory if size <= PARQUET_IN_MEMORY else partial(_parquet_on_disk, size=size)
     return Part.of_table(file.name, _read_table(lambda path: datasets.Dataset(read(path)), file))
-
-
-def _decoded_bytes(metadata: pq.FileMetaData) -> int:
-    return sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
 
 
 PARQUET_IN_MEMORY = 64 * 2**20
@@ -483,7 +480,7 @@ def _parquet_in_memory(path: Path) -> pa.Table:
         return file.read()
 
 
-def _parquet_on_disk(path: Path) -> pa.Table:
+def _parquet_on_disk(path: Path, size: int) -> pa.Table:
     """Decodes to an unlinked Arrow file and memory-maps it; its disk space is freed when the process ends."""
     with (
         writing_to_cache(
@@ -492,7 +489,7 @@ def _parquet_on_disk(path: Path) -> pa.Table:
         tempfile.NamedTemporaryFile(dir=folder, suffix=".arrow") as copy,
         pq.ParquetFile(path) as file,
     ):
-        if _decoded_bytes(file.metadata) > shutil.disk_usage(folder).free:
+        if size > shutil.disk_usage(folder).free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         batches = file.iter_batches(_BATCH)
         count = -(-file.metadata.num_rows // _BATCH)
@@ -521,11 +518,11 @@ def _arrow_table(path: Path) -> pa.Table:
 def _read_table(read: Callable[[Path], Any], file: File) -> Any:
     try:
         return read(file.path)
+    except UsageError:
+        raise
     except (pa.ArrowException, OSError, ValueError) as error:
-        size, wrong = file.path.stat().st_size, f"damaged or not a {file.path.suffix} file"
-        if "dtype equivalent" in str(error):  # datasets, which knows no maps
-            wrong = "a column has a type that cannot be read; make it text, such as JSON"
-        text = f"{wrong} ({size} bytes):\n{first_line(error)}"
+        size, ending = file.path.stat().st_size, file.path.suffix
+        text = f"damaged, not a {ending} file, or of types without rows ({size} bytes):\n{first_line(error)}"
         raise file.error(ErrorCode.UNREADABLE, text) from error
 
 

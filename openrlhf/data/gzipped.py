@@ -43,7 +43,5 @@ def _unpack(path: Path, folder: Path) -> None:
     with (gzip.open if is_packed else open)(path, "rb") as opened, (folder / path.stem).open("wb") as copy:
         while block := opened.read(2**20):
             if copy.tell() > max(2**30, MAX_RATIO * path.stat().st_size):
-                raise gzip.BadGzipFile(
-                    f"it holds more than {MAX_RATIO} times its size, so it is no file of rows"
-                )
+                raise gzip.BadGzipFile(f"more than {MAX_RATIO} times its size are packed in it")
             copy.write(block)

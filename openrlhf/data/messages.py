@@ -47,13 +47,11 @@ def _is_message(value: Any) -> bool:
 
 def text_of(content: Any) -> str | None:
     """Returns a content that is text, or the joined parts if all are text; None for any other."""
-    if isinstance(content, list):
-        texts = [
-            part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"
-        ]
-        is_text = len(texts) == len(content) and all(isinstance(text, str) for text in texts)
-        return "".join(texts) if is_text else None
-    return content if isinstance(content, str) else None
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    return "".join(texts) if len(texts) == len(content) else None
 
 
 def calls_of(message: Message) -> list[dict[str, Any]]:
@@ -74,19 +72,17 @@ def render(
 
 
 class _Reads(NamedTuple):
-    """The forms that a chat template reads, found by trying it."""
+    """Whether a chat template reads lists of parts, objects as arguments and null as a content. Others would
+    write the text of a Python list, of a dict and "None"."""
 
     parts: bool
-    """Contents that are lists of parts, as templates of vision-language models do."""
     objects: bool
-    """Arguments that are objects. Some templates only append texts."""
     null: bool
-    """Contents that are null. Other templates would write "None"."""
 
 
 @cache
 def _reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> _Reads:
-    """`template`: that of the tokenizer, which may be replaced."""
+    """Tries the template, which nothing else declares. `template`: that of the tokenizer, as a key."""
 
     def shown(*messages: Message) -> str:
         try:
@@ -112,7 +108,8 @@ def _fitted(message: Message, reads: _Reads) -> Message:
         if others := [part for part in content if text_of([part]) is None]:
             raise ValueError(f"it reads text alone, and a content has the part {str(others[0])[:60]}")
         content = text_of(content)
-    fitted, change = {**message, "content": content}, decoded if reads.objects else _as_text
+    as_text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    fitted, change = {**message, "content": content}, decoded if reads.objects else as_text
     if calls := message.get("tool_calls"):
         fitted["tool_calls"] = [_with_arguments(call, change) for call in calls]
     if call := message.get("function_call"):
@@ -126,7 +123,3 @@ def _with_arguments(call: Any, change: Callable[[Any], Any]) -> Any:
         return call
     changes = {"function": lambda inner: _with_arguments(inner, change), "arguments": change}
     return {key: changes[key](value) if key in changes else value for key, value in call.items()}
-
-
-def _as_text(arguments: Any) -> Any:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)

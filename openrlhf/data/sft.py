@@ -50,8 +50,7 @@ def build_sft_samples(
     the text as the model reads of it, none of which is learned. A sample in which an image would be truncated
     is dropped.
 
-    tools_key: the column of the rows' tools, which the chat template lists.
-
+    tools_key: the column of the tools that the chat template lists.
     verify: check the learned tokens of the first samples, see `check_learned`.
 
     Raises UsageError for a bad row (see `read_each`), for a template that renders an assistant turn

@@ -1,6 +1,5 @@
 """Renders rows as text with chat templates and input templates."""
 
-import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +12,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.files import Row, kind
+from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import Message, calls_of, decoded, read_text, render, text_of, without_nulls
 from openrlhf.errors import ErrorCode, UsageError, notify
-
-logger = logging.getLogger(__name__)
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -157,17 +154,20 @@ def _rendered(
     **options: bool,
 ) -> str:
     try:
-        return render(tokenizer, messages, tools=tools, **options)
+        text = render(tokenizer, messages, tools=tools, **options)
     except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
+    if len(text) > MAX_TEXT:
+        raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
+    return text
 
 
 @cache
 def _tell_unread_tools(template: str) -> None:
-    """Warns once per chat template."""
-    logger.warning(
-        "--data.tools_key: the chat template does not write the tools of the rows, so no model reads "
-        "them.\nUse one that does (--data.tokenizer_chat_template)."
+    """Prints a note once per chat template."""
+    notify(
+        "note: --data.tools_key: the chat template writes no tools, so the model does not read those of the\n"
+        "rows. Use a template that does (--data.tokenizer_chat_template)."
     )
 
 
