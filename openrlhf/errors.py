@@ -244,9 +244,8 @@ def while_read() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError as error:
-        output = select.poll()
-        output.register(1, select.POLLOUT)
-        if not any(event & select.POLLERR for _, event in output.poll(0)):  # another pipe broke
+        (output := select.poll()).register(1, 0)
+        if not output.poll(0):  # another pipe broke
             raise
         if notes := _notes(error):
             print("stopped: the reader of the output is gone", *notes, file=sys.stderr, flush=True)

@@ -50,7 +50,7 @@ class ChatStream:
             raise TemplateProblem(
                 f"the chat template rewrites an answer that other messages follow. {departure(until, whole)}"
             )
-        closing = end or str(self.tokenizer.eos_token)
+        closing = end or self.tokenizer.eos_token or ""
         after = until.rfind(closing)
         if after < 0:
             raise TemplateProblem(f"the chat template does not end an answer with {closing!r}")
@@ -110,7 +110,7 @@ def _end_of_turn(tokenizer: "PreTrainedTokenizerBase", behind: str) -> str:
     """Returns the end-of-turn token at the start of `behind`, the template's text after an answer; else the
     tokenizer's EOS token."""
     tokens = sorted((token.content for token in tokenizer.added_tokens_decoder.values()), key=len)
-    return next((token for token in reversed(tokens) if behind.startswith(token)), str(tokenizer.eos_token))
+    return next((token for token in reversed(tokens) if behind.startswith(token)), tokenizer.eos_token or "")
 
 
 def _as_sampled(stream: ChatStream, messages: Sequence[Message], tools: Any, asked: str, end: str) -> str:

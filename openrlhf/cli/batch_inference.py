@@ -52,9 +52,12 @@ def run(config: BatchInferenceConfig) -> None:
     with checking():
         check(config)
     from openrlhf.data.result_file import ResultFile, check_origin, finished, write_origin
+    from openrlhf.models.loading import tell_stops
     from openrlhf.rollout.batch_inference import Recorder
 
     tokenizer = load_tokenizer_of(config)
+    if config.task != "rm":
+        tell_stops(config, tokenizer)
     work, made_from = build_work(config, tokenizer)
     check_origin(config.raw_path, config.meta_path, made_from)
     done = finished(config.raw_path)

@@ -16,10 +16,9 @@ from openrlhf.cli.data import TASKS, shows_colours
 from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
 from openrlhf.config.command import Command
 from openrlhf.config.fields import with_values
-from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, describe, readable, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.training.task import MODEL_FLAG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -171,9 +170,9 @@ def _supervised_data(check: Check) -> None:
         dataset = build_train_set(_task(check), tokenizer)
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
-    if tokenizer is not None:
+    if tokenizer is not None and _task(check).learns_ends:
         with check.part("stop tokens"):
-            _stops(check, tokenizer, MODEL_FLAG, config.model.model_name_or_path, is_chat=is_chat)
+            _stops(check, tokenizer, config.model.model_name_or_path, learns=True)
 
 
 def _rl_data(check: Check) -> None:
@@ -187,7 +186,7 @@ def _rl_data(check: Check) -> None:
         prompts = _show_prompts(check, tokenizer)
     if tokenizer is not None:
         with check.part("stop tokens"):
-            _stops(check, tokenizer, ACTOR_FLAG, config.actor.model_name_or_path, is_chat=is_chat)
+            _stops(check, tokenizer, config.actor.model_name_or_path, learns=False)
         if is_chat:
             with check.part("chat template: answers stay as they were sampled when the chat goes on"):
                 _keeps_answers(check, tokenizer)
@@ -214,36 +213,14 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
     return prompts
 
 
-def _stops(
-    check: Check, tokenizer: "PreTrainedTokenizerBase", flag: str, path: str, *, is_chat: bool
-) -> None:
-    """Prints the tokens that end a response. Raises UsageError if there are none, or if the chat template
-    ends an answer with another token, because then answers would never end."""
-    from openrlhf.models.loading import stop_token_ids
+def _stops(check: Check, tokenizer: "PreTrainedTokenizerBase", path: str, *, learns: bool) -> None:
+    """Prints the tokens that end a response, and checks that there are some."""
+    from openrlhf.models.loading import check_stops, stop_token_ids
     from openrlhf.text import decode
 
     ids = stop_token_ids(path, tokenizer)
     check.say(", ".join(f"{number} {decode(tokenizer, [number])!r}" for number in ids) or "none")
-    if not ids:
-        text = "the model has no token that ends a response. Set eos_token in its tokenizer."
-        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
-    if is_chat:
-        end = _end_of_answer(tokenizer)
-        if end and not set(end) & set(ids):
-            text = (
-                f"the chat template ends an answer with {decode(tokenizer, end)!r}, which has no stop token: "
-                "answers would never end.\nAdd the token to eos_token_id in generation_config.json."
-            )
-            raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template", value=path)
-
-
-def _end_of_answer(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """Returns the tokens that the chat template writes after the last answer."""
-    from openrlhf.agents.chat_stream import MARK, ChatStream
-
-    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": MARK}]
-    after = ChatStream(tokenizer).render(messages, answering=False).partition(MARK)[2]
-    return tokenizer(after, add_special_tokens=False)["input_ids"] if after else []
+    check_stops(check.config, tokenizer, learns=learns)
 
 
 def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:

@@ -35,7 +35,10 @@ def run(config: ChatConfig) -> None:
 
     with checking():
         check_answering_model(config, ["data.max_len"])
+    from openrlhf.models.loading import tell_stops
+
     tokenizer = load_tokenizer_of(config)
+    tell_stops(config, tokenizer)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
         model = _load(config, tokenizer)

@@ -61,6 +61,7 @@ def check(config: ServeRMConfig) -> None:
 
 def load(config: ServeRMConfig) -> "TextScorer":
     """Loads the model with its tokenizer as a function from texts to scores."""
+    from openrlhf.data.encode import end_token_id
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import load_tokenizer
     from openrlhf.models.scorer import load_scorer, score_statistics
@@ -69,6 +70,7 @@ def load(config: ServeRMConfig) -> "TextScorer":
 
     path = config.reward.model_name_or_path or ""
     tokenizer = load_tokenizer(path, flag=MODEL_FLAG, use_fast=not config.data.disable_fast_tokenizer)
+    end_token_id(tokenizer)  # refuses a tokenizer without one
     model = load_scorer(
         path,
         flag=MODEL_FLAG,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 class ProcessRewardTask(task.Task[PRMConfig]):
     command = PRM
     column_keys = ("input_key", "label_key")
+    learns_ends = False
 
     def check_models(self) -> None:
         super().check_models()

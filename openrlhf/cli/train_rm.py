@@ -50,6 +50,7 @@ class PairTask(task.Task[ConfigT]):
 class RewardModelTask(PairTask[RMConfig]):
     command = RM
     score_last_token = True
+    learns_ends = False
 
     @property
     def margin_key(self) -> str | None:

@@ -20,6 +20,10 @@ class ResponsesTask(task.Task[ConfigT]):
 
     column_keys = ("input_key", "output_key")
 
+    def __init__(self, config: ConfigT) -> None:
+        super().__init__(config)
+        self.learns_ends = not config.model.pretrain_mode_enable
+
     def columns(self) -> dict[str, str | None]:
         plain_text = {"--data.output_key": None} if self.config.model.pretrain_mode_enable else {}
         return super().columns() | plain_text

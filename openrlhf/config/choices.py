@@ -1,5 +1,6 @@
 """Types of flag values: names and ranges. Imports nothing heavy, so that `--help` is fast."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,30 +50,21 @@ class OneOf:
         return " ".join(f"{name}: {row.summary.removesuffix('.')}." for name, row in self.rows.items())
 
 
-@dataclass(frozen=True, slots=True)
 class TemplateText:
     """A Jinja template as a flag's value: its text, or the name of a file with it."""
 
-    def of(self, value: str) -> str:
+    def read(self, value: str) -> str:
         """Returns the text. Raises ValueError for a value that is neither."""
-        if is_template(value):
-            return value
         try:
-            text = Path(value).read_text(encoding="utf-8")
+            text = value if _JINJA.search(value) else Path(value).read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "not a text file"
-            raise ValueError(
-                f"neither a file ({reason}) nor a Jinja template itself, which has {{{{ or {{%"
-            ) from None
-        if not is_template(text):
-            raise ValueError("the file holds no Jinja template, which has {{ or {%")
+            raise ValueError(f"neither the text of a Jinja template nor a file with one: {error}") from None
+        if not _JINJA.search(text):
+            raise ValueError("the file holds no Jinja template: it has neither {{ nor {%")
         return text
 
 
-def is_template(text: str) -> bool:
-    return "{{" in text or "{%" in text
-
-
+_JINJA = re.compile("{[{%]")
 ChatTemplate = Annotated[str, TemplateText()]
 EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
 KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]

@@ -125,7 +125,7 @@ def convert(words: Sequence[str], type_: Any) -> Any:
     if origin is Annotated:
         value = convert(words, args[0])
         if isinstance(args[1], TemplateText):
-            return args[1].of(value)
+            return args[1].read(value)
         if value not in args[1]:
             raise ValueError(f"must be {args[1]}")
         return value

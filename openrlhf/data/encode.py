@@ -189,9 +189,20 @@ def finish(tokens: Tokens, eos: int | None) -> None:
 
 def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns the token ids, with an end-of-sequence token appended where they do not end with one."""
-    if token_ids and token_ids[-1] == tokenizer.eos_token_id:
-        return token_ids
-    return [*token_ids, tokenizer.eos_token_id]
+    end = end_token_id(tokenizer)
+    return token_ids if token_ids and token_ids[-1] == end else [*token_ids, end]
+
+
+def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Returns the end-of-sequence token, at which reward models are read. Raises UsageError if there is
+    none."""
+    if tokenizer.eos_token_id is None:
+        text = (
+            "the tokenizer has no end-of-sequence token, at which a reward model is read.\n"
+            "Set eos_token in its tokenizer_config.json."
+        )
+        raise UsageError(ErrorCode.INVALID_MODEL, text, value=tokenizer.name_or_path)
+    return tokenizer.eos_token_id
 
 
 def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:

@@ -16,6 +16,7 @@ from openrlhf.data.encode import (
     check_left,
     cut_before_end,
     cut_image,
+    end_token_id,
     finish,
     read_tokens,
     reason_to_drop,
@@ -92,6 +93,7 @@ def build_pairs(
     """
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     columns = (chosen_key, rejected_key)
+    eos = end_token_id(tokenizer) if score_last_token else tokenizer.eos_token_id
 
     def read(row: Row) -> tuple[tuple[Text, ...], float]:
         margin = 0.0 if margin_key is None else _margin(row, margin_key)
@@ -111,7 +113,7 @@ def build_pairs(
     store, margins = SampleStore(), []
     for i, sides, margin in read_tokens(rows, read, tokenizer, bad_rows, store.dropped, images):
         for side in sides:
-            finish(side, tokenizer.eos_token_id)
+            finish(side, eos)
         cut = [end(side, max_len) for side in sides]
         longest = max(len(token_ids) for token_ids, _ in sides)
         drop = _reason_to_drop_pair(sides, cut, max_len)

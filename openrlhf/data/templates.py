@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from operator import eq
 from typing import Any
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import Message, calls_of, decoded, read_text, render, text_of, without_nulls
-from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.errors import ErrorCode, UsageError, notify, shortened
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -87,6 +87,8 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
             raise BadRow(f'message {i} is not of the form {{"role": …, "content": …}}.')
         if message.get("content") is None and not calls_of(message):
             raise BadRow(f"message {i} ({message['role']}) has no content.")
+        if i > 1 and message["role"] == value[i - 2]["role"] == "assistant":
+            raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
     return without_nulls(list(value))
 
 
@@ -110,13 +112,10 @@ def joined(
     """Returns the messages of two columns as one conversation. Raises BadRow if the answer repeats the end of
     the prompt, apart from white space, or if both are turns of the assistant."""
     ours, theirs = ([_compared(message) for message in messages] for messages in (prompt, answer))
-    text = ""
     if any(ours[-count:] == theirs[:count] for count in range(1, 1 + min(len(ours), len(theirs)))):
-        text = f"column {answer_key!r} already begins with the messages of {prompt_key!r}"
-    elif ours[-1][0] == theirs[0][0] == "assistant":
-        text = f"column {prompt_key!r} ends with the assistant, and {answer_key!r} adds another turn of it"
-    if text:
-        raise BadRow(f"{text};\n{remedy}")
+        raise BadRow(f"column {answer_key!r} already begins with the messages of {prompt_key!r};\n{remedy}")
+    if ours[-1][0] == theirs[0][0] == "assistant":
+        raise BadRow(f"columns {prompt_key!r} and {answer_key!r} have an answer each, in a row;\n{remedy}")
     return prompt + answer
 
 
@@ -137,14 +136,11 @@ def render_messages(
     """Applies the chat template. `is_open`: the text ends with the last message's content, so its turn can go
     on. Raises BadRow if the template refuses the messages."""
     _special_tokens(tokenizer).note(messages)
-    if any(one["role"] == other["role"] == "assistant" for one, other in pairwise(messages)):
-        _tell_two_answers()
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
     text = _rendered(messages, tokenizer, tools, **options)
     if tools and not any(str(tool.get("name")) in text for tool in calls_of({"tool_calls": tools})):
         _tell_unread_tools(str(tokenizer.chat_template))
-    is_asked = add_generation_prompt or is_open
-    return text if is_asked else text.removesuffix(_ending(tokenizer, str(tokenizer.chat_template)).header)
+    return text if add_generation_prompt or is_open else text.removesuffix(_ending(tokenizer)[1])
 
 
 def _rendered(
@@ -171,78 +167,62 @@ def _tell_unread_tools(template: str) -> None:
     )
 
 
-@cache
-def _tell_two_answers() -> None:
-    """Warns once per process."""
-    logger.warning(
-        "some rows have two messages of the assistant in a row: the model reads, and may learn, an answer "
-        "behind an answer.\nJoin them, or remove one."
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Ending:
-    """The text that a chat template writes behind the last answer."""
-
-    end: str
-    """End of the answer's turn."""
-    header: str
-    """Header of the next answer, which some templates write even if it is not asked for."""
+def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    return _find_ending(tokenizer, str(tokenizer.chat_template))
 
 
 @cache
-def _ending(tokenizer: PreTrainedTokenizerBase, template: str) -> _Ending:
-    """Compares the text behind the last answer with that between an answer and a question, which ends with
-    the header of a question. `template`: the tokenizer's, which may be replaced. Raises UsageError if the end
-    of a turn and a header behind it cannot be told apart."""
+def _find_ending(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
+    """Returns the text behind the last answer: the end of its turn, and the header of another answer if the
+    template (the tokenizer's) writes one that is not asked for. The end also stands between an answer and a
+    question, before the header of a question. Raises UsageError if end and header cannot be told apart."""
     turns = zip(("user", "assistant", "user"), _MARKS, strict=True)
     talk = [{"role": role, "content": mark} for role, mark in turns]
     try:
         asked, answered, again = (_rendered(talk[:count], tokenizer) for count in (1, 2, 3))
     except BadRow:  # a template for other messages
-        return _Ending("", "")
+        return "", ""
     before, after = asked.partition(_MARKS[0])[0], answered.partition(_MARKS[1])[2]
     between = again.partition(_MARKS[1])[2].partition(_MARKS[2])[0]
-    if between.startswith(after):
-        return _Ending(after, "")
     header_of_question = [*takewhile(bool, map(eq, reversed(before), reversed(between)))]
     place = len(between) - len(header_of_question)
-    pattern = _special_tokens(tokenizer).pattern
-    tokens = pattern.finditer(between) if pattern else ()
+    tokens = _special_tokens(tokenizer).pattern.finditer(between)
     place = next((token.end() for token in tokens if token.start() < place < token.end()), place)
     end, header = after[:place], after[place:]
-    if not (between.startswith(end) and header.strip() and asked.endswith(header)):
-        return _Ending(after, "")
+    if between.startswith(after) or not (
+        between.startswith(end) and asked.endswith(header) and header.strip()
+    ):
+        return after, ""
     if not place and len(before) > len(between):
         text = (
-            f"the template writes {after!r} behind the last answer. The end of the turn\nand the header of "
-            "another answer cannot be told apart in it. Use a template that writes the header only with\n"
-            "add_generation_prompt (--data.tokenizer_chat_template)."
+            f"the template writes {after!r} behind the last answer, in which its end and another\nheader "
+            "cannot be told apart. Use one that heeds add_generation_prompt (--data.tokenizer_chat_template)."
         )
         raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
-    return _Ending(end, header)
+    return end, header
 
 
 _MARKS = ("\u241f1\u241f", "\u241f2\u241f", "\u241f3\u241f")
 """Contents of messages, to find what a template writes around them."""
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Returns the text with which the chat template ends the last answer."""
+    return _ending(tokenizer)[0]
+
+
 def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises BadRow if an answer ends with the token that ends its turn, which the template writes too."""
-    end = _ending(tokenizer, str(tokenizer.chat_template)).end.strip()
-    if not end:
+    if not (end := end_of_turn(tokenizer).strip()):
         return
-    pattern = _special_tokens(tokenizer).pattern
-    found = pattern.match(end) if pattern else None
-    for token in filter(None, (found[0] if found else end, tokenizer.eos_token)):
-        for number, message in enumerate(messages, start=1):
-            text = text_of(message.get("content")) or ""
-            if message["role"] == "assistant" and text.rstrip().endswith(token):
-                raise BadRow(
-                    f"message {number} (assistant) ends with {token}, and the chat template ends the turn "
-                    "itself; remove it\nfrom the message.",
-                    ErrorCode.CHAT_TEMPLATE,
-                )
+    token = _special_tokens(tokenizer).pattern.match(end)
+    ends = (token[0] if token else end, tokenizer.eos_token or end)
+    answers = (
+        text_of(message.get("content")) or "" for message in messages if message["role"] == "assistant"
+    )
+    if wrong := next((answer for answer in answers if answer.rstrip().endswith(ends)), ""):
+        text = f"the answer {shortened(wrong, 80)!r} ends itself, and the chat template ends it again."
+        raise BadRow(f"{text}\nTake the end out of the row.", ErrorCode.CHAT_TEMPLATE)
 
 
 @cache
@@ -274,13 +254,13 @@ _ANSWER = "An answer."
 class _SpecialTokens:
     """Special tokens of a tokenizer, and whether a note about one in a message was printed."""
 
-    pattern: re.Pattern[str] | None
+    pattern: re.Pattern[str]
     is_noted: bool = field(default=False, init=False)
 
     def note(self, messages: Sequence[Message]) -> None:
         """Prints a note at the first message that contains a special token and is no answer of a model: the
         chat template writes the special tokens of a conversation itself."""
-        if self.is_noted or self.pattern is None:
+        if self.is_noted:
             return
         for message in messages:
             text = text_of(message.get("content"))
@@ -306,4 +286,4 @@ _AROUND = 40
 def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> _SpecialTokens:
     added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
     tokens = sorted({*tokenizer.all_special_tokens, *added} - {""}, key=len, reverse=True)
-    return _SpecialTokens(re.compile("|".join(map(re.escape, tokens))) if tokens else None)
+    return _SpecialTokens(re.compile("|".join(map(re.escape, tokens)) or "(?!)"))

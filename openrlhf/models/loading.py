@@ -24,6 +24,8 @@ from transformers.pytorch_utils import Conv1D
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.data.cache import digest, file_digest, sampled_digest
+from openrlhf.data.encode import token_ids_of
+from openrlhf.data.templates import end_of_turn
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
@@ -33,6 +35,7 @@ from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.vision import image_reader
 from openrlhf.models.weight_files import check_weight_files
+from openrlhf.text import decode
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +248,32 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
             more = None
         ids |= {more} if isinstance(more, int) else set(more or ())
     return sorted(ids - {None})
+
+
+def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool = False) -> None:
+    """Raises UsageError if no token ends a response of the run's model, or if the chat template ends an
+    answer with another. `learns`: True if the model learns ends: the tokenizer's, or the template's."""
+    section = "actor" if isinstance(config, PPOConfig) else "model"
+    flag, path = f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
+    ids, is_chat = stop_token_ids(path, tokenizer), getattr(config.data, "apply_chat_template", False)
+    end = token_ids_of(end_of_turn(tokenizer), tokenizer) if is_chat and tokenizer.chat_template else []
+    if not ids or (learns and tokenizer.eos_token_id is None and not end):
+        text = "no token ends a response. Set eos_token in the tokenizer_config.json of the model."
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
+    if end and not set(end) & set(ids):
+        text = (
+            f"the chat template ends an answer with {decode(tokenizer, end)!r}, which has no stop token: "
+            "answers would never end.\nAdd the token to eos_token_id in generation_config.json."
+        )
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template", value=path)
+
+
+def tell_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool = False) -> None:
+    """Prints the problem that `check_stops` finds, at the start of a run."""
+    try:
+        check_stops(config, tokenizer, learns=learns)
+    except UsageError as problem:
+        notify(f"warning: {problem}")
 
 
 def model_digest(path: str, flag: str) -> str:

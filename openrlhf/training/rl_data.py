@@ -32,7 +32,11 @@ class RLData(NamedTuple):
 
 def build_data(config: PPOConfig) -> RLData:
     """Reads all data of the run. Raises UsageError for models that cannot read it."""
+    from openrlhf.models.loading import tell_stops
+
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
+    if not config.rollout.stop:
+        tell_stops(config, tokenizer)
     texts = build_pretrain_texts(config, tokenizer, len(prompts))
     return RLData(prompts, eval_prompts, texts, tokenizer)
 
@@ -198,13 +202,15 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 def check_reward_templates(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
 ) -> None:
-    """Raises UsageError if a reward model's own chat template cannot render the prompts, or if prompts have
-    images and the reward model's chat template or tokenizer differs from the policy's."""
+    """Raises UsageError if a reward model's tokenizer has no end, if its own chat template cannot render the
+    prompts, or if prompts have images and its chat template or tokenizer differs from the policy's."""
+    from openrlhf.data.encode import end_token_id
     from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
+        end_token_id(own)
         is_another = has_own_template(own, tokenizer) or not reads_the_tokens_of(own, tokenizer)
         if config.reads_images and is_another:
             text = (

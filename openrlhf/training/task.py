@@ -63,6 +63,9 @@ class Task(ABC, Generic[ConfigT]):
     """Options in the section `data` that name a column of the dataset. The image column is added if rows have
     images."""
 
+    learns_ends = True
+    """Whether answers are learned with their ends."""
+
     def __init__(self, config: ConfigT) -> None:
         self.config = config
 
@@ -160,6 +163,7 @@ class Run(Generic[ConfigT]):
         with waiting("loading libraries, connecting to the other ranks"), clock.stage("libraries"):
             from openrlhf.backends.build import build_engine
             from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
+            from openrlhf.models.loading import tell_stops
             from openrlhf.training.supervised import total_steps
 
             heap.freeze()
@@ -172,6 +176,8 @@ class Run(Generic[ConfigT]):
         seed_everything(config.train.seed, config.train.full_determinism_enable)
         with clock.stage("data"):
             self.tokenizer = load_tokenizer_of(config)
+            if task.learns_ends:
+                tell_stops(config, self.tokenizer, learns=True)
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = total_steps(config.train, len(self.windows))

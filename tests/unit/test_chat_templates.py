@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import _note_missing_header, _tell_two_answers
+from openrlhf.data.templates import _note_missing_header
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
@@ -481,7 +481,7 @@ def test_an_answer_that_ends_itself_is_refused(name):
     for end in {model.eos, "<end_of_turn>" if "gemma" in name else model.eos}:
         with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1) as told:
             sft(name, [user("Hi."), assistant(f"No.{end}\n")])
-        assert "message 2" in told.value.text and end in told.value.text
+        assert f"No.{end}" in told.value.text
 
 
 def test_an_answer_may_hold_an_end_that_no_template_writes():
@@ -492,12 +492,10 @@ def test_an_answer_may_hold_an_end_that_no_template_writes():
     assert marked(sample, tokenizer) == "<|user|>hi<|assistant|>⟦one<|end|>⟧"
 
 
-def test_two_answers_in_a_row_are_told(caplog):
-    _tell_two_answers.cache_clear()
-    talk = [user("Hi."), assistant("Go."), assistant("No.")]
-    assert sft("qwen2.5", talk).endswith("Go.<|im_end|>\n<|im_start|>assistant\n⟦No.<|im_end|>⟧")
-    (told,) = caplog.messages
-    assert "two messages of the assistant in a row" in told
+def test_two_answers_in_a_row_are_refused():
+    with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
+        sft("qwen2.5", [user("Hi."), assistant("Go."), assistant("No.")])
+    assert "messages 2 and 3" in told.value.text
 
 
 @pytest.mark.parametrize(

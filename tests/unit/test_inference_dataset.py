@@ -124,7 +124,7 @@ def test_a_prompt_that_ends_with_the_assistant_is_continued_and_takes_no_other_a
     assert asked.input == talk and asked.token_ids == ids("<|user|>2+2<|end|><|assistant|>4")
     with refused(ErrorCode.INVALID_ROW) as told:
         answers((talk, "5"), apply_chat_template=True)
-    assert "'output' adds another turn" in told.value.text
+    assert "'input' and 'output' have an answer each" in told.value.text
 
 
 def test_a_fingerprint_changes_with_what_is_read():

@@ -299,7 +299,7 @@ def test_answers_that_begin_with_the_prompt_are_refused(prompt, score_last_token
     assert "'chosen' already begins" in told.value.text and "--data.prompt_key" in told.value.text
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build([ROW | {"prompt": [user("1+2"), assistant("3")]}], score_last_token=score_last_token)
-    assert "'prompt' ends with the assistant" in told.value.text
+    assert "'prompt' and 'chosen' have an answer each" in told.value.text
 
 
 @pytest.mark.parametrize("score_last_token", [False, True])
