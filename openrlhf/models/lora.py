@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
@@ -192,11 +193,13 @@ def load_statistics(folder: str | Path) -> dict[str, float]:
 def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     import peft
 
+    targets = _targets(model, lora.target_modules)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora.target_modules),
+        target_modules=targets,
+        fan_in_fan_out=any(_is_one_of(n, targets) for n, m in model.named_modules() if isinstance(m, Conv1D)),
         task_type=peft.TaskType.SEQ_CLS if is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
     # Forks the random state, so that adapters start equal at every ZeRO stage, whose loading draws different
@@ -216,21 +219,26 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     """Returns names, or last parts of names, of the layers that get an adapter."""
     head = _head(model)
-    linear = [
-        n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    ]
+    layers = model.named_modules()
+    linear = [n for n, module in layers if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
     last_names = sorted({name.rpartition(".")[2] for name in linear})
-    if wanted == (ALL_LINEAR,):
+    if last_names and wanted == (ALL_LINEAR,):
         return last_names
     for name in wanted:
-        if not any(known == name or known.endswith(f".{name}") for known in linear):
+        if not any(_is_one_of(known, [name]) for known in linear):
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
-            text = (
-                "names no linear layer (the head gets no adapter).\n"
+            text = "names no linear layer (the head gets no adapter).\n"
+            text += (
                 f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
+                if near
+                else f"A {type(model).__name__} has none: train all of its weights (--ds.lora.rank 0)."
             )
             raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ds.lora.target_modules", value=name)
     return list(wanted)
+
+
+def _is_one_of(layer: str, names: Iterable[str]) -> bool:
+    return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
 def is_classifier(model: PreTrainedModel) -> bool:
