@@ -58,6 +58,8 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
         raise _wrong_adapter(
             config, "has no adapter_config.json; give the folder of a LoRA adapter"
         ) from error
+    if (kind := str(adapter.peft_type).rpartition(".")[2]) != "LORA":
+        raise _wrong_adapter(config, f"is an adapter of the type {kind}; only LoRA has weights to merge")
     if (adapter.task_type == "SEQ_CLS") != config.is_rm:
         kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
         raise _wrong_adapter(config, f"is the adapter of a {kind} model; {remedy} --is_rm")
@@ -113,7 +115,10 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     if unknown:
         raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
     _untie(base)
-    return model.merge_and_unload()
+    try:
+        return model.merge_and_unload()
+    except RuntimeError as error:
+        raise _wrong_adapter(config, f"peft cannot merge it: {first_line(error)}") from error
 
 
 def _untie(base: "PreTrainedModel") -> None:

@@ -80,12 +80,15 @@ class Weight:
     stored: Tensor
     layer: Any = None
     """The adapted layer of this weight; None if no adapter applies."""
+    is_transposed: bool = False
+    """True for a 4-bit weight of a `Conv1D`, which bitsandbytes stores as that of a linear layer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Full (unsharded, dequantized) shape."""
         state = getattr(self.stored, "quant_state", None)
-        return whole_shape(self.stored) if state is None else tuple(state.shape)
+        shape = whole_shape(self.stored) if state is None else tuple(state.shape)
+        return shape[::-1] if self.is_transposed else shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,7 +106,9 @@ class Weight:
         """Returns the full weight, with the adapter merged. `parts` must be gathered. Collective under tensor
         parallelism."""
         weight = self._dequantized()
-        return weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
+        if self.layer is not None:
+            weight = weight + whole(self.layer.get_delta_weight(ADAPTER))
+        return weight.T.contiguous() if self.is_transposed else weight
 
     def _dequantized(self) -> Tensor:
         """Returns the full stored weight; a 4-bit weight in the dtype from which it was quantized."""
@@ -123,7 +128,10 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
             continue
         owner, below, kind = name.rpartition(".base_layer.")
         found[f"{owner}.{kind}" if below else name] = Weight(
-            tensor, layers[owner] if below and kind == "weight" else None
+            tensor,
+            layers[owner] if below and kind == "weight" else None,
+            hasattr(tensor, "quant_state")
+            and getattr(layers[name.rpartition(".")[0]], "source_cls", None) is Conv1D,
         )
     return found
 
