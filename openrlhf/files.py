@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.faults import fault
 
 
@@ -61,18 +61,23 @@ def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
 
 EXPORT = ".export"
 """Folder in which a model is written before its files move to the folder around it."""
+UNFINISHED = "unfinished_export"
+"""Folder with the weights of a model whose other files could not be written."""
 
 
 @contextmanager
 def exporting(folder: str | os.PathLike) -> Iterator[Path]:
     """Yields an empty folder for the files of a model. When the block ends, the files move to `folder`,
-    configurations last, and files of a previous model there are removed. If the block raises, `folder` is
-    unchanged. Raises RunError if the files cannot be written."""
-    place, made = Path(folder), Path(folder) / EXPORT
+    configurations last, and files of a previous model there are removed. If the block raises, the model in
+    `folder` is unchanged. Raises RunError if the files cannot be written; weights that are already there stay
+    in the folder UNFINISHED unless the disk refused."""
+    place, made, kept = Path(folder), Path(folder) / EXPORT, Path(folder) / UNFINISHED
     try:
         _remove(made)  # left by a process that was killed
         made.mkdir(parents=True)
         yield made
+        for file in (path for path in made.rglob("*") if path.is_file()):
+            file.chmod(made.stat().st_mode & 0o666)  # as the umask says: safetensors shuts others out
         _flush(made)
         fault("export.before_move")
         for pattern in (*MODEL_FILES, *ADAPTER_FILES):
@@ -86,7 +91,16 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
         sync_folder(place)
     except Exception as error:
         if not isinstance(error, OSError) and "I/O error" not in str(error):  # safetensors has its own class
-            raise
+            if not any(made.glob("*.safetensors")):
+                raise
+            _remove(kept)
+            made.replace(kept)
+            text = (
+                f"the model could not be saved completely: {type(error).__name__}: {first_line(error)}\n"
+                f"Its weights are in {kept}. To finish it, copy the files that are missing there from the "
+                "folder of the model that was trained."
+            )
+            raise RunError(ErrorCode.NOT_WRITABLE, text) from error
         reason = getattr(error, "strerror", None) or str(error)
         raise not_written(place, reason) from error
     finally:

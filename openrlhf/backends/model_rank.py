@@ -34,6 +34,7 @@ from openrlhf.models.lora import (
     merged_weights,
     save_adapter,
 )
+from openrlhf.models.saving import save_model
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import joined, whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
@@ -381,7 +382,7 @@ class TrainedRank(ModelRank):
                 for name, b in model.state_dict().items()
                 if name not in state and name in buffers
             }
-            model.save_pretrained(folder, state_dict=state)
+            save_model(model, folder, state)
         dist.barrier()
 
     @cached_property

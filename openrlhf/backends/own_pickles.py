@@ -3,8 +3,8 @@ allowed."""
 
 import datetime
 import os
-import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from decimal import Decimal
 from typing import Any
 
@@ -33,16 +33,24 @@ _SAMPLES: list[Any] = [
 
 def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> Any:
     """Loads a file that `torch.save` wrote, with tensors on the CPU. `more`: further types that the file may
-    contain; `options`: those of `torch.load`. Raises UsageError if the file contains any other type, without
-    running its code."""
+    contain; `options`: those of `torch.load`. Raises UsageError if the file is damaged or contains any other
+    type, without running its code."""
+    with refusing(file), torch.serialization.safe_globals([*_NUMPY, *_SAMPLES, *more]):
+        return torch.load(file, map_location="cpu", weights_only=True, **options)
+
+
+@contextmanager
+def refusing(file: str | os.PathLike) -> Iterator[None]:
+    """Turns every error that a damaged or forged file causes inside into a UsageError about the file."""
     try:
-        with torch.serialization.safe_globals([*_NUMPY, *_SAMPLES, *more]):
-            return torch.load(file, map_location="cpu", weights_only=True, **options)
-    except pickle.UnpicklingError as error:
+        yield
+    except (OSError, MemoryError, UsageError):
+        raise
+    except Exception as error:  # a damaged pickle can raise any error
         raise refusal(file, error) from error
 
 
-def refusal(file: str | os.PathLike, error: pickle.UnpicklingError) -> UsageError:
+def refusal(file: str | os.PathLike, error: BaseException) -> UsageError:
     """Returns the error for a file that must not be unpickled."""
     reason = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line), first_line(error))
     text = (

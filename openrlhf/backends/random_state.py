@@ -38,11 +38,12 @@ def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
             )
         return
     state = _read(folder, rank)
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] is not None and DEVICE_TYPE == "cuda":
-        torch.cuda.set_rng_state(state["cuda"])
+    with own_pickles.refusing(_file(folder, rank)):
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and DEVICE_TYPE == "cuda":
+            torch.cuda.set_rng_state(state["cuda"])
 
 
 def saved_ranks(folder: str | Path) -> int | None:

@@ -1,6 +1,5 @@
 """Merges a LoRA adapter into its base model: `openrlhf lora_combiner`."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,23 +23,25 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run(config: LoraCombinerConfig) -> None:
     """Writes the merged model: W + (alpha / rank) B A for every adapted layer, and the base model's other
     weights."""
-    from openrlhf.models.loading import load_config, load_tokenizer
+    from openrlhf.models.loading import check_model, load_tokenizer
     from openrlhf.models.lora import load_statistics
+    from openrlhf.models.saving import check_saving, save_model
     from openrlhf.models.scorer import padding_token_id
     from openrlhf.observability.progress import waiting
 
-    load_config(config.model_path, "--model_path")
+    check_model(config.model_path, "--model_path")
     trained_on = _check_adapter(config)
-    with waiting("loading and merging the model", key=config.model_path):
-        model = _merge(config, trained_on)
     tokenizer_path, flag = _tokenizer_home(config)
     tokenizer = load_tokenizer(tokenizer_path, flag=flag)
+    check_saving(config.model_path, "--model_path", tokenizer)
+    with waiting("loading and merging the model", key=config.model_path):
+        model = _merge(config, trained_on)
     if config.is_rm:
         tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer)
         for name, value in load_statistics(config.lora_path).items():
             setattr(model.config, name, value)
     with exporting(config.output_path) as made:
-        model.save_pretrained(made)
+        save_model(model, made, model.state_dict())
         tokenizer.save_pretrained(made)
     print(f"merged model saved to {config.output_path}", flush=True)
 
@@ -57,6 +58,8 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
         raise _wrong_adapter(
             config, "has no adapter_config.json; give the folder of a LoRA adapter"
         ) from error
+    if (kind := str(adapter.peft_type).rpartition(".")[2]) != "LORA":
+        raise _wrong_adapter(config, f"is an adapter of the type {kind}; only LoRA has weights to merge")
     if (adapter.task_type == "SEQ_CLS") != config.is_rm:
         kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
         raise _wrong_adapter(config, f"is the adapter of a {kind} model; {remedy} --is_rm")
@@ -72,11 +75,10 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
 
 def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
     from peft import load_peft_weights
-    from safetensors import SafetensorError
 
     try:
         weights = load_peft_weights(config.lora_path, device="cpu")
-    except (OSError, ValueError, SafetensorError) as error:
+    except Exception as error:  # a damaged pickle can raise any error
         raise _wrong_adapter(config, f"its weights cannot be read: {first_line(error)}") from error
     if getattr(adapter, "rank_pattern", None):  # layers have different ranks
         return
@@ -90,29 +92,49 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
 
 
 def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
-    from peft import PeftModel, load_peft_weights
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from openrlhf.models.loading import DTYPES
+    from openrlhf.models.loading import DTYPES, reading_weights
     from openrlhf.models.scorer import CLASSIFIER_HEAD
 
     dtype = DTYPES[config.ds.param_dtype]
+    auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
+    with reading_weights(config.model_path):
+        labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
+        base = auto_class.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False, **labels)
     if config.is_rm:
-        base = AutoModelForSequenceClassification.from_pretrained(
-            config.model_path, dtype=dtype, num_labels=1, trust_remote_code=False
-        )
         base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
-    else:
-        base = AutoModelForCausalLM.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False)
     try:
         model = PeftModel.from_pretrained(base, config.lora_path)
     except (RuntimeError, ValueError) as error:
         raise _other_base(config, trained_on, str(error).strip().splitlines()[-1].strip()) from error
-    has = {re.sub(r"(\.modules_to_save)?\.default(?=\.|$)", "", name) for name, _ in model.named_parameters()}
-    unknown = sorted(load_peft_weights(config.lora_path, device="cpu").keys() - has)
+    unknown = sorted(
+        load_peft_weights(config.lora_path, device="cpu").keys() - get_peft_model_state_dict(model)
+    )
     if unknown:
         raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
-    return model.merge_and_unload()
+    _untie(base)
+    try:
+        return model.merge_and_unload()
+    except RuntimeError as error:
+        raise _wrong_adapter(config, f"peft cannot merge it: {first_line(error)}") from error
+
+
+def _untie(base: "PreTrainedModel") -> None:
+    """Gives the head its own weight if head and embedding share one and only one of them has this adapter:
+    merging would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
+    if (
+        any(isinstance(layer, BaseTunerLayer) for layer in (head, embedding))
+        and head.weight is embedding.weight
+    ):
+        own: Any = head.base_layer if isinstance(head, BaseTunerLayer) else head
+        own.weight = nn.Parameter(own.weight.clone())
+        base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
 
 
 def _other_base(config: LoraCombinerConfig, trained_on: str, reason: str) -> UsageError:

@@ -109,9 +109,12 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 
 def _check_trained(config: PPOConfig, path: str, flag: str) -> None:
-    from openrlhf.models.loading import check_room, load_config
+    from openrlhf.models.loading import check_model, check_room, load_config, policy_processor
+    from openrlhf.models.saving import check_saving
 
+    check_model(path, flag)
     check_room(load_config(path, flag), config, "data.max_len", path=path)
+    check_saving(path, flag, policy_processor(config))
 
 
 def _check_replay(path: str) -> None:

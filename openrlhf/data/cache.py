@@ -188,7 +188,7 @@ def _read(dataset_type: type[DatasetT], entry: Path) -> DatasetT | Exception:
     """Returns the dataset, or the error that reading it raised."""
     try:
         dataset = _load(dataset_type, entry)
-    except (OSError, EOFError, ValueError, LookupError, TypeError) as damage:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, RecursionError) as damage:
         return damage
     notify(f"tokenised data read from the cache {entry}")
     return dataset

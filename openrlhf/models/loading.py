@@ -2,11 +2,15 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+import pickle
+import re
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -34,7 +38,7 @@ from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.vision import image_reader
-from openrlhf.models.weight_files import check_weight_files
+from openrlhf.models.weight_files import check_weight_files, quantized_types
 from openrlhf.text import decode
 
 logger = logging.getLogger(__name__)
@@ -46,6 +50,7 @@ DTYPES: Mapping[str | None, Any] = {
     None: "auto",
 }
 """Maps `--ds.param_dtype` to transformers' `dtype` argument. None: the dtype of the model's files."""
+GENERATION = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "merges.txt", "spiece*", "sentencepiece*")
 
 
@@ -67,7 +72,7 @@ def load_causal_lm(
     except the head to NF4, for models of which only adapters are trained. liger: see `apply_liger`. images:
     load a vision-language model, whose rows may have images.
     """
-    config = load_config(path, flag)
+    config = load_unquantized(path, flag)
     options: dict[str, Any] = {} if experts is None else {"experts_implementation": experts}
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
@@ -91,10 +96,17 @@ def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False)
 
 
 def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
-    """Builds the model from its configuration on torch's meta device."""
-    auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
-    with torch.device("meta"):
-        return auto_class.from_config(load_config(path, flag), trust_remote_code=False)
+    """Builds the model from its configuration on torch's meta device. Raises UsageError for sizes that no
+    model can have."""
+    auto_class, config = (
+        AutoModelForImageTextToText if images else AutoModelForCausalLM,
+        load_config(path, flag),
+    )
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config, trust_remote_code=False)
+    except RuntimeError as error:
+        raise _not_loaded("model", path, flag, error) from error
 
 
 def load_generator(
@@ -103,14 +115,15 @@ def load_generator(
     """Loads a model for transformers' `generate`, with one of transformers' attention implementations.
     `attention` auto: transformers' default."""
     config = load_config(path, flag)
-    model = AutoModelForCausalLM.from_pretrained(
-        model_folder(path, weights=True),
-        config=config,
-        trust_remote_code=False,
-        dtype=DTYPES[dtype],
-        attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
-        **(nf4(dtype, config) if in_4bit else {}),
-    )
+    with reading_weights(path):
+        model = AutoModelForCausalLM.from_pretrained(
+            model_folder(path, weights=True),
+            config=config,
+            trust_remote_code=False,
+            dtype=DTYPES[dtype],
+            attn_implementation=None if attention == "auto" or lacks_its_kernel(attention) else attention,
+            **(nf4(dtype, config) if in_4bit else {}),
+        )
     keep_nf4(model)
     fix_frequencies(model, max_len)
     return model
@@ -133,13 +146,14 @@ def load_for_rows(
     name = resolve_attention(attention, config)
     takes_it = name != PACKED or _takes_attention(auto_class, config)
     implementation = of_text(name, config) if takes_it else None
-    model, info = auto_class.from_pretrained(
-        model_folder(path, weights=True),
-        attn_implementation=implementation,
-        trust_remote_code=False,
-        output_loading_info=True,
-        **options,
-    )
+    with reading_weights(path):
+        model, info = auto_class.from_pretrained(
+            model_folder(path, weights=True),
+            attn_implementation=implementation,
+            trust_remote_code=False,
+            output_loading_info=True,
+            **options,
+        )
     reading = reading_of(model)
     reading.flag, reading.packed = attention, takes_it
     reading.images = image_reader(path) if images else None
@@ -153,6 +167,15 @@ def load_for_rows(
         apply_liger(model)
         reading.liger = True
     return model, info
+
+
+@contextmanager
+def reading_weights(path: str) -> Iterator[None]:
+    """Turns errors of files, and of packages that their format needs, into a UsageError about the model."""
+    try:
+        yield
+    except (ImportError, OSError, SafetensorError, pickle.UnpicklingError) as error:
+        raise _not_loaded("weights", path, "", error) from error
 
 
 def _emulates_bf16() -> bool:
@@ -202,7 +225,7 @@ def load_tokenizer(
         tokenizer = cast(
             Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast, trust_remote_code=False)
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of any class of transformers
         raise _not_loaded("tokenizer", path, flag, error) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -232,7 +255,10 @@ def policy_processor(config: PPOConfig) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
-    processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
+    try:
+        processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
+    except Exception as error:  # of any class of transformers
+        raise _not_loaded("processor", path, "", error) from error
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 
@@ -241,7 +267,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Returns all tokens that end a response: the tokenizer's end-of-sequence token, and those in the
     generation config."""
     ids, path = {tokenizer.eos_token_id}, model_folder(path)
-    if os.path.exists(os.path.join(path, "generation_config.json")) or not os.path.exists(path):
+    if os.path.exists(os.path.join(path, GENERATION)) or not os.path.exists(path):
         try:
             more = GenerationConfig.from_pretrained(path).eos_token_id
         except OSError:  # a hub model without a generation config
@@ -281,18 +307,18 @@ def model_digest(path: str, flag: str) -> str:
     return _digest_of(path, flag, file_digest)
 
 
-def model_fingerprint(path: str, flag: str) -> str:
+def model_fingerprint(path: str, flag: str, *, without: Container[str] = ()) -> str:
     """Returns a cheap variant of `model_digest`, which reads only samples of large files. It changes if a
-    model is trained or replaced."""
-    return _digest_of(path, flag, sampled_digest)
+    model is trained or replaced. `without`: names of files that do not count."""
+    return _digest_of(path, flag, sampled_digest, without)
 
 
-def _digest_of(path: str, flag: str, of_file: Callable[[Path], str]) -> str:
+def _digest_of(path: str, flag: str, of_file: Callable[[Path], str], without: Container[str] = ()) -> str:
     path = model_folder(path, weights=True)
     if not os.path.isdir(path):
         return str(load_config(path, flag)._commit_hash)
     files = sorted(f for f in Path(path).iterdir() if f.suffix in (".safetensors", ".bin", ".json"))
-    return digest([[file.name, of_file(file)] for file in files])
+    return digest([[file.name, of_file(file)] for file in files if file.name not in without])
 
 
 def reads_the_tokens_of(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
@@ -313,13 +339,27 @@ def check_same_vocabulary(
 
 
 def check_model(path: str, flag: str) -> None:
-    """Raises UsageError if `path` has no model configuration, or if a file of weights is not whole. Prints a
-    note on tokens without an embedding. Loads no weights."""
-    config = load_config(path, flag)
+    """Raises UsageError if `path` has no model configuration, if the model is quantized, or if one of its
+    files is damaged. Prints a note on tokens without an embedding. Loads no weights."""
+    config = load_unquantized(path, flag)
     if os.path.isdir(path):
         check_weight_files(path, flag)
+        if types := quantized_types(path):
+            raise quantized(path, flag, f"its files have {', '.join(sorted(types))}")
+        check_generation_config(path, flag)
     if any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
         note_missing_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
+
+
+def check_generation_config(path: str, flag: str) -> None:
+    """Raises UsageError if the generation config in a folder cannot be read. transformers would do without
+    it."""
+    try:
+        if os.path.exists(os.path.join(path, GENERATION)):
+            GenerationConfig.from_pretrained(path)
+    except Exception as error:  # of any class of transformers
+        text = f"its {GENERATION} cannot be used: {first_line(error)}\nCorrect or remove the file."
+        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path) from error
 
 
 def note_missing_embeddings(
@@ -379,9 +419,45 @@ def load_config(path: str, flag: str):
         )
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
     try:
-        return AutoConfig.from_pretrained(model_folder(path), trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        folder = model_folder(path)
+        _check_counts(PreTrainedConfig.get_config_dict(folder)[0])
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # of any class of transformers
         raise _not_loaded("model configuration", path, flag, error) from error
+
+
+LARGEST = {r"layers?$|depth$|blocks$": 2000, r"labels$|experts$|heads$": 100_000}
+"""Largest values of a configuration's numbers of parts, which transformers would build one by one."""
+
+
+def _check_counts(settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            _check_counts(value)
+        for pattern, largest in LARGEST.items():
+            if isinstance(value, int) and value > largest and re.search(pattern, name):
+                raise ValueError(f"config.json has {name} {value}, and no model has more than {largest}.")
+
+
+def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
+    """Like `load_config`. Raises UsageError for a model whose files are quantized: its weights could neither
+    be trained nor be saved in its format."""
+    config = load_config(path, flag)
+    for part in (config, config.get_text_config()):
+        if about := getattr(part, "quantization_config", None) or getattr(part, "compression_config", None):
+            about = about if isinstance(about, Mapping) else about.to_dict()
+            raise quantized(path, flag, f"its config.json says {about.get('quant_method') or about}")
+    return config
+
+
+def quantized(path: str, flag: str, reason: str) -> UsageError:
+    """Returns the error for a model whose files are quantized."""
+    text = (
+        f"its weights are quantized ({reason}), and only ordinary ones can be trained, compared and saved.\n"
+        "Name the model from which it was made, or dequantize it first (docs/models.md). To save memory, "
+        "--ds.load_in_4bit quantizes ordinary weights as they are loaded."
+    )
+    return UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
 
 
 def _not_loaded(what: str, path: str, flag: str, error: Exception) -> UsageError:

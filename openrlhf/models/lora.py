@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
@@ -79,12 +80,15 @@ class Weight:
     stored: Tensor
     layer: Any = None
     """The adapted layer of this weight; None if no adapter applies."""
+    is_transposed: bool = False
+    """True for a 4-bit weight of a `Conv1D`, which bitsandbytes stores as that of a linear layer."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Full (unsharded, dequantized) shape."""
         state = getattr(self.stored, "quant_state", None)
-        return whole_shape(self.stored) if state is None else tuple(state.shape)
+        shape = whole_shape(self.stored) if state is None else tuple(state.shape)
+        return shape[::-1] if self.is_transposed else shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -102,7 +106,9 @@ class Weight:
         """Returns the full weight, with the adapter merged. `parts` must be gathered. Collective under tensor
         parallelism."""
         weight = self._dequantized()
-        return weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
+        if self.layer is not None:
+            weight = weight + whole(self.layer.get_delta_weight(ADAPTER))
+        return weight.T.contiguous() if self.is_transposed else weight
 
     def _dequantized(self) -> Tensor:
         """Returns the full stored weight; a 4-bit weight in the dtype from which it was quantized."""
@@ -122,7 +128,10 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
             continue
         owner, below, kind = name.rpartition(".base_layer.")
         found[f"{owner}.{kind}" if below else name] = Weight(
-            tensor, layers[owner] if below and kind == "weight" else None
+            tensor,
+            layers[owner] if below and kind == "weight" else None,
+            hasattr(tensor, "quant_state")
+            and getattr(layers[name.rpartition(".")[0]], "source_cls", None) is Conv1D,
         )
     return found
 
@@ -192,11 +201,13 @@ def load_statistics(folder: str | Path) -> dict[str, float]:
 def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     import peft
 
+    targets = _targets(model, lora.target_modules)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=_targets(model, lora.target_modules),
+        target_modules=targets,
+        fan_in_fan_out=any(_is_one_of(n, targets) for n, m in model.named_modules() if isinstance(m, Conv1D)),
         task_type=peft.TaskType.SEQ_CLS if is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
     # Forks the random state, so that adapters start equal at every ZeRO stage, whose loading draws different
@@ -216,21 +227,26 @@ def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
 def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     """Returns names, or last parts of names, of the layers that get an adapter."""
     head = _head(model)
-    linear = [
-        n for n, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head
-    ]
+    layers = model.named_modules()
+    linear = [n for n, module in layers if isinstance(module, (nn.Linear, Conv1D)) and module is not head]
     last_names = sorted({name.rpartition(".")[2] for name in linear})
-    if wanted == (ALL_LINEAR,):
+    if last_names and wanted == (ALL_LINEAR,):
         return last_names
     for name in wanted:
-        if not any(known == name or known.endswith(f".{name}") for known in linear):
+        if not any(_is_one_of(known, [name]) for known in linear):
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
-            text = (
-                "names no linear layer (the head gets no adapter).\n"
+            text = "names no linear layer (the head gets no adapter).\n"
+            text += (
                 f"Use {ALL_LINEAR}, or names like {', '.join(near)}."
+                if near
+                else f"A {type(model).__name__} has none: train all of its weights (--ds.lora.rank 0)."
             )
             raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ds.lora.target_modules", value=name)
     return list(wanted)
+
+
+def _is_one_of(layer: str, names: Iterable[str]) -> bool:
+    return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
 def is_classifier(model: PreTrainedModel) -> bool:

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, action_states
-from openrlhf.models.loading import DTYPES, load_config, load_for_rows, nf4
+from openrlhf.models.loading import DTYPES, check_model, load_config, load_for_rows, load_unquantized, nf4
 from openrlhf.types import PackedRow
 
 CLASSIFIER_HEAD = "score"
@@ -89,7 +89,7 @@ def load_scorer(
     token, which is not the end-of-sequence token. max_len: tokens of the longest sequence of the run, see
     `fix_frequencies`. dtype: see `DTYPES`. liger: see `apply_liger`. images: rows may have images.
     """
-    config = load_config(path, flag)
+    config = load_unquantized(path, flag)
     name = getattr(config, "value_head_prefix", None) or head_prefix
     config.num_labels = 1
     config.value_head_prefix = name
@@ -138,6 +138,7 @@ def register_classifier(config: PreTrainedConfig) -> None:
 def check_reward_model(path: str, flag: str, head_prefix: str) -> None:
     """Raises UsageError if `path` is not a reward model. Loads no weights. For a model on the hub only the
     configuration is checked."""
+    check_model(path, flag)
     name = getattr(load_config(path, flag), "value_head_prefix", None) or head_prefix
     files = sorted(Path(path).glob("[!.]*.safetensors"))
     heads = [head for file in files for head in _heads(file, (f"{name}.weight", f"{CLASSIFIER_HEAD}.weight"))]

@@ -12,6 +12,7 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
 from openrlhf.observability.run_folder import RunFolder, flat, read_jsonl
 from openrlhf.training.checkpoints import ORIGIN
+from openrlhf.training.origin import BUT_GENERATION
 
 MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
 """Prefixes of metrics that depend on time or memory, and therefore differ between equal runs."""
@@ -108,5 +109,6 @@ class RecordedRun:
         for models in reversed(self.checkpoints().values()):
             for folder in models.values():
                 if (file := folder / ORIGIN).is_file():
-                    return json.loads(file.read_bytes())["origin"]["contents"]
+                    found = json.loads(file.read_bytes())["origin"]["contents"]
+                    return {k: found[k] for k in found if not k.endswith(BUT_GENERATION)}
         return {}

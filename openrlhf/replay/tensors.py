@@ -6,12 +6,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from openrlhf.backends.manifest import MANIFEST, Manifest
-from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader
+from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, load_tensors
 from openrlhf.replay.differences import Compared
 
 NOT_TENSORS = ("origin.json", "metric.json", "random_state_")
@@ -59,7 +58,7 @@ def _of_torch(folder: Path) -> dict[str, Callable[[], Tensor]]:
     def read(name: str, about: TensorStorageMetadata) -> Tensor:
         found = {name: torch.zeros(about.size, dtype=about.properties.dtype)}
         with warnings.catch_warnings(action="ignore"):  # torch warns that there is no process group
-            dcp.load(found, storage_reader=TorchReader(folder), no_dist=True)
+            load_tensors(folder, found, no_dist=True)
         return found[name]
 
     known = TorchReader(folder).read_metadata().state_dict_metadata

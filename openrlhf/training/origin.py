@@ -11,6 +11,9 @@ from openrlhf.config.fields import to_words, values_of
 from openrlhf.config.resume import Change, change_of, remarks_of
 from openrlhf.observability.run_folder import redact
 
+BUT_GENERATION = " without generation_config.json"
+"""Suffix of a model's flag in `Origin.contents`: the fingerprint of its other files."""
+
 SHOWN = 3
 """Maximum number of flags that a remark lists by name. The others are only counted."""
 
@@ -61,7 +64,10 @@ def compare(before: Origin, now: Origin) -> Comparison:
     comparison = Comparison([], [])
     for name, text in _changes(before, now):
         key = name.removeprefix("--")
-        if key in remarks:
+        rest = before.contents.get(name + BUT_GENERATION)
+        if rest is not None and rest == now.contents.get(name + BUT_GENERATION):
+            comparison.remarks.append(f"{text}: only its generation_config.json has changed")
+        elif key in remarks:
             comparison.remarks.append(f"{text}: {remarks[key]}")
         else:
             comparison.differences.append(text)
@@ -79,7 +85,8 @@ def _changes(before: Origin, now: Origin) -> Iterator[tuple[str, str]]:
         if was != is_ and change_of(now.command, key) is not Change.FREE:
             yield f"--{key}", f"--{key} was {_shown(was)}, is {_shown(is_)}"
     for name in now.contents:
-        if name in by_content and before.contents[name] != now.contents[name]:
+        is_rest = name.endswith(BUT_GENERATION)
+        if name in by_content and before.contents[name] != now.contents[name] and not is_rest:
             yield name, f"{name} was {_content(before, name)}, is {_content(now, name)}"
 
 

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
@@ -29,12 +29,15 @@ def origin_of(
 ) -> "Origin":
     """Builds the origin of a run. `models`: flag -> paths of models; `more`: further entries of
     `Origin.contents`."""
-    from openrlhf.models.loading import model_fingerprint
-    from openrlhf.training.origin import Origin
+    from openrlhf.models.loading import GENERATION, model_fingerprint
+    from openrlhf.training.origin import BUT_GENERATION, Origin
 
-    fingerprints = {
-        flag: f"checksum {' '.join(model_fingerprint(path, flag)[:16] for path in paths)}"
-        for flag, paths in models.items()
+    def checksum(flag: str, paths: Sequence[str], **options: Any) -> str:
+        return f"checksum {' '.join(model_fingerprint(path, flag, **options)[:16] for path in paths)}"
+
+    fingerprints = {flag: checksum(flag, paths) for flag, paths in models.items()}
+    fingerprints |= {
+        flag + BUT_GENERATION: checksum(flag, paths, without=(GENERATION,)) for flag, paths in models.items()
     }
     return Origin.of(command.name, config, {**fingerprints, **more})
 

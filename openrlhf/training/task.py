@@ -76,9 +76,11 @@ class Task(ABC, Generic[ConfigT]):
     def check_models(self) -> None:
         """Raises UsageError for a missing or unsuitable model, before anything is loaded."""
         from openrlhf.models.loading import check_model
+        from openrlhf.models.saving import check_saving
 
         for flag, path in self.models().items():
             check_model(path, flag)
+        check_saving(self.config.model.model_name_or_path, MODEL_FLAG, reader_of(self.config))
         if self.config.model.aux_loss_coef > 0:
             from openrlhf.models.experts import check_experts
 
@@ -361,16 +363,10 @@ class Run(Generic[ConfigT]):
 
     def export(self, folder: str) -> None:
         """Writes the model with its tokenizer or processor in Hugging Face format. Collective."""
-        from openrlhf.models.loading import processor_around
-
         with exporting(folder) if self.mesh.is_first else nullcontext(folder) as made:
             self.engine.export(str(made))
-            if not self.mesh.is_first:
-                return
-            reader = self.tokenizer
-            if self.config.data.reads_images:
-                reader = processor_around(reader, self.config.model.model_name_or_path)
-            reader.save_pretrained(made)
+            if self.mesh.is_first:
+                reader_of(self.config, self.tokenizer).save_pretrained(made)
 
     def _observer(self, resume_step: int | None) -> "Observer":
         from openrlhf.observability.observer import Observer
@@ -446,6 +442,15 @@ def load_tokenizer_of(
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=getattr(config.data, "tokenizer_chat_template", None),
     )
+
+
+def reader_of(config: SupervisedConfig, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Any:
+    """Returns what is saved with the model: its tokenizer, or its processor if rows have images."""
+    from openrlhf.models.loading import processor_around
+
+    tokenizer = tokenizer or load_tokenizer_of(config)
+    path = config.model.model_name_or_path
+    return processor_around(tokenizer, path) if config.data.reads_images else tokenizer
 
 
 def lay_out(

@@ -1,16 +1,25 @@
 import os
+import pickle
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from refusals import refused
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from openrlhf.config.commands import SFT
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.origin import Origin
+from openrlhf.training.origin import Origin, compare
+from openrlhf.training.start import origin_of
 
 
 @pytest.fixture
@@ -240,3 +249,37 @@ def test_the_last_message_names_the_checkpoint_and_how_to_resume(tmp_path):
     save(checkpoints, "global_step2")
     assert checkpoints.resume_hint().partition(": ")[0].endswith(f" {tmp_path}/_actor/global_step2")
     assert run_of(tmp_path).resume_hint() == said.format("N")  # that checkpoint belongs to another run
+
+
+def test_a_checkpoint_that_lists_more_than_tensors_is_damaged(tmp_path, write):
+    """torch.distributed.checkpoint would unpickle it without limits."""
+    checkpoints = folder(tmp_path)
+    for step in (1, 2, 3):
+        with checkpoints.saving(f"global_step{step}"):
+            made = tmp_path / UNFINISHED / f"global_step{step}"
+            dcp.save({"a": torch.ones(2)}, checkpoint_id=made, no_dist=True)
+            if step == 3:
+                contents = pickle.loads((made / ".metadata").read_bytes())
+                contents.state_dict_metadata["a"] = BytesStorageMetadata()
+                (made / ".metadata").write_bytes(pickle.dumps(contents))
+    found = checkpoints.find()
+    assert found.tag == "global_step2"
+    (reason,) = found.skipped
+    assert reason.startswith("global_step3: .metadata: ") and "a is no tensor" in reason
+
+
+def test_a_model_whose_generation_config_alone_has_changed_is_the_same(tmp_path):
+    model = tiny_chat_model(tmp_path / "model", seed=0)
+    flag, config = "--model.model_name_or_path", SFTConfig()
+    origin = lambda: origin_of(config, SFT, {flag: [str(model)]}, {})
+    before = origin()
+    (model / "generation_config.json").write_text('{"temperature": 0.5}')
+    differences, (remark,) = compare(before, origin())
+    assert not differences and remark.startswith(flag)
+    assert remark.endswith("only its generation_config.json has changed")
+    old = replace(before, contents={flag: before.contents[flag]})  # of an earlier release
+    assert len(compare(old, origin()).differences) == 1
+    weights = load_file(model / "model.safetensors")
+    save_file({name: weight + 1 for name, weight in weights.items()}, model / "model.safetensors")
+    (difference,), remarks = compare(before, origin())
+    assert difference.startswith(f"{flag} was ") and not remarks

@@ -199,3 +199,26 @@ def test_an_export_that_fails_leaves_the_model_that_is_there(tmp_path, error):
     assert told.value.code is ErrorCode.NOT_WRITABLE
     assert str(tmp_path) in str(told.value) and os.strerror(errno.ENOSPC) in str(told.value)
     assert set(os.listdir(tmp_path)) == set(FULL) and (tmp_path / "config.json").read_text() == "old"
+
+
+def test_weights_stay_if_the_rest_of_a_model_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("before")
+    with pytest.raises(RunError) as told, exporting(tmp_path) as made:
+        (made / "model.safetensors").write_text("weights")
+        raise TypeError("Object of type Strange is not JSON serializable")
+    kept = tmp_path / "unfinished_export"
+    assert "TypeError: Object of type Strange" in told.value.text and str(kept) in told.value.text
+    assert (kept / "model.safetensors").read_text() == "weights"
+    assert (tmp_path / "config.json").read_text() == "before" and not (tmp_path / ".export").exists()
+    with pytest.raises(TypeError), exporting(tmp_path):
+        raise TypeError("nothing was written")
+
+
+def test_the_files_of_a_model_have_the_mode_of_the_umask(tmp_path: Path) -> None:
+    with exporting(tmp_path) as made:
+        (made / "runs").mkdir()
+        for name in ("model.safetensors", "config.json", "runs/more"):
+            (made / name).touch(mode=0o600)
+    (tmp_path / "plain").touch()
+    for name in ("model.safetensors", "config.json", "runs/more"):
+        assert (tmp_path / name).stat().st_mode == (tmp_path / "plain").stat().st_mode

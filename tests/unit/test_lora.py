@@ -173,6 +173,49 @@ def test_a_module_that_cannot_be_adapted(base: Path, name: str) -> None:
     assert "q_proj" in refusal.value.text
 
 
+def test_a_model_without_linear_layers_gets_no_adapter(base: Path) -> None:
+    model = plain(base)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            model.set_submodule(name, torch.nn.Identity())
+    for names in (("all-linear",), ("q_proj",)):
+        with refused(ErrorCode.INVALID_VALUE, flag="--ds.lora.target_modules", value=names[0]) as told:
+            prepare_for_training(model, lora_of(target_modules=names))
+        assert f"{type(model).__name__} has none" in told.value.text and "--ds.lora.rank 0" in told.value.text
+
+
+@pytest.mark.parametrize("in_4bit", [False, True])
+@pytest.mark.parametrize("wanted", [("all-linear",), ("c_attn", "h.0.mlp.c_fc")])
+def test_the_layers_of_gpt_2_are_adapted(tmp_path: Path, in_4bit: bool, wanted: tuple[str, ...]) -> None:
+    """Their weights are (in, out); bitsandbytes stores them as (out, in)."""
+    torch.manual_seed(0)
+    config = hf.GPT2Config(vocab_size=61, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1)
+    hf.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
+    model = load_causal_lm(str(tmp_path), in_4bit=in_4bit, **options)
+    randomised(prepare_for_training(model, lora_of(target_modules=wanted)))
+    expected = 2 * 4 if wanted == ("all-linear",) else 3
+    assert len(adapter_weights(model)) == 2 * expected
+    fresh = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    ids = torch.arange(3, 23)[None]
+    plain_logits = fresh(ids).logits
+    merged = {name: weight.merged() for name, weight in merged_weights(model).items()}
+    shapes = {name: weight.shape for name, weight in merged_weights(model).items()}
+    assert shapes == {name: tuple(weight.shape) for name, weight in merged.items()}
+    assert not fresh.load_state_dict(merged, strict=False).unexpected_keys
+    with torch.no_grad(), transformers_attention(model):
+        expected_logits = model(ids).logits
+    norm = fresh.transformer.wte.weight.norm(dim=-1).max().item()
+    atol = 64 * 2**-24 * 64**0.5 * norm * 2  # |hidden| is sqrt(64) after the last norm
+    torch.testing.assert_close(fresh(ids).logits, expected_logits, atol=atol, rtol=0)
+    assert (plain_logits - expected_logits).abs().max() > 100 * atol
+    save_adapter(model, weights_of(model), tmp_path / "adapter")
+    if not in_4bit:
+        again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        loaded = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")
+        torch.testing.assert_close(loaded(ids).logits, expected_logits, atol=atol, rtol=0)
+
+
 def test_adapters_start_the_same_whatever_randomness_was_used_before(base: Path) -> None:
     def starts(numbers: int) -> dict[str, Tensor]:
         torch.manual_seed(3)
@@ -340,6 +383,7 @@ def test_an_adapter_of_another_base_is_refused(
         config = hf.AutoConfig.from_pretrained(base, **change)
         other = tmp_path / f"other{number}"
         hf.AutoModelForCausalLM.from_config(config).save_pretrained(other)
+        load_tokenizer(str(base), flag="--x").save_pretrained(other)
         words = ["--model_path", str(other), "--lora_path", str(tmp_path / "adapter")]
         text = stderr_of(capsys, *words, "--output_path", str(tmp_path / "out"))
         (refusal,) = printed(text)
@@ -379,6 +423,47 @@ def test_mistakes_of_the_combiner(base: Path, tmp_path: Path, capsys: pytest.Cap
     (refusal,) = printed(stderr_of(capsys, "--model_path", str(base), *adapter, "--output_path", str(base)))
     assert (refusal.code, refusal.place) == (ErrorCode.NOT_WRITABLE, f"--output_path {base}")
     assert "--overwrite" in refusal.text
+
+
+ADAPTERS = {
+    "embedding and head in full": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "head in full": {"modules_to_save": ["lm_head"]},
+    "embedding in full": {"modules_to_save": ["embed_tokens"]},
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "embedding and head": {"target_modules": ["embed_tokens", "lm_head"]},
+    "magnitudes (DoRA)": {"use_dora": True},
+    "ranks of layers": {"rank_pattern": {"layers.0.self_attn.q_proj": 2}},
+}
+
+
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
+def test_adapters_of_peft_merge_into_the_model_that_peft_computes(
+    base: Path, row: PackedRow, tmp_path: Path, options: dict, tied: bool
+) -> None:
+    config = hf.AutoConfig.from_pretrained(base, tie_word_embeddings=tied)
+    torch.manual_seed(3)
+    hf.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    load_tokenizer(str(base), flag="--x").save_pretrained(tmp_path / "base")
+    fresh = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    about = peft.LoraConfig(**({"r": 3, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"} | options))
+    model = peft.get_peft_model(fresh, about)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.requires_grad:
+                param += 0.05 * torch.randn_like(param) * (1 if "magnitude" not in name else param.mean())
+    model.save_pretrained(tmp_path / "adapter")
+    merged = hf.AutoModelForCausalLM.from_pretrained(combined(tmp_path / "base", tmp_path / "adapter"))
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    ids = row.token_ids[:9][None]
+    expected = peft.PeftModel.from_pretrained(again, tmp_path / "adapter")(ids).logits
+    weight_norm = merged.get_output_embeddings().weight.norm(dim=-1).max().item()
+    atol = 4 * ROUNDING * HIDDEN**0.5 * weight_norm  # two layers, and the products of the adapter
+    torch.testing.assert_close(merged(ids).logits, expected, atol=atol, rtol=0)
+    assert (
+        expected - hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids).logits
+    ).abs().max() > atol
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

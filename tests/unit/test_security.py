@@ -1,21 +1,48 @@
 """Access from outside to code, secrets and ports."""
 
 import ast
+import io
+import json
 import os
+import pickle
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+import yaml
 from refusals import refused
+from torch import nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from transformers import AutoTokenizer
 
-from openrlhf.backends.distributed import _store_at_its_address, free_port
+from openrlhf.backends import own_pickles
+from openrlhf.backends.deepspeed.checkpoint_files import DeepSpeedFiles
+from openrlhf.backends.deepspeed.moving_average import MovingAverage
+from openrlhf.backends.deepspeed.resharding import Checkpoint
+from openrlhf.backends.distributed import ProcessMesh, _store_at_its_address, free_port
 from openrlhf.backends.random_state import load_random_state
-from openrlhf.errors import ErrorCode
+from openrlhf.backends.torch.checkpoint_files import TensorPlanner, forged, load_tensors
+from openrlhf.cli.lora_combiner import run as combine_run
+from openrlhf.config.commands import SFT
+from openrlhf.config.lora_combiner import LoraCombinerConfig
+from openrlhf.config.parse import parse
+from openrlhf.data.cache import cached
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
+from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
+from openrlhf.models.scorer import check_reward_model
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.wandb import key_of
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.precompute import cached_array
 
 PACKAGE = Path(__file__).parents[2] / "openrlhf"
 WITHOUT_CODE = {"GenerationConfig", "PeftConfig", "PeftModel"}
@@ -95,11 +122,196 @@ class Evil:
         return os.system, ("touch owned",)
 
 
-def test_random_states_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def model_with(name: str, content: bytes, *, without: str = "") -> str:
+    """Writes a model with a file of this content, and returns its folder."""
+    folder = tiny_chat_model(Path("model"), seed=0)
+    (folder / name).write_bytes(content)
+    if without:
+        (folder / without).unlink()
+    return str(folder)
+
+
+def saved(thing: object, **options) -> bytes:
+    torch.save(thing, content := io.BytesIO(), **options)
+    return content.getvalue()
+
+
+def of_torch(name: str, content: bytes | None) -> None:
+    """Loads a checkpoint of the torch backend with a file of this content. Without content the list of
+    contents declares a tensor as bytes, and names the file."""
+    folder = Path("checkpoint")
+    dcp.save({"a": torch.ones(3)}, checkpoint_id=folder, no_dist=True)
+    if content is None:
+        content = saved(Evil())
+        contents = pickle.loads((folder / ".metadata").read_bytes())
+        contents.state_dict_metadata["a"] = BytesStorageMetadata()
+        contents.storage_data = {MetadataIndex("a"): _StorageInfo(name, 0, len(content))}
+        (folder / ".metadata").write_bytes(pickle.dumps(contents))
+    (folder / name).write_bytes(content)
+    told = forged(folder)
+    assert (told is not None) == (name != "__0_0.distcp")
+    load_tensors(folder, {"a": torch.zeros(3)}, no_dist=True)
+
+
+def written(name: str, content: bytes) -> str:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(content)
+    return name
+
+
+def of_adapter(name: str, content: bytes) -> None:
+    model = tiny_chat_model(Path("model"), seed=0)
+    about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "target_modules": ["q_proj"]}
+    written("adapter/adapter_config.json", json.dumps(about).encode())
+    written(f"adapter/{name}", content)
+    combine_run(LoraCombinerConfig(model_path=str(model), lora_path="adapter", output_path="out"))
+
+
+def of_average(content: bytes) -> None:
+    average = MovingAverage([("w", nn.Parameter(torch.ones(2)))], beta=0.5, mesh=ProcessMesh())
+    written("c/moving_average_0.safetensors", content)
+    average.load("c")
+
+
+class Numbers:
+    """A dataset of one array."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"x": np.arange(3)}
+
+    def meta(self) -> dict:
+        return {}
+
+    @classmethod
+    def from_arrays(cls, arrays, meta) -> "Numbers":
+        return cls()
+
+
+def saved_array(thing: object) -> bytes:
+    np.save(content := io.BytesIO(), np.array([thing], dtype=object), allow_pickle=True)
+    return content.getvalue()
+
+
+def of_cache(content: bytes) -> None:
+    """Reads tokenised data of this content, which must be built again."""
+    cached(Numbers, {"a": 1}, Numbers, cache_dir="kept")
+    (file,) = Path("kept").glob("*/x.npy")
+    file.write_bytes(content)
+    cached(Numbers, {"a": 1}, Numbers, cache_dir="kept")
+    assert np.load(file).tolist() == [0, 1, 2]
+
+
+CODE = b"import os; os.system('touch owned')\n"
+CLASSES = json.dumps({"AutoTokenizer": ["evil.T", None], "AutoProcessor": "evil.P", "AutoConfig": "evil.C"})
+FLAG = "--model"
+PICKLES = {
+    "pickle of code": lambda: saved(Evil()),
+    "code in a dictionary": lambda: saved({"steps": 1, "num_ranks": 1, "w": Evil()}),
+    "old format": lambda: saved({"w": Evil()}, _use_new_zipfile_serialization=False),
+    "plain pickle": lambda: pickle.dumps(Evil()),
+    "cut": lambda: saved({"w": torch.ones(9)})[:-40],
+    "empty": lambda: b"",
+    "text": lambda: b"<html>not found</html>",
+}
+LOADERS: dict[str, Callable[[bytes], object]] = {
+    "trainer's state": lambda content: own_pickles.load(written("progress.pt", content)),
+    "random state": lambda content: load_random_state(
+        Path(written("c/random_state_0.pt", content)).parent, 0, 1
+    ),
+    "contents of a checkpoint of torch": lambda content: of_torch(".metadata", content),
+    "tensors of a checkpoint of torch": lambda content: of_torch("__0_0.distcp", content),
+    "checkpoint of DeepSpeed": lambda content: DeepSpeedFiles().load(written("x_states.pt", content)),
+    "checkpoint of DeepSpeed for other ranks": lambda content: Checkpoint(
+        Path(written("c/mp_rank_00_model_states.pt", content)).parent
+    ).model_states(),
+    "optimizer states for other ranks": lambda content: (
+        Checkpoint(Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content)).parent).stage
+    ),
+    "universal checkpoint": lambda content: Checkpoint(
+        Path(written("c/zero/optimizer_state.pt", content)).parents[1]
+    )._universal([]),
+    "moving average": of_average,
+    "weights of a model": lambda content: check_model(
+        model_with("pytorch_model.bin", content, without="model.safetensors"), FLAG
+    ),
+    "weights of a reward model": lambda content: check_reward_model(
+        model_with("pytorch_model.bin", content, without="model.safetensors"), FLAG, "score"
+    ),
+    "adapter": lambda content: of_adapter("adapter_model.bin", content),
+}
+
+
+@pytest.mark.parametrize("make", PICKLES.values(), ids=PICKLES)
+@pytest.mark.parametrize("load", LOADERS.values(), ids=LOADERS)
+def test_a_hostile_file_runs_no_code_and_is_refused_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable, make: Callable[[], bytes]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    torch.save({"num_ranks": 1, "python": Evil()}, tmp_path / "random_state_0.pt")
-    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path / "random_state_0.pt"):
-        load_random_state(tmp_path, 0, 1)
+    with pytest.raises(UsageError) as told:
+        load(make())
+    assert not (tmp_path / "owned").exists()
+    assert told.value.code in (ErrorCode.DAMAGED_CHECKPOINT, ErrorCode.INVALID_MODEL, ErrorCode.UNREADABLE)
+    assert len(told.value.text) < 600 and told.value.text.count("\n") < 3
+
+
+def test_a_checkpoint_that_declares_a_tensor_as_bytes_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.distributed.checkpoint unpickles bytes without limits."""
+    monkeypatch.chdir(tmp_path)
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value="checkpoint/.metadata"):
+        of_torch("evil.bin", None)
+    with pytest.raises(pickle.UnpicklingError, match="a is no tensor"):
+        TensorPlanner().load_bytes(SimpleNamespace(dest_index=MetadataIndex("a")), io.BytesIO(saved(Evil())))
+    assert not (tmp_path / "owned").exists()
+
+
+OTHERS: dict[str, Callable[[], object]] = {
+    "weights of a language model": lambda: load_causal_lm(
+        model_with("pytorch_model.bin", saved(Evil()), without="model.safetensors"),
+        flag=FLAG,
+        dtype="fp32",
+        attention="auto",
+    ),
+    "code of a configuration": lambda: load_config(
+        model_with("config.json", f'{{"model_type": "evil", "auto_map": {CLASSES}}}'.encode()), FLAG
+    ),
+    "code of a tokenizer": lambda: load_tokenizer(
+        model_with("tokenizer_config.json", f'{{"tokenizer_class": "T", "auto_map": {CLASSES}}}'.encode()),
+        flag=FLAG,
+    ),
+    "code of a processor": lambda: processor_around(
+        AutoTokenizer.from_pretrained(tiny_chat_model(Path("other"), seed=0)),
+        model_with("processor_config.json", f'{{"processor_class": "P", "auto_map": {CLASSES}}}'.encode()),
+    ),
+    "recorded flags": lambda: yaml.safe_load("!!python/object/apply:os.system ['touch owned']"),
+    "flags": lambda: parse(SFT, ["--config", written("c.yaml", b"a: !!python/object/apply:os.system [a]")]),
+    "arguments beside an adapter": lambda: of_adapter("training_args.bin", saved(Evil())),
+    "arguments beside a model": lambda: check_model(model_with("training_args.bin", saved(Evil())), FLAG),
+    "tokenised data": lambda: of_cache(saved_array(Evil())),
+}
+
+
+@pytest.mark.parametrize("load", OTHERS.values(), ids=OTHERS)
+def test_code_beside_a_model_or_in_text_is_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    written("model/evil.py", CODE)
+    with suppress(UsageError, SystemExit, yaml.YAMLError):
+        load()
+    assert not (tmp_path / "owned").exists()
+
+
+def test_log_probs_of_a_reference_run_no_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: Callable
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    written("a.npy", saved_array(Evil()))
+    for _ in range(2):
+        (found,) = threads(1, lambda: cached_array(Path("a.npy"), lambda: np.ones(2)))
+        assert found.tolist() == np.load("a.npy").tolist() == [1, 1]
     assert not (tmp_path / "owned").exists()
 
 

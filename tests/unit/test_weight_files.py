@@ -1,16 +1,22 @@
-"""A model's files are checked before it is loaded: truncated or missing weights, and tokens without an
-embedding."""
+"""A model's files are checked before it is loaded: damaged, missing or quantized weights, configurations that
+cannot be built or saved, and tokens without an embedding."""
 
+import errno
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from refusals import refused
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+from openrlhf.cli.lora_combiner import run as combine
+from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_model
+from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, weight_bytes
+from openrlhf.models.saving import check_saving
+from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.models.weight_files import check_weight_files
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
@@ -36,7 +42,13 @@ def test_a_file_that_is_cut_or_too_long_is_named_with_its_sizes(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"1234", b"\xff" * 20, b"\x05" + bytes(7) + b"[1,2]", b"<html>" * 9]
+    "content",
+    [
+        *(b"", b"1234", b"\xff" * 20, b"\x05" + bytes(7) + b"[1,2]", b"<html>" * 9),
+        (600_000).to_bytes(8, "little") + b'{"a":' * 120_000,
+        (39).to_bytes(8, "little") + b'{"a": {"data_offsets": ["one", "two"]}}',
+    ],
+    ids=len,
 )
 def test_a_file_of_something_else_has_no_header(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(content)
@@ -64,3 +76,109 @@ def test_a_token_without_an_embedding_is_named(tmp_path: Path, capsys: pytest.Ca
     check_model(str(model), FLAG)
     told = capsys.readouterr().err
     assert FLAG in told and f"embeds {fewer}:" in told and f"(token {fewer})" in told
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"{}", b'{"weight_map": [1]}', b"\xff"], ids=len)
+def test_an_index_of_something_else_is_named(tmp_path: Path, content: bytes) -> None:
+    weights(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_bytes(content)
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=tmp_path) as told:
+        check_weight_files(tmp_path, FLAG)
+    assert told.value.text.startswith("model.safetensors.index.json ")
+
+
+def test_weights_without_permission_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights(tmp_path)
+
+    def denied(self: Path, *mode: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "open", denied)  # root may read every file
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=tmp_path) as told:
+        check_weight_files(tmp_path, FLAG)
+    assert told.value.text.startswith("model.safetensors cannot be read: Permission denied")
+
+
+def changed(folder: Path, name: str, **values: object) -> str:
+    """Writes a tiny model with other values in one of its files, and returns its folder."""
+    model = tiny_chat_model(folder / "model", seed=0)
+    file = model / name
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return str(model)
+
+
+METHODS = ("fp8", "gptq", "awq", "mxfp4", "compressed-tensors", "bitsandbytes")
+
+
+@pytest.mark.parametrize("about", [*({"quant_method": name} for name in METHODS), {"bits": 4}], ids=str)
+def test_a_quantized_model_is_refused_wherever_its_weights_would_be_used(tmp_path: Path, about: dict) -> None:
+    model = changed(tmp_path, "config.json", quantization_config=about)
+    options = {"flag": FLAG, "dtype": "fp32", "attention": "auto"}
+    merge = LoraCombinerConfig(model_path=model, lora_path="adapter", output_path="out")
+    for use in (
+        lambda: check_model(model, FLAG),
+        lambda: check_reward_model(model, FLAG, "score"),
+        lambda: load_causal_lm(model, **options),
+        lambda: load_scorer(model, **options),
+        lambda: combine(merge),
+    ):
+        with refused(ErrorCode.UNSUPPORTED, value=model) as told:
+            use()
+        assert str(about.get("quant_method", about)) in told.value.text
+        assert "dequantize" in told.value.text and "--ds.load_in_4bit" in told.value.text
+
+
+def test_quantized_numbers_without_a_configuration_are_refused(tmp_path: Path) -> None:
+    model = tiny_chat_model(tmp_path / "model", seed=0)
+    tensors = load_file(model / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, model / "model.safetensors")
+    with refused(ErrorCode.UNSUPPORTED, flag=FLAG, value=model) as told:
+        check_model(str(model), FLAG)
+    assert "F8_E4M3" in told.value.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 10**9), ("num_labels", 10**9), ("text_config", {"num_hidden_layers": 3000})],
+)
+def test_a_number_of_parts_that_no_model_has(tmp_path: Path, name: str, value: object) -> None:
+    model = changed(tmp_path, "config.json", **{name: value}, layer_types=None)
+    began = time.monotonic()
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model) as told:
+        load_config(model, FLAG)
+    assert time.monotonic() - began < 5 and "config.json has num_" in told.value.text
+
+
+def test_a_size_that_no_memory_has(tmp_path: Path) -> None:
+    model = changed(tmp_path, "config.json", hidden_size=1 << 40, intermediate_size=1 << 40)
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model):
+        weight_bytes(model, flag=FLAG, dtype="bf16")
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
+def test_a_deep_file_is_told_in_words(tmp_path: Path, name: str) -> None:
+    model = tiny_chat_model(tmp_path / "model", seed=0)
+    (model / name).write_text("[" * 200_000)
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model) as told:
+        check_model(str(model), FLAG)
+    assert len(told.value.text) < 500
+
+
+@pytest.mark.parametrize("content", ['{"max_new_tokens": 0}', "[" * 200_000, '{"eos_token_id": 3'], ids=len)
+def test_a_generation_config_that_cannot_be_read_is_named(tmp_path: Path, content: str) -> None:
+    model = tiny_chat_model(tmp_path / "model", seed=0)
+    (model / "generation_config.json").write_text(content)
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model) as told:
+        check_model(str(model), FLAG)
+    assert told.value.text.startswith("its generation_config.json ")
+
+
+def test_what_could_not_be_saved_is_refused_before_it_is_trained(tmp_path: Path) -> None:
+    model = str(tiny_chat_model(tmp_path / "model", seed=0))
+    tokenizer = load_tokenizer(model, flag=FLAG)
+    check_saving(model, FLAG, tokenizer)
+    tokenizer.init_kwargs["strange"] = object()
+    with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model) as told:
+        check_saving(model, FLAG, tokenizer)
+    assert "tokenizer or processor can be read and not be written" in told.value.text

@@ -1,27 +1,34 @@
 """Makes torch.distributed.checkpoint write its files with a `CheckpointWriter`, and unpickle only known
-types."""
+types and tensors."""
 
 import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, filesystem, metadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from openrlhf.backends import own_pickles
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
+from openrlhf.errors import UsageError
 
 METADATA = ".metadata"
 """The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
-_MODULES = (metadata.__name__, filesystem.__name__)
-"""Modules whose classes the list of contents has."""
-_PLAIN = (torch.Size, torch.serialization._get_layout, PosixPath)
-"""Other types and functions in that list."""
+_PLAIN = (torch.Size, torch.serialization._get_layout, PosixPath, filesystem._StorageInfo)
+"""Types and functions in the list of contents, beside dtypes and the classes of its own module."""
+_MODULES = (
+    *("torch", "torch.serialization", "pathlib", "pathlib._local"),
+    *(metadata.__name__, filesystem.__name__),
+)
+"""Modules that the list may name."""
 
 
 def storage_of(writer: CheckpointWriter) -> FileSystemWriter:
@@ -54,25 +61,57 @@ class TorchReader(FileSystemReader):
     """Reads a checkpoint of `torch.distributed.checkpoint`, whose list of contents is a pickle."""
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """Reads the list of contents. Raises UsageError if it is damaged, or lists anything but tensors:
+        `torch.distributed.checkpoint` would unpickle that without limits."""
         file = Path(self.path, METADATA)
-        with file.open("rb") as opened:
-            try:
-                metadata = _Contents(opened).load()
-            except pickle.UnpicklingError as error:
-                raise own_pickles.refusal(file, error) from error
-        metadata.storage_meta = metadata.storage_meta or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        with file.open("rb") as opened, own_pickles.refusing(file):
+            metadata = _Contents(opened).load()
+            if type(metadata) is not Metadata:
+                raise pickle.UnpicklingError("it is no list of contents")
+            for name, about in metadata.state_dict_metadata.items():
+                if type(about) is not TensorStorageMetadata:
+                    raise pickle.UnpicklingError(f"{name} is no tensor")
+            metadata.storage_meta = metadata.storage_meta or StorageMeta()
+            metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+class TensorPlanner(DefaultLoadPlanner):
+    """Loads tensors alone."""
+
+    def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
+        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
+
+
+def load_tensors(folder: Path, tensors: dict[str, Tensor], **options: Any) -> None:
+    """Fills `tensors` from a checkpoint. Raises UsageError if one of its files is damaged. Collective, unless
+    `options`, those of `torch.distributed.checkpoint.load`, say otherwise."""
+    reader = TorchReader(folder)
+    reader.read_metadata()  # torch would turn its error into another one
+    try:
+        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **options)
+    except CheckpointException as error:  # raised on all ranks if one fails
+        raise own_pickles.refusal(folder, next(iter(error.failures.values()))[0]) from error
+
+
+def forged(folder: Path) -> str | None:
+    """Returns the reason why the list of contents must not be read; None if it may be, or if this backend did
+    not write the checkpoint."""
+    try:
+        if (folder / METADATA).exists():
+            TorchReader(folder).read_metadata()
+    except UsageError as error:
+        return f"{METADATA}: {error.text.splitlines()[0]}"
+    return None
 
 
 class _Contents(pickle.Unpickler):
     """Unpickles the list of a checkpoint's contents."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module not in ("torch", "torch.serialization", "pathlib", "pathlib._local", *_MODULES):
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
-        found = super().find_class(module, name)
-        is_ours = isinstance(found, type) and found.__module__ in _MODULES
-        if not (is_ours or isinstance(found, torch.dtype) or found in _PLAIN):
-            raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
-        return found
+        if module in _MODULES and "." not in name:
+            found = super().find_class(module, name)
+            is_ours = isinstance(found, type) and found.__module__ == metadata.__name__
+            if is_ours or isinstance(found, torch.dtype) or found in _PLAIN:
+                return found
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")

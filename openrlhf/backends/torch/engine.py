@@ -37,7 +37,7 @@ from openrlhf.backends.model_rank import (
 )
 from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, storage_of
+from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, load_tensors, storage_of
 from openrlhf.backends.torch.memory import row_memory
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
@@ -195,10 +195,9 @@ class TorchEngine(TrainedRank):
         if not (path / METADATA).exists():
             text = f"{tag} was not saved with --train.backend torch.\nResume with --train.backend deepspeed."
             raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.path", value=folder)
-        reader = TorchReader(path)
-        known = reader.read_metadata().state_dict_metadata.keys()
+        known = TorchReader(path).read_metadata().state_dict_metadata.keys()
         check_same_model(known - tensors.keys(), tensors.keys() - known)
-        dcp.load(tensors, storage_reader=reader)
+        load_tensors(path, tensors)
         progress = own_pickles.load(path / PROGRESS)
         self._steps = progress["steps"]
         load_random_state(path, self.mesh.rank, self.mesh.size)
