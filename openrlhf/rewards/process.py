@@ -4,13 +4,17 @@ import asyncio
 import inspect
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
+import socket
+import struct
+import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
@@ -36,6 +40,11 @@ ONE_SAMPLE_HINT = (
 )
 """Remedy in the message about a call with one sample whose result is not finite."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
+
+HEAD = struct.Struct("!QQ")
+"""Head of a message: the number of its call (0: the import), and the size of the pickle that follows."""
+PART = 1 << 20
+"""Bytes that are read at a time."""
 
 
 def load_reward_func(reference: str) -> RewardFunc:
@@ -80,7 +89,8 @@ class RewardProcess:
         # Not fork: the parent runs vLLM's and Ray's threads.
         self._context = multiprocessing.get_context("spawn")
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._pipe: socket.socket | None = None
+        self._number = 0  # of the last call
 
     async def ask(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
         """Calls the function once. The previous call must have ended.
@@ -88,10 +98,9 @@ class RewardProcess:
         Raises BatchFailed if the call fails, and RewardError if the function cannot be imported.
         """
         try:
-            pipe = await self.ready()
-            pipe.send((queries, prompts, labels))
+            await self.ready()
             async with asyncio.timeout(self.timeout):
-                answer = await self._receive(pipe)
+                answer = await self._answer(queries, prompts, labels)
         except TimeoutError:
             self.stop()
             raise BatchFailed(
@@ -111,7 +120,9 @@ class RewardProcess:
 
     def stop(self) -> int | None:
         """Kills the process and its children. Returns its exit code; None if none was running."""
-        process, self._process, self._pipe = self._process, None, None
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if pipe is not None:
+            pipe.close()
         if process is None or process.pid is None:
             return None
         with suppress(ProcessLookupError):  # no process group: it died early, or the whole group has ended
@@ -120,23 +131,25 @@ class RewardProcess:
         process.join()  # bounded: it was killed
         return process.exitcode
 
-    async def ready(self) -> Connection:
-        """Returns the pipe to a process that waits for calls, which it starts if needed. Raises RewardError
-        if the import fails, and ImportTimeout if it does not end."""
+    async def ready(self) -> None:
+        """Starts the process if needed, and waits until it takes calls. Raises RewardError if the import
+        fails, and ImportTimeout if it does not end."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
-            return self._pipe
+            return
         self.stop()
-        self._pipe, theirs = self._context.Pipe()
+        self._pipe, theirs = socket.socketpair()
+        self._pipe.setblocking(False)
         self._process = self._context.Process(
             target=_serve, args=(self.reference, self._load, theirs, self._memory)
         )
         self._process.start()
-        theirs.close()  # so that reading raises EOFError when the process ends
+        theirs.close()  # so that reading ends when the process ends
+        self._number = 0
         try:
             async with asyncio.timeout(IMPORT_DEADLINE):
-                self._import_problem = await self._receive(self._pipe)
+                self._import_problem = await self._answer()
         except TimeoutError:
             self.stop()
             raise ImportTimeout(self.reference, IMPORT_DEADLINE) from None
@@ -146,32 +159,48 @@ class RewardProcess:
             ) from None
         if self._import_problem:
             raise RewardError(self._import_problem)
-        return self._pipe
 
-    async def _receive(self, pipe: Connection) -> Any:
-        """Returns the process's next message. Raises EOFError if the process has died, even if a child of the
-        process keeps the pipe open."""
-        assert self._process is not None and self._process.pid is not None
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        death = os.pidfd_open(self._process.pid)
-        for end in (pipe.fileno(), death):
-            loop.add_reader(end, ready.set)
-        try:
-            await ready.wait()  # bounded: the caller's timeout
-        finally:
-            for end in (pipe.fileno(), death):
-                loop.remove_reader(end)
-            os.close(death)
-        if not pipe.poll():
+    async def _answer(self, *call: Any) -> Any:
+        """Sends a call, if any, and returns the process's answer. Raises EOFError or ConnectionError if the
+        process has died, even if a child of the process keeps the pipe open."""
+        assert self._process is not None and self._process.pid is not None and self._pipe is not None
+        loop, death = asyncio.get_running_loop(), os.pidfd_open(self._process.pid)
+        with self._pipe.dup() as pipe:  # stays open, and so the loop's own, if `stop` closes the other
+            loop.add_reader(death, pipe.shutdown, socket.SHUT_RDWR)  # what it had sent can still be read
+            try:
+                if call:
+                    self._number += 1
+                    await loop.sock_sendall(pipe, _message(self._number, call))
+                number, size = HEAD.unpack(await _receive(pipe, HEAD.size))
+                if number != self._number:
+                    raise BatchFailed(f"{self.reference}: its process answered another call", alone=True)
+                return pickle.loads(await _receive(pipe, size))
+            finally:
+                loop.remove_reader(death)
+                os.close(death)
+
+
+async def _receive(pipe: socket.socket, size: int) -> bytes:
+    """Returns the next `size` bytes. Raises EOFError if the pipe ends before."""
+    data = bytearray()
+    while len(data) < size:
+        part = await asyncio.get_running_loop().sock_recv(pipe, min(size - len(data), PART))
+        if not part:
             raise EOFError
-        return pipe.recv()
+        data += part
+    return bytes(data)
+
+
+def _message(number: int, content: Any) -> bytes:
+    data = pickle.dumps(content)
+    return HEAD.pack(number, len(data)) + data
 
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _serve(reference: str, load: Callable[[str], Any], pipe: Connection, memory: int) -> None:
+def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memory: int) -> None:
     """Serves calls until the other end of the pipe is closed. Where the function needs more than `memory`
     bytes, it gets a MemoryError."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -180,20 +209,42 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: Connection, memory:
     name = split(reference)[1] or DEFAULT
     os.setpgid(0, 0)  # a group of its own: killed with its children, not by Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    pipe.set_inheritable(False)
     try:
-        function = load(reference)
+        with _forks_end():
+            function = load(reference)
     except BaseException as error:  # including SystemExit
-        pipe.send(import_problem(error, reference))
+        pipe.sendall(_message(0, import_problem(error, reference)))
         return
-    pipe.send("")
+    pipe.sendall(_message(0, ""))
+    calls = pipe.makefile("rb")
     with asyncio.Runner() as runner:  # one loop for all calls, so that clients kept by the file stay usable
-        while True:
-            try:
-                queries, prompts, labels = pipe.recv()
-            except EOFError:
-                return
+        while head := calls.read(HEAD.size):
+            number, size = HEAD.unpack(head)
+            queries, prompts, labels = pickle.loads(calls.read(size))
             fault("reward.call")
-            pipe.send(_call(function, name, queries, prompts, labels, runner))
+            pipe.sendall(_message(number, _call(function, name, queries, prompts, labels, runner)))
+
+
+@contextmanager
+def _forks_end() -> Iterator[None]:
+    """Ends a process that users' code forks when it leaves that code, as a script's would end. It must not
+    answer in the place of the process that was asked."""
+    process, status = os.getpid(), 1
+    try:
+        yield
+        status = 0
+    except BaseException as error:
+        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+            status = error.code or 0
+        elif os.getpid() != process:
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status & 0xFF)
 
 
 def _die_with_parent() -> None:
@@ -228,9 +279,10 @@ def _call(
     """Calls the function. Returns the rewards, or an error message, because exceptions may not be
     picklable."""
     try:
-        answer = function(queries, prompts, labels)
-        if inspect.iscoroutine(answer):
-            answer = runner.run(answer)
+        with _forks_end():
+            answer = function(queries, prompts, labels)
+            if inspect.iscoroutine(answer):
+                answer = runner.run(answer)
     except RewardError as error:
         return str(error)
     except BaseException as error:  # including SystemExit
