@@ -2,8 +2,12 @@
 
 A reference names one of their objects: `folder/file.py:Name` or `package.module:Name`. In a bare
 `folder/file.py` the object has the name that the flag documents.
+
+A file imports modules beside it, and processes that it starts import the file, as with a script. But its
+folder is the last one of `sys.path`, since a file named like a package must not replace the package.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -23,9 +27,16 @@ from openrlhf.files import cache_folder, replacing
 IMPORT_DEADLINE = 1800.0
 """Seconds that an engine waits for the import of a user's file before the run ends."""
 
+INSTALLED = {*sys.stdlib_module_names, "openrlhf"}
+"""Modules that are never taken from a file's folder."""
+
 IMPORTED = (
     "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
     "engines run can be imported inside the function that uses it."
+)
+MISSING = (
+    "Install the package on every machine, put the module beside the file, or add its folder to PYTHONPATH. "
+    "What is only there where engines run can be imported inside the function that uses it."
 )
 NOT_FOUND = (
     "Install the package on every machine, or add its folder to PYTHONPATH, or name a file: "
@@ -64,13 +75,13 @@ class UserFiles:
     """Users' files of the machine where a run starts, for the machines of its engines, so that all have the
     same rewards. A file is copied; a module is only compared, because it may need the rest of its package."""
 
-    contents: Mapping[str, bytes]
-    """File or module -> its source, in bytes."""
+    contents: Mapping[str, Mapping[str, bytes]]
+    """File or module -> the sources that `sources_of` returns."""
 
     @classmethod
     def of(cls, *references: str | None) -> Self:
-        sources = {place: source_of(place) for place, _ in map(split, filter(None, references))}
-        return cls({place: Path(source).read_bytes() for place, source in sources.items() if source})
+        found = {place: sources_of(place) for place, _ in map(split, filter(None, references))}
+        return cls({place: sources for place, sources in found.items() if sources})
 
     def here(self, reference: str) -> str:
         """Returns `reference`, or a reference to a copy if this machine lacks the file or has another one
@@ -81,8 +92,8 @@ class UserFiles:
         place, name = split(reference)
         if place not in self.contents:  # a module without a source file is known by name only
             return reference
-        content, source = self.contents[place], source_of(place)
-        if source and os.path.isfile(source) and Path(source).read_bytes() == content:
+        contents, source = self.contents[place], source_of(place)
+        if source and os.path.isfile(source) and sources_of(place) == contents:
             return reference
         if not place.endswith(".py"):
             problem = f"{source} is not the same" if source else "it is not found"
@@ -92,12 +103,61 @@ class UserFiles:
                 f"file, which is copied: folder/file.py:{name}.",
                 value=reference,
             )
-        copy = cache_folder() / "user_files" / hashlib.sha256(content).hexdigest()[:16] / Path(place).name
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(copy, shared=True) as beside:
-                beside.write_bytes(content)
-        return ":".join(filter(None, (str(copy), name)))
+        folder = cache_folder() / "user_files" / fingerprint(contents)
+        for copy, content in ((folder / path, content) for path, content in contents.items()):
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(copy, shared=True) as beside:
+                    beside.write_bytes(content)
+        return ":".join(filter(None, (str(folder / Path(place).name), name)))
+
+
+def fingerprint(sources: Mapping[str, bytes]) -> str:
+    """Returns a fingerprint of the sources: that of the content alone for a single file."""
+    names = repr(list(sources)).encode() if len(sources) > 1 else b""
+    return hashlib.sha256(b"".join([names, *sources.values()])).hexdigest()[:16]
+
+
+def sources_of(place: str) -> dict[str, bytes]:
+    """Returns the source of a file or module, and those that a file imports from its folder, by their paths
+    in the folder. Empty for a module without a source."""
+    source = source_of(place)
+    if source is None:
+        return {}
+    own, is_file = Path(source).resolve(), place.endswith(".py")
+    files = [f for beside in _beside(source).values() for f in _files(beside)] if is_file else []
+    found = {str(file.relative_to(own.parent)): file.read_bytes() for file in files}
+    return {Path(source).name: own.read_bytes(), **found}
+
+
+def _beside(path: str) -> dict[str, Path]:
+    """Returns the modules of a file's folder that it imports, directly or through one of them: name -> .py
+    file, or folder of a package."""
+    own, found = Path(path).resolve(), {}
+    read = [own]
+    for file in read:
+        for name in _imported(file).difference(found, {own.stem}, INSTALLED):
+            for module in (own.with_name(f"{name}.py"), own.with_name(name)):
+                if name not in found and (files := _files(module)):
+                    found[name] = module
+                    read += files
+    return dict(sorted(found.items()))
+
+
+def _files(module: Path) -> list[Path]:
+    """Returns the .py files of a module: its own, or all of a package's folder; none if there is none."""
+    return sorted(module.rglob("*.py")) if module.is_dir() else [module] * module.is_file()
+
+
+def _imported(file: Path) -> set[str]:
+    """Returns the first parts of the names of modules that a file imports, also inside functions."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):  # the import tells of it
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
 
 
 def split(reference: str) -> tuple[str, str]:
@@ -131,11 +191,36 @@ def import_place(place: str, name: str) -> ModuleType:
 
 
 def import_file(path: str, name: str) -> ModuleType:
-    """Imports a file as the module `name`, registered in `sys.modules`. Exceptions of the import pass
-    through."""
-    module = _empty_module(path, name)
+    """Imports a file, registered in `sys.modules` under its own name, by which processes that it starts find
+    it. If that is the name of another module, it is registered as `name`.
+
+    Raises UnusableFile if a module that it imports is beside it, and another of that name is found first.
+    Exceptions of the import pass through.
+    """
+    folder, stem = os.path.dirname(os.path.realpath(path)), Path(path).stem
+    if folder not in map(os.path.realpath, sys.path):
+        sys.path.append(folder)
+    importlib.invalidate_caches()
+    for module, beside in _beside(path).items():
+        own, origin = beside / "__init__.py" if beside.is_dir() else beside, _origin(module)
+        if own.is_file() and origin and Path(origin).read_bytes() != own.read_bytes():
+            raise UnusableFile(
+                f"it imports {module}, which is beside it ({own}) and at {origin}.\nRename the one beside it."
+            )
+    if _origin(stem) == os.path.realpath(path):
+        name = stem
+    module = _empty_module(os.path.abspath(path), name)
     sys.modules[name] = module  # dataclasses and pickle look the module up
     return _run(module)
+
+
+def _origin(name: str) -> str | None:
+    """Returns the path of the file from which `import name` takes its module; None without one."""
+    try:
+        spec = importlib.util.find_spec(name) if "." not in name else None
+    except ValueError:  # a module without a spec, such as __main__
+        return None
+    return os.path.realpath(spec.origin) if spec and spec.origin and spec.has_location else None
 
 
 def run_file(path: str, name: str) -> ModuleType:
@@ -168,6 +253,8 @@ def import_remedy(error: BaseException, reference: str) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
         return f"{headline(error)}.\n{NOT_FOUND.format(name or 'NAME')}"
+    if isinstance(error, ModuleNotFoundError):
+        return f"{line_and_error(error, reference)}\n{MISSING}"
     return f"{line_and_error(error, reference)}\n{IMPORTED}"
 
 
