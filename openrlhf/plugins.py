@@ -61,7 +61,7 @@ def digest(reference: str) -> str:
     """Returns a fingerprint of the source file that the reference names, and of the modules beside it that it
     imports; the reference itself without one."""
     sources = sources_of(split(reference)[0])
-    return fingerprint(sources) if sources else reference  # a module without a source is known by name only
+    return fingerprint(*sources.values()) if sources else reference
 
 
 def _as_module(place: str) -> tuple[str, str]:

@@ -27,16 +27,10 @@ from openrlhf.files import cache_folder, replacing
 IMPORT_DEADLINE = 1800.0
 """Seconds that an engine waits for the import of a user's file before the run ends."""
 
-INSTALLED = {*sys.stdlib_module_names, "openrlhf"}
-"""Modules that are never taken from a file's folder."""
-
 IMPORTED = (
-    "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
-    "engines run can be imported inside the function that uses it."
-)
-MISSING = (
-    "Install the package on every machine, put the module beside the file, or add its folder to PYTHONPATH. "
-    "What is only there where engines run can be imported inside the function that uses it."
+    "Fix that line: the file is imported where the run starts and in every engine. A module of yours must be "
+    "beside the file, or its folder in PYTHONPATH. What is only there where engines run can be imported "
+    "inside the function that uses it."
 )
 NOT_FOUND = (
     "Install the package on every machine, or add its folder to PYTHONPATH, or name a file: "
@@ -103,7 +97,7 @@ class UserFiles:
                 f"file, which is copied: folder/file.py:{name}.",
                 value=reference,
             )
-        folder = cache_folder() / "user_files" / fingerprint(contents)
+        folder = cache_folder() / "user_files" / fingerprint(*contents.values())
         for copy, content in ((folder / path, content) for path, content in contents.items()):
             if not copy.exists():
                 copy.parent.mkdir(parents=True, exist_ok=True)
@@ -112,41 +106,35 @@ class UserFiles:
         return ":".join(filter(None, (str(folder / Path(place).name), name)))
 
 
-def fingerprint(sources: Mapping[str, bytes]) -> str:
-    """Returns a fingerprint of the sources: that of the content alone for a single file."""
-    names = repr(list(sources)).encode() if len(sources) > 1 else b""
-    return hashlib.sha256(b"".join([names, *sources.values()])).hexdigest()[:16]
-
-
 def sources_of(place: str) -> dict[str, bytes]:
     """Returns the source of a file or module, and those that a file imports from its folder, by their paths
     in the folder. Empty for a module without a source."""
     source = source_of(place)
     if source is None:
         return {}
-    own, is_file = Path(source).resolve(), place.endswith(".py")
-    files = [f for beside in _beside(source).values() for f in _files(beside)] if is_file else []
-    found = {str(file.relative_to(own.parent)): file.read_bytes() for file in files}
-    return {Path(source).name: own.read_bytes(), **found}
+    own, beside = Path(source).resolve(), _beside(source).values() if place.endswith(".py") else ()
+    files = [file for module in beside for file in _files(module)]
+    return {Path(source).name: own.read_bytes()} | {
+        str(file.relative_to(own.parent)): file.read_bytes() for file in files
+    }
 
 
 def _beside(path: str) -> dict[str, Path]:
-    """Returns the modules of a file's folder that it imports, directly or through one of them: name -> .py
-    file, or folder of a package."""
+    """Returns the modules in a file's folder that it imports, directly or through one of them, by name."""
     own, found = Path(path).resolve(), {}
-    read = [own]
+    read, known = [own], {own.stem, "openrlhf", *sys.stdlib_module_names}
     for file in read:
-        for name in _imported(file).difference(found, {own.stem}, INSTALLED):
-            for module in (own.with_name(f"{name}.py"), own.with_name(name)):
-                if name not in found and (files := _files(module)):
+        for name in sorted(_imported(file).difference(found, known)):
+            for module in (own.parent / name / "__init__.py", own.with_name(f"{name}.py")):
+                if module.is_file() and name not in found:
                     found[name] = module
-                    read += files
-    return dict(sorted(found.items()))
+                    read += _files(module)
+    return found
 
 
 def _files(module: Path) -> list[Path]:
-    """Returns the .py files of a module: its own, or all of a package's folder; none if there is none."""
-    return sorted(module.rglob("*.py")) if module.is_dir() else [module] * module.is_file()
+    """Returns the files of a module, those of the whole folder for a package."""
+    return sorted(module.parent.rglob("*.py")) if module.name == "__init__.py" else [module]
 
 
 def _imported(file: Path) -> set[str]:
@@ -158,6 +146,10 @@ def _imported(file: Path) -> set[str]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     return {name.partition(".")[0] for name in names}
+
+
+def fingerprint(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def split(reference: str) -> tuple[str, str]:
@@ -191,22 +183,17 @@ def import_place(place: str, name: str) -> ModuleType:
 
 
 def import_file(path: str, name: str) -> ModuleType:
-    """Imports a file, registered in `sys.modules` under its own name, by which processes that it starts find
-    it. If that is the name of another module, it is registered as `name`.
-
-    Raises UnusableFile if a module that it imports is beside it, and another of that name is found first.
-    Exceptions of the import pass through.
-    """
+    """Imports a file, registered in `sys.modules` under its own name; as `name` if that is another module's.
+    Raises UnusableFile if another module is found instead of one beside it. Other exceptions pass through."""
     folder, stem = os.path.dirname(os.path.realpath(path)), Path(path).stem
     if folder not in map(os.path.realpath, sys.path):
         sys.path.append(folder)
     importlib.invalidate_caches()
-    for module, beside in _beside(path).items():
-        own, origin = beside / "__init__.py" if beside.is_dir() else beside, _origin(module)
-        if own.is_file() and origin and Path(origin).read_bytes() != own.read_bytes():
-            raise UnusableFile(
-                f"it imports {module}, which is beside it ({own}) and at {origin}.\nRename the one beside it."
-            )
+    contents = lambda files: [file.read_bytes() for file in files]
+    for module, own in _beside(path).items():
+        if (origin := _origin(module)) and contents(_files(Path(origin))) != contents(_files(own)):
+            problem = f"it imports {module}, which is beside it ({own}) and at {origin}"
+            raise UnusableFile(f"{problem}.\nRename the one beside it.")
     if _origin(stem) == os.path.realpath(path):
         name = stem
     module = _empty_module(os.path.abspath(path), name)
@@ -253,8 +240,6 @@ def import_remedy(error: BaseException, reference: str) -> str:
         return str(error)
     if isinstance(error, ModuleNotFoundError) and f"{place}.".startswith(f"{error.name}."):
         return f"{headline(error)}.\n{NOT_FOUND.format(name or 'NAME')}"
-    if isinstance(error, ModuleNotFoundError):
-        return f"{line_and_error(error, reference)}\n{MISSING}"
     return f"{line_and_error(error, reference)}\n{IMPORTED}"
 
 

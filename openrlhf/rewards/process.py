@@ -20,7 +20,7 @@ from typing import Any
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.faults import fault
 from openrlhf.rewards.calls import BatchFailed
-from openrlhf.rewards.values import NotFinite, read_rewards
+from openrlhf.rewards.values import NotFinite, WrongNumber, read_rewards
 from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
@@ -43,8 +43,6 @@ RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
 HEAD = struct.Struct("!QQ")
 """Head of a message: the number of its call (0: the import), and the size of the pickle that follows."""
-PART = 1 << 20
-"""Bytes that are read at a time."""
 
 
 def load_reward_func(reference: str) -> RewardFunc:
@@ -90,7 +88,6 @@ class RewardProcess:
         self._context = multiprocessing.get_context("spawn")
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: socket.socket | None = None
-        self._number = 0  # of the last call
 
     async def ask(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
         """Calls the function once. The previous call must have ended.
@@ -116,6 +113,8 @@ class RewardProcess:
             raise
         if isinstance(answer, str):
             raise BatchFailed(answer)
+        if isinstance(answer, WrongNumber):
+            raise answer
         return answer
 
     def stop(self) -> int | None:
@@ -140,7 +139,6 @@ class RewardProcess:
             return
         self.stop()
         self._pipe, theirs = socket.socketpair()
-        self._pipe.setblocking(False)
         self._process = self._context.Process(
             target=_serve, args=(self.reference, self._load, theirs, self._memory)
         )
@@ -164,31 +162,21 @@ class RewardProcess:
         """Sends a call, if any, and returns the process's answer. Raises EOFError or ConnectionError if the
         process has died, even if a child of the process keeps the pipe open."""
         assert self._process is not None and self._process.pid is not None and self._pipe is not None
-        loop, death = asyncio.get_running_loop(), os.pidfd_open(self._process.pid)
-        with self._pipe.dup() as pipe:  # stays open, and so the loop's own, if `stop` closes the other
-            loop.add_reader(death, pipe.shutdown, socket.SHUT_RDWR)  # what it had sent can still be read
-            try:
-                if call:
-                    self._number += 1
-                    await loop.sock_sendall(pipe, _message(self._number, call))
-                number, size = HEAD.unpack(await _receive(pipe, HEAD.size))
-                if number != self._number:
-                    raise BatchFailed(f"{self.reference}: its process answered another call", alone=True)
-                return pickle.loads(await _receive(pipe, size))
-            finally:
-                loop.remove_reader(death)
-                os.close(death)
-
-
-async def _receive(pipe: socket.socket, size: int) -> bytes:
-    """Returns the next `size` bytes. Raises EOFError if the pipe ends before."""
-    data = bytearray()
-    while len(data) < size:
-        part = await asyncio.get_running_loop().sock_recv(pipe, min(size - len(data), PART))
-        if not part:
-            raise EOFError
-        data += part
-    return bytes(data)
+        loop, pipe, death = asyncio.get_running_loop(), self._pipe.dup(), os.pidfd_open(self._process.pid)
+        reader, writer = await asyncio.open_unix_connection(sock=pipe)
+        loop.add_reader(death, pipe.shutdown, socket.SHUT_RDWR)  # what was sent before can still be read
+        try:
+            if call:
+                self._number += 1
+                writer.write(_message(self._number, call))
+            number, size = HEAD.unpack(await reader.readexactly(HEAD.size))
+            if number != self._number:
+                raise BatchFailed(f"{self.reference}: its process answered another call", alone=True)
+            return pickle.loads(await reader.readexactly(size))
+        finally:
+            loop.remove_reader(death)
+            os.close(death)
+            writer.transport.abort()
 
 
 def _message(number: int, content: Any) -> bytes:
@@ -230,21 +218,19 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memo
 def _forks_end() -> Iterator[None]:
     """Ends a process that users' code forks when it leaves that code, as a script's would end. It must not
     answer in the place of the process that was asked."""
-    process, status = os.getpid(), 1
+    process, status = os.getpid(), None
     try:
         yield
-        status = 0
     except BaseException as error:
-        if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-            status = error.code or 0
-        elif os.getpid() != process:
+        status = error.code if isinstance(error, SystemExit) else 1
+        if os.getpid() != process and not isinstance(error, SystemExit):
             traceback.print_exc()
         raise
     finally:
         if os.getpid() != process:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(status & 0xFF)
+            os._exit(status & 0xFF if isinstance(status, int) else status is not None)
 
 
 def _die_with_parent() -> None:
@@ -275,9 +261,9 @@ def _call(
     prompts: list[str],
     labels: list[Any],
     runner: asyncio.Runner,
-) -> list[Reward] | str:
-    """Calls the function. Returns the rewards, or an error message, because exceptions may not be
-    picklable."""
+) -> Any:
+    """Calls the function. Returns the rewards, a WrongNumber, or the message of another error, because it may
+    not be picklable."""
     try:
         with _forks_end():
             answer = function(queries, prompts, labels)
@@ -289,6 +275,8 @@ def _call(
         return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
+    except WrongNumber as error:
+        return error
     except NotFinite as error:
         return f"{error}{ONE_SAMPLE_HINT}" if len(queries) == 1 else str(error)
     except RewardError as error:

@@ -427,7 +427,6 @@ def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_p
         ("kill", "process died with exit code -9"),
         ("raise", "KeyError: 'no such answer'"),
         ("nan", "not finite: [nan]"),
-        ("short", "0 rewards for 1 samples"),
     ],
 )
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -439,6 +438,13 @@ def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers
     assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 6, 7]
     alone = fate in ("hang", "kill")  # each further one would take another time limit, or another start
     assert sorted(sizes, reverse=True) == ([8, *[1] * 8] if alone else [8, 4, 4, 2, 2, 1, 1])
+
+
+def test_values_of_another_number_than_the_samples_fail_the_call(tmp_path):
+    """Halving would find a call that they fit, and give the values of others to its samples."""
+    answers, sizes = ask_batches(tmp_path, ["", "", "", "short", ""], batch_size=4)
+    assert [str(a) for a in answers[:4]] == ["reward_func returned 3 rewards for 4 samples"] * 4
+    assert answers[4].reward == 4 and sizes == [4, 1]
 
 
 def test_a_call_that_needs_too_much_memory_fails_alone(tmp_path):
