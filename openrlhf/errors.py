@@ -91,7 +91,6 @@ class ErrorCode(StrEnum):
 
 
 REDACTED = "<redacted>"
-"""Text in place of a secret."""
 _URL, _USER = re.compile(r"\w://[^\s\"']+"), re.compile(r"(?<=://)[^/?#]+(?=@)")
 _KEY = r"(?i)([?&;#][\w.-]*(key|token|sig|secret|pass|pwd|credential|auth)[\w.-]*=)"
 _PARAMETER = re.compile(_KEY + r"[^&#,]+?(?=:?$|[&#,])")

@@ -28,9 +28,8 @@ IMPORT_DEADLINE = 1800.0
 """Seconds that an engine waits for the import of a user's file before the run ends."""
 
 IMPORTED = (
-    "Fix that line: the file is imported where the run starts and in every engine. A module of yours must be "
-    "beside the file, or its folder in PYTHONPATH. What is only there where engines run can be imported "
-    "inside the function that uses it."
+    "Fix that line: the file is imported where the run starts and in every engine. Put a module of yours "
+    "beside it, or its folder into PYTHONPATH. Import inside a function what is only where engines run."
 )
 NOT_FOUND = (
     "Install the package on every machine, or add its folder to PYTHONPATH, or name a file: "
@@ -114,9 +113,8 @@ def sources_of(place: str) -> dict[str, bytes]:
         return {}
     own, beside = Path(source).resolve(), _beside(source).values() if place.endswith(".py") else ()
     files = [file for module in beside for file in _files(module)]
-    return {Path(source).name: own.read_bytes()} | {
-        str(file.relative_to(own.parent)): file.read_bytes() for file in files
-    }
+    found = {str(file.relative_to(own.parent)): file.read_bytes() for file in files}
+    return {Path(source).name: own.read_bytes(), **found}
 
 
 def _beside(path: str) -> dict[str, Path]:
@@ -133,7 +131,6 @@ def _beside(path: str) -> dict[str, Path]:
 
 
 def _files(module: Path) -> list[Path]:
-    """Returns the files of a module, those of the whole folder for a package."""
     return sorted(module.parent.rglob("*.py")) if module.name == "__init__.py" else [module]
 
 

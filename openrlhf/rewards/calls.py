@@ -104,9 +104,7 @@ class BatchedReward(ABC):
     async def _answer(self, calls: Sequence[Call]) -> None:
         """Sets the reward or the error of every call, or queues parts of the batch."""
         try:
-            rewards = await self.ask(calls)
-            if len(rewards) != len(calls):
-                raise RewardError(f"{len(rewards)} rewards for {len(calls)} samples")
+            rewards = list(zip(calls, await self.ask(calls), strict=True))
         except BatchFailed as error:
             if len(calls) == 1:
                 calls[0].finish(RewardError(str(error)))
@@ -127,5 +125,5 @@ class BatchedReward(ABC):
                 call.reward.cancel()
             raise
         else:
-            for call, reward in zip(calls, rewards, strict=True):
+            for call, reward in rewards:
                 call.finish(reward)

@@ -41,8 +41,7 @@ ONE_SAMPLE_HINT = (
 """Remedy in the message about a call with one sample whose result is not finite."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
 
-HEAD = struct.Struct("!QQ")
-"""Head of a message: the number of its call (0: the import), and the size of the pickle that follows."""
+HEAD = struct.Struct("!QQ")  # of a message: number of its call (0: the import), size of its pickle
 
 
 def load_reward_func(reference: str) -> RewardFunc:
@@ -138,13 +137,12 @@ class RewardProcess:
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
             return
         self.stop()
-        self._pipe, theirs = socket.socketpair()
+        self._number, (self._pipe, theirs) = 0, socket.socketpair()
         self._process = self._context.Process(
             target=_serve, args=(self.reference, self._load, theirs, self._memory)
         )
         self._process.start()
         theirs.close()  # so that reading ends when the process ends
-        self._number = 0
         try:
             async with asyncio.timeout(IMPORT_DEADLINE):
                 self._import_problem = await self._answer()

@@ -74,4 +74,4 @@ class Broken(Faulty):
 def test_an_error_of_any_kind_ends_its_calls_and_no_others(error: BaseException, told: type) -> None:
     source = Broken([])
     source.error = error
-    assert answers(source, 20) == [RewardError] * 8 + [told] * 8 + [160.0, 170.0, 180.0, 190.0]
+    assert answers(source, 20) == [ValueError] * 8 + [told] * 8 + [160.0, 170.0, 180.0, 190.0]
