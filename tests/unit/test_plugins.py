@@ -85,7 +85,7 @@ def test_a_reward_function_of_a_module_and_one_that_is_registered(package: Path)
         ("house.rewards:mark", "the module has no mark (its functions: judge).\nDefine `def mark(queries"),
         (
             "house.broken:judge",
-            "line 2: ModuleNotFoundError: No module named 'no_such_package'\nInstall the",
+            "line 2: ModuleNotFoundError: No module named 'no_such_package'\nFix that line",
         ),
         (
             "huose.rewards:judge",
@@ -280,4 +280,4 @@ def test_a_module_that_is_nowhere_is_told_with_the_places(tmp_path: Path) -> Non
     with refused(ErrorCode.USER_CODE, flag=REWARD, value=str(path)) as told:
         check_reward_file(str(path), REWARD)
     assert "line 2: ModuleNotFoundError" in told.value.text
-    assert "beside the file" in told.value.text and "PYTHONPATH" in told.value.text
+    assert "beside it" in told.value.text and "PYTHONPATH" in told.value.text
