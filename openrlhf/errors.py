@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import select
 import signal
 import sys
@@ -90,6 +91,18 @@ class ErrorCode(StrEnum):
     equal."""
 
 
+REDACTED = "<redacted>"
+_URL, _USER = re.compile(r"\w://[^\s\"']+"), re.compile(r"(?<=://)[^/?#]+(?=@)")
+_KEY = r"(?i)([?&;#][\w.-]*(key|token|sig|secret|pass|pwd|credential|auth)[\w.-]*=)"
+_PARAMETER = re.compile(_KEY + r"[^&#,]+?(?=:?$|[&#,])")
+
+
+def without_secrets(text: str) -> str:
+    """Replaces the user and password of every URL in `text`, and its parameters that are named like keys."""
+    hidden = lambda url: _PARAMETER.sub(rf"\1{REDACTED}", _USER.sub(REDACTED, url[0]))
+    return _URL.sub(hidden, text)
+
+
 class CodedError(Exception):
     """An error that a user can act on. `str()` returns `FLAG VALUE:ROW: TEXT`; parts that are not set are
     omitted."""
@@ -99,11 +112,12 @@ class CodedError(Exception):
     ) -> None:
         """`text`: description and remedy; `flag`: the flag with its dashes; `value`: its value or the file;
         `row`: number of the row or line in the file."""
+        text = without_secrets(text)
         super().__init__(code, text)  # the arguments with which pickle calls __init__; attributes follow
         self.code = code
         self.text = text
         self.flag = flag
-        self.value = str(value)
+        self.value = without_secrets(str(value))
         self.row = row
 
     def __str__(self) -> str:
@@ -290,7 +304,7 @@ def is_first_of_machine() -> bool:
 def notify(text: str) -> None:
     """Prints a line on stderr, in the first process of each machine."""
     if is_first_of_machine():
-        print(text, file=sys.stderr, flush=True)
+        print(without_secrets(text), file=sys.stderr, flush=True)
 
 
 def _rank() -> int:

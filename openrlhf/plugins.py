@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from openrlhf.user_file import UnusableFile, import_place, import_remedy, source_of, split
+from openrlhf.user_file import UnusableFile, fingerprint, import_place, import_remedy, sources_of, split
 
 
 def is_reference(name: str) -> bool:
@@ -58,11 +58,10 @@ def load(reference: str) -> Any:
 
 
 def digest(reference: str) -> str:
-    """Returns a fingerprint of the source file that the reference names; the reference itself without one."""
-    source = source_of(split(reference)[0])
-    if source is None:  # a module without a source file is known by name only
-        return reference
-    return hashlib.sha256(Path(source).read_bytes()).hexdigest()[:16]
+    """Returns a fingerprint of the source file that the reference names, and of the modules beside it that it
+    imports; the reference itself without one."""
+    sources = sources_of(split(reference)[0])
+    return fingerprint(*sources.values()) if sources else reference
 
 
 def _as_module(place: str) -> tuple[str, str]:

@@ -2,8 +2,12 @@
 
 A reference names one of their objects: `folder/file.py:Name` or `package.module:Name`. In a bare
 `folder/file.py` the object has the name that the flag documents.
+
+A file imports modules beside it, and processes that it starts import the file, as with a script. But its
+folder is the last one of `sys.path`, since a file named like a package must not replace the package.
 """
 
+import ast
 import hashlib
 import importlib
 import importlib.util
@@ -24,8 +28,8 @@ IMPORT_DEADLINE = 1800.0
 """Seconds that an engine waits for the import of a user's file before the run ends."""
 
 IMPORTED = (
-    "Fix that line: the file is imported where the run starts and in every engine. What is only there where "
-    "engines run can be imported inside the function that uses it."
+    "Fix that line: the file is imported where the run starts and in every engine. Put a module of yours "
+    "beside it, or its folder into PYTHONPATH. Import inside a function what is only where engines run."
 )
 NOT_FOUND = (
     "Install the package on every machine, or add its folder to PYTHONPATH, or name a file: "
@@ -64,13 +68,13 @@ class UserFiles:
     """Users' files of the machine where a run starts, for the machines of its engines, so that all have the
     same rewards. A file is copied; a module is only compared, because it may need the rest of its package."""
 
-    contents: Mapping[str, bytes]
-    """File or module -> its source, in bytes."""
+    contents: Mapping[str, Mapping[str, bytes]]
+    """File or module -> the sources that `sources_of` returns."""
 
     @classmethod
     def of(cls, *references: str | None) -> Self:
-        sources = {place: source_of(place) for place, _ in map(split, filter(None, references))}
-        return cls({place: Path(source).read_bytes() for place, source in sources.items() if source})
+        found = {place: sources_of(place) for place, _ in map(split, filter(None, references))}
+        return cls({place: sources for place, sources in found.items() if sources})
 
     def here(self, reference: str) -> str:
         """Returns `reference`, or a reference to a copy if this machine lacks the file or has another one
@@ -81,8 +85,8 @@ class UserFiles:
         place, name = split(reference)
         if place not in self.contents:  # a module without a source file is known by name only
             return reference
-        content, source = self.contents[place], source_of(place)
-        if source and os.path.isfile(source) and Path(source).read_bytes() == content:
+        contents, source = self.contents[place], source_of(place)
+        if source and os.path.isfile(source) and sources_of(place) == contents:
             return reference
         if not place.endswith(".py"):
             problem = f"{source} is not the same" if source else "it is not found"
@@ -92,12 +96,57 @@ class UserFiles:
                 f"file, which is copied: folder/file.py:{name}.",
                 value=reference,
             )
-        copy = cache_folder() / "user_files" / hashlib.sha256(content).hexdigest()[:16] / Path(place).name
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(copy, shared=True) as beside:
-                beside.write_bytes(content)
-        return ":".join(filter(None, (str(copy), name)))
+        folder = cache_folder() / "user_files" / fingerprint(*contents.values())
+        for copy, content in ((folder / path, content) for path, content in contents.items()):
+            if not copy.exists():
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                with replacing(copy, shared=True) as beside:
+                    beside.write_bytes(content)
+        return ":".join(filter(None, (str(folder / Path(place).name), name)))
+
+
+def sources_of(place: str) -> dict[str, bytes]:
+    """Returns the source of a file or module, and those that a file imports from its folder, by their paths
+    in the folder. Empty for a module without a source."""
+    source = source_of(place)
+    if source is None:
+        return {}
+    own, beside = Path(source).resolve(), _beside(source).values() if place.endswith(".py") else ()
+    files = [file for module in beside for file in _files(module)]
+    found = {str(file.relative_to(own.parent)): file.read_bytes() for file in files}
+    return {Path(source).name: own.read_bytes(), **found}
+
+
+def _beside(path: str) -> dict[str, Path]:
+    """Returns the modules in a file's folder that it imports, directly or through one of them, by name."""
+    own, found = Path(path).resolve(), {}
+    read, known = [own], {own.stem, "openrlhf", *sys.stdlib_module_names}
+    for file in read:
+        for name in sorted(_imported(file).difference(found, known)):
+            for module in (own.parent / name / "__init__.py", own.with_name(f"{name}.py")):
+                if module.is_file() and name not in found:
+                    found[name] = module
+                    read += _files(module)
+    return found
+
+
+def _files(module: Path) -> list[Path]:
+    return sorted(module.parent.rglob("*.py")) if module.name == "__init__.py" else [module]
+
+
+def _imported(file: Path) -> set[str]:
+    """Returns the first parts of the names of modules that a file imports, also inside functions."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):  # the import tells of it
+        return set()
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    return {name.partition(".")[0] for name in names}
+
+
+def fingerprint(*contents: bytes) -> str:
+    return hashlib.sha256(b"".join(contents)).hexdigest()[:16]
 
 
 def split(reference: str) -> tuple[str, str]:
@@ -131,11 +180,31 @@ def import_place(place: str, name: str) -> ModuleType:
 
 
 def import_file(path: str, name: str) -> ModuleType:
-    """Imports a file as the module `name`, registered in `sys.modules`. Exceptions of the import pass
-    through."""
-    module = _empty_module(path, name)
+    """Imports a file, registered in `sys.modules` under its own name; as `name` if that is another module's.
+    Raises UnusableFile if another module is found instead of one beside it. Other exceptions pass through."""
+    folder, stem = os.path.dirname(os.path.realpath(path)), Path(path).stem
+    if folder not in map(os.path.realpath, sys.path):
+        sys.path.append(folder)
+    importlib.invalidate_caches()
+    contents = lambda files: [file.read_bytes() for file in files]
+    for module, own in _beside(path).items():
+        if (origin := _origin(module)) and contents(_files(Path(origin))) != contents(_files(own)):
+            problem = f"it imports {module}, which is beside it ({own}) and at {origin}"
+            raise UnusableFile(f"{problem}.\nRename the one beside it.")
+    if _origin(stem) == os.path.realpath(path):
+        name = stem
+    module = _empty_module(os.path.abspath(path), name)
     sys.modules[name] = module  # dataclasses and pickle look the module up
     return _run(module)
+
+
+def _origin(name: str) -> str | None:
+    """Returns the path of the file from which `import name` takes its module; None without one."""
+    try:
+        spec = importlib.util.find_spec(name) if "." not in name else None
+    except ValueError:  # a module without a spec, such as __main__
+        return None
+    return os.path.realpath(spec.origin) if spec and spec.origin and spec.has_location else None
 
 
 def run_file(path: str, name: str) -> ModuleType:

@@ -198,7 +198,7 @@ class MultiTurnAgentExecutor(AgentExecutorBase):
         call = partial(call_in_time, seconds=step_timeout)
         environment = await _make(self.agent_instance_cls)
         first = await call(environment.reset, {"observation": prompt, "label": label})
-        history = History(hf_tokenizer, _get(first, "observation", "reset"), max_length, images or ())
+        history = History(hf_tokenizer, _get(first, "observation", "reset", str), max_length, images or ())
         if history.length >= max_length:
             raise _no_room(f"an observation of {history.length} tokens", max_length)
         steps: list[dict] = []
@@ -269,8 +269,8 @@ class History:
             )
         images = [_picture(value) for value in shown]
         if (whole := step.get("observation")) is None:
-            new = _get(step, "environment_feedback", "step")
-        elif whole.startswith(self.text):
+            new = _get(step, "environment_feedback", "step", str)
+        elif (whole := _get(step, "observation", "step", str)).startswith(self.text):
             new = whole[len(self.text) :]
         else:
             new, self.text, self.token_ids, self.images = whole, "", [], []
@@ -286,7 +286,7 @@ def _picture(value: Any) -> "Picture":
 
 def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
     """Returns the result of an episode from its environment steps."""
-    rewards = [float(_get(step, "rewards", "step")) for step in steps]
+    rewards = [_get(step, "rewards", "step", float) for step in steps]
     scores = [step["scores"] for step in steps if step.get("scores") is not None]
     return {
         "reward": sum(rewards),
@@ -299,16 +299,24 @@ def _result(steps: Sequence[dict], *, truncated: bool) -> dict:
 
 def _last_of_each(steps: Sequence[dict], key: str) -> dict:
     """Merges the dictionaries of the steps under `key`."""
-    return {name: value for step in steps for name, value in (step.get(key) or {}).items()}
+    found = [_get(step, key, "step", dict) for step in steps if step.get(key) is not None]
+    return {name: value for own in found for name, value in own.items()}
 
 
-def _get(result: Any, key: str, method: str) -> Any:
+def _get(result: Any, key: str, method: str, kind: type | None = None) -> Any:
+    """Returns `result[key]`, a float for that `kind`. Raises KeyError or TypeError, which name the key."""
     if not isinstance(result, dict):
         raise TypeError(f"{method} returned {type(result).__name__}, not a dict")
     if key not in result:
         found = ", ".join(map(repr, result)) or "nothing"
         raise KeyError(f"{method} returned a dict without {key!r}; it has {found}")
-    return result[key]
+    try:
+        value = float(result[key]) if kind is float else result[key]
+    except (TypeError, ValueError):
+        value = None
+    if kind and not isinstance(value, kind):
+        raise TypeError(f"{method} returned {key} {result[key]!r}, not a {kind.__name__}")
+    return value
 
 
 async def _make(agent_class: Any) -> Any:

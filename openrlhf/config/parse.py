@@ -20,7 +20,7 @@ from openrlhf.config.fields import Field, convert, fields_of, to_words, values_o
 from openrlhf.config.old_flags import OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
-from openrlhf.errors import ErrorCode, UsageError, describe, notify, readable, while_read
+from openrlhf.errors import REDACTED, ErrorCode, UsageError, describe, notify, readable, while_read
 
 ConfigT = TypeVar("ConfigT")
 
@@ -481,6 +481,9 @@ def _convert(
         except ValueError as error:
             words = ("***" if key in SECRETS else word for word in setting.words)
             bad[key] = _invalid(str(error), setting.shown, *words)
+        if any("://" in word and REDACTED in word for word in setting.words):
+            text = f"{REDACTED} stands for a secret in files of a run; give the flag again, with the secret"
+            bad[key] = _invalid(text, setting.shown, *setting.words)
     return values, bad
 
 

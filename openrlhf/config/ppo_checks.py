@@ -1,6 +1,7 @@
 """Checks of the flags of `train_ppo_ray` against each other."""
 
 import importlib.util
+import os
 import re
 from collections.abc import Iterator
 from itertools import product
@@ -15,6 +16,7 @@ from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
+from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.errors import ErrorCode, UsageError
 
@@ -268,6 +270,9 @@ def _server_url(key: str, url: str) -> Iterator[Problem]:
     if not _has_host(url) or any(character.isspace() for character in url):
         text = f"{url} is not a URL; write http://HOST:PORT/get_reward"
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
+    elif urlsplit(url).username is not None and os.environ.get(KEY_VARIABLE):
+        text = f"{url} has a user, and {KEY_VARIABLE} is set: a request carries one of them. Leave one out"
+        yield Problem(key, text)
     elif urlsplit(url).path in ("", "/"):
         yield remark(key, f"{url} has no path; serve_rm answers at /get_reward")
 

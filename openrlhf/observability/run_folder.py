@@ -28,10 +28,8 @@ from typing import Any, Self
 
 import yaml
 
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import REDACTED, ErrorCode, UsageError, without_secrets
 from openrlhf.files import write_atomically
-
-REDACTED = "<redacted>"
 
 GIT_TIMEOUT = 30.0
 """Maximum seconds that git may take to compare the files of a repository with its commit."""
@@ -234,10 +232,10 @@ def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, st
 
 
 def redact(text: str, secrets: set[str]) -> str:
-    """Replaces every secret, and every user and password of a URL, by `REDACTED`."""
+    """Replaces every secret by `REDACTED`, also those of URLs."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = re.sub(rf"(?<![\w.-]){re.escape(secret)}(?![\w.-])", REDACTED, text)
-    return re.sub(r"://[^/\s@]+@", f"://{REDACTED}@", text)
+    return without_secrets(text)
 
 
 # The last part of a flag or YAML key. Not *_key: input_key and label_key name columns.

@@ -82,7 +82,12 @@ class BatchedReward(ABC):
         if sum(not lane.done() for lane in self._lanes) < self.concurrency:
             lane = asyncio.get_running_loop().create_task(self._work())
             self._lanes.add(lane)
-            lane.add_done_callback(self._lanes.discard)
+            lane.add_done_callback(self._close_lane)
+
+    def _close_lane(self, lane: asyncio.Task[None]) -> None:
+        self._lanes.discard(lane)
+        if self._waiting or self._parts:  # it ended by an error: another lane takes its place
+            self._open_lane()
 
     async def _work(self) -> None:
         """Runs a lane: processes batches until no call is waiting."""
@@ -99,7 +104,7 @@ class BatchedReward(ABC):
     async def _answer(self, calls: Sequence[Call]) -> None:
         """Sets the reward or the error of every call, or queues parts of the batch."""
         try:
-            rewards = await self.ask(calls)
+            rewards = list(zip(calls, await self.ask(calls), strict=True))
         except BatchFailed as error:
             if len(calls) == 1:
                 calls[0].finish(RewardError(str(error)))
@@ -112,13 +117,13 @@ class BatchedReward(ABC):
         except RewardError as error:
             for call in calls:  # a separate error for each: raising one extends its traceback
                 call.finish(RewardError(str(error)))
-        except asyncio.CancelledError:
-            for call in calls:
-                call.reward.cancel()
-            raise
         except Exception as error:
             for call in calls:
                 call.finish(error)
+        except BaseException:  # cancelled, or the process ends: nobody waits for ever
+            for call in calls:
+                call.reward.cancel()
+            raise
         else:
-            for call, reward in zip(calls, rewards, strict=True):
+            for call, reward in rewards:
                 call.finish(reward)

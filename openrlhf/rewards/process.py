@@ -4,19 +4,23 @@ import asyncio
 import inspect
 import multiprocessing
 import os
+import pickle
 import resource
 import signal
+import socket
+import struct
+import sys
 import threading
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from typing import Any
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.faults import fault
 from openrlhf.rewards.calls import BatchFailed
-from openrlhf.rewards.values import NotFinite, read_rewards
+from openrlhf.rewards.values import NotFinite, WrongNumber, read_rewards
 from openrlhf.user_file import (
     IMPORT_DEADLINE,
     ImportTimeout,
@@ -36,6 +40,8 @@ ONE_SAMPLE_HINT = (
 )
 """Remedy in the message about a call with one sample whose result is not finite."""
 RewardFunc = Callable[[list[str], list[str], list[Any]], Any]
+
+HEAD = struct.Struct("!QQ")  # of a message: number of its call (0: the import), size of its pickle
 
 
 def load_reward_func(reference: str) -> RewardFunc:
@@ -80,7 +86,7 @@ class RewardProcess:
         # Not fork: the parent runs vLLM's and Ray's threads.
         self._context = multiprocessing.get_context("spawn")
         self._process: multiprocessing.process.BaseProcess | None = None
-        self._pipe: Connection | None = None
+        self._pipe: socket.socket | None = None
 
     async def ask(self, queries: list[str], prompts: list[str], labels: list[Any]) -> list[Reward]:
         """Calls the function once. The previous call must have ended.
@@ -88,10 +94,9 @@ class RewardProcess:
         Raises BatchFailed if the call fails, and RewardError if the function cannot be imported.
         """
         try:
-            pipe = await self.ready()
-            pipe.send((queries, prompts, labels))
+            await self.ready()
             async with asyncio.timeout(self.timeout):
-                answer = await self._receive(pipe)
+                answer = await self._answer(queries, prompts, labels)
         except TimeoutError:
             self.stop()
             raise BatchFailed(
@@ -107,11 +112,15 @@ class RewardProcess:
             raise
         if isinstance(answer, str):
             raise BatchFailed(answer)
+        if isinstance(answer, WrongNumber):
+            raise answer
         return answer
 
     def stop(self) -> int | None:
         """Kills the process and its children. Returns its exit code; None if none was running."""
-        process, self._process, self._pipe = self._process, None, None
+        process, pipe, self._process, self._pipe = self._process, self._pipe, None, None
+        if pipe is not None:
+            pipe.close()
         if process is None or process.pid is None:
             return None
         with suppress(ProcessLookupError):  # no process group: it died early, or the whole group has ended
@@ -120,23 +129,23 @@ class RewardProcess:
         process.join()  # bounded: it was killed
         return process.exitcode
 
-    async def ready(self) -> Connection:
-        """Returns the pipe to a process that waits for calls, which it starts if needed. Raises RewardError
-        if the import fails, and ImportTimeout if it does not end."""
+    async def ready(self) -> None:
+        """Starts the process if needed, and waits until it takes calls. Raises RewardError if the import
+        fails, and ImportTimeout if it does not end."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
-            return self._pipe
+            return
         self.stop()
-        self._pipe, theirs = self._context.Pipe()
+        self._number, (self._pipe, theirs) = 0, socket.socketpair()
         self._process = self._context.Process(
             target=_serve, args=(self.reference, self._load, theirs, self._memory)
         )
         self._process.start()
-        theirs.close()  # so that reading raises EOFError when the process ends
+        theirs.close()  # so that reading ends when the process ends
         try:
             async with asyncio.timeout(IMPORT_DEADLINE):
-                self._import_problem = await self._receive(self._pipe)
+                self._import_problem = await self._answer()
         except TimeoutError:
             self.stop()
             raise ImportTimeout(self.reference, IMPORT_DEADLINE) from None
@@ -146,32 +155,38 @@ class RewardProcess:
             ) from None
         if self._import_problem:
             raise RewardError(self._import_problem)
-        return self._pipe
 
-    async def _receive(self, pipe: Connection) -> Any:
-        """Returns the process's next message. Raises EOFError if the process has died, even if a child of the
-        process keeps the pipe open."""
-        assert self._process is not None and self._process.pid is not None
-        loop, ready = asyncio.get_running_loop(), asyncio.Event()
-        death = os.pidfd_open(self._process.pid)
-        for end in (pipe.fileno(), death):
-            loop.add_reader(end, ready.set)
+    async def _answer(self, *call: Any) -> Any:
+        """Sends a call, if any, and returns the process's answer. Raises EOFError or ConnectionError if the
+        process has died, even if a child of the process keeps the pipe open."""
+        assert self._process is not None and self._process.pid is not None and self._pipe is not None
+        loop, pipe, death = asyncio.get_running_loop(), self._pipe.dup(), os.pidfd_open(self._process.pid)
+        reader, writer = await asyncio.open_unix_connection(sock=pipe)
+        loop.add_reader(death, pipe.shutdown, socket.SHUT_RDWR)  # what was sent before can still be read
         try:
-            await ready.wait()  # bounded: the caller's timeout
+            if call:
+                self._number += 1
+                writer.write(_message(self._number, call))
+            number, size = HEAD.unpack(await reader.readexactly(HEAD.size))
+            if number != self._number:
+                raise BatchFailed(f"{self.reference}: its process answered another call", alone=True)
+            return pickle.loads(await reader.readexactly(size))
         finally:
-            for end in (pipe.fileno(), death):
-                loop.remove_reader(end)
+            loop.remove_reader(death)
             os.close(death)
-        if not pipe.poll():
-            raise EOFError
-        return pipe.recv()
+            writer.transport.abort()
+
+
+def _message(number: int, content: Any) -> bytes:
+    data = pickle.dumps(content)
+    return HEAD.pack(number, len(data)) + data
 
 
 def _machine_bytes() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _serve(reference: str, load: Callable[[str], Any], pipe: Connection, memory: int) -> None:
+def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memory: int) -> None:
     """Serves calls until the other end of the pipe is closed. Where the function needs more than `memory`
     bytes, it gets a MemoryError."""
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
@@ -180,20 +195,40 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: Connection, memory:
     name = split(reference)[1] or DEFAULT
     os.setpgid(0, 0)  # a group of its own: killed with its children, not by Ctrl-C
     threading.Thread(target=_die_with_parent, daemon=True).start()
+    pipe.set_inheritable(False)
     try:
-        function = load(reference)
+        with _forks_end():
+            function = load(reference)
     except BaseException as error:  # including SystemExit
-        pipe.send(import_problem(error, reference))
+        pipe.sendall(_message(0, import_problem(error, reference)))
         return
-    pipe.send("")
+    pipe.sendall(_message(0, ""))
+    calls = pipe.makefile("rb")
     with asyncio.Runner() as runner:  # one loop for all calls, so that clients kept by the file stay usable
-        while True:
-            try:
-                queries, prompts, labels = pipe.recv()
-            except EOFError:
-                return
+        while head := calls.read(HEAD.size):
+            number, size = HEAD.unpack(head)
+            queries, prompts, labels = pickle.loads(calls.read(size))
             fault("reward.call")
-            pipe.send(_call(function, name, queries, prompts, labels, runner))
+            pipe.sendall(_message(number, _call(function, name, queries, prompts, labels, runner)))
+
+
+@contextmanager
+def _forks_end() -> Iterator[None]:
+    """Ends a process that users' code forks when it leaves that code, as a script's would end. It must not
+    answer in the place of the process that was asked."""
+    process, status = os.getpid(), None
+    try:
+        yield
+    except BaseException as error:
+        status = error.code if isinstance(error, SystemExit) else 1
+        if os.getpid() != process and not isinstance(error, SystemExit):
+            traceback.print_exc()
+        raise
+    finally:
+        if os.getpid() != process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status & 0xFF if isinstance(status, int) else status is not None)
 
 
 def _die_with_parent() -> None:
@@ -224,19 +259,22 @@ def _call(
     prompts: list[str],
     labels: list[Any],
     runner: asyncio.Runner,
-) -> list[Reward] | str:
-    """Calls the function. Returns the rewards, or an error message, because exceptions may not be
-    picklable."""
+) -> Any:
+    """Calls the function. Returns the rewards, a WrongNumber, or the message of another error, because it may
+    not be picklable."""
     try:
-        answer = function(queries, prompts, labels)
-        if inspect.iscoroutine(answer):
-            answer = runner.run(answer)
+        with _forks_end():
+            answer = function(queries, prompts, labels)
+            if inspect.iscoroutine(answer):
+                answer = runner.run(answer)
     except RewardError as error:
         return str(error)
     except BaseException as error:  # including SystemExit
         return f"{name} raised {headline(error)}\n{traceback.format_exc(limit=-3)}"
     try:
         return read_rewards(answer, len(queries))
+    except WrongNumber as error:
+        return error
     except NotFinite as error:
         return f"{error}{ONE_SAMPLE_HINT}" if len(queries) == 1 else str(error)
     except RewardError as error:

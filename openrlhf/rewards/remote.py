@@ -14,8 +14,9 @@ import aiohttp
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.errors import without_secrets
 from openrlhf.rewards.calls import BatchedReward, BatchFailed, Call
-from openrlhf.rewards.values import read_rewards
+from openrlhf.rewards.values import WrongNumber, read_rewards
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +109,7 @@ class RemoteReward(BatchedReward):
     def _warn(self, problem: str) -> None:
         if time.monotonic() - self._warned_at >= REMIND:
             self._warned_at = time.monotonic()
-            logger.warning("%s; retrying for up to %g s", problem, self.timeout)
+            logger.warning("%s; retrying for up to %g s", without_secrets(problem), self.timeout)
 
     async def _post(self, url: str, body: bytes, count: int) -> list[Reward]:
         if self._session is None:
@@ -168,7 +169,7 @@ def _read_answer(url: str, answer: bytes, count: int) -> list[Reward]:
     except (ValueError, RecursionError) as error:
         raise BatchFailed(f"{url} answered with invalid JSON: {answer[:100]!r}") from error
     except RewardError as error:
-        raise BatchFailed(str(error)) from error
+        raise error if isinstance(error, WrongNumber) else BatchFailed(str(error)) from error
 
 
 def _remedy(status: int) -> str:

@@ -11,6 +11,10 @@ class NotFinite(RewardError):
     """Raised for a reward that is NaN or infinite."""
 
 
+class WrongNumber(RewardError):
+    """Raised for more or fewer values than samples: no smaller call tells which value is whose."""
+
+
 def read_rewards(answer: Any, count: int, source: str = "reward_func") -> list[Reward]:
     """Parses the answer of a reward function or reward server into one Reward for each sample. Raises
     RewardError, which names the `source`, for an invalid answer.
@@ -65,7 +69,7 @@ def read_texts(answer: dict, count: int, source: str) -> list[dict[str, str]]:
         if not isinstance(values, Sequence) or not all(isinstance(v, str | None) for v in values):
             raise RewardError(f"{source} returned extra_texts[{name!r}] that are not texts: {value!r}")
         if len(values) != count:
-            raise RewardError(f"{source} returned {len(values)} extra_texts[{name!r}] for {count} samples")
+            raise WrongNumber(f"{source} returned {len(values)} extra_texts[{name!r}] for {count} samples")
         for own, text in zip(texts, values, strict=True):
             own |= {} if text is None else {name: text}
     return texts
@@ -80,7 +84,7 @@ def read_floats(name: str, value: Any, count: int, source: str, one_is_for_all: 
     if len(values) == 1 and one_is_for_all:
         values = [values[0]] * count
     if len(values) != count:
-        raise RewardError(f"{source} returned {len(values)} {name} for {count} samples")
+        raise WrongNumber(f"{source} returned {len(values)} {name} for {count} samples")
     try:
         floats = [_float(v) for v in values]
     except (TypeError, ValueError, OverflowError) as error:

@@ -12,6 +12,7 @@ from openrlhf.agents.base import AgentExecutorBase, Engine, RewardError, StepTim
 from openrlhf.completions import SamplingParams
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.pictures import decoded
+from openrlhf.errors import without_secrets
 from openrlhf.rollout.executors import EnvironmentFailed, UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.results import read_result
@@ -155,6 +156,8 @@ class EpisodeRunner:
         )
         async with self._slots:
             outcome_fields = await self._outcome(prompt, sampling, engine, own)
+        if "error" in outcome_fields:
+            outcome_fields["error"] = without_secrets(outcome_fields["error"])
         fields: dict[str, Any] = {"turns": engine.turns, "reward": None}
         return Episode(
             prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(fields | outcome_fields)

@@ -34,7 +34,9 @@ async def _step(function: Callable, states: Mapping[str, Any]) -> dict:
     more = _accepted(function, {"sampling_params": states["sampling_params"]})
     texts = states["observation_text"], states["action_text"]
     answer = await called(partial(function, *texts, states["label"], **more))
-    named = _named(answer) if isinstance(answer, tuple) else dict(answer)
+    named = _named(answer) if isinstance(answer, tuple) else answer
+    if not isinstance(named, Mapping):
+        raise TypeError(f"step returned {type(answer).__name__}, not a dict or a tuple")
     return {NEW_NAMES.get(name, name): value for name, value in named.items()}
 
 

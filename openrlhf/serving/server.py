@@ -3,6 +3,7 @@ is ever logged."""
 
 import asyncio
 import hmac
+import logging
 import os
 import signal
 import socket
@@ -14,18 +15,39 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ValidationError
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.serving.scoring import QueueFull, ScoreQueue
 
+logger = logging.getLogger(__name__)
+
 RETRY_AFTER = 1
 """Seconds after which a client may retry if the queue was full (Retry-After)."""
 
 
-BODY_SECONDS = 60.0
-"""Seconds within which the body of a request must arrive."""
+HEADER_SECONDS = BODY_SECONDS = 60.0
+"""Seconds within which the header of a request must arrive, and then its body."""
+
+
+class TimedHeaders(H11Protocol):
+    """A connection that closes if no header arrives after its start, or after a response."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_header()
+
+    def on_response_complete(self) -> None:
+        self._await_header()
+        super().on_response_complete()
+
+    def _await_header(self) -> None:
+        last = self.cycle
+        self.loop.call_later(HEADER_SECONDS, lambda: self.cycle is last and self.transport.close())
 
 
 class Question(BaseModel):
@@ -57,6 +79,9 @@ def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
         queue.close()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    if config.key is None:  # only this machine's programs may ask, not a site in its browser
+        names = [config.host, "127.0.0.1", "localhost", "::1", "[::1]"]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=names, www_redirect=False)
 
     @app.exception_handler(Refusal)
     async def refuse(request: Request, refusal: Refusal) -> JSONResponse:
@@ -74,7 +99,9 @@ def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
 
     @app.post("/get_reward")
     async def get_reward(request: Request) -> dict[str, Any]:
-        may_ask = has_key(request, config.key)
+        may_ask, kind = has_key(request, config.key), request.headers.get("Content-Type", "")
+        if config.key is None and not kind.startswith("application/json"):  # browsers ask before they send it
+            raise Refusal(415, "the header Content-Type must be application/json")
         try:
             async with asyncio.timeout(BODY_SECONDS):
                 body = await read_body(request, int(config.max_body_mb * 2**20) if may_ask else 0)
@@ -82,6 +109,9 @@ def build_app(queue: ScoreQueue, config: ServeRMConfig) -> FastAPI:
             raise Refusal(
                 408, f"the body took longer than {BODY_SECONDS:g} s", {"Connection": "close"}
             ) from None
+        except ClientDisconnect:
+            logger.warning("a client left before its request had arrived")
+            raise Refusal(400, "the request did not arrive") from None
         if not may_ask:
             raise Refusal(401, "the key is missing or wrong", {"WWW-Authenticate": "Bearer"})
         if body is None:
@@ -193,6 +223,7 @@ def serve(app: FastAPI, bound: socket.socket, drain_seconds: float) -> None:
     server = uvicorn.Server(
         uvicorn.Config(
             app,
+            http=TimedHeaders,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=60,

@@ -950,6 +950,20 @@ CHECKS = [
         "--reward.remote_url http://a/b,http://:80/c",
         "",
     ),
+    (
+        PPO,
+        "--reward.remote_url http://<redacted>@a/b",
+        "invalid-value",
+        "--reward.remote_url http://<redacted>@a/b",
+        "again",
+    ),
+    (
+        SFT,
+        "--data.dataset https://a/b.jsonl?token=<redacted>",
+        "invalid-value",
+        "--data.dataset https://a/b.jsonl?token=<redacted>",
+        "again",
+    ),
     (SFT, "--optim muon", "conflict", "--max_norm 1.0 (default)", "--max_norm"),
     (
         PPO,

@@ -5,7 +5,16 @@ import pickle
 import pytest
 from refusals import printed, refused
 
-from openrlhf.errors import ErrorCode, RunError, UsageError, describe, readable, short_errors
+from openrlhf.errors import (
+    ErrorCode,
+    RunError,
+    UsageError,
+    describe,
+    notify,
+    readable,
+    short_errors,
+    without_secrets,
+)
 
 
 def test_a_message_names_what_is_set() -> None:
@@ -48,3 +57,28 @@ def test_an_expected_error_is_compared_by_its_parts() -> None:
         raise UsageError(ErrorCode.NOT_FOUND, "any text", flag="--x")
     with pytest.raises(AssertionError), refused(ErrorCode.NOT_FOUND, flag="--x"):
         raise UsageError(ErrorCode.NOT_FOUND, "any text", flag="--y")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("http://u:p@h:5000/x failed", "http://<redacted>@h:5000/x failed"),
+        ("http://h/x?token=abc: HTTP 500", "http://h/x?token=<redacted>: HTTP 500"),
+        ("http://h/x?token=<redacted>: HTTP 500", "http://h/x?token=<redacted>: HTTP 500"),
+        ("http://u:p@q@h/x", "http://<redacted>@h/x"),
+        ("http://h/x?token=abc&n=3#top", "http://h/x?token=<redacted>&n=3#top"),
+        ("https://h/x?n=3&X-Amz-Signature=a/b+c==", "https://h/x?n=3&X-Amz-Signature=<redacted>"),
+        ("http://u:p@a/x,http://v:q@b/y?sig=1", "http://<redacted>@a/x,http://<redacted>@b/y?sig=<redacted>"),
+        ("{'url': 'http://h/x?api_key=abc'}", "{'url': 'http://h/x?api_key=<redacted>'}"),
+        ("hf://datasets/org/name@folder?", "hf://datasets/org/name@folder?"),
+        ('["http://host","me@place?token=1"]', '["http://host","me@place?token=1"]'),
+        ("http://h/x?size=5&seed=1 to me@h", "http://h/x?size=5&seed=1 to me@h"),
+        ("http://<redacted>@h/x?token=<redacted>", "http://<redacted>@h/x?token=<redacted>"),
+    ],
+)
+def test_secrets_of_urls_are_in_no_message(text: str, shown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert without_secrets(text) == shown
+    error = UsageError(ErrorCode.NOT_FOUND, text, flag="--data.dataset", value=text)
+    assert str(error) == f"--data.dataset {shown}: {shown}"
+    notify(text)
+    assert capsys.readouterr().err == f"{shown}\n"

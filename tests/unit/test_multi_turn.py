@@ -226,6 +226,14 @@ def agent(tmp_path: Path, step: str, more: str = "") -> Path:
             "return {'done': False, 'rewards': 1, 'environment_images': ['a.png']}",
             "environment_images: the policy reads no images;",
         ),
+        ("return {'done': True, 'rewards': None}", "step returned rewards None, not a float"),
+        ("return {'done': True, 'rewards': 'good'}", "step returned rewards 'good', not a float"),
+        (
+            "return {'done': False, 'rewards': 1, 'environment_feedback': None}",
+            "step returned environment_feedback None, not a str",
+        ),
+        ("return {'done': False, 'rewards': 1, 'observation': 3}", "step returned observation 3, not a str"),
+        ("return {'done': True, 'rewards': 1, 'extra_logs': 3}", "step returned extra_logs 3, not a dict"),
         ("return states['nothing']", "line 5: KeyError: 'nothing'"),
     ],
 )

@@ -187,3 +187,97 @@ def test_what_a_file_lacks_is_told_with_what_it_has(tmp_path: Path) -> None:
     with refused(ErrorCode.USER_CODE, flag="", value="") as told:
         plugins.load(f"{path}:judge")
     assert str(path) in told.value.text
+
+
+# ---- what lies beside a file
+
+
+BESIDE = {
+    "mine.py": "from shared_judge import judge\ndef reward_func(*lists):\n    return judge(*lists)\n",
+    "shared_judge.py": "def judge(*lists):\n    from parts import seven\n    return seven.SEVEN\n",
+    "parts/__init__.py": "",
+    "parts/seven.py": "from .numbers import SEVEN\n",
+    "parts/numbers.py": "SEVEN = [7.0]\n",
+    "unused.py": "raise OSError\n",
+}
+
+
+def written(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def own_modules() -> Iterator[None]:
+    """Takes back what imports of files add to this process."""
+    paths, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = paths
+    for name in set(sys.modules) - modules:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith("/tmp"):
+            del sys.modules[name]
+
+
+def test_modules_beside_a_file_are_imported_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
+) -> None:
+    folder = written(tmp_path / "beside", BESIDE)
+    written(folder, {"agent.py": "import parts.seven\n" + EXECUTORS})
+    monkeypatch.chdir(tmp_path)
+    assert check_reward_file("beside/mine.py", REWARD) == ""
+    assert value_of("beside/mine.py") == 7
+    assert plugins.load("beside/mine.py:reward_func")([], [], []) == [7.0]  # algorithms and trackers
+    assert check_agent_file("beside/agent.py:Mine", AGENT) == ""
+    executor = asyncio.run(UserExecutor.load("beside/agent.py:Mine"))
+    assert type(executor.executor).__name__ == "Mine"
+
+
+def test_modules_beside_a_file_go_with_it_to_other_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    path = written(tmp_path / "here", BESIDE) / "mine.py"
+    files, before = UserFiles.of(str(path)), plugins.digest(str(path))
+    assert files.here(str(path)) == str(path)
+    (path.parent / "unused.py").unlink()
+    assert files.here(str(path)) == str(path)
+    (path.parent / "parts" / "numbers.py").write_text("SEVEN = [8.0]\n")
+    assert plugins.digest(str(path)) != before
+    copy = files.here(str(path))
+    assert copy != str(path) and value_of(str(path)) == 8 and value_of(copy) == 7
+    assert not (Path(copy).parent / "unused.py").exists()
+
+
+def test_a_module_beside_a_file_is_never_taken_for_another(tmp_path: Path, own_modules: None) -> None:
+    """Files of equal names have their own modules, or are refused; a package is replaced by no file."""
+    source = "import {} as other\ndef value(): return other.__file__\n"
+    first, second = (
+        written(tmp_path / name, {"a_file.py": source.format("its_own"), "its_own.py": f"NAME = {name!r}"})
+        for name in ("first", "second")
+    )
+    assert plugins.load(f"{first}/a_file.py:value")() == str(first / "its_own.py")
+    with refused(ErrorCode.USER_CODE, flag="", value="") as told:
+        plugins.load(f"{second}/a_file.py:value")
+    assert all(str(folder / "its_own.py") in told.value.text for folder in (first, second))
+    (second / "its_own.py").rename(second / "own_name.py")
+    (second / "a_file.py").write_text(source.format("own_name"))
+    assert plugins.load(f"{second}/a_file.py:value")() == str(second / "own_name.py")
+    assert sys.modules["a_file"].__file__ == str(first / "a_file.py")
+    shadows = written(tmp_path / "shadows", {"random.py": source.format("yaml"), "numpy/data.txt": ""})
+    assert "site-packages/yaml" in plugins.load(f"{shadows}/random.py:value")()
+    assert "shadows" not in str(sys.modules["random"].__file__)
+    written(shadows, {"yaml.py": "x = 1\n"})
+    with refused(ErrorCode.USER_CODE, flag="", value="") as told:
+        plugins.load(f"{shadows}/random.py:value")
+    assert str(shadows / "yaml.py") in told.value.text and "Rename" in told.value.text
+
+
+def test_a_module_that_is_nowhere_is_told_with_the_places(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("x = 1\nimport nowhere_at_all\n")
+    with refused(ErrorCode.USER_CODE, flag=REWARD, value=str(path)) as told:
+        check_reward_file(str(path), REWARD)
+    assert "line 2: ModuleNotFoundError" in told.value.text
+    assert "beside it" in told.value.text and "PYTHONPATH" in told.value.text

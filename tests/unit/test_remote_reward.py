@@ -335,6 +335,15 @@ def test_an_answer_that_is_no_reward_is_an_error(body: object, text: str) -> Non
     assert len(server.asked) == 1
 
 
+@pytest.mark.parametrize("body", [{"rewards": 5.0}, {"rewards": [5.0]}, [5.0], {"rewards": [1, 2, 3]}])
+def test_values_of_another_number_than_the_texts_fail_the_request(body: object) -> None:
+    """A server that answers one value for several texts would answer each half, and be believed at last."""
+    server = Server(says(body))
+    errors = ask(["x", "y", "z", "w"], server)
+    assert all(isinstance(error, RewardError) and "for 4 samples" in str(error) for error in errors)
+    assert len(errors) == 4 and len(server.asked) == 1
+
+
 def test_an_answer_that_is_no_json_is_an_error() -> None:
     async def page(asked: dict, number: int) -> web.Response:
         return web.Response(text="<html>")
@@ -411,8 +420,10 @@ class Talking(AgentExecutorBase):
         return {"reward": reward.reward, "scores": reward.score}
 
 
-def run_episodes(*servers: Server, urls: tuple = (), timeout: float = 5.0) -> list[Trajectory]:
-    """Plays eight samples, whose texts have 1 to 8 characters."""
+def run_episodes(
+    *servers: Server, urls: tuple = (), timeout: float = 5.0, called: Callable[[str], str] = str
+) -> list[Trajectory]:
+    """Plays eight samples, whose texts have 1 to 8 characters. `called`: the flag's form of a URL."""
     sampling = Sampling(
         purpose="train",
         num_samples=1,
@@ -427,7 +438,7 @@ def run_episodes(*servers: Server, urls: tuple = (), timeout: float = 5.0) -> li
 
     async def run() -> list[Trajectory]:
         async with serving(*servers):
-            reward = RemoteReward([*urls, *(server.url for server in servers)], timeout=timeout)
+            reward = RemoteReward([*urls, *(called(server.url) for server in servers)], timeout=timeout)
             runner = EpisodeRunner(Engine([2]), None, Talking(reward), [])
             prompts = [Prompt(prompt_id=i, text="?", label="x" * i) for i in range(1, 9)]
             groups = await asyncio.gather(*(runner.run_group(prompt, sampling) for prompt in prompts))
@@ -468,3 +479,13 @@ def test_the_first_problem_is_told_and_then_one_a_minute(monkeypatch, caplog):
         reward._warn("http://a: refused")
         assert len(caplog.messages) == told
     assert caplog.messages[0] == "http://a: refused; retrying for up to 5 s"
+
+
+@pytest.mark.parametrize("status", [400, 503])
+def test_what_a_url_holds_is_in_no_record_and_no_log(status: int, caplog: pytest.LogCaptureFixture) -> None:
+    server = Server(says("no", status))
+    secret = lambda url: url.replace("//", "//user:MARKER1@") + "?token=MARKER2&model=judge"
+    trajectory, *_ = run_episodes(server, called=secret, timeout=0.3)
+    assert trajectory.outcome is Outcome.REWARD_ERROR
+    assert f"HTTP {status}" in trajectory.error and "model=judge" in trajectory.error
+    assert "MARKER" not in trajectory.error + caplog.text and (status == 400 or "<redacted>" in caplog.text)

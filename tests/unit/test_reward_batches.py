@@ -54,3 +54,24 @@ def test_batches_have_their_largest_size() -> None:
     source = Faulty([])
     assert answers(source, 19) == [10.0 * i for i in range(19)]
     assert source.asked == [list(range(8)), list(range(8, 16)), [16, 17, 18]]
+
+
+class Broken(Faulty):
+    """Returns a reward too few for the first batch, and raises `error` for the second."""
+
+    error: BaseException = KeyError("no such thing")
+
+    async def ask(self, calls: Sequence[Call]) -> list[Reward]:
+        rewards = await super().ask(calls)
+        if len(self.asked) == 2:
+            raise self.error
+        return rewards[1:] if len(self.asked) == 1 else rewards
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(KeyError("it"), KeyError), (GeneratorExit(), asyncio.CancelledError)]
+)
+def test_an_error_of_any_kind_ends_its_calls_and_no_others(error: BaseException, told: type) -> None:
+    source = Broken([])
+    source.error = error
+    assert answers(source, 20) == [ValueError] * 8 + [told] * 8 + [160.0, 170.0, 180.0, 190.0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import uvloop
 from records import trajectory
 from refusals import refused
 
@@ -426,7 +427,6 @@ def test_samples_that_finish_while_the_function_works_wait_and_go_together(tmp_p
         ("kill", "process died with exit code -9"),
         ("raise", "KeyError: 'no such answer'"),
         ("nan", "not finite: [nan]"),
-        ("short", "0 rewards for 1 samples"),
     ],
 )
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -438,6 +438,13 @@ def test_one_bad_sample_of_a_batch_fails_alone(tmp_path, fate, text, num_workers
     assert [a.reward for a in answers] == [0, 1, 2, 3, 4, 6, 7]
     alone = fate in ("hang", "kill")  # each further one would take another time limit, or another start
     assert sorted(sizes, reverse=True) == ([8, *[1] * 8] if alone else [8, 4, 4, 2, 2, 1, 1])
+
+
+def test_values_of_another_number_than_the_samples_fail_the_call(tmp_path):
+    """Halving would find a call that they fit, and give the values of others to its samples."""
+    answers, sizes = ask_batches(tmp_path, ["", "", "", "short", ""], batch_size=4)
+    assert [str(a) for a in answers[:4]] == ["reward_func returned 3 rewards for 4 samples"] * 4
+    assert answers[4].reward == 4 and sizes == [4, 1]
 
 
 def test_a_call_that_needs_too_much_memory_fails_alone(tmp_path):
@@ -661,3 +668,161 @@ def test_nothing_survives_a_parent_that_is_killed(tmp_path):
     while is_alive(status) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not is_alive(status)
+
+
+ECHO_FILE = """
+def reward_func(queries, prompts, labels):
+    if labels[0] == "raise":
+        raise ValueError(prompts[0])
+    return {"rewards": [len(query) for query in queries], "extra_texts": {"judge": prompts}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "loop"),
+    [
+        (1_000, uvloop.new_event_loop),
+        (300_000, uvloop.new_event_loop),
+        (300_000, asyncio.new_event_loop),
+        (30_000_000, uvloop.new_event_loop),
+        pytest.param(30_000_000, asyncio.new_event_loop, marks=pytest.mark.slow),
+    ],
+)
+def test_calls_of_any_size_are_answered_in_the_loops_of_engines(tmp_path, size, loop):
+    """vLLM's processes run uvloop, which makes non-blocking whatever it watches. Texts: of a request, of a
+    judge, of an exception."""
+    path = tmp_path / "reward.py"
+    path.write_text(ECHO_FILE)
+    function, text = RewardFunction(str(path), timeout=60, batch_size=2), "x" * size
+
+    async def ask():
+        answers = [await function(text, "", ""), await function("", text, "")]
+        with pytest.raises(RewardError) as raised:
+            await function("", text, "raise")
+        return [*answers, *await asyncio.gather(function(text, "a", ""), function("x", text, ""))], raised
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        answers, raised = runner.run(ask())
+    function.close()
+    assert [a.reward for a in answers] == [size, 0, size, 1]
+    assert [a.extra_texts["judge"] for a in answers] == ["", text, "a", text]
+    assert f"ValueError: {text}\n" in str(raised.value)
+
+
+def test_the_time_limit_holds_while_a_large_call_is_sent(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text(ECHO_FILE)
+    function = RewardFunction(str(path), timeout=1)
+
+    async def ask():
+        await function("", "", "")
+        process = function._processes[0]._process
+        os.kill(process.pid, signal.SIGSTOP)  # reads nothing any more
+        began = time.monotonic()
+        with pytest.raises(RewardError, match=r"took longer than --reward.timeout 1 s"):
+            await function("x" * 10_000_000, "", "")
+        return time.monotonic() - began, await function("x" * 10_000_000, "", "")
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        seconds, answer = runner.run(ask())
+    function.close()
+    assert seconds >= 1 and answer.reward == 10_000_000
+
+
+def test_the_time_limit_holds_while_a_large_answer_is_received(tmp_path):
+    """The process stops in the middle of its answer."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import inspect, time\n"
+        "from openrlhf.rewards import process\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    if queries == ['query 1']:\n"
+        "        pipe = inspect.currentframe().f_back.f_back.f_locals['pipe']\n"
+        "        pipe.sendall(process._message(2, 'x' * 10_000_000)[:-1])\n"
+        "        time.sleep(60)\n"
+        "    return [1.0]\n"
+    )
+    first, second, third = ask_in_turn(path, 3, timeout=2.0)
+    assert (first.reward, third.reward) == (1, 1)
+    assert "took longer than --reward.timeout 2 s" in str(second)
+
+
+FORKS = [
+    ("os.fork() or sys.exit(3)", 1),
+    ("os.fork() or sys.exit(3)", 4),
+    ("os.fork()", 1),
+    ("os.fork()", 4),
+    ("os.fork() or int('x')", 1),
+    ("assert os.waitstatus_to_exitcode(os.waitpid(os.fork() or sys.exit(3), 0)[1]) == 3", 1),
+    ("[os.fork() for _ in range(3)]", 4),
+    ("os.fork() or time.sleep(0.1)", 1),
+]
+
+
+@pytest.mark.parametrize(("fork", "batch_size"), FORKS)
+def test_only_the_process_that_was_asked_answers(tmp_path, fork, batch_size):
+    """A child of the function ends where the function ends, so each sample has its own reward."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import os, sys, time\n"
+        "def reward_func(queries, prompts, labels):\n"
+        f"    {fork}\n"
+        "    return [float(query) for query in queries]\n"
+    )
+
+    async def ask():
+        function, answers = RewardFunction(str(path), timeout=20, batch_size=batch_size), []
+        for start in range(0, 12, 4):
+            calls = [function(str(i), "", "") for i in range(start, start + 4)]
+            answers += await asyncio.wait_for(asyncio.gather(*calls), 30)
+        function.close()
+        return [answer.reward for answer in answers]
+
+    assert asyncio.run(ask()) == list(range(12))
+
+
+def test_a_child_that_the_import_leaves_behind_takes_no_calls(tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("import os\nown = os.fork()\ndef reward_func(q, p, l): return [own and float(q[0][6:])]")
+    assert [answer.reward for answer in ask_in_turn(path, 4)] == [0, 1, 2, 3]
+
+
+def test_an_answer_to_another_call_is_refused(tmp_path):
+    """Whatever writes to the pipe: the numbers of call and answer must be the same."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import inspect\n"
+        "from openrlhf.rewards import process\n"
+        "def reward_func(queries, prompts, labels):\n"
+        "    if queries == ['query 1']:\n"
+        "        pipe = inspect.currentframe().f_back.f_back.f_locals['pipe']\n"
+        "        pipe.sendall(process._message(1, [process.Reward(reward=7.0, score=7.0)]))\n"
+        "    return [1.0]\n"
+    )
+    first, second, third = ask_in_turn(path, 3)
+    assert (first.reward, third.reward) == (1, 1)
+    assert isinstance(second, RewardError) and "answered another call" in str(second)
+
+
+POOLS = """
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+def score(text):
+    return float(len(text))
+
+def reward_func(queries, prompts, labels):
+    with ProcessPoolExecutor(1) as pool:
+        first = list(pool.map(score, queries))
+    with multiprocessing.get_context(labels[0]).Pool(1) as pool:
+        return {"rewards": first, "scores": pool.map(score, queries)}
+"""
+
+
+@pytest.mark.parametrize("method", [None, "forkserver"])
+def test_a_function_uses_pools_of_processes(tmp_path, method):
+    path = tmp_path / "pool_reward.py"
+    path.write_text(POOLS)
+    function = RewardFunction(str(path), timeout=60)
+    assert call(function, method, query="four") == reward(4.0)
+    function.close()

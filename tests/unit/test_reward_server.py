@@ -1,15 +1,21 @@
 """Parts of the reward server; tests/e2e/test_serve_rm.py runs it as a process."""
 
 import asyncio
+import http.client
 import re
+import socket
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import uvicorn
 from refusals import printed, refused
 from torch import Tensor
 
@@ -309,7 +315,8 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
     scope = {
         "type": "http", "method": "POST", "path": "/get_reward", "raw_path": b"/get_reward",
         "query_string": b"",
-        "headers": [(b"content-type", b"application/json")], "http_version": "1.1", "scheme": "http",
+        "headers": [(b"content-type", b"application/json"), (b"host", b"localhost")],
+        "http_version": "1.1", "scheme": "http",
         "server": ("127.0.0.1", 1), "client": ("127.0.0.1", 2), "root_path": "",
     }  # fmt: skip
     sent: list[dict] = []
@@ -323,3 +330,104 @@ def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.Mon
 
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == 408 and (b"connection", b"close") in sent[0]["headers"]
+
+
+@contextmanager
+def served(monkeypatch: pytest.MonkeyPatch, *flags: str) -> Iterator[int]:
+    """Serves as `serve_rm` does, in a thread; yields the port. The score of a text is its length."""
+    made: list[uvicorn.Server] = []
+    score = lambda texts: [Scored(score=float(len(text.text)), is_cut=False) for text in texts]
+    monkeypatch.setattr(server.signal, "signal", lambda number, handler: None)  # only in the main thread
+    monkeypatch.setattr(
+        uvicorn, "Server", lambda config, own=uvicorn.Server: made.append(own(config)) or made[0]
+    )
+    app, bound = build_app(ScoreQueue(score, max_waiting=9), config_of(*flags)), server.bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.serve, args=(app, bound, 1.0))
+    thread.start()
+    while not (made and made[0].started):
+        time.sleep(0.01)
+    yield bound.getsockname()[1]
+    made[0].should_exit = True
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        (JSON, 200),
+        ({"Content-Type": "application/json; charset=utf-8", "Host": "localhost:5000"}, 200),
+        (JSON | {"Host": "[::1]:5000"}, 200),
+        (JSON | {"Host": "rebound.example.org"}, 400),
+        ({"Content-Type": "text/plain", "Origin": "https://example.org"}, 415),
+        ({}, 415),
+    ],
+)
+def test_without_a_key_no_web_site_can_ask(
+    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], status: int
+) -> None:
+    """A page of a browser on this machine can reach loopback, and send what is no JSON to any address."""
+    with served(monkeypatch) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request("POST", "/get_reward", b'{"query": ["four"]}', headers)
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert (b'"rewards":[4.0]' in answer.read()) == (status == 200)
+
+
+def test_with_a_key_a_server_has_any_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(monkeypatch, "--api_key", "sesame") as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        headers = {"Host": "rm0.example.org", "Authorization": "Bearer sesame"}
+        connection.request("POST", "/get_reward", b'{"query": ["four"]}', headers)
+        assert connection.getresponse().status == 200
+
+
+def test_a_request_that_is_given_up_is_a_line_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(monkeypatch) as port:
+        head = b"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            client.sendall(head + b'Content-Length: 1000\r\n\r\n{"query"')
+            time.sleep(0.1)
+        deadline = time.monotonic() + 20
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [record.getMessage() for record in caplog.records] == [
+        "a client left before its request had arrived"
+    ]
+    assert caplog.records[0].exc_info is None
+
+
+@pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+def test_half_a_header_ends_its_connection(monkeypatch: pytest.MonkeyPatch, before: bytes) -> None:
+    """Also behind a request that was answered, and if the bytes come one by one."""
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)
+    with served(monkeypatch) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        client.sendall(before + b"GET /health HTTP/1.1\r\nHost: ")
+        began, got = time.monotonic(), b""
+        with suppress(ConnectionError):
+            client.settimeout(0.05)
+            while time.monotonic() < began + 20:
+                with suppress(TimeoutError):
+                    if not (part := client.recv(999)):
+                        break
+                    got += part
+                client.sendall(b"x")
+        assert time.monotonic() < began + 10
+    assert (b"200 OK" in got) == bool(before)
+
+
+def test_a_request_that_works_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "HEADER_SECONDS", 0.2)
+    with served(monkeypatch) as port, socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        body = b'{"query": ["four"]}'
+        head = f"POST /get_reward HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n")
+        time.sleep(0.5)
+        client.sendall(body)
+        assert b"200 OK" in client.recv(999)

@@ -61,6 +61,8 @@ def test_versions_are_read_without_importing_the_packages(tmp_path):
         ["openrlhf", "--use_wandb", SECRET],
         ["openrlhf", "--reward.api-key", SECRET],
         ["openrlhf", "--reward.url", f"https://user:{SECRET}@example.org/score"],
+        ["openrlhf", "--reward.url", f"http://h/a?token={SECRET},http://u:p@{SECRET}@h/b"],
+        ["openrlhf", f"--data.dataset=https://h/a.jsonl?X-Amz-Signature={SECRET}&X-Amz-Date=1"],
     ],
 )
 def test_no_secret_of_the_command_line_is_written(tmp_path, argv):
@@ -74,6 +76,7 @@ def test_no_secret_of_configuration_or_environment_is_written(tmp_path, monkeypa
     monkeypatch.setenv("RAY_REDIS_PASSWORD", SECRET + "3")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     config = f"logger: {{wandb: {{key: {SECRET}, org: team}}}}\nreward: [http://u:{SECRET}4@h/x, {SECRET}2]\n"
+    config += f"remote: http://h/x?api_key={SECRET}5\n"
     create(tmp_path, config=config)
     text = all_text(tmp_path)
     assert "MARKER" not in text and "VLLM_LOGGING_LEVEL" in text

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import yaml
-from refusals import refused
+from refusals import printed, refused
 from torch import nn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -31,17 +31,20 @@ from openrlhf.backends.distributed import ProcessMesh, _store_at_its_address, fr
 from openrlhf.backends.random_state import load_random_state
 from openrlhf.backends.torch.checkpoint_files import TensorPlanner, forged, load_tensors
 from openrlhf.cli.lora_combiner import run as combine_run
-from openrlhf.config.commands import SFT
+from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
-from openrlhf.config.parse import parse
+from openrlhf.config.parse import parse, to_yaml
+from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.data.cache import cached
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
 from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
 from openrlhf.models.scorer import check_reward_model
+from openrlhf.observability.model_card import write_model_card
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.wandb import key_of
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.training.origin import Origin, compare
 from openrlhf.training.precompute import cached_array
 
 PACKAGE = Path(__file__).parents[2] / "openrlhf"
@@ -329,3 +332,39 @@ def test_the_key_of_a_tracker_can_stay_out_of_the_command(tmp_path: Path) -> Non
     assert key_of("MARKER") == "MARKER"
     with refused(ErrorCode.NOT_FOUND, flag="--logger.wandb.key", value="@nothing"):
         key_of("@nothing")
+
+
+def test_a_users_url_and_a_key_are_refused_together(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A request carries one of them. Neither is in the message."""
+    flags = "--actor.model_name_or_path org/model --data.prompt_dataset org/rows"
+    argv = [*flags.split(), "--reward.remote_url", "http://user:MARKER@host/get_reward"]
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert parse(PPO, argv).config.reward.servers == ("http://user:MARKER@host/get_reward",)
+    monkeypatch.setenv(KEY_VARIABLE, "a-MARKER-of-another-kind")
+    with pytest.raises(SystemExit):
+        parse(PPO, argv)
+    (refusal,) = printed(said := capsys.readouterr().err)
+    assert refusal.code == "conflict" and KEY_VARIABLE in refusal.text and "MARKER" not in said
+
+
+def test_what_a_url_holds_is_in_no_file_of_a_run(tmp_path: Path) -> None:
+    """The same run resumes, and its configuration alone is refused, since it would call another server."""
+    flags = "--actor.model_name_or_path org/model --data.prompt_dataset org/rows --logger.run_dir"
+    url = "http://user:MARKER@host/get_reward?token=MARKER&model=a"
+    argv = [*flags.split(), str(tmp_path / "run"), "--reward.remote_url", url]
+    config = parse(PPO, argv).config
+    run = RunFolder.create(tmp_path / "run", config_yaml=to_yaml(config), argv=argv, resume=False)
+    run.metrics_path.write_text('{"step": 1, "loss": 0.5}\n')
+    shown = {"command": "train_ppo", "method": "", "base_model": "org/model", "datasets": ()}
+    card = write_model_card(tmp_path, run, **shown).read_text()
+    origin = Origin.of("ppo", config, {})
+    files = [file.read_text() for file in run.path.iterdir() if file.is_file()]
+    assert "MARKER" not in "".join([card, json.dumps(origin.as_dict()), *files])
+    assert "host/get_reward?token=<redacted>&model=a" in card
+    assert compare(origin, Origin.of("ppo", parse(PPO, argv).config, {})) == ([], [])
+    with pytest.raises(SystemExit):
+        parse(PPO, ["--config", str(run.path / "config.yaml")])
+    again = parse(PPO, ["--config", str(run.path / "config.yaml"), "--reward.remote_url", url])
+    assert again.config.reward.servers == (url,)

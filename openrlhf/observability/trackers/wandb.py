@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import REDACTED, ErrorCode, UsageError
 from openrlhf.files import write_atomically
-from openrlhf.observability.run_folder import REDACTED, redact
+from openrlhf.observability.run_folder import redact
 from openrlhf.observability.trackers.base import TrackedRun, Tracker
 from openrlhf.types import Metrics
 
