@@ -44,13 +44,13 @@ _REMEDIES = {
         "easier ones in place of those that never are, or --algo.dynamic_filtering_enable."
     ),
     "reward/clipped_fraction > 0.1 for 1 step": (
-        "rewards lie outside of --reward.clip_range, so nothing distinguishes those beyond the same bound. Scale "
-        "the reward function, or set bounds that hold all rewards."
+        "rewards lie outside of --reward.clip_range, so nothing distinguishes those beyond the same bound. "
+        "Scale the reward function, or set bounds that hold all rewards."
     ),
     "advantage/abs_mean = 0 for 1 step": (
-        "all advantages are 0, so nothing is learnt from the rewards of this step. Compare rollout/reward_std: "
-        "if it is positive, --reward.clip_range, a group baseline or a penalty has removed the differences; "
-        "otherwise all samples of each prompt have the same reward."
+        "all advantages are 0, so nothing is learnt from the rewards of this step. If rollout/reward_std is "
+        "positive, --reward.clip_range, a penalty or the comparison within groups has removed the "
+        "differences."
     ),
     "rollout/failed_ratio > 0.1 for 3 steps": (
         "samples end without a reward and are not trained on. Their `error` is in the run folder's rollouts; "
@@ -111,7 +111,7 @@ _REMEDIES = {
         "for rewards or rows out of range."
     ),
     "grad_norm = 0 for 1 step": (
-        "the step had no gradient, so it changed no weights. Look for a loss that is 0 or constant: advantages "
+        "the step had no gradient, so nothing was learnt. Look for a loss that is 0 or constant: advantages "
         "of 0, a mask or a clip range that leaves out every token, or answers without tokens to learn."
     ),
     "critic/clip_fraction > 0.5 for 5 steps": (
