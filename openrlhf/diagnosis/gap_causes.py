@@ -494,7 +494,8 @@ def _of_text(e: Examined) -> Cause | None:
 def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
     """Compares texts without special tokens and white space, which decoders treat differently."""
     decoded = e.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-    for token in e.tokenizer.all_special_tokens:
+    added = (str(token) for token in e.tokenizer.added_tokens_decoder.values() if token.special)
+    for token in (*e.tokenizer.all_special_tokens, *added):
         text = (text or "").replace(token, "")
     return "".join(decoded.split()) == "".join((text or "").split())
 
