@@ -65,8 +65,9 @@ def mean(x: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, *, scale: bool = True) -> Tensor:
-    """Shifts `x` to zero mean and, with `scale`, scales it to unit variance."""
-    centered = x - mean(x)
+    """Shifts `x` to zero mean and, with `scale`, scales it to unit variance. The mean is float64, because
+    the float32 mean of equal numbers may differ from them by a rounding error."""
+    centered = x - mean(x.double())
     return centered * mean(centered**2).clamp(min=1e-8).rsqrt() if scale else centered
 
 

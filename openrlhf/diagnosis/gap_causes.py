@@ -27,6 +27,7 @@ from openrlhf.diagnosis.recompute import (
     tokenizer_at,
 )
 from openrlhf.diagnosis.record import RunRecord
+from openrlhf.types import present
 
 ROWS, ACTIONS, TOKENS = 24, 2048, 4096
 """Maximum numbers of sequences, actions and tokens that are recomputed."""
@@ -96,12 +97,40 @@ class Examined:
     def has_support(self) -> bool:
         return self.limits[0] < 1 or self.limits[1] > 0
 
-    def of_logits(self, logits: Tensor) -> np.ndarray:
-        """Returns the log-probs of the actions with the run's sampling flags, (A,)."""
-        support = None
-        if self.has_support and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0:
-            support = support_of(logits, self.targets, self.temperature, *self.limits)
-        return log_probs(logits, self.targets, self.temperature, support)
+    @property
+    def keeps_support(self) -> bool:
+        """True if the trainer normalises over the support that the sampler recorded."""
+        return self.has_support and int(self.run.flag("rollout.max_kept_tokens", 32)) > 0
+
+    @cached_property
+    def support(self) -> Tensor | None:
+        """The sampler's support, (A, V); None: all tokens."""
+        return self.support_of(self.logits, self.temperature)
+
+    def support_of(self, logits: Tensor, temperature: float) -> Tensor | None:
+        return support_of(logits, self.targets, temperature, *self.limits) if self.has_support else None
+
+    def over(self, support: Tensor | None) -> np.ndarray:
+        """Returns the log-probs of the actions, (A,), normalised over this support."""
+        return log_probs(self.logits, self.targets, self.temperature, support)
+
+    def either(self, logits: Tensor | None = None, temperature: float | None = None) -> np.ndarray:
+        """Returns the log-probs of sampler and trainer, (2, 2, A), if the sampler has these logits and this
+        temperature, and if the trainer has them. A trainer that normalises over the recorded support takes
+        over what the sampler made of it."""
+        changed = self.logits if logits is None else logits, temperature or self.temperature
+        support = self.support_of(*changed)
+        lp = lambda of: log_probs(changed[0], self.targets, changed[1], of)
+        sampler = trainer = lp(support)
+        if self.has_support:
+            trainer = lp(self.support if self.keeps_support else None)
+        takes_over = self.keeps_support and self.is_trainers
+        return np.array(
+            [
+                [sampler, self.over(support) if takes_over else self.expected[1]],
+                [self.expected[0], trainer],
+            ]
+        )
 
     @cached_property
     def sampler(self) -> np.ndarray:
@@ -113,21 +142,21 @@ class Examined:
 
     @cached_property
     def expected(self) -> np.ndarray:
-        """Log-probs that both sides should have, (A,): recomputed ones, or the trainer's own if its weights
+        """Log-probs that both sides should have, (2, A): recomputed ones, or the trainer's own if its weights
         are not available."""
-        return self.of_logits(self.logits) if self.is_trainers else self.trainer
+        if not self.is_trainers:
+            return np.array([self.trainer] * 2)
+        return np.array([self.over(self.support), self.over(self.support if self.keeps_support else None)])
 
     @cached_property
     def size(self) -> float:
         return float(np.abs(self.trainer - self.sampler).mean())
 
-    def left(self, changed: np.ndarray) -> float:
-        """Returns the fraction of the gap that remains if one side has the log-probs `changed` (A,) and the
-        other side the expected ones."""
-        far = lambda own, other: float(np.abs(own - other).mean())
-        one = far(self.sampler, changed) + far(self.trainer, self.expected)
-        other = far(self.trainer, changed) + far(self.sampler, self.expected)
-        return min(one, other) / self.size
+    def left(self, cases: np.ndarray) -> float:
+        """Returns the fraction of the gap that remains if both sides have the log-probs of one of `cases`,
+        (N, 2, A)."""
+        far = np.abs(np.array([self.sampler, self.trainer]) - cases)
+        return float(far.mean(-1).sum(-1).min()) / self.size
 
     @property
     def in_time(self) -> bool:
@@ -139,7 +168,7 @@ class Examined:
 
 
 Variants = Iterator[tuple[str, np.ndarray]]
-"""(description, log-probs (A,)) of each variant of a hypothesis."""
+"""(description, log-probs of both sides in each case, (N, 2, A)) of each variant of a hypothesis."""
 
 
 def explain(gap: Gap, model: Path | None, deadline: float) -> list[Cause]:
@@ -246,36 +275,36 @@ def _tested(examined: Examined, name: str, variants: Callable[[Examined], Varian
 
 
 def _temperature(e: Examined) -> Variants:
-    top_p, top_k = e.limits
     for temperature in sorted({*TEMPERATURES, 1.0} - {e.temperature}):
-        support = support_of(e.logits, e.targets, temperature, top_p, top_k) if e.has_support else None
-        changed = log_probs(e.logits, e.targets, temperature, support)
-        yield f"temperature {temperature:g} on one side, {e.temperature:g} on the other", changed
+        text = f"temperature {temperature:g} on one side, {e.temperature:g} on the other"
+        yield text, e.either(temperature=temperature)
 
 
 def _top_p(e: Examined) -> Variants:
     if e.has_support:
-        yield (
-            f"one side normalises over all tokens, the other over those of top-p {e.limits[0]:g}, top-k "
-            f"{e.limits[1]}",
-            log_probs(e.logits, e.targets, e.temperature),
-        )
+        over = f"over those of top-p {e.limits[0]:g}, top-k {e.limits[1]}"
+        cases = [[e.over(e.support), e.over(None)], [e.over(None), e.over(e.support)]]
+        if e.keeps_support:
+            yield f"one side normalises over all tokens, the other {over}", np.array(cases)
+        else:
+            text = f"--rollout.max_kept_tokens 0: the sampler normalises {over}, the trainer over all tokens"
+            yield text, np.array(cases[:1])
         return
     for top_p, top_k in [*((p, -1) for p in TOP_P), *((1.0, k) for k in TOP_K)]:
-        support = support_of(e.logits, e.targets, e.temperature, top_p, top_k)
+        inside = e.over(support_of(e.logits, e.targets, e.temperature, top_p, top_k))
         text = f"one side uses top-p {top_p:g}" if top_p < 1 else f"one side uses top-k {top_k}"
-        yield f"{text}, which --rollout does not set", log_probs(e.logits, e.targets, e.temperature, support)
+        cases = np.array([[inside, e.expected[1]], [e.expected[0], inside]])
+        yield f"{text}, which --rollout does not set", cases
 
 
 def _kept_sets(e: Examined) -> Variants:
     """Yields the log-probs with the support of a neighbouring action."""
-    if not e.has_support:
+    if not e.keeps_support:
         return
-    support = support_of(e.logits, e.targets, e.temperature, *e.limits)
     for shift in (1, -1):
-        moved = support.roll(shift, 0).scatter(1, e.targets[:, None], True)
+        moved = e.over(present(e.support).roll(shift, 0).scatter(1, e.targets[:, None], True))
         text = f"one side has the support of the {'previous' if shift > 0 else 'next'} action"
-        yield text, log_probs(e.logits, e.targets, e.temperature, moved)
+        yield text, np.array([[moved, e.expected[1]], [e.expected[0], moved]])
 
 
 def _rope(e: Examined) -> Variants:
@@ -291,15 +320,15 @@ def _rope(e: Examined) -> Variants:
         changes.append((f"positions scaled by 1/{factor:g}", lambda f, factor=factor: f / factor))
     for text, change in changes if e.policy.frequencies else ():
         with changed_frequencies(e.policy, change):
-            yield f"one side has {text}", e.of_logits(e.policy.all_logits(e.rows))
+            yield f"one side has {text}", e.either(e.policy.all_logits(e.rows))
 
 
 def _earlier_weights(e: Examined) -> Variants:
     if not e.is_trainers:
-        yield f"the sampler computes with the weights of {e.policy.path}", e.of_logits(e.logits)
+        yield f"the sampler computes with the weights of {e.policy.path}", e.either(e.logits)
     for version, model in _others(e):
         logits = model.all_logits(e.rows)
-        yield f"the sampler computes with version {version}, {model.path}", e.of_logits(logits)
+        yield f"the sampler computes with version {version}, {model.path}", e.either(logits)
 
 
 def _others(e: Examined) -> Iterator[tuple[int, Recomputed]]:
@@ -322,7 +351,7 @@ def _adapter(e: Examined) -> Variants:
         e.policy.model.disable_adapters()
         logits = e.policy.all_logits(e.rows)
         e.policy.model.enable_adapters()
-        yield "one side computes without the adapter", e.of_logits(logits)
+        yield "one side computes without the adapter", e.either(logits)
     if int(e.run.flag("ds.lora.rank", 0) or 0):
         for text, changed in _earlier_weights(e):
             yield f"{text}, without the trained adapter", changed
@@ -332,7 +361,7 @@ def _template(e: Examined) -> Variants:
     """Yields the log-probs of the answers after wrong prompts."""
     for text, prompt_of in _prompts(e):
         changed = [_after(e, row, np.array(prompt_of(row), int)) for row in e.rows]
-        yield f"one side has the prompt {text}", e.of_logits(torch.cat(changed))
+        yield f"one side has the prompt {text}", e.either(torch.cat(changed))
 
 
 def _after(e: Examined, row: GapRow, prompt: np.ndarray) -> Tensor:
@@ -380,16 +409,16 @@ def _precision(e: Examined) -> Variants:
     weight = e.policy.head.weight
     with torch.no_grad():
         rounded = e.policy.transformed(hidden.to(low) @ weight.to(low).T)
-        yield "one side computes the head in bf16", e.of_logits(rounded)
-        yield "one side rounds logits to bf16", e.of_logits(e.logits.to(low).float())
+        yield "one side computes the head in bf16", e.either(rounded)
+        yield "one side rounds logits to bf16", e.either(e.logits.to(low).float())
         of_rounded = e.policy.transformed(hidden @ weight.to(low).float().T)
-        yield "one side rounds the head's weights to bf16", e.of_logits(of_rounded)
+        yield "one side rounds the head's weights to bf16", e.either(of_rounded)
         if not e.has_support:
             soft = (rounded / e.temperature).to(low).log_softmax(-1)
-            yield (
-                "one side computes log-softmax in bf16",
-                soft.gather(1, e.targets[:, None])[:, 0].double().numpy(),
-            )
+            chosen = soft.gather(1, e.targets[:, None])[:, 0].double().numpy()
+            of_sampler, of_trainer = e.expected
+            cases = np.array([[chosen, of_trainer], [of_sampler, chosen]])
+            yield "one side computes log-softmax in bf16", cases
 
 
 def _routing(e: Examined) -> Variants:
@@ -397,14 +426,14 @@ def _routing(e: Examined) -> Variants:
     if not routers:
         return
     with hooked(routers, lambda x: x.to(torch.bfloat16).float()):
-        yield "one side rounds the router's input to bf16", e.of_logits(e.policy.all_logits(e.rows))
+        yield "one side rounds the router's input to bf16", e.either(e.policy.all_logits(e.rows))
     before = [router.top_k for router in routers]
     for change in (-1, 1):
         if before[0] + change < 1:
             continue
         for router, top_k in zip(routers, before, strict=True):
             router.top_k = top_k + change
-        changed = e.of_logits(e.policy.all_logits(e.rows))
+        changed = e.either(e.policy.all_logits(e.rows))
         for router, top_k in zip(routers, before, strict=True):
             router.top_k = top_k
         yield f"one side chooses {before[0] + change} experts", changed
@@ -422,7 +451,7 @@ def _chunk(e: Examined) -> Variants:
             continue
         kept = weight.data
         weight.data = old
-        changed = e.of_logits(e.policy.all_logits(e.rows))
+        changed = e.either(e.policy.all_logits(e.rows))
         weight.data = kept
         yield f"{name} is that of an earlier version on one side", changed
 
@@ -430,8 +459,8 @@ def _chunk(e: Examined) -> Variants:
 HYPOTHESES: tuple[tuple[str, Callable[[Examined], Variants]], ...] = (
     ("stale-weights", _stale),
     ("adapter", _adapter),
-    ("temperature", _temperature),
     ("top-p", _top_p),
+    ("temperature", _temperature),
     ("kept-sets", _kept_sets),
     ("head-precision", _precision),
     ("template", _template),
@@ -465,7 +494,8 @@ def _of_text(e: Examined) -> Cause | None:
 def _same_text(e: Examined, token_ids: np.ndarray, text: str | None) -> bool:
     """Compares texts without special tokens and white space, which decoders treat differently."""
     decoded = e.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
-    for token in e.tokenizer.all_special_tokens:
+    added = (str(token) for token in e.tokenizer.added_tokens_decoder.values() if token.special)
+    for token in (*e.tokenizer.all_special_tokens, *added):
         text = (text or "").replace(token, "")
     return "".join(decoded.split()) == "".join((text or "").split())
 
@@ -514,7 +544,9 @@ def _spread(e: Examined, draw: Callable[[Examined], Tensor | None]) -> tuple[flo
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         draws = [
-            np.abs(e.of_logits(logits) - e.expected) for _ in range(DRAWS) if (logits := draw(e)) is not None
+            np.abs(e.either(logits)[0, 0] - e.expected[0])
+            for _ in range(DRAWS)
+            if (logits := draw(e)) is not None
         ]
     mean = np.mean(draws, axis=0)
     if not mean.max() > 1e-4:
@@ -531,6 +563,7 @@ def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[C
     """Scores causes by statistics of the rollouts alone. `note`: reason why no hypothesis decided."""
     top_p, top_k = float(gap.run.flag("rollout.top_p", 1.0)), int(gap.run.flag("rollout.top_k", -1))
     has_support = top_p < 1 or top_k > 0
+    keeps_support = has_support and int(gap.run.flag("rollout.max_kept_tokens", 32)) > 0
     lora = int(gap.run.flag("ds.lora.rank", 0) or 0) > 0
     random = not np.isnan(signs.random) and signs.random > 0.1
     text = (
@@ -541,7 +574,7 @@ def _of_signs(gap: Gap, signs: Signs, *, has_experts: bool, note: str) -> list[C
     scores = {
         "temperature": 0.55 * (signs.curve > 0.5) * (abs(signs.bias) < 0.95),
         "top-p": 0.6 * has_support * (abs(signs.bias) > 0.95),
-        "kept-sets": 0.5 * has_support * (abs(signs.bias) <= 0.95),
+        "kept-sets": 0.5 * keeps_support * (abs(signs.bias) <= 0.95),
         "rope": 0.5 * (signs.growth > 1.6) * gap.from_start,
         "template": 0.5 * (signs.onset > 2) * gap.from_start,
         "head-precision": 0.45 * (abs(signs.bias) < 0.3) * (signs.size < 0.03) * gap.from_start,

@@ -22,6 +22,7 @@ TRUNCATED = 0.3
 
 EXPLAINED_BY = {
     "reward/zero_std_fraction": "flat-reward",
+    "advantage/abs_mean": "flat-reward",
     "rollout/failed_ratio": "failed-samples",
     "eval/failed_ratio": "failed-samples",
     "rollout/truncated_rate": "truncation",

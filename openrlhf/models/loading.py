@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -209,6 +210,46 @@ def keep_nf4(model: PreTrainedModel) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.__dict__["support_avx512bf16_for_cpu"] = False
+    if getattr(model, "is_loaded_in_4bit", False):
+        check_nf4(model)
+
+
+def check_nf4(model: PreTrainedModel) -> None:
+    """Raises UsageError if bitsandbytes computes wrong 4-bit weights for a layer's input size on this
+    machine, as its kernel for CPUs with AVX-512 does for some. Compares random weights of each input size
+    with an NF4 of our own."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    wrong: dict[int, float] = {}
+    weights = (p for p in model.parameters() if getattr(p, "quant_state", None) is not None)
+    for size, (weight, state) in {p.quant_state.shape[-1]: (p, p.quant_state) for p in weights}.items():
+        shape = min(state.shape[0], 128), size
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, state.dtype)
+        packed, of_packed = quantize_4bit(
+            values, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
+        )
+        values, found = values.float(), dequantize_4bit(packed, of_packed).float()
+        right = nf4_of(values, state.blocksize)
+        if not (found - right).norm() < 0.5 * (right - values).norm():
+            wrong[size] = float((found - values).norm() / values.norm())
+    if wrong:
+        sizes = ", ".join(f"{size} inputs (relative error {e:.2f})" for size, e in sorted(wrong.items()))
+        text = (
+            f"bitsandbytes computes wrong 4-bit weights on this machine for layers of {sizes}, where NF4 has "
+            "0.09.\nUse a GPU, a model whose sizes are multiples of 64, or remove the flag."
+        )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.load_in_4bit")
+
+
+def nf4_of(weight: torch.Tensor, blocksize: int) -> torch.Tensor:
+    """Returns a float32 weight rounded to NF4 (https://arxiv.org/abs/2305.14314, appendix E): quantiles of
+    the normal distribution, scaled to the largest absolute value of each block."""
+    quantiles = lambda n: torch.special.ndtri(torch.linspace(0.9677083, 0.5, n, dtype=torch.float64)[:-1])
+    code = torch.cat([-quantiles(8), torch.zeros(1), quantiles(9).flip(0)]).to(weight) / quantiles(9).max()
+    blocks = nn.functional.pad(weight.flatten(), (0, -weight.numel() % blocksize)).view(-1, blocksize)
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    rounded = code[torch.bucketize(blocks / scale, (code[1:] + code[:-1]) / 2)] * scale
+    return rounded.flatten()[: weight.numel()].view_as(weight)
 
 
 def load_tokenizer(

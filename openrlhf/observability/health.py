@@ -13,7 +13,7 @@ from openrlhf.types import Metrics
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rule:
     metric: str
-    sign: Literal["<", ">"]
+    sign: Literal["<", ">", "="]
     limit: float
     steps: int
     """Number of consecutive steps for which the condition must hold. Steps without the metric do not
@@ -25,7 +25,7 @@ class Rule:
     def of(cls, condition: str, text: str) -> Self:
         """Parses a condition such as "policy/entropy < 0.02 for 20 steps"."""
         metric, sign, limit, _, steps, _ = condition.split()
-        assert sign in ("<", ">")
+        assert sign in ("<", ">", "=")
         return cls(metric=metric, sign=sign, limit=float(limit), steps=int(steps), text=text)
 
     @property
@@ -34,7 +34,7 @@ class Rule:
         return f"{self.metric} {self.sign} {self.limit:g} for {steps}"
 
     def holds(self, value: float) -> bool:
-        return value > self.limit if self.sign == ">" else value < self.limit
+        return {"<": value < self.limit, ">": value > self.limit, "=": value == self.limit}[self.sign]
 
 
 _REMEDIES = {
@@ -42,6 +42,15 @@ _REMEDIES = {
         "for nearly all prompts, all samples have the same reward, so nothing is learnt from them. "
         "Read samples. If the reward is right, use harder prompts in place of those that are always solved, "
         "easier ones in place of those that never are, or --algo.dynamic_filtering_enable."
+    ),
+    "reward/clipped_fraction > 0.1 for 1 step": (
+        "rewards lie outside of --reward.clip_range, so nothing distinguishes those beyond the same bound. "
+        "Scale the reward function, or set bounds that hold all rewards."
+    ),
+    "advantage/abs_mean = 0 for 1 step": (
+        "all advantages are 0, so nothing is learnt from the rewards of this step. If rollout/reward_std is "
+        "positive, --reward.clip_range, a penalty or the comparison within groups has removed the "
+        "differences."
     ),
     "rollout/failed_ratio > 0.1 for 3 steps": (
         "samples end without a reward and are not trained on. Their `error` is in the run folder's rollouts; "
@@ -101,6 +110,14 @@ _REMEDIES = {
         "gradients are very large before clipping. Lower the learning rate, lengthen the warm-up, and look "
         "for rewards or rows out of range."
     ),
+    "grad_norm = 0 for 1 step": (
+        "the step had no gradient, so nothing was learnt. Look for a loss that is 0 or constant: advantages "
+        "of 0, a mask or a clip range that leaves out every token, or answers without tokens to learn."
+    ),
+    "critic/clip_fraction > 0.5 for 5 steps": (
+        "most values of the critic are stopped at their clip range and get no gradient: returns are large "
+        "beside it. Raise --critic.value_clip, or scale the rewards."
+    ),
     "critic/explained_variance < 0 for 20 steps": (
         "the critic predicts returns worse than a constant, their mean, would. Raise --critic.adam.lr, or "
         "train the critic alone at first (--critic.freezing_steps)."
@@ -111,6 +128,9 @@ _REMEDIES = {
     ),
 }
 """Condition -> its meaning and the remedy."""
+
+SHOWN_WITH = {"reward/clipped_fraction": ("reward/shaped_min", "reward/shaped_max")}
+"""Metric of a rule -> metrics whose values its message also has."""
 
 RULES = tuple(Rule.of(condition, text) for condition, text in _REMEDIES.items())
 
@@ -177,7 +197,9 @@ class Health:
                 continue
             self.streaks[rule] = self.streaks[rule] + 1 if rule.holds(value) else 0
             if self.streaks[rule] == rule.steps:
-                messages.append(f"{rule.condition} (last {value:.3g}): {rule.text}")
+                names = [name for name in SHOWN_WITH.get(rule.metric, ()) if name in metrics]
+                values = [f"{value:.3g}", *(f"{name} {metrics[name]:.6g}" for name in names)]
+                messages.append(f"{rule.condition} (last {', '.join(values)}): {rule.text}")
         return messages + self.rewards.check(metrics)
 
     def at_end(self) -> list[str]:

@@ -71,8 +71,12 @@ def assign_credit(
 
     batch = replace(batch, advantages=advantages.numpy(), returns=returns.numpy())
     metrics = _reward_metrics(step.rewards, step.group_ids) | {
+        "reward/clipped_fraction": float((clip(shaped, *reward.clip_range) != shaped).double().mean()),
+        "reward/shaped_min": float(shaped.min()),
+        "reward/shaped_max": float(shaped.max()),
         "reward/return_mean": _total(per_action) / len(counts),
         "advantage/mean": _total(advantages) / max(1, len(advantages)),
+        "advantage/abs_mean": float(mean(advantages.abs())),
         "advantage/std": float(mean((advantages - mean(advantages)) ** 2).sqrt()),
         "kl/coef": kl_coef,
     }

@@ -208,18 +208,25 @@ def check_own_reference(metrics: Metrics, dtype: str, step: int) -> None:
         raise broken(step, "|kl/log_ratio_mean|", f"{value:.3g} nats", "0 up to rounding", causes)
 
 
+def equals_reference(batch: Batch) -> bool:
+    """Returns True if the policy's log-probs are exactly those of the reference. False without either, or if
+    all actions are certain, as they may be in both."""
+    policy, reference = batch.log_probs, batch.ref_log_probs
+    if policy is None or reference is None or not policy.any():
+        return False
+    return np.array_equal(policy, reference)
+
+
 def check_other_than_reference(batch: Batch, step: int) -> None:
     """Checks that a policy whose weights an update has changed is not the reference."""
-    policy, reference = batch.log_probs, batch.ref_log_probs
-    if policy is None or reference is None or not policy.any():  # all actions may be certain in both
-        return
-    if np.array_equal(policy, reference):
+    if equals_reference(batch):
         causes = (
             "The reference computes with the weights of the policy, or the update did not reach the policy's "
             "weights: look for adapters that are on in both."
         )
-        quantity = f"the number of {len(policy)} actions whose log-prob is exactly that of the reference"
-        raise broken(step, quantity, len(policy), "less after an update", causes)
+        count = len(batch.rollout_log_probs)
+        quantity = f"the number of {count} actions whose log-prob is exactly that of the reference"
+        raise broken(step, quantity, count, "less after an update", causes)
 
 
 def check_parts(parts: Iterable[tuple[str, float]], step: int) -> None:

@@ -1,12 +1,14 @@
 """The checks of an RL run, by the place of a step at which they run. Each compares the run's own numbers with
 those of invariants.py, verify_rl.py and verify_metrics.py."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import check_mismatch
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.errors import notify
 from openrlhf.training.credit import credit_arguments
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.invariants import (
@@ -20,6 +22,7 @@ from openrlhf.training.invariants import (
     check_schedule,
     check_staleness,
     check_trained,
+    equals_reference,
 )
 from openrlhf.training.plain_rl import plain_advantages
 from openrlhf.training.schedule import passes_of
@@ -34,9 +37,10 @@ from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
 
 AssignCredit = Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]]
 
-SMALLEST_STEP = 1e-7
-"""Learning rate from which on an update changes weights in bf16. A weight of 0.02 has neighbours 1e-4 away,
-so about one in a thousand is rounded to the next."""
+SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
+"""`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number. A weight of
+0.02 has neighbours 1e-4 away in bf16, and the sum of a layer's output and that of a small adapter is rounded
+to the former."""
 MADE_UP = "made-up samples"
 """Name of the samples of `made_up_samples` in errors."""
 
@@ -49,8 +53,10 @@ class StepChecks:
     config: PPOConfig
     first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """(prompt id, sample index) -> epoch and seed in the first step of this process."""
-    policy_has_changed: bool = field(default=False, init=False)
-    """True once an update of this process has changed the policy's weights."""
+    moved: float = field(default=0.0, init=False)
+    """Estimate of the distance by which the updates of this process moved a weight of the policy; see
+    `movement`."""
+    was_below_precision: bool = field(default=False, init=False)
     passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
     """Name of a model -> the batches of each pass of its last update, in the first steps."""
 
@@ -81,8 +87,24 @@ class StepChecks:
         check_staleness(metrics, self.config.largest_staleness, step)
         if step <= self.config.train.verify_steps and version == 0:  # loaded from the reference's place
             check_own_reference(metrics, self.config.ds.precision.dtype, step)
-        if self.policy_has_changed:
+        if self.moved and equals_reference(batch):
+            self._check_change(batch, step)
+
+    def _check_change(self, batch: Batch, step: int) -> None:
+        """Checks an updated policy whose log-probs are those of the reference. Prints a note if its updates
+        were so small that the precision may hide them."""
+        dtype, lora = self.config.ds.precision.dtype, self.config.ds.lora
+        scale = lora.alpha / lora.rank if lora.rank else 1.0
+        if self.moved * scale >= SHOWS[dtype]:
             check_other_than_reference(batch, step)
+        if not self.was_below_precision:
+            self.was_below_precision = True
+            notify(
+                f"warning: step {step}: after updates with --actor.adam.lr {self.config.actor.adam.lr:g}, "
+                f"all {len(batch.rollout_log_probs)} log-probs are still those of the reference: the changes "
+                f"are below the precision of --ds.param_dtype {dtype}. They add up in the optimizer's "
+                "float32 weights. If the KL stays 0, raise --actor.adam.lr or use --ds.param_dtype fp32."
+            )
 
     def mismatch(self, metrics: Metrics, step: int) -> None:
         config = self.config
@@ -109,7 +131,7 @@ class StepChecks:
         """Checks an update, whose policy had this schedule; an empty one if the policy was not trained."""
         if schedule:
             check_trained(updated.metrics, batch, schedule, step)
-            self.policy_has_changed |= changes_weights(updated.metrics)
+            self.moved = math.hypot(self.moved, movement(updated.metrics, len(schedule)))
 
     def evaluated(
         self, trajectories: Sequence[Trajectory], metrics: Metrics, version: int, step: int
@@ -158,6 +180,9 @@ class StepChecks:
         check_metrics(metrics, expected, step, name)
 
 
-def changes_weights(metrics: Metrics) -> bool:
-    """Returns True if an update with these metrics changes the policy's weights in every dtype."""
-    return metrics.get("grad_norm", 0.0) > 0 and metrics.get("lr", 0.0) >= SMALLEST_STEP
+def movement(metrics: Metrics, num_steps: int) -> float:
+    """Returns about how far an update with these metrics, the means of `num_steps` optimizer steps, moves a
+    weight: Adam moves it by the learning rate in each step, in directions that may differ. Returns 0 if a
+    step had no gradient or, with loss scaling, was skipped because its gradient was not finite."""
+    has_gradient = 0 < metrics.get("grad_norm", 0.0) < math.inf
+    return metrics.get("lr", 0.0) * math.sqrt(num_steps) if has_gradient else 0.0

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.observability.health import Health
 from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 
@@ -299,6 +300,34 @@ def test_equal_rewards_are_counted():
     # two of the four samples that have peers; deviations 0, 0 and twice sqrt(0.5)
     assert metrics["reward/zero_std_fraction"] == 0.5
     assert metrics["reward/group_std"] == pytest.approx(math.sqrt(0.5) / 2)
+
+
+@pytest.mark.parametrize("estimator", ["reinforce", "group_norm", "rloo"])
+def test_rewards_beyond_the_clip_range_are_counted_and_told(estimator):
+    """Of four episodes, one in two parts, three have a shaped reward beyond the bounds. The reward of group
+    estimators is compared within the group first: 4e6 - 3e6 and so on."""
+    rewards = (1e6, 2e6, 4e6, 5e6) if estimator != "group_norm" else (1.0, 1.0, 1.0, 5.0)
+    trajectories = [trajectory(r, 2, sample_index=i) for i, r in enumerate(rewards)]
+    trajectories.insert(1, trajectory(rewards[0], 1, sample_index=0, part=1))
+    bounds = (-10.0, 10.0) if estimator != "group_norm" else (-10.0, 1.4)
+    credit, metrics = assign(trajectories, estimator=estimator, reward=RewardConfig(clip_range=bounds))
+    beyond = {"group_norm": 0.25}.get(estimator, 1.0)  # (5 - 2) / 2 = 1.5 is the only one
+    assert metrics["reward/clipped_fraction"] == beyond
+    shaped = {"group_norm": (-0.5, 1.5), "rloo": (-2e6 * 4 / 3, 2e6 * 4 / 3)}
+    expected = shaped.get(estimator, (1e6, 5e6))
+    assert (metrics["reward/shaped_min"], metrics["reward/shaped_max"]) == pytest.approx(expected)
+    told = Health().check(metrics)
+    assert any("--reward.clip_range" in text and f"{expected[1]:.6g}" in text for text in told)
+    flat = [a for c in credit for a in c.advantages.tolist()]
+    assert metrics["advantage/abs_mean"] == pytest.approx(math.fsum(map(abs, flat)) / len(flat))
+
+
+def test_rewards_that_are_all_clipped_to_one_number_are_told_as_a_step_without_advantages():
+    trajectories = [trajectory(1e6 * (1 + i), 2, sample_index=i) for i in range(4)]
+    _, metrics = assign(trajectories, estimator="reinforce", reference=False)
+    assert metrics["advantage/abs_mean"] == 0 and metrics["reward/clipped_fraction"] == 1
+    told = [text.partition(" (")[0] for text in Health().check(metrics)]
+    assert told == ["reward/clipped_fraction > 0.1 for 1 step", "advantage/abs_mean = 0 for 1 step"]
 
 
 def test_parts_of_an_episode_count_once_in_their_group():

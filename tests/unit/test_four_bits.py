@@ -1,8 +1,12 @@
 """Models in NF4 for inference equal models in float32 with the same quantised weights."""
 
+import re
+
 import pytest
 import torch
-from refusals import printed
+from bitsandbytes import functional
+from bitsandbytes.nn import Params4bit
+from refusals import printed, refused
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -10,7 +14,8 @@ from openrlhf.cli.serve_rm import load
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.data.encode import Text
-from openrlhf.models.loading import load_causal_lm, load_generator
+from openrlhf.errors import ErrorCode
+from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, nf4_of
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 
@@ -124,3 +129,63 @@ def test_its_package_must_be_there(command, flags: list[str], monkeypatch, capsy
     with pytest.raises(SystemExit):
         parse(command, [*flags, "--ds.load_in_4bit"])
     assert 'pip install "openrlhf[qlora]"' in capsys.readouterr().err
+
+
+CODE = [
+    *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0),
+]
+"""The values that the paper lists."""
+
+
+def test_our_own_nf4() -> None:
+    """Two blocks with other scales, and one that is not full."""
+    weight = torch.tensor([*CODE, *(3 * value for value in CODE), 0.5, -0.1])
+    assert torch.allclose(
+        nf4_of(weight, 16), torch.tensor([*CODE, *(3 * v for v in CODE), 0.5, -0.5 * 0.18477343])
+    )
+    middle = torch.tensor([1.0, 0.5, 0.51])  # 0.5 is nearer to 0.4407, and 0.51 to 0.5626
+    assert nf4_of(middle, 64).tolist() == pytest.approx([1.0, CODE[12], CODE[13]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("damaged", [False, True])
+def test_wrong_weights_of_bitsandbytes_are_refused_by_size(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, nested: bool, damaged: bool
+) -> None:
+    """The fault is that of a kernel for AVX-512: where rows have half a block more than whole ones, it takes
+    the scale of the block before for some weights."""
+    sizes = (32, 96, 160, 64, 128, 192, 200, 256)
+    model = nn.Module()
+    for size in sizes:
+        packed, state = functional.quantize_4bit(
+            torch.randn(48, size).to(dtype), blocksize=64, quant_type="nf4", compress_statistics=nested
+        )
+        layer = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+        model.register_parameter(f"of_{size}", layer)
+    real = functional.dequantize_4bit
+
+    def faulty(packed: torch.Tensor, state: functional.QuantState) -> torch.Tensor:
+        found = real(packed, state)
+        if state.shape[-1] % 64 == 32:
+            found[1::2, -32:] = found[::2, -32:]
+        return found
+
+    if not damaged:
+        check_nf4(model)
+        return
+    monkeypatch.setattr(functional, "dequantize_4bit", faulty)
+    with refused(ErrorCode.UNSUPPORTED, flag="--ds.load_in_4bit") as refusal:
+        check_nf4(model)
+    named = {int(size) for size in re.findall(r"(\d+) inputs", refusal.value.text)}
+    assert named == {32, 96, 160}
+
+
+def test_a_model_in_four_bits_is_checked_when_it_is_loaded(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "dequantize_4bit", lambda packed, state: torch.zeros(state.shape))
+    for load_it in (load_causal_lm, load_generator):
+        with refused(ErrorCode.UNSUPPORTED, flag="--ds.load_in_4bit"):
+            load_it(folder, flag="--model", dtype="fp32", attention="auto", max_len=64, in_4bit=True)

@@ -113,9 +113,9 @@ def flags_of(config, prefix="--") -> set[str]:
     }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=[rule.metric for rule in RULES])
+@pytest.mark.parametrize("rule", RULES, ids=[rule.condition for rule in RULES])
 def test_every_rule_can_speak_names_flags_that_exist_and_is_documented(rule):
-    worse = rule.limit + (1 if rule.sign == ">" else -1)
+    worse = rule.limit + {">": 1, "<": -1, "=": 0}[rule.sign]
     health = Health()
     lines = [health.check({rule.metric: worse}) for _ in range(rule.steps)]
     assert lines[:-1] == [[]] * (rule.steps - 1)
@@ -126,10 +126,14 @@ def test_every_rule_can_speak_names_flags_that_exist_and_is_documented(rule):
     assert f"`{rule.metric}`" in PAGE.partition("## Health warnings")[0]
 
 
-def test_no_metric_has_two_rules_and_the_page_has_no_others():
+def test_no_condition_has_two_rules_and_the_page_has_no_others():
     table = PAGE.partition("## Health warnings")[2]
     assert re.findall(r"^\| `(.*?)`", table, re.MULTILINE) == [rule.metric for rule in RULES]
-    assert len({rule.metric for rule in RULES}) == len(RULES)
+    assert len({(rule.metric, rule.sign) for rule in RULES}) == len(RULES)
+
+
+def test_a_rule_may_be_about_one_value():
+    assert spoken([0.0, 0.0, 1e-30, 0.0], (Rule.of("loss = 0 for 1 step", "none"),)) == [0, 3]
 
 
 def observe(path, values, resume_step=None, decode=None) -> Observer:

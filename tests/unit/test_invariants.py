@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -21,10 +22,11 @@ from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.config.choices import LR_SCHEDULERS
 from openrlhf.config.ppo import ActorConfig, PPOConfig, RolloutConfig, TrainConfig
-from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
+from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import load_causal_lm
+from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.training.invariants import (
@@ -49,9 +51,19 @@ from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
+from openrlhf.training.step_checks import SHOWS, StepChecks
 from openrlhf.training.trained_worker import PolicyWorker
 from openrlhf.training.verify import check_head, check_log_probs, verify_step
-from openrlhf.types import LossNorm, PackedRow, Pair, PairRow, Trajectory, UnpairedExample, UnpairedRow
+from openrlhf.types import (
+    LossNorm,
+    PackedRow,
+    Pair,
+    PairRow,
+    Trajectory,
+    UnpairedExample,
+    UnpairedRow,
+    Updated,
+)
 
 ALONE = Mesh(data=1, sequence=1, tensor=1)
 FLOAT32 = DeepSpeedConfig(param_dtype="fp32")
@@ -221,6 +233,71 @@ def test_a_policy_that_changed_is_not_its_reference() -> None:
     with broken() as refusal:
         check_other_than_reference(replace(batch, log_probs=now, ref_log_probs=now), 2)
     assert "3 actions" in refusal.value.text
+
+
+EQUAL = np.array([-1, -2, -3], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "lora", "lr", "steps", "is_told"),
+    [
+        ("bf16", LoraConfig(rank=16, alpha=16), 1e-6, 1, True),
+        ("bf16", LoraConfig(), 1e-7, 1, True),
+        ("fp16", LoraConfig(), 1e-6, 4, True),
+        ("bf16", LoraConfig(rank=64, alpha=1), 1e-3, 1, True),  # the scale is 1 / 64
+        ("bf16", LoraConfig(rank=16, alpha=16), 1e-4, 1, False),
+        ("bf16", LoraConfig(), 1e-5, 100, False),  # sqrt(100) times 1e-5
+        ("fp32", LoraConfig(), 1e-7, 1, False),
+        ("fp32", LoraConfig(rank=16, alpha=16), 1e-6, 1, False),
+    ],
+)
+def test_only_a_change_above_the_precision_must_show(
+    capsys: pytest.CaptureFixture[str], dtype: Any, lora: LoraConfig, lr: float, steps: int, is_told: bool
+) -> None:
+    """A smaller one is told once. Weights add up to larger changes over the steps of a run."""
+    batch = replace(
+        batch_of([trajectory(actions=[2, 3]), trajectory(actions=[2])]), log_probs=EQUAL, ref_log_probs=EQUAL
+    )
+    config = PPOConfig(
+        ds=DeepSpeedConfig(param_dtype=dtype, lora=lora),
+        actor=ActorConfig(adam=AdamConfig(lr=lr)),
+        train=TrainConfig(verify_steps=0),
+    )
+    checks = StepChecks(config=config)
+    schedule = [[[0, 1]]] * steps
+    credit = partial(checks.credited, {}, batch, [], assign=None, kl=None, version=1)
+    updated = lambda norm, lr=lr: Updated({"grad_norm": norm, "lr": lr, "num_tokens": 3.0}, [], None)
+    for norm in (0.0, np.inf):  # without a gradient, or skipped by loss scaling
+        checks.updated(updated(norm), batch, schedule, 1)
+        credit(step=2)
+    assert not capsys.readouterr().err
+    checks.updated(updated(0.5), batch, schedule, 2)
+    if not is_told:
+        with broken():
+            credit(step=3)
+        return
+    credit(step=3)
+    credit(step=4)
+    told = capsys.readouterr().err
+    assert told.count("warning") == 1 and f"--ds.param_dtype {dtype}" in told and f"{lr:g}" in told
+    checks.updated(updated(0.5, lr=1e-2), batch, schedule, 5)
+    with broken():
+        credit(step=6)
+
+
+def test_from_the_limit_on_bf16_shows_an_adapter(tmp_path: Path) -> None:
+    """Where a model this small shows it, one with more activations does."""
+    path = str(saved_model(tmp_path))
+    lora = LoraConfig(rank=16, alpha=16)
+    model = load_causal_lm(path, flag="--x", dtype="bf16", attention="eager", max_len=64)
+    model = prepare_for_training(model, DeepSpeedConfig(param_dtype="bf16", lora=lora))
+    policy, row = PolicyModel(model).eval(), PackedRow.of([sample(*range(2, 40))])
+    with torch.no_grad():
+        before = policy(row).log_probs
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                weight.copy_(torch.randn(weight.shape).sign() * SHOWS["bf16"])
+        assert not torch.equal(before, policy(row).log_probs)
 
 
 def test_before_it_changes_the_policy_equals_itself_and_its_reference() -> None:
