@@ -1,15 +1,18 @@
 """Writes files atomically, checks folders that machines share, and locates the user's cache folder."""
 
 import errno
+import json
 import os
 import platform
 import shutil
+import stat
 import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.faults import fault
@@ -38,6 +41,41 @@ def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) 
     """Writes UTF-8 text, see `replacing`."""
     with replacing(path, shared=shared) as beside, beside.open("w", encoding="utf-8") as file:
         file.writelines(parts)
+
+
+LARGEST = 64 << 20
+"""Maximum size in bytes of a file that `read_small` reads."""
+
+
+def read_small(file: Path) -> bytes:
+    """Returns the content of a small file of a checkpoint or a run. Raises ValueError with the file's name
+    and the reason if it is missing, too large, no regular file, or must not be read."""
+    try:
+        # A FIFO without a writer is opened at once; without the flag, that would wait for ever.
+        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+            if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                raise ValueError(f"{file.name} is unreadable: it is no regular file")
+            content = opened.read(LARGEST + 1)
+    except FileNotFoundError:
+        raise ValueError(f"{file.name} is missing") from None
+    except OSError as error:
+        raise ValueError(f"{file.name} is unreadable: {error.strerror}") from error
+    if len(content) > LARGEST:
+        raise ValueError(f"{file.name} is unreadable: it has more than {LARGEST:,} bytes")
+    return content
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Reads a JSON object from a small file. Raises ValueError with the file's name and the reason, like
+    `read_small`, also for any other content."""
+    content = read_small(file)
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file.name} is unreadable: it holds no JSON object")
+    return found
 
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")

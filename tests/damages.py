@@ -1,7 +1,15 @@
 """Damages to the files of a checkpoint folder, for tests of what a run resumes from."""
 
+import os
+import pickle
 import random
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+NOBODY = 65534
+"""Number of the user without rights."""
 
 DAMAGES = ("truncate", "flip", "delete", "swap", "zero")
 """Cuts a file; flips a bit; deletes the file; puts the same file of an older step in its place; overwrites a
@@ -27,3 +35,68 @@ def damage(kind: str, file: Path, older: Path, rng: random.Random) -> bool:
         new = older.read_bytes() if older.exists() else b"global_step2"
     file.write_bytes(new)
     return new != data
+
+
+def _fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def _loop(file: Path) -> None:
+    file.symlink_to(file.name)
+
+
+def _huge(file: Path) -> None:
+    with file.open("wb") as opened:
+        opened.truncate(1 << 40)  # without blocks on the disk
+
+
+IN_ITS_PLACE: Mapping[str, Callable[[Path], object]] = {
+    "nothing": lambda file: file.write_bytes(b""),
+    "binary": lambda file: file.write_bytes(b"\xff\x00\x80" * 50),
+    "list": lambda file: file.write_bytes(b"[]"),
+    "null": lambda file: file.write_bytes(b"null"),
+    "wrong types": lambda file: file.write_bytes(
+        b'{"metric_value": "x", "origin": {"flags": 1}, "written": [], "format": "x", "files": 3, "step": []}'
+    ),
+    "deep": lambda file: file.write_bytes(b"[" * 100_000),
+    "folder": lambda file: file.mkdir(),
+    "fifo": _fifo,
+    "loop": _loop,
+    "huge": _huge,
+}
+"""Name of what stands in a file's place -> the function that creates it."""
+
+
+def put_in_place(kind: str, file: Path) -> None:
+    """Replaces a file by one of IN_ITS_PLACE."""
+    file.unlink(missing_ok=True)
+    IN_ITS_PLACE[kind](file)
+
+
+def as_another_user(call: Callable[[], Any], folder: Path) -> Any:
+    """Returns the result of `call` in a forked process without the rights of root, to which `folder` belongs.
+    Root may read every file, whatever its mode."""
+    here, there = os.pipe()
+    if not (child := os.fork()):
+        try:
+            if os.geteuid() == 0:
+                for path in (folder, *folder.rglob("*")):
+                    os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
+                for above in folder.parents:
+                    if not above.stat().st_mode & stat.S_IXOTH:
+                        above.chmod(above.stat().st_mode | stat.S_IXOTH)
+                os.setgroups([])
+                os.setgid(NOBODY)
+                os.setuid(NOBODY)
+            result = (True, call())
+        except BaseException as error:
+            result = (False, f"{type(error).__name__}: {error}")
+        with os.fdopen(there, "wb") as pipe:
+            pickle.dump(result, pipe)
+        os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        held, result = pickle.load(pipe)  # from the fork of this process
+    os.waitpid(child, 0)
+    assert held, result
+    return result

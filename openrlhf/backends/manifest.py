@@ -7,11 +7,12 @@ import os
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from operator import index
 from pathlib import Path
 from typing import NamedTuple, Self
 
 from openrlhf.errors import first_line
-from openrlhf.files import sync_file, sync_folder, unwritable, write_atomically
+from openrlhf.files import read_object, sync_file, sync_folder, unwritable, write_atomically
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -19,6 +20,9 @@ FORMAT = 1
 
 SMALL = 1 << 20
 """Maximum size in bytes of files whose hash is always compared."""
+
+STATES = (".pt", ".distcp")
+"""Endings of the files that loaders find by their names."""
 
 
 class Entry(NamedTuple):
@@ -49,16 +53,15 @@ class Manifest:
     def read(cls, folder: Path) -> Self:
         """Reads the manifest of a folder. Raises ValueError with the reason if it is missing or
         unreadable."""
+        text = read_object(folder / MANIFEST)
         try:
-            text = json.loads((folder / MANIFEST).read_bytes())
             if not 1 <= text["format"] <= FORMAT:
                 raise ValueError(f"{MANIFEST} has format {text['format']}, and this release reads {FORMAT}")
-            files = {name: Entry(entry["bytes"], entry["sha256"]) for name, entry in text["files"].items()}
+            listed = text["files"].items()
+            files = {name: Entry(index(entry["bytes"]), entry["sha256"]) for name, entry in listed}
             return cls(files=files, step=text["step"], parts=dict(text["parts"]))
-        except FileNotFoundError:
-            raise ValueError(f"{MANIFEST} is missing") from None
-        except (OSError, KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError):
-            raise ValueError(f"{MANIFEST} is unreadable") from None
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError(f"{MANIFEST} is unreadable: it is no manifest") from None
 
     def write(self, folder: Path) -> None:
         entries = {name: {"bytes": e.num_bytes, "sha256": e.sha256} for name, e in sorted(self.files.items())}
@@ -66,14 +69,18 @@ class Manifest:
         write_atomically(folder / MANIFEST, [json.dumps(text, indent=1)])
 
     def damage(self, folder: Path, *, hashes: bool) -> str | None:
-        """Returns a message about the first file that differs from the manifest; None if there is none.
-        Compares all sizes, and the hashes of files of up to SMALL bytes, with `hashes` of all files."""
+        """Returns a message about the first file that differs from the manifest, or that a loader may read
+        although the manifest does not list it; None if there is none. Compares all sizes, and the hashes of
+        files of up to SMALL bytes, with `hashes` of all files."""
         for name, entry in self.files.items():
             file = folder / name
             if not file.is_file():
                 return f"{name} is missing"
             if (size := file.stat().st_size) != entry.num_bytes:
                 return f"{name} has {size:,} bytes instead of {entry.num_bytes:,}"
+        for path in folder.rglob("*.*") if self.step is not None else ():
+            if path.suffix in STATES and (name := str(path.relative_to(folder))) not in self.files:
+                return f"{name} is not one of its files; move it away to resume from here"
         read = [name for name, entry in self.files.items() if hashes or entry.num_bytes <= SMALL]
         found = entries_of(folder, read)
         differing = [name for name, entry in found.items() if entry != self.files[name]]

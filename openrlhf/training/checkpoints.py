@@ -7,21 +7,24 @@ the manifests of the other models of the same save: the rename of the first fold
 """
 
 import json
+import math
+import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from openrlhf.backends import manifest
 from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
 from openrlhf.config.sections import CkptConfig
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import fault
-from openrlhf.files import not_written, sync_folder, write_atomically
+from openrlhf.files import not_written, read_object, read_small, sync_folder, write_atomically
 from openrlhf.observability.run_folder import set_aside
 from openrlhf.training.origin import Origin, compare
 
@@ -144,13 +147,10 @@ class CheckpointFolder:
         files have no usable tag. Both are empty for a folder without checkpoints."""
         names, reasons = [], []
         for name in self.pointers:
-            if (tag := self._named(name)) is None:
-                continue
-            if not _NAMED.fullmatch(tag):
-                reasons.append(f"the file {name} names no checkpoint")
-            elif not (self.path / tag).is_dir():
-                reasons.append(f"the file {name} names {tag}, which does not exist")
-            else:
+            tag, reason = self._named(name)
+            if reason:
+                reasons.append(reason)
+            elif tag:
                 names.append(tag)
         if not names and not reasons and self._complete():
             reasons.append(f"the file {LATEST} is missing")
@@ -159,19 +159,21 @@ class CheckpointFolder:
     def _complete(self) -> set[str]:
         """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
         release, which did not rename complete ones: they count as complete up to the one that LATEST
-        names."""
-        tags = {p.name for p in self.path.glob("*") if p.is_dir() and _TAG.fullmatch(p.name)}
-        named = self._named() or ""
-        last = _step(named) if _NAMED.fullmatch(named) else -1
-        listed = lambda tag: any((self.path / tag / name).exists() for name in (MANIFEST, ORIGIN))
-        return {tag for tag in tags if listed(tag) or _step(tag) <= last}
+        names. One that cannot be looked into counts, so that it is told."""
+        tags = {name for name in _folders_in(self.path) if _TAG.fullmatch(name)}
+        named, _ = self._named()
+        last = _step(named) if named else -1
+        closed = lambda tag: not os.access(self.path / tag, os.R_OK | os.X_OK)
+        listed = lambda tag: any(os.path.lexists(self.path / tag / name) for name in (MANIFEST, ORIGIN))
+        return {tag for tag in tags if closed(tag) or listed(tag) or _step(tag) <= last}
 
     def _damage(self, tag: str) -> str | None:
         """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
         folder, hashes = self.path / tag, self.ckpt.verify == "full"
-        if tag.endswith(UNIVERSAL):
-            return None if (folder / "zero").is_dir() else "it has no folder `zero`"
         try:
+            self._origin_of(tag)
+            if tag.endswith(UNIVERSAL):
+                return None if (folder / "zero").is_dir() else "it has no folder `zero`"
             if not (folder / MANIFEST).exists() and not self._has_manifest(tag):
                 return None if any(folder.iterdir()) else "its folder is empty"
             listed = Manifest.read(folder)
@@ -200,16 +202,26 @@ class CheckpointFolder:
     def _has_manifest(self, tag: str) -> bool:
         """Returns True if the checkpoint was saved with a manifest, even if the manifest has been deleted."""
         file = self.path / tag / ORIGIN
-        return file.exists() and FORMAT in _read_json(file)
+        return os.path.lexists(file) and FORMAT in read_object(file)
 
-    def _named(self, name: str = LATEST) -> str | None:
-        pointer = self.path / name
-        return pointer.read_text(errors="replace").strip() if pointer.exists() else None
+    def _named(self, name: str = LATEST) -> tuple[str, str]:
+        """Returns the tag that a pointer names ("" without one), and the reason why it is of no use ("" if
+        there is none)."""
+        if not os.path.lexists(self.path / name):
+            return "", ""
+        try:
+            tag = read_small(self.path / name).decode(errors="replace").strip()
+        except ValueError as error:
+            return "", f"the file {error}"
+        if not _NAMED.fullmatch(tag):
+            return "", f"the file {name} names no checkpoint"
+        missing = f"the file {name} names {tag}, which does not exist"
+        return tag, "" if os.path.isdir(self.path / tag) else missing
 
     def resume_hint(self) -> str:
         """Returns a message with the last checkpoint and how to resume from it, or that nothing was saved."""
-        tag = self._named() if self.ckpt.is_used else None
-        if tag is not None:
+        tag, reason = self._named() if self.ckpt.is_used else ("", "")
+        if tag and not reason:
             again = "the same command with --ckpt.load_enable continues from it"
             return f"the last checkpoint is {self.path / tag}: {again}"
         if self.ckpt.save_steps > 0 and self.ckpt.disable_ds:
@@ -229,17 +241,25 @@ class CheckpointFolder:
         ]
 
     def _origin_of(self, tag: str) -> Origin | None:
-        """Returns the checkpoint's origin; None if its file is missing."""
-        file = self.path / tag / ORIGIN
-        return Origin(**_read_json(file)["origin"]) if file.exists() else None
+        """Returns the checkpoint's origin; None without a file. Raises ValueError for a damaged one."""
+        if not os.path.lexists(self.path / tag / ORIGIN):
+            return None
+        found = read_object(self.path / tag / ORIGIN).get("origin")
+        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(Origin)}:
+            raise ValueError(f"{ORIGIN} is unreadable: it holds no origin")
+        if not (isinstance(found["flags"], dict) and isinstance(found["contents"], dict)):
+            raise ValueError(f"{ORIGIN} is unreadable: it holds no flags and contents")
+        return Origin(**found)
 
     def _written(self, tag: str) -> str:
         """Returns the recorded time at which the checkpoint was completed, or else its folder's modification
         time."""
-        file = self.path / tag / ORIGIN
-        if file.exists():
-            return _read_json(file)["written"]
-        return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
+        try:
+            written = read_object(self.path / tag / ORIGIN).get("written")
+        except ValueError:  # it is missing or damaged
+            written = None
+        changed = datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC)
+        return written if isinstance(written, str) else _time(changed)
 
     def latest(self) -> str | None:
         """Returns the tag of the checkpoint to resume from; None without an undamaged one."""
@@ -281,9 +301,11 @@ class CheckpointFolder:
         """Removes unfinished checkpoints. Returns a line about each."""
         lines = []
         for folder in self.folders:
-            if (place := folder / UNFINISHED).exists():
-                tags = ", ".join(sorted(path.name for path in place.iterdir() if path.is_dir()))
+            if os.path.lexists(place := folder / UNFINISHED):
+                tags = ", ".join(sorted(path.name for path in place.glob("*") if os.path.isdir(path)))
                 lines.append(f"{place}: removed an unfinished checkpoint: {tags or 'no files'}")
+                if place.is_symlink() or not place.is_dir():
+                    place.unlink()
                 shutil.rmtree(place, ignore_errors=True)  # ranks that are stopping may still write
         return lines
 
@@ -309,12 +331,14 @@ class CheckpointFolder:
         self._take(self.path, tag)
         fault("save.after_rename")
         if _TAG.fullmatch(tag):
+            if (self.path / LATEST).is_dir():  # a file cannot replace it
+                _move_aside(self.path / LATEST)
             write_atomically(self.path / LATEST, [tag])
 
     def _take(self, folder: Path, tag: str) -> None:
         """Moves a model's checkpoint out of UNFINISHED, with all other files that its engine wrote there."""
-        if (folder / tag).exists():  # damaged, or saved earlier at the same step
-            shutil.rmtree(folder / tag)
+        if os.path.lexists(folder / tag) and not _removed(folder / tag):  # damaged, or of the same step
+            _move_aside(folder / tag)
         for path in sorted((folder / UNFINISHED).iterdir(), key=lambda path: path.name == tag):
             path.replace(folder / path.name)
         sync_folder(folder)
@@ -328,10 +352,11 @@ class CheckpointFolder:
             return
         tags = list(self._tags(_TAG) - {newest})
         # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
-        tags.sort(key=lambda tag: (_metric(self.path / tag), _step(tag)))
-        best = max(tags, key=lambda tag: _metric(self.path / tag), default=newest)
+        metrics = {tag: _metric(self.path / tag) for tag in tags}
+        tags.sort(key=lambda tag: (metrics[tag], _step(tag)))
+        best = max(tags, key=lambda tag: metrics[tag], default=newest)
         for tag in [tag for tag in tags if self._is_old(tag)]:
-            if tag != best or _metric(self.path / tag) == -float("inf"):
+            if tag != best or metrics[tag] == -float("inf"):
                 tags.remove(tag)
                 self._remove(tag)
         kept_bytes = {tag: sum(map(_size, self._places(tag))) for tag in [*tags, newest]}
@@ -354,8 +379,8 @@ class CheckpointFolder:
     def _remove(self, tag: str) -> None:
         fault("save.rotate")
         for place in self._places(tag):
-            if place.exists():
-                shutil.rmtree(place)
+            if os.path.lexists(place):
+                _removed(place)
 
     def _places(self, tag: str) -> list[Path]:
         """Returns the folders that may hold this step's states, universal formats or Hugging Face copy."""
@@ -363,9 +388,9 @@ class CheckpointFolder:
         return [*states, Path(self.ckpt.folder) / f"{tag}{COPY}"]
 
     def _tags(self, kind: re.Pattern[str]) -> set[str]:
-        checkpoints = {p.name for folder in self.folders for p in folder.glob("*") if p.is_dir()}
-        copies = {p.name.removesuffix(COPY) for p in Path(self.ckpt.folder).glob(f"*{COPY}") if p.is_dir()}
-        return {tag for tag in checkpoints | copies if kind.fullmatch(tag)}
+        places = (*self.folders, Path(self.ckpt.folder))
+        tags = {name.removesuffix(COPY) for place in places for name in _folders_in(place)}
+        return {tag for tag in tags if kind.fullmatch(tag)}
 
 
 class Found(NamedTuple):
@@ -384,19 +409,44 @@ def _forged(folder: Path) -> str | None:
 
 
 def _metric(folder: Path) -> float:
+    """Returns the metric of a checkpoint; minus infinity without one, or if its file is damaged, which is
+    printed."""
     file = folder / METRIC
-    return _read_json(file).get("metric_value", -float("inf")) if file.exists() else -float("inf")
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    """Reads a JSON object. Raises ValueError with the file's name if the file has another content."""
     try:
-        found = json.loads(file.read_bytes())
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name} is unreadable")
-    return found
+        value = read_object(file).get("metric_value") if os.path.lexists(file) else None
+        return -float("inf") if value is None or math.isnan(value) else float(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        notify(f"{file}: {error}: the checkpoint counts as one without a metric")
+        return -float("inf")
+
+
+def _folders_in(place: Path) -> list[str]:
+    """Returns the names of the folders inside a folder; none if it does not exist. Raises UsageError if it
+    cannot be listed."""
+    try:
+        os.stat(f"{place}/.")  # a list needs the right to read alone, the files in it this one, too
+        return [entry.name for entry in os.scandir(place) if os.path.isdir(entry)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        text = f"its checkpoints cannot be listed: {error.strerror}.\nChange it, or name another folder."
+        raise UsageError(ErrorCode.UNREADABLE, text, flag="--ckpt.path", value=place) from error
+
+
+def _removed(place: Path) -> bool:
+    """Removes a folder. If that fails, prints the reason and returns False."""
+    try:
+        shutil.rmtree(place)
+    except OSError as error:
+        notify(f"{place} could not be removed: {error.strerror or error}. The run goes on.")
+        return False
+    return True
+
+
+def _move_aside(place: Path) -> None:
+    beside = place.with_name(f"{place.name}.damaged")
+    place.replace(beside)
+    notify(f"{place} was moved to {beside}")
 
 
 def _step(tag: str) -> int:
@@ -408,4 +458,5 @@ def _time(moment: datetime) -> str:
 
 
 def _size(folder: Path) -> int:
-    return sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    files = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    return sum(os.path.getsize(file) for file in files if os.path.isfile(file))

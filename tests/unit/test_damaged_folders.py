@@ -5,16 +5,17 @@ import os
 import random
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from damages import DAMAGES, damage
+from damages import DAMAGES, IN_ITS_PLACE, as_another_user, damage, put_in_place
 from refusals import refused
 
 from openrlhf.backends.manifest import Entry, Manifest, complete
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import CkptConfig
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder, Found
 from openrlhf.training.origin import Origin
 
@@ -98,6 +99,109 @@ def test_the_structure_alone_finds_all_but_changes_inside_of_large_files(copy: P
         assert (of(copy, verify="structure").find().tag == "global_step4") is is_found, (name, kind)
         assert of(copy).find().tag == "global_step4"
         (newest / name).write_bytes(kept)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("part", ["_actor", "_critic"])
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_whatever_stands_in_place_of_a_file_of_the_newest_the_next_is_taken(copy: Path, kind, part) -> None:
+    newest = copy / part / "global_step6"
+    for file in [path for path in newest.rglob("*") if path.is_file()]:
+        kept, moved = file.read_bytes(), copy / "moved"
+        put_in_place(kind, file)
+        tag, (reason,) = of(copy).find()
+        assert tag == "global_step4" and reason.startswith("global_step6: "), (file.name, reason)
+        assert file.name in reason, reason
+        file.rename(moved)
+        moved.rmdir() if kind == "folder" else moved.unlink()
+        file.write_bytes(kept)
+    assert of(copy).find() == Found("global_step6", [])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["latest", "latest_universal"])
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_whatever_stands_in_place_of_a_pointer_the_newest_is_taken_and_the_run_saves(
+    copy, kind, name
+) -> None:
+    put_in_place(kind, copy / "_actor" / name)
+    checkpoints = of(copy)
+    checkpoints.pointers = (name,)
+    tag, (reason,) = checkpoints.find()
+    assert tag == "global_step6" and reason.startswith(f"the file {name} ")
+    save(of(copy), 8)
+    assert of(copy).find() == Found("global_step8", [])
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["metric.json", "origin.json", "manifest.json", "weights.pt"])
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+def test_a_run_saves_and_starts_over_beside_an_older_checkpoint_with_damage(copy, kind, name, capsys) -> None:
+    """The damaged one counts as one without a metric, so it is the first that is removed."""
+    file = copy / "_actor" / "global_step4" / name
+    put_in_place(kind, file)
+    save(of(copy, max_num=3), 8)
+    tags = {path.name for path in (copy / "_actor").glob("global_step*")}
+    gone = "global_step4" if name == "metric.json" else "global_step2"
+    assert tags == {"global_step2", "global_step4", "global_step6", "global_step8"} - {gone}
+    assert (str(file) in capsys.readouterr().err) == (name == "metric.json")
+    assert of(copy).find() == Found("global_step8", [])
+    put_in_place(kind, copy / "_actor" / "global_step8" / name)
+    over = CheckpointFolder(f"{copy}/_actor", CkptConfig(path=str(copy)), [f"{copy}/_critic"])
+    tag, (line,) = over.choose()
+    assert tag is None and "step 8, written 2" in line
+    assert over.set_aside() and of(copy).find() == Found(None, [])
+
+
+def test_a_state_file_of_another_checkpoint_is_told_and_notes_are_none(copy: Path) -> None:
+    newest = copy / "_actor" / "global_step6"
+    (newest / "notes.txt").write_text("the best one")
+    assert of(copy).find() == Found("global_step6", [])
+    shutil.copy(newest / "optimizer.pt", newest / "inside" / "zero_pp_rank_2_mp_rank_00_optim_states.pt")
+    tag, (reason,) = of(copy).find()
+    assert tag == "global_step4"
+    assert "inside/zero_pp_rank_2_mp_rank_00_optim_states.pt" in reason and "move it away" in reason
+
+
+FILES = ("latest", "global_step6/manifest.json", "global_step6/weights.pt")
+CLOSED = [(name, 0) for name in FILES] + [(f"global_step{n}", mode) for n in (4, 6) for mode in (0, 0o400)]
+
+
+@pytest.mark.parametrize(("closed", "mode"), CLOSED)
+def test_a_place_that_must_not_be_read_is_damage_of_its_checkpoint_alone(copy: Path, closed, mode) -> None:
+    def resume_and_save() -> tuple[Found, Found]:
+        (copy / "_actor" / closed).chmod(mode)
+        (copy / "_actor" / "latest").unlink(missing_ok=closed == "global_step6")
+        found = of(copy).find()
+        of(copy)._found()
+        save(of(copy, max_num=3), 8)
+        save(of(copy, max_num=3), 6)  # the step of the closed one
+        return found, of(copy).find()
+
+    before, after = as_another_user(resume_and_save, copy)
+    is_newest = closed.startswith("global_step6")
+    assert before.tag == ("global_step4" if is_newest else "global_step6")
+    assert any("Permission denied" in reason for reason in before.skipped) == is_newest
+    assert after == Found("global_step6", [])
+
+
+@pytest.mark.parametrize("load", [True, False])
+@pytest.mark.parametrize("mode", [0, 0o300, 0o400])
+def test_a_folder_of_checkpoints_that_must_not_be_read_is_no_empty_one(copy: Path, mode: int, load) -> None:
+    def closed() -> list[str]:
+        (copy / "_actor").chmod(mode)
+        checkpoints = of(copy)
+        checkpoints.ckpt = replace(checkpoints.ckpt, load_enable=load)
+        try:
+            return [checkpoints.choose()[1][0]]
+        except UsageError as refusal:
+            return [refusal.code, refusal.flag, refusal.text]
+
+    told = as_another_user(closed, copy)
+    if mode == 0o300 and not load:
+        assert "has a checkpoint of step 6" in told[0]
+    else:
+        assert told[:2] == [ErrorCode.UNREADABLE, "--ckpt.path"] and "Permission denied" in told[2]
 
 
 @pytest.mark.parametrize(

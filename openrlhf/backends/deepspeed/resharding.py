@@ -162,8 +162,8 @@ class Checkpoint:
         if len(self.shards) != num_ranks:
             raise self._damaged(
                 f"{num_ranks} ranks saved this checkpoint, but it has the optimizer states of "
-                f"{len(self.shards)}.\nCopy the missing *_optim_states.pt into it, or resume from another "
-                "checkpoint"
+                f"{len(self.shards)}.\nCopy missing *_optim_states.pt into it, move those of others away, or "
+                "resume from another checkpoint"
             )
 
     def _damaged(self, text: str) -> UsageError:
