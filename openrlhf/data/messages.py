@@ -95,7 +95,8 @@ def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
     call = {"name": "f", "arguments": {"a": "probe" * 2}}
     calls = [call | {"id": "call00000", "type": "function", "function": call}]
     found = found._replace(tools=shown(asked) != shown(asked, tools=calls))
-    for found in (found, found._replace(objects=False)):
+    for is_object in (True, False):
+        found = found._replace(objects=is_object)
         text = shown(asked, {"role": "assistant", "tool_calls": calls})
         if "probe" * 2 in text and "{'a'" not in text:
             return found

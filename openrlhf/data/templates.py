@@ -119,13 +119,13 @@ def render_messages(
     try:
         options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
         text = render(tokenizer, messages, tools=tools, **options)
-        if len(text) > MAX_TEXT:
-            raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
-        if tools and not reads(tokenizer, str(tokenizer.chat_template)).tools:
-            _tell_unread_tools(str(tokenizer.chat_template))
-        return text
     except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
+    if len(text) > MAX_TEXT:
+        raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
+    if tools and not reads(tokenizer, str(tokenizer.chat_template)).tools:
+        _tell_unread_tools(str(tokenizer.chat_template))
+    return text
 
 
 @cache

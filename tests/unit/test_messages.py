@@ -298,3 +298,9 @@ def test_a_column_of_tools_must_exist_if_a_flag_names_it(config_type):
     assert named(apply_chat_template=True, tools_key="functions") == "functions"
     assert named(apply_chat_template=True, tools_key=None) is None
     assert named(tools_key="functions") is None
+
+
+def test_a_conversation_that_no_memory_tokenises_is_refused(monkeypatch):
+    monkeypatch.setattr("openrlhf.data.templates.MAX_TEXT", 100)
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1):
+        build_sft_samples(Rows.of(ROWS), with_template(), **SFT_OPTIONS)
