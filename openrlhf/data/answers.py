@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, value_of
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import calls_of, read_text, text_of
+from openrlhf.data.messages import calls_of, read_text
 from openrlhf.data.templates import (
     Message,
     PromptTemplate,
@@ -121,14 +121,17 @@ def mark_answer(
     for turn in turns:
         prompt = render(messages[:turn], add_generation_prompt=True)
         ended = render(messages[: turn + 1], add_generation_prompt=False).rstrip()
-        content, calls = text_of(messages[turn].get("content")), calls_of(messages[turn])
-        parts = [(content or "").strip(), *(str(call.get("name", "")) for call in calls)]
-        is_shown = all(part in text[len(prompt) : len(ended)] for part in parts)
+        content, calls = messages[turn].get("content"), calls_of(messages[turn])
+        words = [
+            content.strip() if isinstance(content, str) else "",
+            *(str(call.get("name")) for call in calls),
+        ]
+        is_shown = all(word in text[len(prompt) : len(ended)] for word in words)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
-        if len(prompt) < len(ended) and (messages[turn].get("content") or calls):
+        if len(prompt) < len(ended) and (content or calls):
             spans.append((len(prompt), len(ended)))
-            if turn != turns[-1] and (end := (content or "").rstrip()) and ended.endswith(end):
+            if turn != turns[-1] and words[0] and ended.endswith(words[0]):
                 _tell_endless(str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans), is_chat=True)
 

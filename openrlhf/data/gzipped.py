@@ -15,8 +15,8 @@ from openrlhf.errors import ErrorCode
 from openrlhf.files import made_once, writing_to_cache
 
 MAGIC = b"\x1f\x8b"
-MAX_RATIO = 200
-"""Maximum size of the content of a file of more than 1 GiB, in sizes of the packed file."""
+MAX_RATIO, SMALL = 200, 2**30
+"""Maximum size of a content, in sizes of the packed file; contents of up to `SMALL` bytes may have more."""
 
 
 def unpacked(file: File) -> File:
@@ -42,6 +42,6 @@ def _unpack(path: Path, folder: Path) -> None:
         is_packed = packed.read(len(MAGIC)) == MAGIC  # a web server may have unpacked it on the way
     with (gzip.open if is_packed else open)(path, "rb") as opened, (folder / path.stem).open("wb") as copy:
         while block := opened.read(2**20):
-            if copy.tell() > max(2**30, MAX_RATIO * path.stat().st_size):
+            if copy.tell() > max(SMALL, MAX_RATIO * path.stat().st_size):
                 raise gzip.BadGzipFile(f"more than {MAX_RATIO} times its size are packed in it")
             copy.write(block)

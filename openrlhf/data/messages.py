@@ -36,13 +36,9 @@ def decoded(value: Any) -> Any:
 
 def read_text(value: Any) -> Any:
     """Returns the messages whose JSON text the value is, else the value."""
-    found = decoded(value)
-    return found if isinstance(found, list) and found and all(map(_is_message, found)) else value
-
-
-def _is_message(value: Any) -> bool:
-    has_role = isinstance(value, dict) and isinstance(value.get("role"), str)
-    return has_role and not value.keys().isdisjoint(("content", "tool_calls", "function_call"))
+    found, contents = decoded(value), {"content", "tool_calls", "function_call"}
+    is_message = lambda part: isinstance(part, dict) and "role" in part and contents & part.keys()
+    return found if isinstance(found, list) and found and all(map(is_message, found)) else value
 
 
 def text_of(content: Any) -> str | None:
@@ -66,50 +62,57 @@ def render(
     """Applies the chat template to messages without nulls. In OpenAI's format arguments of calls are JSON
     text and contents may be lists of parts: the template gets what it can read. Raises ValueError for a part
     that it cannot read, and whatever the template raises."""
-    reads = _reads(tokenizer, str(tokenizer.chat_template))
-    fitted = [_fitted(message, reads) for message in messages]
+    form = reads(tokenizer, str(tokenizer.chat_template))
+    fitted = [_fitted(message, form) for message in messages]
     return str(tokenizer.apply_chat_template(fitted, tools=tools, tokenize=False, **options))
 
 
-class _Reads(NamedTuple):
-    """Whether a chat template reads lists of parts, objects as arguments and null as a content. Others would
-    write the text of a Python list, of a dict and "None"."""
+class Reads(NamedTuple):
+    """Whether a chat template reads tools, and what others would write as Python does: parts, objects as
+    arguments of calls, null as a content."""
 
+    tools: bool
     parts: bool
     objects: bool
     null: bool
 
 
 @cache
-def _reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> _Reads:
-    """Tries the template, which nothing else declares. `template`: that of the tokenizer, as a key."""
+def reads(tokenizer: "PreTrainedTokenizerBase", template: str) -> Reads:
+    """Tries the tokenizer's template, because nothing declares what it reads."""
 
-    def shown(*messages: Message) -> str:
+    def shown(*messages: Message, **options: Any) -> str:
         try:
             fitted = [_fitted(message, found) for message in messages]
-            return str(tokenizer.apply_chat_template(fitted, tokenize=False))
-        except Exception as refusal:  # also by a template for other messages
-            return type(refusal).__name__
+            return str(tokenizer.apply_chat_template(fitted, tokenize=False, **options))
+        except Exception:  # by a template for other messages
+            return ""
 
-    found = _Reads(parts=True, objects=True, null=bool(re.search(r"\bis\s+(not\s+)?none\b", template)))
-    asked = {"role": "user", "content": [{"type": "text", "text": MARK}]}
+    found = Reads(True, True, True, bool(re.search(r"\bis\s+(not\s+)?none\b", template)))
+    asked = {"role": "user", "content": [{"type": "text", "text": "probe"}]}
     text = shown(asked)
-    found = found._replace(parts=MARK in text and not re.search(r"""['"]text['"]\s*:""", text))
-    call = {"id": "probe0000", "type": "function", "function": {"name": "f", "arguments": {"a": MARK}}}
-    text = shown(asked, {"role": "assistant", "tool_calls": [call]})
-    return found._replace(objects=text != "TypeError" and f"{{'a': {MARK!r}}}" not in text)
+    found = found._replace(parts="probe" in text and not re.search(r"""['"]text['"]\s*:""", text))
+    call = {"name": "f", "arguments": {"a": "probe" * 2}}
+    calls = [call | {"id": "call00000", "type": "function", "function": call}]
+    found = found._replace(tools=shown(asked) != shown(asked, tools=calls))
+    for is_object in (True, False):
+        found = found._replace(objects=is_object)
+        text = shown(asked, {"role": "assistant", "tool_calls": calls})
+        if "probe" * 2 in text and "{'a'" not in text:
+            return found
+    return found._replace(objects=True)
 
 
-def _fitted(message: Message, reads: _Reads) -> Message:
+def _fitted(message: Message, form: Reads) -> Message:
     content = message.get("content")
     if content is None:
-        content = None if reads.null else ""
-    elif isinstance(content, list) and not reads.parts:
+        content = None if form.null else ""
+    elif isinstance(content, list) and not form.parts:
         if others := [part for part in content if text_of([part]) is None]:
             raise ValueError(f"it reads text alone, and a content has the part {str(others[0])[:60]}")
         content = text_of(content)
     as_text = lambda value: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    fitted, change = {**message, "content": content}, decoded if reads.objects else as_text
+    fitted, change = {**message, "content": content}, decoded if form.objects else as_text
     if calls := message.get("tool_calls"):
         fitted["tool_calls"] = [_with_arguments(call, change) for call in calls]
     if call := message.get("function_call"):

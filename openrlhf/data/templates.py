@@ -13,7 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
-from openrlhf.data.messages import Message, calls_of, decoded, read_text, render, text_of, without_nulls
+from openrlhf.data.messages import (
+    Message,
+    calls_of,
+    decoded,
+    read_text,
+    reads,
+    render,
+    text_of,
+    without_nulls,
+)
 from openrlhf.errors import ErrorCode, UsageError, notify, shortened
 
 Tools = Sequence[Mapping[str, Any]]
@@ -100,8 +109,7 @@ def tools_of(row: Row, key: str | None) -> Tools | None:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise BadRow(
-            f"column {key!r} is no list of tools, each an object. If it is meant for something else, give\n"
-            "--data.tools_key None."
+            f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
         )
     return without_nulls(tools)
 
@@ -138,8 +146,6 @@ def render_messages(
     _special_tokens(tokenizer).note(messages)
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
     text = _rendered(messages, tokenizer, tools, **options)
-    if tools and not any(str(tool.get("name")) in text for tool in calls_of({"tool_calls": tools})):
-        _tell_unread_tools(str(tokenizer.chat_template))
     return text if add_generation_prompt or is_open else text.removesuffix(_ending(tokenizer)[1])
 
 
@@ -155,6 +161,8 @@ def _rendered(
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
     if len(text) > MAX_TEXT:
         raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
+    if tools and not reads(tokenizer, str(tokenizer.chat_template)).tools:
+        _tell_unread_tools(str(tokenizer.chat_template))
     return text
 
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.encode import Tokens, token_ids_of
 from openrlhf.data.files import Row
-from openrlhf.data.messages import read_text, text_of
+from openrlhf.data.messages import read_text
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode, RunError, shortened
 from openrlhf.text import decode
@@ -69,7 +69,7 @@ def _texts(row: Row, columns: AnswerColumns) -> tuple[str | None, str | None]:
 def _content(value: object, role: str) -> str | None:
     """Returns a text, or the text of the last of several messages if it is of this role."""
     if isinstance(value, list) and value and value[-1].get("role") == role:
-        return text_of(value[-1].get("content"))
+        value = value[-1].get("content")
     return value if isinstance(value, str) else None
 
 

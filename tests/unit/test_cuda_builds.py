@@ -45,3 +45,10 @@ def test_torchvision_resizes_images_whatever_its_build() -> None:
         "print(tuple(F.resize(torch.ones(3, 8, 8), [4, 2]).shape))"
     )
     assert python(resize, sysconfig.get_path("purelib")) == "(3, 4, 2)"
+
+
+def test_datasets_may_be_imported_before() -> None:
+    begin = f"import sys; sys.path[:0] = {[str(ROOT), sysconfig.get_path('purelib')]}"
+    text = f"{begin}; import datasets, openrlhf; print(datasets.Dataset.from_list([{{'a': 1}}])[0])"
+    ran = subprocess.run([sys.executable, "-S", "-c", text], capture_output=True, text=True)
+    assert ran.stdout.strip() == "{'a': 1}", ran.stderr

@@ -5,6 +5,7 @@ import os
 import pickle
 import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
@@ -13,7 +14,7 @@ import pytest
 from refusals import refused
 
 from openrlhf.config.checks import split_spec
-from openrlhf.data.bad_rows import read_each
+from openrlhf.data.bad_rows import read_each, value_of
 from openrlhf.data.files import REMEDY
 from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
@@ -507,3 +508,113 @@ def test_the_digest_knows_the_order_of_files_and_the_split(tmp_path):
     assert len({rows_digest(spec, flag=FLAG) for spec in specs}) == 4
     assert rows_digest(str(tmp_path), flag=FLAG) == rows_digest(files[0], flag=FLAG)
     assert rows_digest(str(tmp_path), flag=FLAG, split="test") == rows_digest(files[1], flag=FLAG)
+
+
+@pytest.mark.parametrize(
+    "hidden",
+    [
+        ".ipynb_checkpoints/rows-checkpoint.jsonl",
+        "__pycache__/rows.jsonl",
+        "__MACOSX/rows.jsonl",
+        "more/.git/rows.jsonl",
+        "._rows.jsonl",
+        "dataset_infos.json",
+    ],
+)
+def test_files_that_datasets_leaves_out_are_no_rows_of_a_folder(tmp_path, hidden):
+    """Unless they are named, or the folder that they are in."""
+    write_lines(tmp_path / "rows.jsonl", ROWS)
+    before = rows_digest(str(tmp_path), flag=FLAG)
+    (tmp_path / hidden).parent.mkdir(parents=True, exist_ok=True)
+    write_lines(tmp_path / hidden, ROWS[:1])
+    assert len(load(tmp_path)) == 3
+    assert len(load(tmp_path.as_uri())) == 3
+    assert rows_digest(str(tmp_path), flag=FLAG) == before
+    if hidden.endswith(".jsonl"):
+        assert len(load(tmp_path / hidden)) == 1
+    if "/" in hidden:
+        assert (
+            len(load((tmp_path / hidden).parent)) == len(load(f"{tmp_path}@{hidden.rpartition('/')[0]}")) == 1
+        )
+
+
+def test_a_file_whose_name_begins_with_two_underscores_is_read_as_datasets_does(tmp_path):
+    write_lines(tmp_path / "__rows.jsonl", ROWS)
+    assert len(load(tmp_path)) == len(datasets.load_dataset(str(tmp_path), split="train")) == 3
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085", "\n\n"])
+def test_an_error_of_a_json_list_quotes_its_line(tmp_path, separator):
+    """JSON counts line feeds; also those before the list."""
+    text = '[\n{"input": "SEPARATOR",\n "label": "b"},\n{"input": "c" "label": "d"}\n]'
+    begin = separator if separator == "\n\n" else ""
+    path = tmp_path / "rows.json"
+    path.write_text(begin + text.replace("SEPARATOR", "x" if begin else separator), encoding="utf-8")
+    with refused(ErrorCode.UNREADABLE, value=path, row=6 if begin else 4) as raised:
+        load(path)
+    assert raised.value.text.endswith(': {"input": "c" "label": "d"}')
+
+
+@pytest.mark.parametrize(
+    ("name", "row"), [("rows.jsonl", 2), ("rows.json", 2), ("rows.csv", 2), ("head.csv", 1)]
+)
+def test_a_line_that_no_memory_holds_is_refused(tmp_path, monkeypatch, name, row):
+    monkeypatch.setattr("openrlhf.data.files.MAX_ROW", 1000)
+    path, long = tmp_path / name, "x" * 2000
+    write_lines(path, [ROWS[0], {"input": long}])
+    if name.endswith(".csv"):
+        path.write_text(f"input,label\n{long},1\n" if name == "rows.csv" else f"input,{long}\n")
+    with refused(ErrorCode.UNREADABLE, value=path, row=row):
+        load(path)
+
+
+def test_a_list_larger_than_memory_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "rows.json").write_text(json.dumps(ROWS))
+    monkeypatch.setattr("os.sysconf", lambda name: 16)
+    with refused(ErrorCode.UNREADABLE, value=tmp_path / "rows.json"):  # at most 16 bytes
+        load(tmp_path / "rows.json")
+
+
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(b" " * 2**23, 9))  # a ratio of about 1,000
+    monkeypatch.setattr("openrlhf.data.gzipped.SMALL", 2**20)
+    with refused(ErrorCode.UNREADABLE, value=path) as raised:
+        load(path)
+    assert "more than 200 times its size" in raised.value.text
+
+
+def test_a_parquet_file_that_declares_more_than_the_disk_has_is_not_decoded(tmp_path, monkeypatch):
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    monkeypatch.setattr("openrlhf.data.files.PARQUET_IN_MEMORY", 0)
+    assert len(load(tmp_path / "rows.parquet")) == 3
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=10))
+    with refused(ErrorCode.NOT_WRITABLE, value=tmp_path / "rows.parquet"):
+        load(tmp_path / "rows.parquet")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_type_without_rows_is_refused(tmp_path, ending):
+    table = pa.table({"input": pa.array([[("city", "Rome")]], pa.map_(pa.string(), pa.string()))})
+    path = tmp_path / f"rows.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    with refused(ErrorCode.UNREADABLE, value=path):
+        load(path)
+
+
+def test_large_and_encoded_texts_are_texts(tmp_path):
+    for array in (pa.array(["a"], pa.large_string()), pa.array(["a"]).dictionary_encode()):
+        pq.write_table(pa.table({"input": array}), tmp_path / "rows.parquet")
+        assert list(load(tmp_path / "rows.parquet")) == [{"input": "a"}]
+
+
+def test_a_text_that_no_memory_tokenises_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("openrlhf.data.bad_rows.MAX_TEXT", 10)
+    assert value_of({"input": "x" * 10}, "input", str)
+    assert value_of({"label": "x" * 11}, "label")
+    with refused(ErrorCode.INVALID_ROW):
+        value_of({"input": "x" * 11}, "input", str)

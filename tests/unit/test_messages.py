@@ -1,0 +1,306 @@
+"""Conversations with tools: the same tokens from every format, in the forms that chat templates read."""
+
+import csv
+import json
+from itertools import chain
+from types import SimpleNamespace
+
+import datasets
+import pyarrow as pa
+import pytest
+from refusals import refused
+
+from openrlhf.agents.chat_stream import ChatStream
+from openrlhf.config.inference import InferenceDataConfig
+from openrlhf.config.ppo import PromptDataConfig
+from openrlhf.config.supervised import ImageDataConfig, KTODataConfig
+from openrlhf.data.inference import build_answers, build_questions
+from openrlhf.data.preference import build_pairs
+from openrlhf.data.prompts import build_prompts
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows, load_rows
+from openrlhf.data.templates import as_messages
+from openrlhf.data.unpaired import build_unpaired
+from openrlhf.errors import ErrorCode
+from openrlhf.rewards.models import RewardReader
+from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.text import decode
+
+CALLS = (
+    "{% for c in m.tool_calls %}CALL {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}"
+)
+TEMPLATE = (
+    "{% if tools %}TOOLS {{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}<|{{ m['role'] }}|>"
+    "{{ m['content'] }}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+    "{{ raise_exception('one call') }}{% endif %}" + CALLS + "{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+APPENDS = TEMPLATE.replace(
+    "CALL {{ c.function.name }} {{ c.function.arguments | tojson }}",
+    "{{ 'CALL ' + c.function.name + ' ' + c.function.arguments }}",
+)
+TAKES_PARTS = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{{ '[image]' if part['type'] == 'image' else part['text'] }}"
+    "{{ '\n' }}{% endfor %}"
+    "{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+CHATML = TEMPLATE.replace(CALLS, "")
+CHAT = {"apply_chat_template": True, "input_template": None, "max_len": 1000}
+SFT_OPTIONS = CHAT | {"input_key": "messages", "output_key": None, "multiturn": True, "pretrain": False}
+
+
+def with_template(template=TEMPLATE):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def tool(name, **parameters):
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def row(question, name, arguments, result, answer, **parameters):
+    asked = [{"role": "user", "content": question, "name": None}]
+    call = {"type": "function", "id": None, "function": {"name": name, "arguments": arguments}}
+    talk = [
+        *asked,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": result},
+        {"role": "assistant", "content": answer},
+    ]
+    return {
+        "messages": talk,
+        "tools": [tool(name, **parameters)],
+        "prompt": asked,
+        "chosen": talk[1:],
+        "rejected": [{"role": "assistant", "content": "no"}],
+    }
+
+
+ROWS = [
+    row("weather", "weather", {"city": "Rome"}, "sunny", "It is sunny.", city={"type": "string", "n": None}),
+    row("files", "ls", {"path": "/", "depth": {"most": 2, "least": None}}, "a", "There is a.", path="string"),
+]
+PROMPTS = [
+    'TOOLS [{"type": "function", "function": {"name": "weather", "parameters": {"city": {"type": "string"}}}'
+    "}]<|end|><|user|>weather<|end|><|assistant|>",
+    'TOOLS [{"type": "function", "function": {"name": "ls", "parameters": {"path": "string"}}}]'
+    "<|end|><|user|>files<|end|><|assistant|>",
+]
+CALLED = ['CALL weather {"city": "Rome"}<|end|>', 'CALL ls {"path": "/", "depth": {"most": 2}}<|end|>']
+ENDED = ["It is sunny.<|end|>", "There is a.<|end|>"]
+WHOLE = [
+    f"{prompt}{called}<|tool|>{result}<|end|><|assistant|>{ended}"
+    for prompt, called, result, ended in zip(PROMPTS, CALLED, ("sunny", "a"), ENDED, strict=True)
+]
+
+
+def write_csv(path):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ROWS[0])
+        writer.writeheader()
+        writer.writerows({key: json.dumps(value) for key, value in row.items()} for row in ROWS)
+
+
+def write_lines(path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def write_texts_as_lines(path):
+    """The arguments are JSON text, as in OpenAI's format."""
+    rows = json.loads(json.dumps(ROWS))
+    for talk in chain.from_iterable((row["messages"], row["chosen"]) for row in rows):
+        for call in chain.from_iterable(message.get("tool_calls", ()) for message in talk):
+            call["function"]["arguments"].get("depth", {}).pop("least", None)
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_arrow(path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+FORMATS = {
+    "rows.jsonl": write_lines,
+    "texts.jsonl": write_texts_as_lines,
+    "rows.json": lambda path: path.write_text(json.dumps(ROWS)),
+    "rows.csv": write_csv,
+    "rows.parquet": lambda path: datasets.Dataset.from_list(ROWS).to_parquet(path),
+    "rows.arrow": write_arrow,
+    "saved": lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_of_every_format_have_the_same_tokens(tmp_path, name):
+    FORMATS[name](tmp_path / name)
+    columns = {f"--data.{column}_key": column for column in ROWS[0]}
+    rows = load_rows(str(tmp_path / name), flag="--data.dataset", required_columns=columns)
+    tokenizer, tools = with_template(), {"tools_key": "tools"}
+
+    samples = build_sft_samples(rows, tokenizer, **SFT_OPTIONS, **tools)
+    assert [decode(tokenizer, sample.token_ids.tolist()) for sample in samples] == WHOLE
+    learned = [decode(tokenizer, sample.token_ids[sample.action_mask].tolist()) for sample in samples]
+    assert learned == [called + ended for called, ended in zip(CALLED, ENDED, strict=True)]
+
+    pair_keys = {"prompt_key": "prompt", "chosen_key": "chosen", "rejected_key": "rejected"}
+    for score_last_token in (False, True):
+        pairs = build_pairs(rows, tokenizer, **CHAT, **pair_keys, **tools, score_last_token=score_last_token)
+        assert [decode(tokenizer, pair.chosen.token_ids.tolist()) for pair in pairs] == WHOLE
+        rejected = [decode(tokenizer, pair.rejected.token_ids.tolist()) for pair in pairs]
+        assert rejected == [f"{prompt}no<|end|>" for prompt in PROMPTS]
+
+    prompts = build_prompts(rows, tokenizer, **CHAT, **tools, input_key="prompt", label_key=None)
+    assert [prompt.text for prompt in prompts] == PROMPTS
+
+
+def test_other_commands_list_the_tools_too():
+    tokenizer, rows = with_template(), Rows.of([row | {"label": True} for row in ROWS])
+    kto = build_unpaired(
+        rows, tokenizer, **CHAT, input_key="prompt", output_key="chosen", label_key="label", seed=0,
+        tools_key="tools",
+    )  # fmt: skip
+    assert [decode(tokenizer, kto[i].sample.token_ids.tolist()) for i in range(2)] == WHOLE
+    keys = CHAT | {"input_key": "prompt", "tools_key": "tools"}
+    questions = build_questions(rows, [0, 1], tokenizer, suffix=None, **keys)
+    assert [decode(tokenizer, question.token_ids) for question in questions] == PROMPTS
+    answers = build_answers(rows, tokenizer, output_key="chosen", **keys)
+    assert [decode(tokenizer, answer.sample.token_ids.tolist()) for answer in answers] == WHOLE
+
+
+def test_a_reward_model_with_another_template_lists_the_tools():
+    policy, own = tiny_tokenizer(), with_template()
+    policy.chat_template = TEMPLATE + "\n"
+    (prompt, _) = build_prompts(
+        Rows.of(ROWS), policy, **CHAT, input_key="prompt", label_key=None, tools_key="tools"
+    )
+    reader = RewardReader(policy, own, stop_token_ids=[], max_len=None)
+    text = reader._conversation(SimpleNamespace(prompt=prompt, truncated=False), "Yes.").text
+    assert text == f"{PROMPTS[0]}Yes.<|end|>"
+
+
+def test_json_text_keeps_its_nulls():
+    arguments = '{"limit": null, "city": "R\\u00f3ma"}'
+    (sample,) = build_sft_samples(
+        Rows.of([row("q", "f", arguments, "r", "a")]), with_template(), **SFT_OPTIONS
+    )
+    shown = decode(with_template(), sample.token_ids.tolist())
+    assert 'CALL f {"limit": null, "city": "Róma"}<|end|>' in shown
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Rome"}, '{"city": "Rome"}'])
+def test_a_template_that_appends_the_arguments_gets_text(arguments):
+    tokenizer = with_template(APPENDS)
+    (sample,) = build_sft_samples(Rows.of([row("q", "f", arguments, "r", "a")]), tokenizer, **SFT_OPTIONS)
+    assert 'CALL f {"city": "Rome"}<|end|>' in decode(tokenizer, sample.token_ids.tolist())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"tool_calls": [{"name": "f", "arguments": "{}"}]}, {"function_call": {"name": "f", "arguments": "{}"}}],
+)
+def test_flat_and_earlier_forms_of_a_call(call):
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>{{ m.content }}"
+        "{% for c in m.tool_calls or [m.function_call] %}"
+        "{% if c %}CALL {{ c.name }} {{ c.arguments | tojson }}{% endif %}{% endfor %}<|end|>{% endfor %}"
+    )
+    template += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None} | call]
+    tokenizer = with_template(template)
+    (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **SFT_OPTIONS)
+    assert decode(tokenizer, sample.token_ids.tolist()) == "<|user|>q<|end|><|assistant|>CALL f {}<|end|>"
+
+
+def test_a_template_that_writes_no_calls_is_refused():
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template"):
+        build_sft_samples(Rows.of(ROWS), with_template(CHATML), **SFT_OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("template", "content"), [(CHATML, ""), (CHATML + "{{ '' if x is not none }}", "None")]
+)
+def test_only_a_template_that_looks_for_it_meets_a_content_that_is_null(template, content):
+    messages = [{"role": "user"}, {"role": "assistant", "content": None}]
+    assert ChatStream(with_template(template)).render(messages, answering=False) == (
+        f"<|user|>{content}<|end|><|assistant|>{content}<|end|>"
+    )
+
+
+PARTS = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+
+
+@pytest.mark.parametrize(("template", "shown"), [(CHATML, "one two"), (TAKES_PARTS, "one \ntwo\n")])
+def test_parts_are_joined_where_the_template_takes_text(template, shown):
+    tokenizer = with_template(template)
+    talk = [{"role": "user", "content": PARTS}, {"role": "assistant", "content": PARTS}]
+    options = SFT_OPTIONS | {"multiturn": False}
+    (sample,) = build_sft_samples(Rows.of([{"messages": talk}]), tokenizer, **options)
+    assert (
+        decode(tokenizer, sample.token_ids.tolist()) == f"<|user|>{shown}<|end|><|assistant|>{shown}<|end|>"
+    )
+    (prompt,) = build_prompts(
+        Rows.of([{"messages": talk[:1]}]), tokenizer, **CHAT, input_key="messages", label_key=None
+    )
+    assert prompt.text == f"<|user|>{shown}<|end|><|assistant|>"
+    assert ChatStream(tokenizer).render(talk[:1]) == prompt.text
+
+
+def test_a_part_that_is_no_text_is_refused_where_the_template_takes_text():
+    talk = [{"role": "user", "content": [*PARTS, {"type": "image"}]}, {"role": "assistant", "content": "x"}]
+    build_sft_samples(Rows.of([{"messages": talk}]), with_template(TAKES_PARTS), **SFT_OPTIONS)
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows", row=1):
+        build_sft_samples(Rows.of([{"messages": talk}]), with_template(CHATML), **SFT_OPTIONS)
+
+
+def test_text_that_is_no_conversation_stays_text():
+    for text in ("[1]", "[]", "[", '[{"role": "cook"}]', '{"role": "user", "content": "x"}', "plain"):
+        assert as_messages(text) == [{"role": "user", "content": text}]
+    talk = [{"role": "user", "content": "x"}]
+    assert as_messages(json.dumps(talk), role="assistant") == talk
+
+
+def test_turns_with_calls_alone_do_not_lack_an_end(caplog):
+    build_sft_samples(Rows.of(ROWS), with_template(), **SFT_OPTIONS)
+    assert not caplog.text
+
+
+def test_a_template_that_writes_no_tools_is_pointed_out(capsys):
+    rows = Rows.of([{"messages": ROWS[0]["prompt"], "tools": ROWS[0]["tools"]}] * 2)
+    options = CHAT | {"input_key": "messages", "label_key": None}
+    build_prompts(rows, with_template(), **options, tools_key="tools")
+    build_prompts(rows, with_template(TAKES_PARTS), **options, tools_key=None)
+    assert "tools" not in capsys.readouterr().err
+    build_prompts(rows, with_template(TAKES_PARTS), **options, tools_key="tools")
+    assert capsys.readouterr().err.count("the chat template writes no tools") == 1
+
+
+@pytest.mark.parametrize("tools", ["search", ["search"], {"name": "search"}, '"search"'])
+def test_a_column_that_holds_no_tools_is_refused(tools):
+    rows = Rows.of([{"messages": ROWS[0]["prompt"], "tools": tools}])
+    options = CHAT | {"input_key": "messages", "label_key": None}
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1):
+        build_prompts(rows, with_template(), **options, tools_key="tools")
+    build_prompts(rows, with_template(), **options, tools_key=None)
+    for empty in ([], None, "", "[]"):
+        build_prompts(Rows.of([rows[0] | {"tools": empty}]), with_template(), **options, tools_key="tools")
+
+
+@pytest.mark.parametrize(
+    "config_type", [ImageDataConfig, KTODataConfig, PromptDataConfig, InferenceDataConfig]
+)
+def test_a_column_of_tools_must_exist_if_a_flag_names_it(config_type):
+    named = lambda **options: config_type(**options).tools_column
+    assert named(apply_chat_template=True) is None
+    assert named(apply_chat_template=True, tools_key="functions") == "functions"
+    assert named(apply_chat_template=True, tools_key=None) is None
+    assert named(tools_key="functions") is None
+
+
+def test_a_conversation_that_no_memory_tokenises_is_refused(monkeypatch):
+    monkeypatch.setattr("openrlhf.data.templates.MAX_TEXT", 100)
+    with refused(ErrorCode.INVALID_ROW, value="rows", row=1):
+        build_sft_samples(Rows.of(ROWS), with_template(), **SFT_OPTIONS)
