@@ -1,8 +1,11 @@
 """Renders rows as text with chat templates and input templates."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cache
 from itertools import takewhile
 from operator import eq
@@ -13,7 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import kind
-from openrlhf.errors import ErrorCode, UsageError, notify, shortened
+from openrlhf.errors import EXIT_USAGE, ErrorCode, UsageError, notify, shortened
+from openrlhf.text import Calendar
 
 Message = dict[str, Any]
 
@@ -40,6 +44,8 @@ class PromptTemplate:
             )
         if self.apply_chat_template:
             _note_missing_header(self.tokenizer)
+            if "strftime_now" in str(self.tokenizer.chat_template):
+                _note_day(Calendar.today)
         if self.input_template is None:
             return
         try:
@@ -123,16 +129,61 @@ def render_messages(
 def _rendered(
     messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase, asks: bool = False, is_open: bool = False
 ) -> str:
+    check_cost(str(tokenizer.chat_template))
     try:
         text = tokenizer.apply_chat_template(
             list(messages),
             tokenize=False,
             add_generation_prompt=asks,
             continue_final_message=is_open,
+            strftime_now=Calendar.today.strftime,
         )
-    except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
+    except _REFUSALS as error:  # roles out of order, content that is not text, calls without an end
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
     return cast(str, text)  # tokenize=False
+
+
+_REFUSALS = (TemplateError, TypeError, ValueError, OverflowError, RecursionError, MemoryError)
+
+
+@cache
+def check_cost(template: str) -> None:
+    """Renders a short conversation in a process with limits, unless the template is a plain loop. Raises
+    UsageError if it exceeds them."""
+    if not _COSTLY.search(template) and template.count("for ") < 4:
+        return
+    trial = subprocess.run(  # bounded: the process limits its CPU time
+        [sys.executable, "-Pc", _TRIAL], input=template, capture_output=True, text=True, check=False
+    )
+    if trial.returncode < 0 or trial.returncode == EXIT_USAGE:
+        text = (
+            "the template takes more than 3 seconds or 1 GiB for a short conversation.\n"
+            f"{trial.stderr.strip()} Give another one with --data.tokenizer_chat_template."
+        )
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
+
+
+_COSTLY = re.compile(r"\*|\d{4}|range|\bset\b|macro|replace|join|lipsum|recursive")
+_TRIAL = """
+import re, resource, sys
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+made = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+)
+made.globals["strftime_now"] = str
+text = re.sub(r"{%-?\\s*(end)?generation\\s*-?%}", "", sys.stdin.read())
+talk = [{"role": role, "content": "Hi."} for role in ("user", "assistant", "user")]
+try:
+    made.from_string(text).render(messages=talk, add_generation_prompt=True, bos_token="", eos_token="")
+except (MemoryError, OverflowError, RecursionError) as error:
+    print(type(error).__name__, error, file=sys.stderr)
+    sys.exit(2)
+except Exception:
+    pass  # the messages are not those of this template
+"""
+"""Program that renders the template on stdin within 3 seconds and 1 GiB."""
 
 
 def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
@@ -189,6 +240,13 @@ def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
     if wrong := next((answer for answer in answers if answer.endswith(ends)), ""):
         text = f"the answer {shortened(wrong, 80)!r} ends itself, and the chat template ends it again."
         raise BadRow(f"{text}\nTake the end out of the row.", ErrorCode.CHAT_TEMPLATE)
+
+
+@cache
+def _note_day(day: date) -> None:
+    notify(
+        f"note: the chat template writes the date, {day}: the day on which the run started, also once resumed"
+    )
 
 
 @cache

@@ -4,6 +4,8 @@ written out.
 tests/data/templates holds templates that render what those of the models do, without their tools.
 """
 
+import resource
+import time
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -516,3 +518,34 @@ def test_columns_that_overlap_are_refused(asked, answer):
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build_sft_samples(Rows.of([row], "rows.json"), tiny_tokenizer(), **options)
     assert "'talk'" in told.value.text and "--data.output_key" in told.value.text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param("{{ 'A' * 3000000000 }}", id="a product"),
+        pytest.param(
+            "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", id="loops"
+        ),
+        pytest.param("{% for i in range(1000000000) %}{{ i }}{% endfor %}", id="a range"),
+        pytest.param(
+            "{% macro a() %}{{ a() }}{% endmacro %}{% generation %}{{ a() }}{% endgeneration %}", id="calls"
+        ),
+        pytest.param("{% set a = 'A' %}" + "{% set a = a ~ a %}" * 40, id="doubling"),
+    ],
+)
+def test_a_template_without_bounds_is_refused(template):
+    tokenizer, start = tiny_tokenizer(), time.process_time()
+    tokenizer.chat_template = template + HEADER
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template"):
+        build_sft_samples(Rows.of([{"talk": TALK}]), tokenizer, **TALKS_OF)
+    assert time.process_time() - start < 5 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**22
+
+
+def test_a_row_that_takes_a_template_too_far_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = HEADER + "{% for i in range(messages[0].content | int) %}{% endfor %}"
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1):
+        build_sft_samples(
+            Rows.of([{"talk": [user("9" * 9), assistant("")]}], "rows.json"), tokenizer, **TALKS_OF
+        )
