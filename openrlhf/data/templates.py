@@ -100,16 +100,13 @@ def joined(
 ) -> list[Message]:
     """Returns the messages of two columns as one conversation. Raises BadRow if the answer repeats the end of
     the prompt, apart from white space, or if both are turns of the assistant."""
-    ours, theirs = ([_compared(message) for message in messages] for messages in (prompt, answer))
+    squeezed = lambda m: (m["role"], "".join(str(m.get("content")).split()), m.get("tool_calls"))
+    ours, theirs = [*map(squeezed, prompt)], [*map(squeezed, answer)]
     if any(ours[-count:] == theirs[:count] for count in range(1, 1 + min(len(ours), len(theirs)))):
         raise BadRow(f"column {answer_key!r} already begins with the messages of {prompt_key!r};\n{remedy}")
     if ours[-1][0] == theirs[0][0] == "assistant":
         raise BadRow(f"columns {prompt_key!r} and {answer_key!r} have an answer each, in a row;\n{remedy}")
     return prompt + answer
-
-
-def _compared(message: Message) -> tuple[str, str, object]:
-    return message["role"], "".join(str(message.get("content")).split()), message.get("tool_calls")
 
 
 def render_messages(
@@ -123,7 +120,7 @@ def render_messages(
     on. Raises BadRow if the template refuses the messages."""
     _special_tokens(tokenizer).note(messages)
     text = _rendered(messages, tokenizer, add_generation_prompt, is_open)
-    return text if add_generation_prompt or is_open else text.removesuffix(_ending(tokenizer)[1])
+    return text if add_generation_prompt or is_open else text.removesuffix(ending(tokenizer)[1])
 
 
 def _rendered(
@@ -186,7 +183,8 @@ except Exception:
 """Program that renders the template on stdin within 3 seconds and 1 GiB."""
 
 
-def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Returns what the chat template writes behind the last answer, see `_find_ending`."""
     return _find_ending(tokenizer, str(tokenizer.chat_template))
 
 
@@ -225,14 +223,9 @@ _MARKS = ("\u241f1\u241f", "\u241f2\u241f", "\u241f3\u241f")
 """Contents of messages, to find what a template writes around them."""
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the text with which the chat template ends the last answer."""
-    return _ending(tokenizer)[0]
-
-
 def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises BadRow if an answer ends with the token that ends its turn, which the template writes too."""
-    if not (end := end_of_turn(tokenizer).strip()):
+    if not (end := ending(tokenizer)[0].strip()):
         return
     token = _special_tokens(tokenizer).pattern.match(end)
     ends = (token[0] if token else end, tokenizer.eos_token or end)

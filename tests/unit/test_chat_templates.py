@@ -7,6 +7,7 @@ tests/data/templates holds templates that render what those of the models do, wi
 import resource
 import time
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -19,10 +20,11 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import _note_missing_header
+from openrlhf.data.templates import PromptTemplate, _note_missing_header
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.text import Calendar
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -549,3 +551,11 @@ def test_a_row_that_takes_a_template_too_far_is_refused():
         build_sft_samples(
             Rows.of([{"talk": [user("9" * 9), assistant("")]}], "rows.json"), tokenizer, **TALKS_OF
         )
+
+
+def test_a_template_writes_the_date_of_the_start(monkeypatch, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }}" + HEADER.replace("<END>", "<|end|>")
+    monkeypatch.setattr(Calendar, "today", date(2031, 12, 24))
+    assert PromptTemplate(tokenizer, True, None)("hi") == "24 Dec 2031 00:00<|user|>hi<|end|><|assistant|>"
+    assert "2031-12-24" in capsys.readouterr().err
