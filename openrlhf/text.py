@@ -1,6 +1,7 @@
 """Converts prompts to tokens and tokens to text, including prompts with images."""
 
 from collections.abc import Mapping, Sequence
+from datetime import date
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -9,6 +10,12 @@ from openrlhf.errors import ErrorCode, UsageError
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
+
+
+class Calendar:
+    """The date that chat templates write: of the start of the run, also after a resume."""
+
+    today = date.today()
 
 
 def prompt_token_ids(tokenizer: "PreTrainedTokenizerBase", prompt: str, *, is_chat: bool) -> list[int]:

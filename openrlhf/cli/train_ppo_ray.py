@@ -29,12 +29,14 @@ from openrlhf.errors import (
 from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.plugins import digest
+from openrlhf.text import Calendar
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
 from openrlhf.training.start import (
     check_places,
     check_space,
     choose_checkpoint,
+    day_of,
     grace_of,
     lock_folders,
     move_old_checkpoints,
@@ -118,6 +120,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
             places = place(config, layout)
             check_disks(config, places)
             with clock.stage("data"):
+                Calendar.today = day_of(config)
                 data = build_data(config)
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, _origin(config, data) if config.ckpt.is_used else None)

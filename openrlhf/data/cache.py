@@ -17,7 +17,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from datetime import date
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +28,7 @@ from filelock import BaseFileLock, FileLock, Timeout
 from openrlhf.errors import ErrorCode, UsageError, is_first_of_machine, notify
 from openrlhf.files import cache_folder, replacing
 from openrlhf.observability.progress import tracked
-from openrlhf.text import first_token_ids
+from openrlhf.text import Calendar, first_token_ids
 
 if TYPE_CHECKING:  # columns are checked before anything heavy is imported
     from transformers import PreTrainedTokenizerBase
@@ -152,7 +151,7 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
             "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
             "first_tokens": first_token_ids(tokenizer),
             "chat_template": template,
-            "today": str(date.today()) if "strftime_now" in str(template) else None,
+            "today": str(Calendar.today) if "strftime_now" in str(template) else None,
         }
     )
 

@@ -229,7 +229,7 @@ def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Dro
 
 
 CUT_IMAGE = "image cut at max_len"
-NOTHING_TO_LEARN = "nothing to learn"
+NOTHING_TO_LEARN = "nothing to learn (empty prompt or answer)"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 

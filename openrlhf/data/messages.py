@@ -11,6 +11,8 @@ from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from openrlhf.text import Calendar
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -63,8 +65,10 @@ def render(
     text and contents may be lists of parts: the template gets what it can read. Raises ValueError for a part
     that it cannot read, and whatever the template raises."""
     form = reads(tokenizer, str(tokenizer.chat_template))
-    fitted = [_fitted(message, form) for message in messages]
-    return str(tokenizer.apply_chat_template(fitted, tools=tools, tokenize=False, **options))
+    fitted, clock = [_fitted(message, form) for message in messages], Calendar.today.strftime
+    return str(
+        tokenizer.apply_chat_template(fitted, tools=tools, tokenize=False, strftime_now=clock, **options)
+    )
 
 
 class Reads(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow, BadRowAction, refuse, value_of
-from openrlhf.data.encode import NOTHING_TO_LEARN, Text, check_left, read_tokens, token_ids_of
+from openrlhf.data.encode import Text, check_left, read_tokens, token_ids_of
 from openrlhf.data.files import Row, kind
 from openrlhf.data.labelled import LabelledSamples
 from openrlhf.data.sources import Rows
@@ -89,7 +89,7 @@ def build_steps(
             continue
         action_mask = ends_step[:max_len]
         if True not in action_mask:
-            store.drop(Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop(NOTHING_TO_LEARN))
+            store.drop(Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop("nothing to learn"))
             continue
         first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
         _check_kinds(first_of_kind, rows, label_key, reward_tokens)

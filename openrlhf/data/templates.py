@@ -1,8 +1,11 @@
 """Renders rows as text with chat templates and input templates."""
 
 import re
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date
 from functools import cache
 from itertools import takewhile
 from operator import eq
@@ -23,7 +26,8 @@ from openrlhf.data.messages import (
     text_of,
     without_nulls,
 )
-from openrlhf.errors import ErrorCode, UsageError, notify, shortened
+from openrlhf.errors import EXIT_USAGE, ErrorCode, UsageError, notify, shortened
+from openrlhf.text import Calendar
 
 Tools = Sequence[Mapping[str, Any]]
 
@@ -50,6 +54,8 @@ class PromptTemplate:
             )
         if self.apply_chat_template:
             _note_missing_header(self.tokenizer)
+            if "strftime_now" in str(self.tokenizer.chat_template):
+                _note_day(Calendar.today)
         if self.input_template is None:
             return
         try:
@@ -119,18 +125,14 @@ def joined(
 ) -> list[Message]:
     """Returns the messages of two columns as one conversation. Raises BadRow if the answer repeats the end of
     the prompt, apart from white space, or if both are turns of the assistant."""
-    ours, theirs = ([_compared(message) for message in messages] for messages in (prompt, answer))
+    plain = lambda content: content if (text := text_of(content)) is None else text
+    squeezed = lambda m: (m["role"], "".join(str(plain(m.get("content"))).split()), calls_of(m))
+    ours, theirs = [*map(squeezed, prompt)], [*map(squeezed, answer)]
     if any(ours[-count:] == theirs[:count] for count in range(1, 1 + min(len(ours), len(theirs)))):
         raise BadRow(f"column {answer_key!r} already begins with the messages of {prompt_key!r};\n{remedy}")
     if ours[-1][0] == theirs[0][0] == "assistant":
         raise BadRow(f"columns {prompt_key!r} and {answer_key!r} have an answer each, in a row;\n{remedy}")
     return prompt + answer
-
-
-def _compared(message: Message) -> tuple[str, str, list[dict[str, Any]]]:
-    content = message.get("content")
-    text = text_of(content)
-    return message["role"], "".join((str(content) if text is None else text).split()), calls_of(message)
 
 
 def render_messages(
@@ -146,7 +148,7 @@ def render_messages(
     _special_tokens(tokenizer).note(messages)
     options = {"add_generation_prompt": add_generation_prompt, "continue_final_message": is_open}
     text = _rendered(messages, tokenizer, tools, **options)
-    return text if add_generation_prompt or is_open else text.removesuffix(_ending(tokenizer)[1])
+    return text if add_generation_prompt or is_open else text.removesuffix(ending(tokenizer)[1])
 
 
 def _rendered(
@@ -155,9 +157,10 @@ def _rendered(
     tools: Tools | None = None,
     **options: bool,
 ) -> str:
+    check_cost(str(tokenizer.chat_template))
     try:
         text = render(tokenizer, messages, tools=tools, **options)
-    except (TemplateError, TypeError, ValueError) as error:  # roles out of order, content that is not text
+    except _REFUSALS as error:  # roles out of order, content that is not text, calls without an end
         raise BadRow(f"the chat template refuses the messages: {error}", ErrorCode.CHAT_TEMPLATE) from error
     if len(text) > MAX_TEXT:
         raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
@@ -175,7 +178,51 @@ def _tell_unread_tools(template: str) -> None:
     )
 
 
-def _ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+_REFUSALS = (TemplateError, TypeError, ValueError, OverflowError, RecursionError, MemoryError)
+
+
+@cache
+def check_cost(template: str) -> None:
+    """Renders a short conversation in a process with limits, unless the template is a plain loop. Raises
+    UsageError if it exceeds them."""
+    if not _COSTLY.search(template) and template.count("for ") < 4:
+        return
+    trial = subprocess.run(  # bounded: the process limits its CPU time
+        [sys.executable, "-Pc", _TRIAL], input=template, capture_output=True, text=True, check=False
+    )
+    if trial.returncode < 0 or trial.returncode == EXIT_USAGE:
+        text = (
+            "the template takes more than 3 seconds or 1 GiB for a short conversation.\n"
+            f"{trial.stderr.strip()} Give another one with --data.tokenizer_chat_template."
+        )
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
+
+
+_COSTLY = re.compile(r"\*|\d{4}|range|\bset\b|macro|replace|join|lipsum|recursive")
+_TRIAL = """
+import re, resource, sys
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
+made = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+)
+made.globals["strftime_now"] = str
+text = re.sub(r"{%-?\\s*(end)?generation\\s*-?%}", "", sys.stdin.read())
+talk = [{"role": role, "content": "Hi."} for role in ("user", "assistant", "user")]
+try:
+    made.from_string(text).render(messages=talk, add_generation_prompt=True, bos_token="", eos_token="")
+except (MemoryError, OverflowError, RecursionError) as error:
+    print(type(error).__name__, error, file=sys.stderr)
+    sys.exit(2)
+except Exception:
+    pass  # the messages are not those of this template
+"""
+"""Program that renders the template on stdin within 3 seconds and 1 GiB."""
+
+
+def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """Returns what the chat template writes behind the last answer, see `_find_ending`."""
     return _find_ending(tokenizer, str(tokenizer.chat_template))
 
 
@@ -214,14 +261,9 @@ _MARKS = ("\u241f1\u241f", "\u241f2\u241f", "\u241f3\u241f")
 """Contents of messages, to find what a template writes around them."""
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Returns the text with which the chat template ends the last answer."""
-    return _ending(tokenizer)[0]
-
-
 def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises BadRow if an answer ends with the token that ends its turn, which the template writes too."""
-    if not (end := end_of_turn(tokenizer).strip()):
+    if not (end := ending(tokenizer)[0].strip()):
         return
     token = _special_tokens(tokenizer).pattern.match(end)
     ends = (token[0] if token else end, tokenizer.eos_token or end)
@@ -231,6 +273,13 @@ def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
     if wrong := next((answer for answer in answers if answer.rstrip().endswith(ends)), ""):
         text = f"the answer {shortened(wrong, 80)!r} ends itself, and the chat template ends it again."
         raise BadRow(f"{text}\nTake the end out of the row.", ErrorCode.CHAT_TEMPLATE)
+
+
+@cache
+def _note_day(day: date) -> None:
+    notify(
+        f"note: the chat template writes the date, {day}: the day on which the run started, also once resumed"
+    )
 
 
 @cache

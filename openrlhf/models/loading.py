@@ -30,7 +30,7 @@ from openrlhf.config.fields import flag_of, values_of
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.data.encode import token_ids_of
-from openrlhf.data.templates import end_of_turn
+from openrlhf.data.templates import ending
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
@@ -323,7 +323,7 @@ def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool
     section = "actor" if isinstance(config, PPOConfig) else "model"
     flag, path = f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
     ids, is_chat = stop_token_ids(path, tokenizer), getattr(config.data, "apply_chat_template", False)
-    end = token_ids_of(end_of_turn(tokenizer), tokenizer) if is_chat and tokenizer.chat_template else []
+    end = token_ids_of(ending(tokenizer)[0], tokenizer) if is_chat and tokenizer.chat_template else []
     if not ids or (learns and tokenizer.eos_token_id is None and not end):
         text = "no token ends a response. Set eos_token in the tokenizer_config.json of the model."
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)

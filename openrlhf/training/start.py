@@ -1,10 +1,14 @@
 """Starts a training command, between loading its data and its model: checks and locks its folders, and
 selects the checkpoint to resume from."""
 
+import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from datetime import date
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from openrlhf.config.command import Command
@@ -14,6 +18,7 @@ from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import VARIABLE, faults
 from openrlhf.files import holds_model, nearest, unwritable
+from openrlhf.text import Calendar
 
 if TYPE_CHECKING:
     from openrlhf.training.checkpoints import CheckpointFolder, Found
@@ -39,7 +44,22 @@ def origin_of(
     fingerprints |= {
         flag + BUT_GENERATION: checksum(flag, paths, without=(GENERATION,)) for flag, paths in models.items()
     }
-    return Origin.of(command.name, config, {**fingerprints, **more})
+    return Origin.of(command.name, config, {**fingerprints, **more, DAY: str(Calendar.today)})
+
+
+DAY = "the date that chat templates write"
+"""Key in `Origin.contents`."""
+
+
+def day_of(config: Config) -> date:
+    """Returns the date that chat templates write: the day on which the run started, which its checkpoints
+    record, or today."""
+    root = Path(config.ckpt.folder, "_actor" if isinstance(config, PPOConfig) else "")
+    found = root.glob("global_step*/origin.json") if config.ckpt.load_enable else ()
+    for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
+        with suppress(OSError, ValueError, LookupError, TypeError):  # damage is told when one is chosen
+            return date.fromisoformat(json.loads(file.read_bytes())["origin"]["contents"][DAY])
+    return Calendar.today
 
 
 def check_places(config: Config) -> None:

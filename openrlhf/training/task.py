@@ -21,12 +21,14 @@ from openrlhf.errors import ErrorCode, Stopped, UsageError, catch_signals, notin
 from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
+from openrlhf.text import Calendar
 from openrlhf.training.publish import publish
 from openrlhf.training.start import (
     check_output,
     check_places,
     check_space,
     choose_checkpoint,
+    day_of,
     grace_of,
     lock_folders,
     move_old_checkpoints,
@@ -164,7 +166,12 @@ class Run(Generic[ConfigT]):
         self.clock = clock = clock or StartClock()
         with waiting("loading libraries, connecting to the other ranks"), clock.stage("libraries"):
             from openrlhf.backends.build import build_engine
-            from openrlhf.backends.distributed import ProcessMesh, init_distributed, seed_everything
+            from openrlhf.backends.distributed import (
+                ProcessMesh,
+                from_first,
+                init_distributed,
+                seed_everything,
+            )
             from openrlhf.models.loading import tell_stops
             from openrlhf.training.supervised import total_steps
 
@@ -177,6 +184,7 @@ class Run(Generic[ConfigT]):
         config = task.config
         seed_everything(config.train.seed, config.train.full_determinism_enable)
         with clock.stage("data"):
+            Calendar.today = from_first(partial(day_of, config))
             self.tokenizer = load_tokenizer_of(config)
             if task.learns_ends:
                 tell_stops(config, self.tokenizer, learns=True)

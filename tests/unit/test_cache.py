@@ -29,6 +29,7 @@ from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import model_digest, model_fingerprint
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
+from openrlhf.text import Calendar
 from openrlhf.training.task import build_train_set, load_tokenizer_of
 
 KEY = {"rows": "abc", "options": {"max_len": 8}}
@@ -334,11 +335,6 @@ def test_the_digest_of_a_tokenizer_is_that_of_what_it_does():
 
 
 def test_a_template_that_writes_the_date_is_another_one_tomorrow(monkeypatch):
-    class Tomorrow(date):
-        @classmethod
-        def today(cls):
-            return cls(2100, 1, 1)
-
     def both():
         return [
             changed(lambda t: setattr(t, "chat_template", "{{ strftime_now('%Y') }}")),
@@ -346,7 +342,7 @@ def test_a_template_that_writes_the_date_is_another_one_tomorrow(monkeypatch):
         ]
 
     dated, plain = both()
-    monkeypatch.setattr("openrlhf.data.cache.date", Tomorrow)
+    monkeypatch.setattr(Calendar, "today", date(2100, 1, 1))
     dated_tomorrow, plain_tomorrow = both()
     assert dated != dated_tomorrow
     assert plain == plain_tomorrow

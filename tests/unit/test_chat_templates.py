@@ -4,7 +4,10 @@ written out.
 tests/data/templates holds templates that render what those of the models do, without their tools.
 """
 
+import resource
+import time
 from dataclasses import dataclass
+from datetime import date
 from functools import cache
 from pathlib import Path
 
@@ -17,10 +20,11 @@ from transformers import PreTrainedTokenizerFast
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import _note_missing_header
+from openrlhf.data.templates import PromptTemplate, _note_missing_header
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.text import Calendar
 
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -516,3 +520,42 @@ def test_columns_that_overlap_are_refused(asked, answer):
     with refused(ErrorCode.INVALID_ROW, value="rows.json", row=1) as told:
         build_sft_samples(Rows.of([row], "rows.json"), tiny_tokenizer(), **options)
     assert "'talk'" in told.value.text and "--data.output_key" in told.value.text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param("{{ 'A' * 3000000000 }}", id="a product"),
+        pytest.param(
+            "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", id="loops"
+        ),
+        pytest.param("{% for i in range(1000000000) %}{{ i }}{% endfor %}", id="a range"),
+        pytest.param(
+            "{% macro a() %}{{ a() }}{% endmacro %}{% generation %}{{ a() }}{% endgeneration %}", id="calls"
+        ),
+        pytest.param("{% set a = 'A' %}" + "{% set a = a ~ a %}" * 40, id="doubling"),
+    ],
+)
+def test_a_template_without_bounds_is_refused(template):
+    tokenizer, start = tiny_tokenizer(), time.process_time()
+    tokenizer.chat_template = template + HEADER
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template"):
+        build_sft_samples(Rows.of([{"talk": TALK}]), tokenizer, **TALKS_OF)
+    assert time.process_time() - start < 5 and resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**22
+
+
+def test_a_row_that_takes_a_template_too_far_is_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = HEADER + "{% for i in range(messages[0].content | int) %}{% endfor %}"
+    with refused(ErrorCode.CHAT_TEMPLATE, value="rows.json", row=1):
+        build_sft_samples(
+            Rows.of([{"talk": [user("9" * 9), assistant("")]}], "rows.json"), tokenizer, **TALKS_OF
+        )
+
+
+def test_a_template_writes_the_date_of_the_start(monkeypatch, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y %H:%M') }}" + HEADER.replace("<END>", "<|end|>")
+    monkeypatch.setattr(Calendar, "today", date(2031, 12, 24))
+    assert PromptTemplate(tokenizer, True, None)("hi") == "24 Dec 2031 00:00<|user|>hi<|end|><|assistant|>"
+    assert "2031-12-24" in capsys.readouterr().err

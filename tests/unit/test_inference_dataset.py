@@ -166,3 +166,11 @@ def test_a_plain_conversation_may_start_with_a_text():
 def test_scores_are_positions_of_samples():
     (answer,) = answers(("a", "b"))
     assert answer.key == (0, 0) and answer.sample.token_ids.dtype == torch.int64
+
+
+def test_answers_of_a_tokenizer_without_an_end_are_refused():
+    tokenizer = tiny_tokenizer()
+    tokenizer.eos_token = None
+    options = PLAIN | {"output_key": "output", "max_len": 100}
+    with refused(ErrorCode.INVALID_MODEL):
+        build_answers(Rows.of([{"input": "1", "output": "2"}]), tokenizer, **options)

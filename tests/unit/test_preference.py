@@ -142,7 +142,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(score_last_token):
     assert dataset.dropped == {
         "both answers are the same": 1,
         "both answers are the same up to max_len": 1,
-        "nothing to learn": 2,
+        "nothing to learn (empty prompt or answer)": 2,
         "prompt of max_len - 2 tokens or more": 1,
     }
     assert dataset.truncated == 0
@@ -171,7 +171,7 @@ def test_the_length_that_is_named_is_the_smallest_that_keeps_a_pair_whole(
 def test_an_empty_answer_in_a_chat_teaches_nothing():
     for score_last_token in (False, True):
         dataset = build([ROW, ROW | {"rejected": ""}], score_last_token=score_last_token)
-        assert dataset.dropped == {"nothing to learn": 1}
+        assert dataset.dropped == {"nothing to learn (empty prompt or answer)": 1}
 
 
 @settings(max_examples=50, deadline=None)
@@ -327,6 +327,16 @@ def test_a_tokenizer_whose_template_has_another_end_gets_the_end_of_sequence_too
     assert marked(pair.chosen, tokenizer).endswith("⟦33<|end|><|endoftext|>⟧")
     (pair,) = build([ROW], tokenizer, score_last_token=True)
     assert marked(pair.chosen, tokenizer).endswith("33<|end|>⟦<|endoftext|>⟧")
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_score_needs_an_end_and_an_answer_does_not(chat):
+    tokenizer, options = tiny_tokenizer(), {} if chat else PLAIN
+    tokenizer.eos_token = None
+    with refused(ErrorCode.INVALID_MODEL, value=tokenizer.name_or_path):
+        build([ROW], tokenizer, score_last_token=True, **options)
+    (pair,) = build([ROW], tokenizer, **options)
+    assert marked(pair.chosen, tokenizer).endswith("⟦33<|end|>⟧" if chat else "⟦33⟧")
 
 
 def test_templates_are_checked_first():

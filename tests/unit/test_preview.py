@@ -68,7 +68,7 @@ first step: 6 samples in 2 packed rows
   row 2: 3 samples, 54 tokens, 36 learned
 
 8 rows: 7 samples, 1 dropped, 1 cut at max_len
-    1 nothing to learn
+    1 nothing to learn (empty prompt or answer)
     --data.max_len 125 would keep every row whole
 135 tokens, 95 learned (70.4%)
 

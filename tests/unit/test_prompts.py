@@ -1,6 +1,7 @@
 import hashlib
 import json
 import zlib
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -13,7 +14,7 @@ from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.training.rl_data import build_prompt_datasets
+from openrlhf.training.rl_data import build_data, build_prompt_datasets
 from openrlhf.types import Prompt
 
 OPTIONS = {
@@ -351,3 +352,29 @@ def test_many_prompts_are_made_of_their_rows_again(tokenizer, monkeypatch, in_me
     read = json.dumps([[p.prompt_id, p.text, p.label, p.source] for p in expected])
     assert prompts.digest() == hashlib.sha256(read.encode()).hexdigest()
     assert prompts.fingerprint() == zlib.crc32("".join(p.text for p in expected).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda t: setattr(t, "eos_token", None), "no token ends a response"),
+        (
+            lambda t: setattr(t, "chat_template", t.chat_template.replace("<|end|>", "<|endoftext|>")),
+            "the chat template ends an answer with '<|endoftext|>'",
+        ),
+        (lambda t: None, ""),
+    ],
+)
+def test_a_policy_that_no_token_ends_is_told_before_it_runs(tmp_path, change, told, capsys):
+    tokenizer = tiny_tokenizer()
+    change(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = write(tmp_path / "rows.jsonl", [{"input": "hi"}])
+    data = PromptDataConfig(prompt_dataset=rows, max_len=64, apply_chat_template=True)
+    config = PPOConfig(actor=ActorConfig(model_name_or_path=str(tmp_path / "model")), data=data)
+    build_data(config)
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == bool(told) and told in said
+    stopped = replace(config, rollout=replace(config.rollout, stop=("\n",)))
+    build_data(stopped)
+    assert "warning" not in capsys.readouterr().err

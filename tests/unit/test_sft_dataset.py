@@ -209,7 +209,7 @@ def test_the_end_of_an_answer_is_learned_whatever_blanks_stand_around_it(end, an
     assert sample.token_ids[-1] == tokenizer.eos_token_id
     if not end.strip():
         assert build([{"input": "u", "output": " "}, {"input": "u", "output": "a"}], tokenizer).dropped == {
-            "nothing to learn": 1
+            "nothing to learn (empty prompt or answer)": 1
         }
 
 
@@ -329,12 +329,17 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer):
     ]
     dataset = build(rows, tokenizer, apply_chat_template=False, max_len=12)
     assert len(dataset) == 1
-    assert dataset.dropped == {"nothing to learn": 2, "prompt of max_len - 2 tokens or more": 1}
+    assert dataset.dropped == {
+        "nothing to learn (empty prompt or answer)": 2,
+        "prompt of max_len - 2 tokens or more": 1,
+    }
     longest, options = dataset.needed_len, {"apply_chat_template": False}
     kept = [len(build(rows, tokenizer, **options, max_len=length)) for length in (longest - 1, longest)]
     assert kept == [1, 2]
     assert list(dataset.lengths) == [dataset[0].length]
-    assert build([rows[0], {"input": "u", "output": ""}], tokenizer).dropped == {"nothing to learn": 1}
+    assert build([rows[0], {"input": "u", "output": ""}], tokenizer).dropped == {
+        "nothing to learn (empty prompt or answer)": 1
+    }
 
 
 def test_a_prompt_may_have_max_len_minus_three_tokens(tokenizer):

@@ -1,11 +1,13 @@
 """Checks of a run before it loads a model."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,9 +36,18 @@ from openrlhf.config.sections import (
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import adapter_parameters
+from openrlhf.text import Calendar
 from openrlhf.training import start
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.start import check_output, check_places, check_space, move_old_checkpoints
+from openrlhf.training.start import (
+    DAY,
+    check_output,
+    check_places,
+    check_space,
+    day_of,
+    move_old_checkpoints,
+    origin_of,
+)
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
@@ -210,3 +221,26 @@ def test_the_cache_folder_is_tried_before_anything_starts(tmp_path: Path) -> Non
     data = SFTDataConfig(cache_dir=f"{tmp_path}/file/cache")
     with refused(ErrorCode.NOT_WRITABLE, flag="--data.cache_dir"):
         check_places(SFTConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/new"), data=data))
+
+
+@pytest.mark.parametrize(("make", "model"), [(sft(), ""), (ppo(), "_actor/")])
+def test_a_resumed_run_writes_the_date_of_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable, model: str
+) -> None:
+    """An older checkpoint and a damaged one record none, and those set aside are of another run."""
+    config = make(str(tmp_path))
+    root = tmp_path / "ckpt"
+    config = replace(config, ckpt=replace(config.ckpt, path=str(root), load_enable=True))
+    monkeypatch.setattr(Calendar, "today", date(2100, 1, 1))
+    assert day_of(config) == date(2100, 1, 1)
+    recorded = origin_of(config, SimpleNamespace(name="sft"), {}, {}).as_dict()
+    monkeypatch.setattr(Calendar, "today", date(2100, 1, 2))
+    other = recorded | {"contents": {DAY: "1999-01-01"}}
+    origins = {"global_step8": "{", "global_step10": "{}", "global_step9": {"origin": recorded}}
+    origins |= {"global_step11": {"origin": recorded | {"contents": {}}}}
+    for name, origin in {**origins, "previous/001/global_step99": {"origin": other}}.items():
+        folder = root / model / name
+        folder.mkdir(parents=True)
+        (folder / "origin.json").write_text(origin if isinstance(origin, str) else json.dumps(origin))
+    assert day_of(config) == date(2100, 1, 1)
+    assert day_of(replace(config, ckpt=replace(config.ckpt, load_enable=False))) == date(2100, 1, 2)

@@ -208,7 +208,10 @@ def test_rows_that_teach_nothing_are_dropped_and_lend_no_answer():
         {"input": "12345678", "output": "9", "label": True},
     ]
     dataset = build(rows, apply_chat_template=False, max_len=8)
-    assert dataset.dropped == {"nothing to learn": 1, "prompt of max_len - 2 tokens or more": 1}
+    assert dataset.dropped == {
+        "nothing to learn (empty prompt or answer)": 1,
+        "prompt of max_len - 2 tokens or more": 1,
+    }
     assert dataset.needed_len == 11  # the prompt of 8 leaves room for three tokens, of which it has two
     assert {texts(example)[1] for example in dataset} == {"12⟦567<|end|>⟧", "4⟦33<|end|>⟧"}
 
