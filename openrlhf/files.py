@@ -99,8 +99,6 @@ def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
 
 EXPORT = ".export"
 """Folder in which a model is written before its files move to the folder around it."""
-UNFINISHED = "unfinished_export"
-"""Folder with the weights of a model whose other files could not be written."""
 
 
 @contextmanager
@@ -108,8 +106,8 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
     """Yields an empty folder for the files of a model. When the block ends, the files move to `folder`,
     configurations last, and files of a previous model there are removed. If the block raises, the model in
     `folder` is unchanged. Raises RunError if the files cannot be written; weights that are already there stay
-    in the folder UNFINISHED unless the disk refused."""
-    place, made, kept = Path(folder), Path(folder) / EXPORT, Path(folder) / UNFINISHED
+    in a folder of their own unless the disk refused."""
+    place, made, kept = Path(folder), Path(folder) / EXPORT, Path(folder) / "unfinished_export"
     try:
         _remove(made)  # left by a process that was killed
         made.mkdir(parents=True)
@@ -135,8 +133,7 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
             made.replace(kept)
             text = (
                 f"the model could not be saved completely: {type(error).__name__}: {first_line(error)}\n"
-                f"Its weights are in {kept}. To finish it, copy the files that are missing there from the "
-                "folder of the model that was trained."
+                f"Its weights are in {kept}: copy what is missing there from the model that was trained."
             )
             raise RunError(ErrorCode.NOT_WRITABLE, text) from error
         reason = getattr(error, "strerror", None) or str(error)

@@ -95,13 +95,13 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from openrlhf.models.loading import DTYPES, reading_weights
+    from openrlhf.models.loading import DTYPES, OF_FILES, loading
     from openrlhf.models.scorer import CLASSIFIER_HEAD
 
     dtype = DTYPES[config.ds.param_dtype]
     auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
-    with reading_weights(config.model_path):
-        labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
+    labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
+    with loading("weights", config.model_path, "--model_path", OF_FILES):
         base = auto_class.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False, **labels)
     if config.is_rm:
         base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
@@ -109,10 +109,8 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
         model = PeftModel.from_pretrained(base, config.lora_path)
     except (RuntimeError, ValueError) as error:
         raise _other_base(config, trained_on, str(error).strip().splitlines()[-1].strip()) from error
-    unknown = sorted(
-        load_peft_weights(config.lora_path, device="cpu").keys() - get_peft_model_state_dict(model)
-    )
-    if unknown:
+    saved, known = load_peft_weights(config.lora_path, device="cpu"), get_peft_model_state_dict(model)
+    if unknown := sorted(saved.keys() - known):
         raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
     _untie(base)
     try:
@@ -127,12 +125,10 @@ def _untie(base: "PreTrainedModel") -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from torch import nn
 
-    head, embedding = base.get_output_embeddings(), base.get_input_embeddings()
-    if (
-        any(isinstance(layer, BaseTunerLayer) for layer in (head, embedding))
-        and head.weight is embedding.weight
-    ):
-        own: Any = head.base_layer if isinstance(head, BaseTunerLayer) else head
+    layers: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
+    adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
+    if adapted and layers[0].weight is layers[1].weight:
+        own = getattr(layers[0], "base_layer", layers[0])
         own.weight = nn.Parameter(own.weight.clone())
         base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
 

@@ -63,12 +63,14 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     the flag already has a problem. `on_cpu`: True if the engines are known to have no GPU."""
     _check_columns(config, ask)  # before the import of transformers, which takes longer than these checks
     from openrlhf.models.experts import check_experts
-    from openrlhf.models.loading import check_model
+    from openrlhf.models.loading import check_model, policy_processor
+    from openrlhf.models.saving import check_saving
     from openrlhf.models.scorer import check_reward_model
 
     actor, critic = config.actor.model_name_or_path, config.critic_path
     ask(ACTOR_FLAG, _check_trained, config, actor, ACTOR_FLAG)
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
+    ask(ACTOR_FLAG, lambda: check_saving(actor, ACTOR_FLAG, policy_processor(config)))
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.algo.router_replay:
@@ -77,6 +79,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
     if config.uses_critic and critic != actor:
         ask(CRITIC_FLAG, _check_trained, config, critic, CRITIC_FLAG)
+        ask(CRITIC_FLAG, lambda: check_saving(critic, CRITIC_FLAG, policy_processor(config)))
     if config.uses_critic and config.critic_aux_loss_coef:
         ask(CRITIC_FLAG, check_experts, critic, CRITIC_FLAG, "--critic.aux_loss_coef")
     for path in config.reward.models:
@@ -109,12 +112,10 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 
 def _check_trained(config: PPOConfig, path: str, flag: str) -> None:
-    from openrlhf.models.loading import check_model, check_room, load_config, policy_processor
-    from openrlhf.models.saving import check_saving
+    from openrlhf.models.loading import check_model, check_room, load_config
 
     check_model(path, flag)
     check_room(load_config(path, flag), config, "data.max_len", path=path)
-    check_saving(path, flag, policy_processor(config))
 
 
 def _check_replay(path: str) -> None:

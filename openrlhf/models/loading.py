@@ -39,7 +39,7 @@ from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.vision import image_reader
-from openrlhf.models.weight_files import check_weight_files, quantized_types
+from openrlhf.models.weight_files import check_weight_files
 from openrlhf.text import decode
 
 logger = logging.getLogger(__name__)
@@ -99,15 +99,10 @@ def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False)
 def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
     """Builds the model from its configuration on torch's meta device. Raises UsageError for sizes that no
     model can have."""
-    auto_class, config = (
-        AutoModelForImageTextToText if images else AutoModelForCausalLM,
-        load_config(path, flag),
-    )
-    try:
-        with torch.device("meta"):
-            return auto_class.from_config(config, trust_remote_code=False)
-    except RuntimeError as error:
-        raise _not_loaded("model", path, flag, error) from error
+    auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
+    config = load_config(path, flag)
+    with loading("model", path, flag, (RuntimeError,)), torch.device("meta"):
+        return auto_class.from_config(config, trust_remote_code=False)
 
 
 def load_generator(
@@ -116,7 +111,7 @@ def load_generator(
     """Loads a model for transformers' `generate`, with one of transformers' attention implementations.
     `attention` auto: transformers' default."""
     config = load_config(path, flag)
-    with reading_weights(path):
+    with loading("weights", path, errors=OF_FILES):
         model = AutoModelForCausalLM.from_pretrained(
             model_folder(path, weights=True),
             config=config,
@@ -147,7 +142,7 @@ def load_for_rows(
     name = resolve_attention(attention, config)
     takes_it = name != PACKED or _takes_attention(auto_class, config)
     implementation = of_text(name, config) if takes_it else None
-    with reading_weights(path):
+    with loading("weights", path, errors=OF_FILES):
         model, info = auto_class.from_pretrained(
             model_folder(path, weights=True),
             attn_implementation=implementation,
@@ -168,15 +163,6 @@ def load_for_rows(
         apply_liger(model)
         reading.liger = True
     return model, info
-
-
-@contextmanager
-def reading_weights(path: str) -> Iterator[None]:
-    """Turns errors of files, and of packages that their format needs, into a UsageError about the model."""
-    try:
-        yield
-    except (ImportError, OSError, SafetensorError, pickle.UnpicklingError) as error:
-        raise _not_loaded("weights", path, "", error) from error
 
 
 def _emulates_bf16() -> bool:
@@ -262,12 +248,10 @@ def load_tokenizer(
         # transformers would create an empty tokenizer
         text = "the folder has no tokenizer. Save one beside the model."
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
-    try:
+    with loading("tokenizer", path, flag):
         tokenizer = cast(
             Any, AutoTokenizer.from_pretrained(model_folder(path), use_fast=use_fast, trust_remote_code=False)
         )
-    except Exception as error:  # of any class of transformers
-        raise _not_loaded("tokenizer", path, flag, error) from error
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     if chat_template is not None:
@@ -296,10 +280,8 @@ def policy_processor(config: PPOConfig) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
-    try:
+    with loading("processor", path):
         processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
-    except Exception as error:  # of any class of transformers
-        raise _not_loaded("processor", path, "", error) from error
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 
@@ -382,25 +364,11 @@ def check_same_vocabulary(
 def check_model(path: str, flag: str) -> None:
     """Raises UsageError if `path` has no model configuration, if the model is quantized, or if one of its
     files is damaged. Prints a note on tokens without an embedding. Loads no weights."""
-    config = load_unquantized(path, flag)
     if os.path.isdir(path):
         check_weight_files(path, flag)
-        if types := quantized_types(path):
-            raise quantized(path, flag, f"its files have {', '.join(sorted(types))}")
-        check_generation_config(path, flag)
+    config = load_unquantized(path, flag)
     if any(next(Path(path).glob(name), None) for name in TOKENIZER_FILES):
         note_missing_embeddings(load_tokenizer(path, flag=flag), config, path, flag)
-
-
-def check_generation_config(path: str, flag: str) -> None:
-    """Raises UsageError if the generation config in a folder cannot be read. transformers would do without
-    it."""
-    try:
-        if os.path.exists(os.path.join(path, GENERATION)):
-            GenerationConfig.from_pretrained(path)
-    except Exception as error:  # of any class of transformers
-        text = f"its {GENERATION} cannot be used: {first_line(error)}\nCorrect or remove the file."
-        raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path) from error
 
 
 def note_missing_embeddings(
@@ -459,12 +427,10 @@ def load_config(path: str, flag: str):
             f"openrlhf lora_combiner --model_path BASE --lora_path {path} --output_path MERGED"
         )
         raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path)
-    try:
+    with loading("model configuration", path, flag):
         folder = model_folder(path)
         _check_counts(PreTrainedConfig.get_config_dict(folder)[0])
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # of any class of transformers
-        raise _not_loaded("model configuration", path, flag, error) from error
 
 
 LARGEST = {r"layers?$|depth$|blocks$": 2000, r"labels$|experts$|heads$": 100_000}
@@ -484,31 +450,36 @@ def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
     """Like `load_config`. Raises UsageError for a model whose files are quantized: its weights could neither
     be trained nor be saved in its format."""
     config = load_config(path, flag)
-    for part in (config, config.get_text_config()):
-        if about := getattr(part, "quantization_config", None) or getattr(part, "compression_config", None):
-            about = about if isinstance(about, Mapping) else about.to_dict()
-            raise quantized(path, flag, f"its config.json says {about.get('quant_method') or about}")
+    parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config())]
+    names = [part.get("quant_method", part) for part in parts if part]
+    if names:
+        text = (
+            f"its weights are quantized ({names[0]}), and only ordinary ones can be trained and saved.\n"
+            "Name the model from which it was made, or dequantize it first (docs/models.md). To save memory, "
+            "--ds.load_in_4bit quantizes ordinary weights as they are loaded."
+        )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
     return config
 
 
-def quantized(path: str, flag: str, reason: str) -> UsageError:
-    """Returns the error for a model whose files are quantized."""
-    text = (
-        f"its weights are quantized ({reason}), and only ordinary ones can be trained, compared and saved.\n"
-        "Name the model from which it was made, or dequantize it first (docs/models.md). To save memory, "
-        "--ds.load_in_4bit quantizes ordinary weights as they are loaded."
-    )
-    return UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=path)
+OF_FILES = (ImportError, OSError, SafetensorError, pickle.UnpicklingError)
+"""Errors of files of weights, and of packages that their format needs."""
 
 
-def _not_loaded(what: str, path: str, flag: str, error: Exception) -> UsageError:
-    """Returns the error if transformers cannot load `what` from `path`."""
-    code = ErrorCode.INVALID_MODEL if os.path.exists(path) else ErrorCode.NOT_FOUND
-    text = (
-        f"no {what} could be loaded from it: {first_line(error)}\n"
-        "Name a folder with config.json, weights and tokenizer, or a model on the hub."
-    )
-    return UsageError(code, text, flag=flag, value=path)
+@contextmanager
+def loading(
+    what: str, path: str, flag: str = "", errors: tuple[type[Exception], ...] = (Exception,)
+) -> Iterator[None]:
+    """Turns errors of transformers inside into a UsageError: `what` could not be loaded from `path`."""
+    try:
+        yield
+    except errors as error:
+        code = ErrorCode.INVALID_MODEL if os.path.exists(path) else ErrorCode.NOT_FOUND
+        text = (
+            f"no {what} could be loaded from it: {first_line(error)}\n"
+            "Name a folder with config.json, weights and tokenizer, or a model on the hub."
+        )
+        raise UsageError(code, text, flag=flag, value=path) from error
 
 
 def has_experts(path: str, flag: str) -> bool:

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,8 +106,7 @@ class Weight:
         """Returns the full weight, with the adapter merged. `parts` must be gathered. Collective under tensor
         parallelism."""
         weight = self._dequantized()
-        if self.layer is not None:
-            weight = weight + whole(self.layer.get_delta_weight(ADAPTER))
+        weight = weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
         return weight.T.contiguous() if self.is_transposed else weight
 
     def _dequantized(self) -> Tensor:
@@ -201,13 +200,12 @@ def load_statistics(folder: str | Path) -> dict[str, float]:
 def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
     import peft
 
-    targets = _targets(model, lora.target_modules)
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
-        target_modules=targets,
-        fan_in_fan_out=any(_is_one_of(n, targets) for n, m in model.named_modules() if isinstance(m, Conv1D)),
+        target_modules=_targets(model, lora.target_modules),
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         task_type=peft.TaskType.SEQ_CLS if is_classifier(model) else peft.TaskType.CAUSAL_LM,
     )
     # Forks the random state, so that adapters start equal at every ZeRO stage, whose loading draws different
@@ -233,7 +231,7 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
     if last_names and wanted == (ALL_LINEAR,):
         return last_names
     for name in wanted:
-        if not any(_is_one_of(known, [name]) for known in linear):
+        if not any(known == name or known.endswith(f".{name}") for known in linear):
             near = difflib.get_close_matches(name, last_names, n=3) or last_names
             text = "names no linear layer (the head gets no adapter).\n"
             text += (
@@ -243,10 +241,6 @@ def _targets(model: PreTrainedModel, wanted: tuple[str, ...]) -> list[str]:
             )
             raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ds.lora.target_modules", value=name)
     return list(wanted)
-
-
-def _is_one_of(layer: str, names: Iterable[str]) -> bool:
-    return any(layer == name or layer.endswith(f".{name}") for name in names)
 
 
 def is_classifier(model: PreTrainedModel) -> bool:

@@ -1,5 +1,6 @@
 """Saves models, and finds out before a run whether what it trains could be saved."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,12 +19,9 @@ def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, T
     many files that it reads."""
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     own: Any = model.generation_config if model.can_generate() else None
-    try:
-        if own is not None:
-            model.generation_config = GenerationConfig()
-        model.save_pretrained(folder, state_dict=dict(state))
-    finally:
-        model.generation_config = own
+    model.generation_config = own and GenerationConfig()
+    model.save_pretrained(folder, state_dict=dict(state))
+    model.generation_config = own
     if own is not None:
         own.to_json_file(Path(folder, GENERATION), use_diff=True, keys_to_pop=["compile_config"])
     model.config.dtype = str(dtype).removeprefix("torch.")
@@ -31,17 +29,20 @@ def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, T
 
 
 def check_saving(path: str, flag: str, reader: Any) -> None:
-    """Raises UsageError if a model could be trained, and not be saved. Tries it in a temporary folder.
-    `reader`: the tokenizer or processor that is saved with the model."""
+    """Raises UsageError if a trained model could not be saved. `reader`: its tokenizer or processor."""
+    own = Path(path, GENERATION)
     with TemporaryDirectory(prefix="openrlhf-export-") as folder:
-        for name, part in (("config.json", load_config(path, flag)), ("tokenizer or processor", reader)):
+        parts = {
+            "config.json": lambda: load_config(path, flag).save_pretrained(folder),
+            "tokenizer or processor": lambda: reader.save_pretrained(folder),
+            GENERATION: lambda: own.exists() and GenerationConfig.from_dict(json.loads(own.read_bytes())),
+        }
+        for name, write in parts.items():
             try:
-                part.save_pretrained(folder)
-            except OSError:
-                raise  # of the disk
+                write()
             except Exception as error:  # of any class of transformers
                 text = (
-                    f"its {name} can be read and not be written, so no trained model could be saved: "
+                    f"its {name} cannot be read and written again, so no trained model could be saved: "
                     f"{first_line(error)}\nCorrect the file in the model's folder."
                 )
                 raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=path) from error

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -11,7 +10,7 @@ from openrlhf.errors import ErrorCode, UsageError, first_line
 
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes, as the format defines it."""
-UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
+UNREADABLE = (ValueError, RecursionError, LookupError, TypeError, AttributeError)
 """Errors of a file of something else."""
 
 
@@ -32,11 +31,10 @@ def _damages(place: Path) -> Iterator[str]:
             size, expected = file.stat().st_size, None
             if file.suffix == ".bin":
                 torch.load(file, map_location="meta", weights_only=True)
-            elif (expected := _expected_bytes(file)) != size:
-                what = (
-                    "an unreadable header" if expected is None else f"{size:,} bytes instead of {expected:,}"
-                )
-                yield f"{file.name} has {what}"
+            elif (expected := _expected_bytes(file)) is None:
+                yield f"{file.name} has an unreadable header"
+            elif size != expected:
+                yield f"{file.name} has {size:,} bytes instead of {expected:,}"
         except OSError as error:
             yield f"{file.name} cannot be read: {error.strerror}"
         except Exception as error:  # a damaged pickle can raise any error
@@ -45,7 +43,7 @@ def _damages(place: Path) -> Iterator[str]:
     try:
         listed = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ()
         missing = [name for name in sorted(set(listed)) if not (place / name).exists()]
-    except UNREADABLE:
+    except (OSError, *UNREADABLE):
         yield f"{index.name} cannot be read, or lists no weights"
     else:
         yield from (f"{index.name} lists {name}, which is missing" for name in missing)
@@ -53,26 +51,13 @@ def _damages(place: Path) -> Iterator[str]:
 
 def _expected_bytes(file: Path) -> int | None:
     """Returns the size of the file by its header; None if the header cannot be read."""
-    try:
-        length, tensors = _header(file)
-        return 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
-    except OSError:
-        raise
-    except UNREADABLE:
-        return None
-
-
-def _header(file: Path) -> tuple[int, list[dict[str, Any]]]:
-    """Returns the length of the header, and the entries of all tensors."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length)) if length <= LARGEST_HEADER else {"": None}
-    return length, [about for name, about in header.items() if name != "__metadata__"]
-
-
-def quantized_types(folder: str | Path) -> set[str]:
-    """Returns the types of numbers in the files of a local model, which are whole, that only quantized
-    weights have."""
-    files = Path(folder).glob("*.safetensors")
-    types = {str(about["dtype"]) for file in files for about in _header(file)[1]}
-    return {name for name in types if name.startswith(("F8", "F4"))}
+        if length > LARGEST_HEADER:
+            return None
+        try:
+            header = json.loads(opened.read(length))
+            ends = [int(about["data_offsets"][1]) for name, about in header.items() if name != "__metadata__"]
+        except UNREADABLE:
+            return None
+    return 8 + length + max(ends, default=0)

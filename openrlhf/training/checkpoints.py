@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from openrlhf.backends import manifest
 from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
+from openrlhf.backends.torch.checkpoint_files import forged
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import fault
@@ -182,7 +183,7 @@ class CheckpointFolder:
             for other in self.folders[1:]:
                 if reason := self._damage_of(other / tag, listed.parts.get(other.name), hashes):
                     return f"{other.name}: {reason}"
-            return listed.damage(folder, hashes=hashes) or _forged(folder)
+            return listed.damage(folder, hashes=hashes) or forged(folder)
         except ValueError as error:
             return str(error)
         except OSError as error:
@@ -197,7 +198,7 @@ class CheckpointFolder:
             return str(error)
         if Entry.of(folder / MANIFEST).sha256 != sha256:
             return f"{MANIFEST} belongs to another save"
-        return listed.damage(folder, hashes=hashes) or _forged(folder)
+        return listed.damage(folder, hashes=hashes) or forged(folder)
 
     def _has_manifest(self, tag: str) -> bool:
         """Returns True if the checkpoint was saved with a manifest, even if the manifest has been deleted."""
@@ -400,12 +401,6 @@ class Found(NamedTuple):
     """Tag of the checkpoint to resume from; None without an undamaged one."""
     skipped: list[str]
     """Reasons why other checkpoints were skipped."""
-
-
-def _forged(folder: Path) -> str | None:
-    from openrlhf.backends.torch.checkpoint_files import forged  # takes a while, and only a resume needs it
-
-    return forged(folder)
 
 
 def _metric(folder: Path) -> float:

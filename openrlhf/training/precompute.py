@@ -37,7 +37,11 @@ def values_of_items(
 def cached_array(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
     """Returns the array stored in `path`. If not every rank can read this file, all ranks call `compute`, and
     its result is stored there. Collective."""
-    kept = _read(path)
+    try:
+        kept = np.load(path, allow_pickle=False) if path.exists() else None
+    except (OSError, EOFError, ValueError) as damage:
+        logger.warning("%s: damaged (%s); computing it again", path, damage)
+        kept = None
     found = torch.tensor(int(kept is not None), device=current_device())
     dist.all_reduce(found, dist.ReduceOp.MIN)
     if found.item() and kept is not None:
@@ -46,14 +50,6 @@ def cached_array(path: Path, compute: Callable[[], np.ndarray]) -> np.ndarray:
     if os.environ["LOCAL_RANK"] == "0":
         _write(path, array)
     return array
-
-
-def _read(path: Path) -> np.ndarray | None:
-    try:
-        return np.load(path, allow_pickle=False) if path.exists() else None
-    except (OSError, EOFError, ValueError) as damage:
-        logger.warning("%s: damaged (%s); computing it again", path, damage)
-        return None
 
 
 def _write(path: Path, array: np.ndarray) -> None:

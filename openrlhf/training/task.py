@@ -456,9 +456,8 @@ def reader_of(config: SupervisedConfig, tokenizer: "PreTrainedTokenizerBase | No
     """Returns what is saved with the model: its tokenizer, or its processor if rows have images."""
     from openrlhf.models.loading import processor_around
 
-    tokenizer = tokenizer or load_tokenizer_of(config)
-    path = config.model.model_name_or_path
-    return processor_around(tokenizer, path) if config.data.reads_images else tokenizer
+    own = tokenizer or load_tokenizer_of(config)
+    return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own
 
 
 def lay_out(

@@ -176,6 +176,45 @@ def test_a_folder_without_a_model(refused, files, command):
     assert (refusal.code, refusal.place) == (ErrorCode.INVALID_MODEL, f"{MODEL[command]} {files['empty']}")
 
 
+def changed_model(files, folder, name: str, **values) -> str:
+    model = shutil.copytree(files["model"], folder / "model")
+    path = model / name
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+    return str(model)
+
+
+CRITIC = ("--algo.advantage.estimator", "gae", "--critic.num_gpus_per_node", "1")
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "more"),
+    [
+        *((command, MODEL[command], ()) for command in COMMANDS),
+        ("kd", "--teacher.model_name_or_path", ()),
+        ("dpo", "--ref.model_name_or_path", ()),
+        ("ppo", "--critic.model_name_or_path", CRITIC),
+        (
+            "ppo",
+            "--reward.model_name_or_path",
+            ("--reward.num_gpus_per_node", "1", "--reward.remote_url", "None"),
+        ),
+        ("ppo", "--teacher.model_name_or_path", ("--teacher.num_gpus_per_node", "1")),
+    ],
+)
+def test_a_quantized_model(refused, files, tmp_path_factory, command, flag, more):
+    about = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    wrong = changed_model(files, tmp_path_factory.mktemp("q"), "config.json", quantization_config=about)
+    text = refused(command, flag, wrong, *more)
+    assert says(text, ErrorCode.UNSUPPORTED, f"{flag} {wrong}", "fp8", "dequantize", "--ds.load_in_4bit")
+
+
+@pytest.mark.parametrize("command", ["sft", "ppo"])
+def test_a_generation_config_that_no_export_could_have(refused, files, tmp_path_factory, command):
+    wrong = changed_model(files, tmp_path_factory.mktemp("q"), "generation_config.json", max_new_tokens=0)
+    text = refused(command, MODEL[command], wrong)
+    assert says(text, ErrorCode.INVALID_MODEL, f"{MODEL[command]} {wrong}", "generation_config.json")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_dataset_that_is_not_there(refused, files, command):
     wrong = files["data"].replace("train", "trian")

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -29,7 +28,7 @@ from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.resharding import Checkpoint
 from openrlhf.backends.distributed import ProcessMesh, _store_at_its_address, free_port
 from openrlhf.backends.random_state import load_random_state
-from openrlhf.backends.torch.checkpoint_files import TensorPlanner, forged, load_tensors
+from openrlhf.backends.torch.checkpoint_files import forged, load_tensors
 from openrlhf.cli.lora_combiner import run as combine_run
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
@@ -264,8 +263,6 @@ def test_a_checkpoint_that_declares_a_tensor_as_bytes_is_damaged(
     monkeypatch.chdir(tmp_path)
     with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value="checkpoint/.metadata"):
         of_torch("evil.bin", None)
-    with pytest.raises(pickle.UnpicklingError, match="a is no tensor"):
-        TensorPlanner().load_bytes(SimpleNamespace(dest_index=MetadataIndex("a")), io.BytesIO(saved(Evil())))
     assert not (tmp_path / "owned").exists()
 
 

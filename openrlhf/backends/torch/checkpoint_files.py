@@ -6,12 +6,12 @@ import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PosixPath
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, filesystem, metadata
+from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
@@ -76,27 +76,19 @@ class TorchReader(FileSystemReader):
         return metadata
 
 
-class TensorPlanner(DefaultLoadPlanner):
-    """Loads tensors alone."""
-
-    def load_bytes(self, read_item: Any, value: Any) -> NoReturn:
-        raise pickle.UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")
-
-
 def load_tensors(folder: Path, tensors: dict[str, Tensor], **options: Any) -> None:
     """Fills `tensors` from a checkpoint. Raises UsageError if one of its files is damaged. Collective, unless
     `options`, those of `torch.distributed.checkpoint.load`, say otherwise."""
     reader = TorchReader(folder)
     reader.read_metadata()  # torch would turn its error into another one
     try:
-        dcp.load(tensors, storage_reader=reader, planner=TensorPlanner(), **options)
+        dcp.load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:  # raised on all ranks if one fails
         raise own_pickles.refusal(folder, next(iter(error.failures.values()))[0]) from error
 
 
 def forged(folder: Path) -> str | None:
-    """Returns the reason why the list of contents must not be read; None if it may be, or if this backend did
-    not write the checkpoint."""
+    """Returns the reason why the list of contents must not be read; None without one, or if it may be."""
     try:
         if (folder / METADATA).exists():
             TorchReader(folder).read_metadata()
