@@ -14,6 +14,9 @@ from openrlhf.files import exporting
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MOST = 0.9
+"""Fraction of the adapter's change below which its loss in rounding is told."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(LORA_COMBINER, argv).config
@@ -94,6 +97,7 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from openrlhf.models.loading import DTYPES
+    from openrlhf.models.lora import merge_rounded
     from openrlhf.models.scorer import CLASSIFIER_HEAD
 
     dtype = DTYPES[config.ds.param_dtype]
@@ -112,7 +116,14 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     unknown = sorted(load_peft_weights(config.lora_path, device="cpu").keys() - has)
     if unknown:
         raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
-    return model.merge_and_unload()
+    left = merge_rounded(model).fraction
+    if left is not None and left < MOST:
+        notify(
+            f"warning: {left:.0%} of the adapter's change of the weights is left after rounding them to "
+            f"{str(base.dtype)[6:]}. --ds.param_dtype fp32 keeps all of it, as does serving the adapter "
+            "beside its base model."
+        )
+    return model.unload()
 
 
 def _other_base(config: LoraCombinerConfig, trained_on: str, reason: str) -> UsageError:
