@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.backends.row_memory import RowMemory
+from openrlhf.models.lora import Merge
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -63,6 +64,9 @@ class RowModule(Protocol):
 class FrozenModel(Protocol):
     """One rank of a model that is not trained: a reference, a teacher or a reward model. Calls are
     collective."""
+
+    merge: Merge | None
+    """What rounding left of the adapters when `weights` merged them last."""
 
     @property
     def module(self) -> RowModule: ...

@@ -13,6 +13,9 @@ from openrlhf.files import exporting
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+MOST = 0.9
+"""Fraction of the adapter's change below which its loss in rounding is told."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(LORA_COMBINER, argv).config
@@ -96,6 +99,7 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     from openrlhf.models.loading import DTYPES, OF_FILES, loading
+    from openrlhf.models.lora import merge_rounded
     from openrlhf.models.scorer import CLASSIFIER_HEAD
 
     dtype = DTYPES[config.ds.param_dtype]
@@ -114,9 +118,16 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
         raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
     _untie(base)
     try:
-        return model.merge_and_unload()
-    except RuntimeError as error:
+        left = merge_rounded(model).fraction
+    except (AttributeError, RuntimeError) as error:
         raise _wrong_adapter(config, f"peft cannot merge it: {first_line(error)}") from error
+    if left is not None and left < MOST:
+        notify(
+            f"warning: {left:.0%} of the adapter's change of the weights is left after rounding them to "
+            f"{str(base.dtype)[6:]}. --ds.param_dtype fp32 keeps all of it, as does serving the adapter "
+            "beside its base model."
+        )
+    return model.unload()
 
 
 def _untie(base: "PreTrainedModel") -> None:

@@ -10,7 +10,7 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
-from openrlhf.observability.health import RULES, Rule
+from openrlhf.observability.health import RULES, SHOWN_WITH, Rule
 from openrlhf.observability.selection import evenly
 
 COLLAPSED = 0.02
@@ -138,6 +138,8 @@ def _of_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
     evidence = [f"warned at step {', '.join(map(str, fired[:5]))}: {rule.condition}"]
     if len(series):
         evidence.append(f"{series.describe()}; last value {series.values[-1]:.3g}")
+    also = [run.series(name) for name in SHOWN_WITH.get(rule.metric, ())]
+    evidence += [values.describe() for values in also if len(values)]
     meaning, _, remedy = rule.text.partition(". ")
     return Finding(
         cause="unhealthy",

@@ -73,6 +73,25 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
             layer._disable_adapters = False
 
 
+@dataclass(eq=False)
+class Merge:
+    """The fraction of the adapters' change of the weights that is left after rounding the merged weights:
+    <merged - base, change> / <change, change> over all merged layers."""
+
+    wanted: Tensor | float = 0.0
+    kept: Tensor | float = 0.0
+
+    def add(self, base: Tensor, merged: Tensor, change: Tensor) -> None:
+        """Adds a layer. `change`: B A (alpha / rank) in float32."""
+        self.wanted = self.wanted + change.pow(2).sum()
+        self.kept = self.kept + ((merged.float() - base.float()) * change).sum()
+
+    @property
+    def fraction(self) -> float | None:
+        """None if the adapters change nothing."""
+        return float(self.kept / self.wanted) if self.wanted else None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Weight:
     """A weight of the model without adapters, and the tensors of this model from which it is computed."""
@@ -102,11 +121,17 @@ class Weight:
             return [self.stored]
         return [self.stored, self.layer.lora_A[ADAPTER].weight, self.layer.lora_B[ADAPTER].weight]
 
-    def merged(self) -> Tensor:
-        """Returns the full weight, with the adapter merged. `parts` must be gathered. Collective under tensor
-        parallelism."""
+    def merged(self, merge: Merge | None = None) -> Tensor:
+        """Returns the full weight, with the adapter merged in float32 and then rounded. `parts` must be
+        gathered. Collective under tensor parallelism. `merge`: counts what the rounding leaves."""
         weight = self._dequantized()
-        weight = weight if self.layer is None else weight + whole(self.layer.get_delta_weight(ADAPTER))
+        if self.layer is not None:
+            a, b = (part.weight.float() for part in (self.layer.lora_A[ADAPTER], self.layer.lora_B[ADAPTER]))
+            change = whole((b @ a) * self.layer.scaling[ADAPTER])
+            change = change.T if self.layer.fan_in_fan_out else change
+            base, weight = weight, (weight.float() + change).to(weight.dtype)
+            if merge is not None:
+                merge.add(base, weight, change)
         return weight.T.contiguous() if self.is_transposed else weight
 
     def _dequantized(self) -> Tensor:
@@ -133,6 +158,23 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
             and getattr(layers[name.rpartition(".")[0]], "source_cls", None) is Conv1D,
         )
     return found
+
+
+@torch.no_grad()
+def merge_rounded(model: nn.Module) -> Merge:
+    """Merges peft's adapters into the layers below them, one layer at a time in float32, and rounds the
+    result to the layer's dtype."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    merge = Merge()
+    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+        weight = layer.get_base_layer().weight
+        base, weight.data = weight.data, weight.data.to(torch.float32, copy=True)
+        layer.merge()
+        whole = weight.data
+        weight.data = whole.to(base.dtype)
+        merge.add(base, weight.data, whole - base.float())
+    return merge
 
 
 def base_weights(model: PreTrainedModel) -> dict[str, Weight]:

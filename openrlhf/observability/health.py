@@ -44,8 +44,8 @@ _REMEDIES = {
         "easier ones in place of those that never are, or --algo.dynamic_filtering_enable."
     ),
     "reward/clipped_fraction > 0.1 for 1 step": (
-        "rewards lie outside of --reward.clip_range, so nothing distinguishes those beyond the same bound. "
-        "Scale the reward function, or set bounds that hold all rewards."
+        "rewards lie outside of the clip range, so nothing distinguishes those beyond the same bound. Scale "
+        "the reward function, or set --reward.clip_range to bounds that hold all rewards."
     ),
     "advantage/abs_mean = 0 for 1 step": (
         "all advantages are 0, so nothing is learnt from the rewards of this step. If rollout/reward_std is "
@@ -81,6 +81,11 @@ _REMEDIES = {
         "sampler and trainer disagree about the probability of a token by more than 5 %. If both "
         "have the same weights, look for a difference in precision, kernel or chat template; MoE models "
         "need --algo.router_replay. --algo.advantage.is_correction_enable limits the damage."
+    ),
+    "mismatch/merged_fraction < 0.9 for 1 step": (
+        "rounding to the engines' precision loses a part of what the adapters change, so samples come from a "
+        "policy nearer to the base model. Use --vllm.lora_sync adapter, which sends the adapters themselves; "
+        "--ds.param_dtype fp32 loses nothing."
     ),
     "mismatch/ess < 0.5 for 3 steps": (
         "sampler and trainer are so far apart that few tokens would dominate an importance-weighted "

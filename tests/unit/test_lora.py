@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -20,6 +21,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models import lora
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.lora import (
+    Merge,
     adapted_layers,
     adapter_weights,
     base_weights,
@@ -164,6 +166,68 @@ def test_weights_and_adapter_apart_are_the_merged_weights(base: Path, tmp_path: 
             assert torch.equal(merged[name].merged(), weight.merged() + SCALE * (b @ a))
             changed += 1
     assert 2 * changed == len(adapter)
+
+
+def with_b_of(model: Any, size: float) -> Any:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if ".lora_B." in name:
+                weight.copy_(torch.randn(weight.shape) * size)
+    return model
+
+
+def test_adapters_are_merged_in_float32_and_then_rounded(base: Path) -> None:
+    """The fraction that is left is that of the definition, computed in float64."""
+    ds = lora_of()
+    fractions = []
+    for size in (0.0, 1e-5, 1e-3, 1.0):
+        loaded = load_causal_lm(str(base), flag="--model", dtype="bf16", attention="auto")
+        model = with_b_of(prepare_for_training(loaded, ds), size)
+        merge, kept, wanted = Merge(), 0.0, 0.0
+        for weight in merged_weights(model).values():
+            found = weight.merged(merge)
+            if weight.layer is None:
+                continue
+            a, b = (
+                part["default"].weight.detach().double()
+                for part in (weight.layer.lora_A, weight.layer.lora_B)
+            )
+            change = weight.layer.scaling["default"] * (b @ a)
+            assert found.dtype == torch.bfloat16
+            expected = (weight.stored.double() + change).bfloat16()
+            assert (found == expected).double().mean() > 0.999  # products differ by float32's rounding
+            kept += float(((found.double() - weight.stored.double()) * change).sum())
+            wanted += float(change.pow(2).sum())
+        if not size:
+            assert merge.fraction is None
+            continue
+        assert merge.fraction == pytest.approx(kept / wanted, rel=1e-4)
+        fractions.append(merge.fraction)
+    assert fractions[0] < 0.3 and fractions[-1] == pytest.approx(1, abs=0.01)
+    assert fractions == sorted(fractions)
+
+
+@pytest.mark.parametrize(("size", "is_told"), [(1e-6, True), (1.0, False)])
+def test_the_combiner_rounds_once_and_tells_what_rounding_loses(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: float, is_told: bool
+) -> None:
+    model = with_b_of(adapted(base), size)
+    save_adapter(model, weights_of(model), tmp_path / "adapter")
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    flags = ["--model_path", str(base), "--lora_path", str(tmp_path / "adapter")]
+    for dtype in ("bf16", "fp32"):
+        combine([*flags, "--output_path", str(tmp_path / dtype), "--ds.param_dtype", dtype])
+    said = capsys.readouterr().err
+    assert said.count("is left after rounding them to bfloat16") == is_told and "float32" not in said
+    rounded, exact = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("bf16", "fp32"))
+    stored = load_file(base / "model.safetensors")
+    layers = [name for name in exact if not torch.equal(exact[name], stored[name])]
+    assert layers
+    for name in layers:
+        change = exact[name].double() - stored[name].double()
+        expected = (stored[name].bfloat16().double() + change).bfloat16()
+        assert (rounded[name] == expected).double().mean() > 0.99  # `change` is a difference of float32
 
 
 @pytest.mark.parametrize("name", ["q_prj", "lm_head", "embed_tokens", "norm"])
