@@ -134,13 +134,14 @@ SUPERVISED = {
     "train.verify_steps",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
-IMAGE_ROWS = SUPERVISED | IMAGES | {"data.image_key", "data.max_images_per_prompt"}
+TOOLS = {"data.tools_key"}
+IMAGE_ROWS = SUPERVISED | IMAGES | TOOLS | {"data.image_key", "data.max_images_per_prompt"}
 OURS = {
     "sft": IMAGE_ROWS,
     "rm": IMAGE_ROWS,
     "prm": SUPERVISED,
     "dpo": IMAGE_ROWS | {"ref.precompute_enable"},
-    "kto": SUPERVISED | {"ref.precompute_enable"},
+    "kto": SUPERVISED | TOOLS | {"ref.precompute_enable"},
     "kd": IMAGE_ROWS | {"model.kd_loss_type", "model.kd_temperature"},
     "ppo": {
         *IMAGES,
@@ -162,6 +163,7 @@ OURS = {
         "critic.gradient_checkpointing_enable",
         "data.bad_rows",
         "data.pretrain_key",
+        *TOOLS,
         "data.tokenizer_chat_template",
         "ds.activation_offload",
         "ds.bucket_mb",
@@ -221,6 +223,7 @@ OURS = {
     },
     "batch_inference": {
         "data.bad_rows",
+        *TOOLS,
         "ds.load_in_4bit",
         "rollout.engine",
         "vllm.enforce_eager",
