@@ -65,9 +65,6 @@ class FrozenModel(Protocol):
     """One rank of a model that is not trained: a reference, a teacher or a reward model. Calls are
     collective."""
 
-    merge: Merge | None
-    """What rounding left of the adapters when `weights` merged them last."""
-
     @property
     def module(self) -> RowModule: ...
 
@@ -96,6 +93,9 @@ class TrainEngine(Protocol):
     before_step: Callable[[], None] | None
     """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
+
+    merge: Merge | None
+    """What rounding left of the adapters when `weights` merged them last."""
 
     @property
     def module(self) -> RowModule: ...

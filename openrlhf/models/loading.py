@@ -207,8 +207,10 @@ def check_nf4(model: PreTrainedModel) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     wrong: dict[int, float] = {}
-    weights = (p for p in model.parameters() if getattr(p, "quant_state", None) is not None)
-    for size, (weight, state) in {p.quant_state.shape[-1]: (p, p.quant_state) for p in weights}.items():
+    states = ((weight, getattr(weight, "quant_state", None)) for weight in model.parameters())
+    for size, (weight, state) in {
+        state.shape[-1]: (weight, state) for weight, state in states if state
+    }.items():
         shape = min(state.shape[0], 128), size
         values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, state.dtype)
         packed, of_packed = quantize_4bit(

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -168,7 +168,7 @@ def merge_rounded(model: nn.Module) -> Merge:
 
     merge = Merge()
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
-        weight = layer.get_base_layer().weight
+        weight = cast(Tensor, layer.get_base_layer().weight)
         base, weight.data = weight.data, weight.data.to(torch.float32, copy=True)
         layer.merge()
         whole = weight.data

@@ -1,6 +1,7 @@
 """Models in NF4 for inference equal models in float32 with the same quantised weights."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -162,7 +163,8 @@ def test_wrong_weights_of_bitsandbytes_are_refused_by_size(
         packed, state = functional.quantize_4bit(
             torch.randn(48, size).to(dtype), blocksize=64, quant_type="nf4", compress_statistics=nested
         )
-        layer = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+        of_bnb: dict[str, Any] = {"quant_state": state, "bnb_quantized": True}
+        layer = Params4bit(packed, requires_grad=False, **of_bnb)
         model.register_parameter(f"of_{size}", layer)
     real = functional.dequantize_4bit
 
