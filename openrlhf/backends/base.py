@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrlhf.algorithms.mismatch import Merge
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.models.lora import Merge
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -95,7 +95,7 @@ class TrainEngine(Protocol):
     such as one that reads `gradients`. None in training."""
 
     merge: Merge | None
-    """What rounding left of the adapters when `weights` merged them last."""
+    """The share of the adapters that rounding left when `weights` merged them last."""
 
     @property
     def module(self) -> RowModule: ...

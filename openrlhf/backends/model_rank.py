@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from openrlhf.algorithms.mismatch import Merge
 from openrlhf.backends.base import Objective, Part, RowT
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
@@ -27,7 +28,6 @@ from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
 from openrlhf.models.lora import (
-    Merge,
     adapter_weights,
     base_weights,
     fill_randomly,
@@ -121,7 +121,7 @@ class TrainedRank(ModelRank):
     """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
     merge: Merge | None = None
-    """What rounding left of the adapters when `weights` merged them last."""
+    """The share of the adapters that rounding left when `weights` merged them last."""
     _writer: CheckpointWriter | None = None
     """The writer of a checkpoint that is not finished."""
 

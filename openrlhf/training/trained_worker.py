@@ -201,7 +201,7 @@ class PolicyWorker(TrainedWorker):
     text_windows: Windows[PackedRow] | None = None
     """Pre-training texts of each optimizer step; None without actor.ptx_coef."""
     merged: Metrics | None = None
-    """What the last weight sync left of the adapters in the engines' weights."""
+    """The share of the adapters that the last weight sync left in the engines' weights."""
 
     @property
     def optim(self) -> ActorConfig:

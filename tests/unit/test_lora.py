@@ -13,6 +13,7 @@ from refusals import printed, refused
 from safetensors.torch import load_file
 from torch import Tensor
 
+from openrlhf.algorithms.mismatch import Merge
 from openrlhf.cli.lora_combiner import main as combine
 from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
 from openrlhf.config.parse import parse
@@ -21,7 +22,6 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models import lora
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.lora import (
-    Merge,
     adapted_layers,
     adapter_weights,
     base_weights,
