@@ -32,14 +32,27 @@ def types_of(file: Path) -> set[str]:
         return {str(weights.get_tensor(name).dtype) for name in weights.keys()}  # noqa: SIM118
 
 
+SAMPLE = [
+    *(TORCH | dtype for dtype in (HALF, WHOLE)),
+    *(TORCH | HALF | {"kind": "value"}, TORCH | HALF | {"lora": True}),
+    *(STAGES[3] | HALF, STAGES[2] | HALF | {"average": True}),
+]
+
+
 @pytest.mark.parametrize(
-    "base", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str
+    ("base", "cases"),
+    [
+        pytest.param(torch.float32, SAMPLE, id="sample"),
+        pytest.param(torch.float32, CASES, id="all", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, CASES, id="all of a base in bf16", marks=pytest.mark.slow),
+    ],
 )
-def test_weights_and_configurations_agree(run_worker: Callable, tmp_path: Path, base: torch.dtype) -> None:
+def test_weights_and_configurations_agree(
+    run_worker: Callable, tmp_path: Path, base: torch.dtype, cases: list[dict]
+) -> None:
     folder = tiny_chat_model(tmp_path / "model", seed=0)
     hf.AutoModelForCausalLM.from_pretrained(folder, dtype=base).save_pretrained(folder)
     (folder / "generation_config.json").write_text(json.dumps(LAW))
-    cases = CASES if base == torch.float32 else [case for case in CASES if case["param_dtype"] == "fp32"]
     (report,) = run_worker("exports", 1, model=str(folder), cases=cases)
     mode = 0o666 & ~_umask()
     for number, case in enumerate(cases):
