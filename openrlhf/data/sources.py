@@ -11,6 +11,7 @@ from typing import cast
 
 import datasets
 import numpy as np
+from datasets.data_files import FILES_TO_IGNORE
 
 from openrlhf.config.checks import parse_probabilities, split_spec
 from openrlhf.config.choices import BadRows
@@ -209,7 +210,7 @@ def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[Fil
 
 def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str) -> list[str]:
     """Returns the row files in `place` whose names have `split`; if no name has a split, all row files."""
-    files = [name for name in names if has_rows(name)]
+    files = [name for name in names if has_rows(name) and Path(name).name not in FILES_TO_IGNORE]
     if not files:
         text = f"the folder has no {', '.join(READERS)} file, compressed (.gz) or not."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=place)

@@ -7,6 +7,7 @@ from threading import Barrier
 import pytest
 from refusals import refused
 
+from openrlhf import files
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.files import (
     cache_folder,
@@ -199,3 +200,20 @@ def test_an_export_that_fails_leaves_the_model_that_is_there(tmp_path, error):
     assert told.value.code is ErrorCode.NOT_WRITABLE
     assert str(tmp_path) in str(told.value) and os.strerror(errno.ENOSPC) in str(told.value)
     assert set(os.listdir(tmp_path)) == set(FULL) and (tmp_path / "config.json").read_text() == "old"
+
+
+def test_sockets_go_to_a_short_folder_that_can_be_written_to(tmp_path: Path, monkeypatch) -> None:
+    """The address of a socket has at most 107 bytes; a run's have up to 79 below this folder."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    closed: list[str] = []
+    monkeypatch.setattr(files, "unwritable", lambda place: "closed" if place in closed else None)
+    (long := tmp_path / ("x" * 60)).mkdir()
+    for place, found in {"/dev": "/dev", str(long): "/tmp", "/no-such-folder": "/tmp"}.items():
+        monkeypatch.setenv("TMPDIR", place)
+        assert files.socket_folder.__wrapped__() == found
+    closed += ["/tmp", "/var/tmp"]
+    assert files.socket_folder.__wrapped__() == "/dev/shm"
+    closed += ["/dev/shm"]
+    with refused(ErrorCode.NOT_WRITABLE, flag="TMPDIR", value="/no-such-folder") as refusal:
+        files.socket_folder.__wrapped__()
+    assert "/var/tmp, /dev/shm" in refusal.value.text and "Set TMPDIR" in refusal.value.text
