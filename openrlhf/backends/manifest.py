@@ -75,9 +75,8 @@ class Manifest:
             if (size := file.stat().st_size) != entry.num_bytes:
                 return f"{name} has {size:,} bytes instead of {entry.num_bytes:,}"
         for path in folder.rglob("*.*") if self.step is not None else ():
-            name = str(path.relative_to(folder))
-            if path.suffix in (".pt", ".distcp") and name not in self.files:
-                return f"{name} is not one of its files; move it away to resume from here"
+            if path.suffix in (".pt", ".distcp") and str(path.relative_to(folder)) not in self.files:
+                return f"{path.relative_to(folder)} is not one of its files; move it away to resume from here"
         read = [name for name, entry in self.files.items() if hashes or entry.num_bytes <= SMALL]
         found = entries_of(folder, read)
         differing = [name for name, entry in found.items() if entry != self.files[name]]
