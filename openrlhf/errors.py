@@ -308,4 +308,5 @@ def notify(text: str) -> None:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
+    text = os.environ.get("RANK", "0")
+    return int(text) if text.isdecimal() else 0

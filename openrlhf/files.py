@@ -10,7 +10,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,39 +44,32 @@ def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) 
         file.writelines(parts)
 
 
-LARGEST = 64 << 20
-"""Maximum size in bytes of a file that `read_small` reads."""
-
-
-def read_small(file: Path) -> bytes:
+def read_small(file: Path, largest: int = 64 << 20) -> bytes:
     """Returns the content of a small file of a checkpoint or a run. Raises ValueError with the file's name
-    and the reason if it is missing, too large, no regular file, or must not be read."""
+    and the reason if it is missing, has more than `largest` bytes, is no regular file, or is closed."""
     try:
-        # A FIFO without a writer is opened at once; without the flag, that would wait for ever.
+        # The flag opens a FIFO that nobody writes to at once, instead of never.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise ValueError(f"{file.name} is unreadable: it is no regular file")
-            content = opened.read(LARGEST + 1)
-    except FileNotFoundError:
-        raise ValueError(f"{file.name} is missing") from None
+            content = opened.read(largest + 1)
     except OSError as error:
-        raise ValueError(f"{file.name} is unreadable: {error.strerror}") from error
-    if len(content) > LARGEST:
-        raise ValueError(f"{file.name} is unreadable: it has more than {LARGEST:,} bytes")
+        missing = isinstance(error, FileNotFoundError)
+        raise ValueError(
+            f"{file.name} is {'missing' if missing else f'unreadable: {error.strerror}'}"
+        ) from error
+    if len(content) > largest:
+        raise ValueError(f"{file.name} is unreadable: it has more than {largest:,} bytes")
     return content
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """Reads a JSON object from a small file. Raises ValueError with the file's name and the reason, like
-    `read_small`, also for any other content."""
+    """Reads a JSON object from a small file. Raises ValueError, like `read_small`, for any other content."""
     content = read_small(file)
-    try:
-        found = json.loads(content)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file.name} is unreadable: it holds no JSON object")
-    return found
+    with suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(content), dict):
+            return found
+    raise ValueError(f"{file.name} is unreadable: it holds no JSON object")
 
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")
@@ -189,6 +183,26 @@ def unwritable(folder: str | os.PathLike) -> str | None:
     except UnicodeEncodeError:
         return "no file can have this name"
     return None
+
+
+LONGEST_PATH = 28
+"""Maximum bytes of the path of a folder for sockets, whose addresses have at most 107."""
+
+
+@cache
+def socket_folder() -> str:
+    """Returns a folder with a short path that can be written to: that of temporary files, or else one that
+    most systems have. Raises UsageError if there is none."""
+    named = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
+    places = (*named, "/tmp", "/var/tmp", "/dev/shm")
+    for place in (place for place in places if len(os.fsencode(place)) <= LONGEST_PATH):
+        if os.path.isdir(place) and not unwritable(place):
+            return place
+    text = (
+        f"sockets need a folder with a path of at most {LONGEST_PATH} bytes, and none of "
+        f"{', '.join(places)} has one and can be written to.\nSet TMPDIR to such a folder."
+    )
+    raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="TMPDIR", value=os.environ.get("TMPDIR", ""))
 
 
 PATIENCE = 5.0

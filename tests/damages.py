@@ -3,7 +3,6 @@
 import os
 import pickle
 import random
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,7 @@ def put_in_place(kind: str, file: Path) -> None:
 
 
 def as_another_user(call: Callable[[], Any], folder: Path) -> Any:
-    """Returns the result of `call` in a forked process without the rights of root, to which `folder` belongs.
+    """Returns the result of `call` in a forked process without the rights of root, which then owns `folder`.
     Root may read every file, whatever its mode."""
     here, there = os.pipe()
     if not (child := os.fork()):
@@ -82,9 +81,6 @@ def as_another_user(call: Callable[[], Any], folder: Path) -> Any:
             if os.geteuid() == 0:
                 for path in (folder, *folder.rglob("*")):
                     os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
-                for above in folder.parents:
-                    if not above.stat().st_mode & stat.S_IXOTH:
-                        above.chmod(above.stat().st_mode | stat.S_IXOTH)
                 os.setgroups([])
                 os.setgid(NOBODY)
                 os.setuid(NOBODY)

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.files import appears, marked
 from openrlhf.mesh import Mesh
 
@@ -118,15 +119,19 @@ def init_distributed(timeout_minutes: float = 60) -> None:
     if os.environ["WORLD_SIZE"] == "1":
         # A single process needs no port, so none can be in use.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
-    else:
-        device = current_device() if DEVICE_TYPE == "cuda" else None
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        if (store := _store_at_its_address(rank, size, timeout)) is None:
-            dist.init_process_group(backend, timeout=timeout, device_id=device)
-        else:
-            dist.init_process_group(
-                backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
-            )
+        return
+    device = current_device() if DEVICE_TYPE == "cuda" else None
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store = _store_at_its_address(rank, size, timeout)
+        dist.init_process_group(
+            backend, store=store, rank=rank, world_size=size, timeout=timeout, device_id=device
+        )
+    except (dist.DistError, OSError) as error:
+        place = f"rank {rank} of {size} did not meet the others at {os.environ['MASTER_ADDR']}:"
+        text = f"{place}{os.environ['MASTER_PORT']}: {first_line(error)}.\nStart all ranks within "
+        text += f"{timeout_minutes:g} minutes, with the address and a free port of rank 0's machine."
+        raise RunError(ErrorCode.CLUSTER, text) from error
 
 
 def _store_at_its_address(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store | None:
@@ -142,22 +147,15 @@ def _store_at_its_address(rank: int, size: int, timeout: datetime.timedelta) -> 
         return None
     if rank > 0:
         return dist.TCPStore(host, port, size, timeout=timeout)
+    master = partial(dist.TCPStore, host, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         bound = socket.create_server((host, port), family=family, backlog=max(128, size))
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:  # behind a network address translation
             raise
-        return dist.TCPStore(host, port, size, is_master=True, timeout=timeout, wait_for_workers=False)
-    return dist.TCPStore(
-        host,
-        port,
-        size,
-        is_master=True,
-        timeout=timeout,
-        wait_for_workers=False,
-        master_listen_fd=bound.detach(),
-    )
+        return master()
+    return master(master_listen_fd=bound.detach())
 
 
 def use_own_cores() -> None:

@@ -21,9 +21,6 @@ FORMAT = 1
 SMALL = 1 << 20
 """Maximum size in bytes of files whose hash is always compared."""
 
-STATES = (".pt", ".distcp")
-"""Endings of the files that loaders find by their names."""
-
 
 class Entry(NamedTuple):
     """Size and hash of a file."""
@@ -69,9 +66,8 @@ class Manifest:
         write_atomically(folder / MANIFEST, [json.dumps(text, indent=1)])
 
     def damage(self, folder: Path, *, hashes: bool) -> str | None:
-        """Returns a message about the first file that differs from the manifest, or that a loader may read
-        although the manifest does not list it; None if there is none. Compares all sizes, and the hashes of
-        files of up to SMALL bytes, with `hashes` of all files."""
+        """Returns a message about the first file that differs from the manifest, or that loaders find and it
+        does not list. Compares all sizes, and hashes of up to SMALL bytes, with `hashes` of all."""
         for name, entry in self.files.items():
             file = folder / name
             if not file.is_file():
@@ -79,8 +75,8 @@ class Manifest:
             if (size := file.stat().st_size) != entry.num_bytes:
                 return f"{name} has {size:,} bytes instead of {entry.num_bytes:,}"
         for path in folder.rglob("*.*") if self.step is not None else ():
-            if path.suffix in STATES and (name := str(path.relative_to(folder))) not in self.files:
-                return f"{name} is not one of its files; move it away to resume from here"
+            if path.suffix in (".pt", ".distcp") and str(path.relative_to(folder)) not in self.files:
+                return f"{path.relative_to(folder)} is not one of its files; move it away to resume from here"
         read = [name for name, entry in self.files.items() if hashes or entry.num_bytes <= SMALL]
         found = entries_of(folder, read)
         differing = [name for name, entry in found.items() if entry != self.files[name]]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.config.checks import check_launcher
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
@@ -35,8 +36,9 @@ ONLY_SPEED = (
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(BATCH_INFERENCE, argv).config
     with short_errors():
+        config = parse(BATCH_INFERENCE, argv).config
+        check_launcher()
         run(config)
         if config.engine != "vllm":
             from openrlhf.backends.distributed import leave_distributed

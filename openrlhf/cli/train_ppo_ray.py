@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from openrlhf import heap
 from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
+from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Explicit
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import values_of, with_values
@@ -74,6 +75,7 @@ def inspect(config: PPOConfig) -> list[ValueError]:
     are imported."""
     from openrlhf.cluster.launch import cool_down, warm_up
 
+    check_launcher(alone=True)
     choose_hub(config.use_ms)  # the libraries read it when they are imported
     warm_up([config.train.backend, config.rollout.engine])
     problems = problems_outside(config)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.cli.data import TASKS
 from openrlhf.cli.plan import configuration, parsed
+from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import with_values
@@ -66,6 +67,7 @@ def make_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options, command, flags = parsed(make_parser(), argv)
+        check_launcher()
         catch_signals()
         sys.exit(run(command, flags, options))
 

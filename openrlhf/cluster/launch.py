@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 import grpc
 import ray
-from ray._common.utils import get_ray_address_file
+from ray._common.utils import get_default_ray_temp_dir, get_ray_address_file
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
     AuthenticationTokenLoader,
@@ -32,7 +34,8 @@ from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.cluster.reaper import start_reaper
 from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.files import socket_folder, unwritable
 
 OBJECT_STORE_BYTES = 512 << 20
 """Size of Ray's object store in bytes on a machine without a GPU. Ray's default would be a third of the
@@ -49,6 +52,12 @@ WORKERS = {
     "OMP_WAIT_POLICY": "PASSIVE",
 }
 """Default environment variables of every worker. Variables that the user sets take precedence."""
+
+LONGEST_PATH = 43
+"""Maximum bytes of the path of Ray's folder: the addresses of its sockets have 64 more, and at most 107."""
+
+_folders: list[str] = []
+"""The folder of Ray's session, if it is not where Ray has it by default."""
 
 _servers: list[WarmServer] = []
 """The server of the cluster that this process started."""
@@ -80,14 +89,17 @@ def naming_logs() -> Iterator[None]:
     except RayError:
         node = ray._private.worker._global_node
         if node is not None:
-            _print(f"logs of Ray and of every worker on this machine: {node.get_logs_dir_path()}")
+            notify(f"logs of Ray and of every worker on this machine: {node.get_logs_dir_path()}")
         raise
 
 
 def stop_ray() -> None:
-    """Leaves the cluster, and ends it if `start_ray` started it."""
+    """Leaves the cluster, and ends it if `start_ray` started it. After an error its logs stay, because
+    messages name them."""
     ray.shutdown()
     cool_down()
+    while _folders and sys.exc_info()[0] is None:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 def cluster_address() -> str | None:
@@ -156,10 +168,10 @@ def _join(address: str) -> None:
     gpus, free, cores = total(nodes, "GPU"), sum(free_gpus()), total(nodes, "CPU")
     taken = f" ({free:g} of them free)" if free < gpus else ""
     count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    _print(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
+    notify(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
     if ignored := _ignored_by_ray():
         known = sorted(field for field in RuntimeEnv.known_fields if not field.startswith("_"))
-        _print(
+        notify(
             f"note: --runtime-env-json: Ray ignores {', '.join(ignored)}; it reads {', '.join(known)}. "
             'Packages are installed on every node before `ray start`, or named under "pip".'
         )
@@ -176,6 +188,7 @@ def _start_here(backends: Sequence[str]) -> None:
     import torch
 
     on_gpu = torch.cuda.is_available()
+    options = _common_options() | {"_temp_dir": _place_of_session()}
     _use_own_token()
     store = None if on_gpu else OBJECT_STORE_BYTES
     _stay_on_loopback()
@@ -183,10 +196,21 @@ def _start_here(backends: Sequence[str]) -> None:
     # Workers that Ray starts in advance lack the variables of a run's processes: none of them would be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with nullcontext() if on_gpu else _warm_workers(backends):
-        ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **_common_options())
+        ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **options)
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
-    _print(f"{reason}started Ray on this machine")
+    notify(f"{reason}started Ray on this machine")
+
+
+def _place_of_session() -> str | None:
+    """Returns a folder for Ray's session that no other user can enter; None if Ray's own place will do."""
+    usual = get_default_ray_temp_dir()
+    too_long = len(os.fsencode(usual)) > LONGEST_PATH and f"sockets need at most {LONGEST_PATH} bytes"
+    if not (reason := unwritable(usual) or too_long):
+        return None
+    _folders.append(tempfile.mkdtemp(prefix="ray-", dir=socket_folder()))
+    notify(f"note: Ray's folder is {_folders[-1]}, not {usual}: {reason}")
+    return f"{_folders[-1]}/r"  # Ray opens it to all users
 
 
 def warm_up(backends: Sequence[str]) -> None:
@@ -288,10 +312,6 @@ def _ask(address: str) -> grpc.StatusCode:
         except grpc.RpcError as error:
             return error.code()
     return grpc.StatusCode.OK
-
-
-def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def check_resources(config: PPOConfig) -> Layout:

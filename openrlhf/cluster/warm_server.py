@@ -34,6 +34,7 @@ from openrlhf import heap
 from openrlhf.backends.vllm import lifeline
 from openrlhf.cluster import warm_interpreter
 from openrlhf.cluster.warm_interpreter import NUMBER
+from openrlhf.files import socket_folder
 
 ALWAYS = ("openrlhf.training.trained_worker", "openrlhf.rollout.worker")
 """Modules that every run's workers import."""
@@ -69,7 +70,7 @@ class WarmServer:
     def __init__(self, modules: Sequence[str], variables: Mapping[str, str]) -> None:
         """Starts the server, which imports `modules` in the background. `variables`: defaults of all
         workers."""
-        folder = Path(tempfile.mkdtemp(prefix="openrlhf-"))  # no other user can enter it
+        folder = Path(tempfile.mkdtemp(prefix="openrlhf-", dir=socket_folder()))  # no other user can enter it
         self.interpreter = folder / "python"
         """Program that Ray starts instead of Python."""
         asks = [sys.executable, "-I", "-S", warm_interpreter.__file__, sys.executable, f"{folder}/socket"]
@@ -250,7 +251,9 @@ def take_environment(variables: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(variables)
     openrlhf.set_variables()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    threads = os.environ.get("OMP_NUM_THREADS", "1").split(",")[0].strip()  # a number for each level
+    if threads.isdecimal() and int(threads):  # about others, OpenMP warns
+        torch.set_num_threads(int(threads))
     numpy.random.seed()  # otherwise all processes would draw the same numbers
     filters = [text for text in os.environ.get("PYTHONWARNINGS", "").split(",") if text]
     warnings._processoptions(filters)  # pyrefly: ignore[missing-attribute]  as the interpreter does

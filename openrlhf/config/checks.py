@@ -29,6 +29,34 @@ SCATTERED = (
 there."""
 
 
+LAUNCHER = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+"""Variables by which a launcher gives a process its rank. Several ranks need the first four."""
+
+
+def check_launcher(*, alone: bool = False) -> None:
+    """Raises UsageError if the variables of a launcher are incomplete or contradict each other, like those
+    that a scheduler leaves behind. `alone`: the command starts all other processes itself."""
+    found = {name: os.environ[name] for name in LAUNCHER if name in os.environ}
+    number = {name: int(text) for name, text in found.items() if text.isascii() and text.isdecimal()}
+    junk = [name for name in found if name != "MASTER_ADDR" and name not in number]
+    rank, size, local = number.get("RANK", 0), number.get("WORLD_SIZE", 1), number.get("LOCAL_RANK", 0)
+    is_group = size != 1 or rank or local or ("RANK" in found and "WORLD_SIZE" not in found)
+    missing = [name for name in LAUNCHER[:4] if is_group and name not in found]
+    wrong = {
+        f"{', '.join(junk)} must be a number": junk,
+        "the command starts all other processes itself": alone and (rank or local),
+        f"{', '.join(missing)} must be set, too": missing and not alone,
+        "RANK must be below WORLD_SIZE": rank >= size and not alone,
+        "LOCAL_RANK must be below LOCAL_WORLD_SIZE": local >= number.get("LOCAL_WORLD_SIZE", local + 1),
+        "MASTER_PORT must be 1 to 65535": not 0 < number.get("MASTER_PORT", 1) < 1 << 16,
+    }
+    if reason := next((reason for reason, is_so in wrong.items() if is_so), None):
+        unset = " ".join(f"-u {name}" for name in found)
+        text = f"{reason}.\nTo start one process: env {unset} COMMAND. To start several ranks: torchrun."
+        shown = " ".join(f"{name}={value}" for name, value in found.items())
+        raise UsageError(ErrorCode.INVALID_VALUE, text, value=shown)
+
+
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A problem of a configuration for which a condition holds."""
@@ -302,7 +330,7 @@ IMAGE_ROWS = (
 
 def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
     if not alone:
-        text = f"{name} cannot be combined with other reward sources; give one .py file, or http URLs"
+        text = f"commas separate sources, and {name} must be alone; give one .py file, or http URLs"
         yield Problem(key, text, ErrorCode.INVALID_VALUE)
     else:
         form = "is neither a .py file nor a URL that starts with http:// or https://"

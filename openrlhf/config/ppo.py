@@ -220,12 +220,12 @@ class RewardConfig(FrozenRoleConfig):
         """Items of model_name_or_path; empty if remote_url gives the rewards alone."""
         if self.urls and self.model_weights is None:
             return ()
-        return tuple(name.strip() for name in (self.model_name_or_path or "").split(",") if name.strip())
+        return tuple(split_spec(self.model_name_or_path or ""))
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Items of remote_url."""
-        return tuple(url.strip() for url in (self.remote_url or "").split(",") if url.strip())
+        return tuple(split_spec(self.remote_url or ""))
 
     @property
     def servers(self) -> tuple[str, ...]:

@@ -84,7 +84,8 @@ def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
 
 def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]) -> list[Problem]:
     """Lists the problems of the flags that all supervised commands share, and a command's `own` problems."""
-    ds, num_ranks = config.ds, int(os.environ.get("WORLD_SIZE", "1"))
+    launched = os.environ.get("WORLD_SIZE", "")
+    ds, num_ranks = config.ds, max(1, int(launched)) if launched.isdecimal() else 1
     mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
     return checks.first_of_each(
         [

@@ -1,5 +1,6 @@
 """The single interface to a run's output: the screen, the files of the run folder, and trackers."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +22,7 @@ from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.types import Metrics, Trajectory
 
 SAMPLES_IN_TABLE = 8
+logger = logging.getLogger(__name__)
 
 
 class Observer:
@@ -139,7 +141,10 @@ class Observer:
             for text in self.health.at_end():
                 self._warn(self.step, text)
             self.progress.close()
-        write_report(self.folder.path)
+        try:
+            write_report(self.folder.path)
+        except Exception as error:  # of old files or of the disk; the model is not saved yet
+            logger.warning("%s/report.html is not written: %r", self.folder.path, error)
         if self.decode and self.samples:
             print_samples(self.samples.get("eval") or self.samples["step"], self.decode)
 

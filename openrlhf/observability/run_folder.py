@@ -20,6 +20,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -29,7 +30,7 @@ from typing import Any, Self
 import yaml
 
 from openrlhf.errors import REDACTED, ErrorCode, UsageError, without_secrets
-from openrlhf.files import write_atomically
+from openrlhf.files import read_small, write_atomically
 
 GIT_TIMEOUT = 30.0
 """Maximum seconds that git may take to compare the files of a repository with its commit."""
@@ -259,11 +260,12 @@ _DISTRIBUTIONS = (
 
 
 def _write_keeping_old(path: Path, text: str) -> None:
-    if path.exists():
-        if path.read_text(encoding="utf-8") == text:
-            return
+    if os.path.lexists(path):
+        with suppress(ValueError):  # a damaged one is kept, too
+            if read_small(path).decode() == text:
+                return
         number = 1 + len(list(path.parent.glob(f"{path.stem}.*{path.suffix}")))
-        shutil.copyfile(path, path.with_name(f"{path.stem}.{number}{path.suffix}"))
+        path.replace(path.with_name(f"{path.stem}.{number}{path.suffix}"))
     write_atomically(path, [text])
 
 

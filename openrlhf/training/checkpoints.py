@@ -14,10 +14,10 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from openrlhf.backends import manifest
 from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
@@ -111,7 +111,7 @@ class CheckpointFolder:
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
         resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
-        origin = self._origin_of(tag)
+        origin = self._saved(tag).get("origin")
         if origin is None:
             unknown = "an older release wrote it: it records no flags and models, so they are not compared"
             return tag, [resuming, unknown]
@@ -170,40 +170,30 @@ class CheckpointFolder:
 
     def _damage(self, tag: str) -> str | None:
         """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
-        folder, hashes = self.path / tag, self.ckpt.verify == "full"
+        folder, hashes, place = self.path / tag, self.ckpt.verify == "full", ""
         try:
-            self._origin_of(tag)
+            saved = self._saved(tag)
             if tag.endswith(UNIVERSAL):
                 return None if (folder / "zero").is_dir() else "it has no folder `zero`"
-            if not (folder / MANIFEST).exists() and not self._has_manifest(tag):
+            if not (folder / MANIFEST).exists() and FORMAT not in saved:  # of an older release
                 return None if any(folder.iterdir()) else "its folder is empty"
             listed = Manifest.read(folder)
             if listed.step != _step(tag):
                 return f"{MANIFEST} is of step {listed.step}"
-            for other in self.folders[1:]:
-                if reason := self._damage_of(other / tag, listed.parts.get(other.name), hashes):
-                    return f"{other.name}: {reason}"
-            return listed.damage(folder, hashes=hashes) or forged(folder)
+            if reason := listed.damage(folder, hashes=hashes) or forged(folder):
+                return reason
+            for other in self.folders[1:]:  # the folders of other models
+                place, part = f"{other.name}: ", other / tag
+                its_files = Manifest.read(part)
+                if Entry.of(part / MANIFEST).sha256 != listed.parts.get(other.name):
+                    return f"{place}{MANIFEST} belongs to another save"
+                if reason := its_files.damage(part, hashes=hashes) or forged(part):
+                    return place + reason
         except ValueError as error:
-            return str(error)
+            return f"{place}{error}"
         except OSError as error:
             return f"{error.filename}: {error.strerror}"
-
-    def _damage_of(self, folder: Path, sha256: str | None, hashes: bool) -> str | None:
-        """Like `_damage`, for the folder of another model. `sha256`: hash of that model's manifest, as
-        recorded when the checkpoint was saved."""
-        try:
-            listed = Manifest.read(folder)
-        except ValueError as error:
-            return str(error)
-        if Entry.of(folder / MANIFEST).sha256 != sha256:
-            return f"{MANIFEST} belongs to another save"
-        return listed.damage(folder, hashes=hashes) or forged(folder)
-
-    def _has_manifest(self, tag: str) -> bool:
-        """Returns True if the checkpoint was saved with a manifest, even if the manifest has been deleted."""
-        file = self.path / tag / ORIGIN
-        return os.path.lexists(file) and FORMAT in read_object(file)
+        return None
 
     def _named(self, name: str = LATEST) -> tuple[str, str]:
         """Returns the tag that a pointer names ("" without one), and the reason why it is of no use ("" if
@@ -241,26 +231,25 @@ class CheckpointFolder:
             f"the checkpoints of an earlier run were moved to {place}: read them with --ckpt.path {place}"
         ]
 
-    def _origin_of(self, tag: str) -> Origin | None:
-        """Returns the checkpoint's origin; None without a file. Raises ValueError for a damaged one."""
-        if not os.path.lexists(self.path / tag / ORIGIN):
-            return None
-        found = read_object(self.path / tag / ORIGIN).get("origin")
-        if not isinstance(found, dict) or found.keys() != {field.name for field in fields(Origin)}:
-            raise ValueError(f"{ORIGIN} is unreadable: it holds no origin")
-        if not (isinstance(found["flags"], dict) and isinstance(found["contents"], dict)):
-            raise ValueError(f"{ORIGIN} is unreadable: it holds no flags and contents")
-        return Origin(**found)
+    def _saved(self, tag: str) -> dict[str, Any]:
+        """Returns the content of the file ORIGIN; {} without one. Raises ValueError for a damaged one."""
+        if not os.path.lexists(file := self.path / tag / ORIGIN):
+            return {}
+        found = read_object(file)
+        try:
+            origin = Origin(**found["origin"])
+            whole = replace(origin, flags=dict(origin.flags), contents=dict(origin.contents))
+            return found | {"origin": whole, "written": str(found["written"])}
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{ORIGIN} is unreadable: it holds no origin") from None
 
     def _written(self, tag: str) -> str:
         """Returns the recorded time at which the checkpoint was completed, or else its folder's modification
         time."""
         try:
-            written = read_object(self.path / tag / ORIGIN).get("written")
-        except ValueError:  # it is missing or damaged
-            written = None
-        changed = datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC)
-        return written if isinstance(written, str) else _time(changed)
+            return self._saved(tag)["written"]
+        except (KeyError, ValueError):
+            return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
 
     def latest(self) -> str | None:
         """Returns the tag of the checkpoint to resume from; None without an undamaged one."""
@@ -404,8 +393,7 @@ class Found(NamedTuple):
 
 
 def _metric(folder: Path) -> float:
-    """Returns the metric of a checkpoint; minus infinity without one, or if its file is damaged, which is
-    printed."""
+    """Returns a checkpoint's metric; minus infinity without one. Prints damage to its file."""
     file = folder / METRIC
     try:
         value = read_object(file).get("metric_value") if os.path.lexists(file) else None
@@ -434,13 +422,11 @@ def _removed(place: Path) -> bool:
         shutil.rmtree(place)
     except OSError as error:
         notify(f"{place} could not be removed: {error.strerror or error}. The run goes on.")
-        return False
-    return True
+    return not os.path.lexists(place)
 
 
 def _move_aside(place: Path) -> None:
-    beside = place.with_name(f"{place.name}.damaged")
-    place.replace(beside)
+    place.replace(beside := place.with_name(f"{place.name}.damaged"))
     notify(f"{place} was moved to {beside}")
 
 

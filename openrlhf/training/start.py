@@ -1,7 +1,6 @@
 """Starts a training command, between loading its data and its model: checks and locks its folders, and
 selects the checkpoint to resume from."""
 
-import json
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import VARIABLE, faults
-from openrlhf.files import holds_model, nearest, unwritable
+from openrlhf.files import holds_model, nearest, read_object, unwritable
 from openrlhf.text import Calendar
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ def day_of(config: Config) -> date:
     found = root.glob("global_step*/origin.json") if config.ckpt.load_enable else ()
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
         with suppress(OSError, ValueError, LookupError, TypeError):  # damage is told when one is chosen
-            return date.fromisoformat(json.loads(file.read_bytes())["origin"]["contents"][DAY])
+            return date.fromisoformat(read_object(file)["origin"]["contents"][DAY])
     return Calendar.today
 
 

@@ -11,7 +11,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from openrlhf import heap
-from openrlhf.config.checks import SCATTERED
+from openrlhf.config.checks import SCATTERED, check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.fields import flag_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
@@ -392,8 +392,9 @@ class Run(Generic[ConfigT]):
 def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
     """Runs a supervised command from its command line."""
     argv = sys.argv[1:] if argv is None else argv
-    config = parse(task_type.command, argv).config
     with short_errors():
+        config = parse(task_type.command, argv).config
+        check_launcher()
         catch_signals()
         stopped = None
         try:

@@ -14,13 +14,21 @@ import time
 from pathlib import Path
 
 import pytest
+import refusals
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import printed
 
 import openrlhf
-from openrlhf.config.checks import COMMON_UNREAD, IMAGE_ROWS, PRECISION, sequence_parallel
+from openrlhf.config.checks import (
+    COMMON_UNREAD,
+    IMAGE_ROWS,
+    LAUNCHER,
+    PRECISION,
+    check_launcher,
+    sequence_parallel,
+)
 from openrlhf.config.commands import (
     BATCH_INFERENCE,
     CHAT,
@@ -1492,6 +1500,17 @@ def test_a_small_batch_is_one_row(say):
     assert say(SFT, "--train.batch_size 4")[0].train.batch_size == 4
 
 
+def test_a_reward_file_may_have_a_comma_in_its_path(say, tmp_path):
+    (folder := tmp_path / "a, b").mkdir()
+    (folder / "reward.py").touch()
+    config, _ = say(PPO, ["--reward.remote_url", f"{folder}/reward.py"])
+    assert (config.reward.function, config.reward.servers) == (f"{folder}/reward.py", ())
+    servers = say(PPO, ["--reward.remote_url", "http://a/x, http://b/y"])[0].reward.servers
+    assert servers == ("http://a/x", "http://b/y")
+    _, lines = say(PPO, ["--reward.remote_url", f"{tmp_path}/c, d/reward.py"])
+    assert any("commas separate sources" in line for line in lines)
+
+
 def test_paths_with_commas_and_ats(say, tmp_path):
     (tmp_path / "a,b@c.jsonl").write_text("")
     (tmp_path / "d").mkdir()
@@ -1684,3 +1703,57 @@ def test_a_queue_by_a_variable_is_compared_at_a_resume(say, monkeypatch):
     without = origin()
     monkeypatch.setenv("OPENRLHF_ASYNC_QUEUE_SIZE", "4")
     assert compare(origin(), without).differences == ["--train.async_queue_size was 4, is 1"]
+
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({}, None),
+        (WHOLE, None),
+        (WHOLE | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, None),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "1", "LOCAL_RANK": "0"}, None),
+        ({"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}, None),
+        ({"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set"),
+        ({"WORLD_SIZE": "2"}, "RANK, MASTER_ADDR, MASTER_PORT must be set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR, MASTER_PORT must be set"),
+        ({"LOCAL_RANK": "1"}, "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT must be set"),
+        (WHOLE | {"RANK": "4"}, "RANK must be below WORLD_SIZE"),
+        (WHOLE | {"RANK": "-1"}, "RANK must be a number"),
+        (WHOLE | {"WORLD_SIZE": ""}, "WORLD_SIZE must be a number"),
+        (WHOLE | {"WORLD_SIZE": "0"}, "RANK must be below WORLD_SIZE"),
+        (WHOLE | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK must be below"),
+        (WHOLE | {"MASTER_PORT": "99999"}, "MASTER_PORT must be 1 to 65535"),
+    ],
+)
+def test_variables_of_a_launcher_are_whole_or_refused(monkeypatch, variables, reason):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if reason is None:
+        check_launcher()
+        return
+    shown = " ".join(f"{name}={variables[name]}" for name in LAUNCHER if name in variables)
+    with refusals.refused(ErrorCode.INVALID_VALUE, value=shown) as refusal:
+        check_launcher()
+    assert refusal.value.text.startswith(reason)
+    unset = " ".join("-u " + word.partition("=")[0] for word in shown.split())
+    assert f"env {unset} COMMAND" in refusal.value.text
+
+
+def test_reinforcement_learning_is_started_by_one_process(monkeypatch):
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")  # as for the first of several pods
+    check_launcher(alone=True)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "1")
+        with refusals.refused(ErrorCode.INVALID_VALUE) as refusal:
+            check_launcher(alone=True)
+        assert "starts all other processes itself" in refusal.value.text
+        monkeypatch.setenv(name, "0")

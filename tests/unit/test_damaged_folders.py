@@ -4,6 +4,8 @@ import json
 import os
 import random
 import shutil
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,6 +55,14 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def copy(sound: Path, tmp_path: Path) -> Path:
     shutil.copytree(sound, tmp_path / "copy")
     return tmp_path / "copy"
+
+
+@pytest.fixture
+def apart(sound: Path) -> Iterator[Path]:
+    """Copies the checkpoints to a folder that other users may enter, unlike pytest's."""
+    folder = Path(tempfile.mkdtemp())
+    yield Path(shutil.copytree(sound, folder, dirs_exist_ok=True))
+    shutil.rmtree(folder)
 
 
 def test_a_save_has_all_models_and_the_files_beside_them(sound: Path) -> None:
@@ -168,17 +178,17 @@ CLOSED = [(name, 0) for name in FILES] + [(f"global_step{n}", mode) for n in (4,
 
 
 @pytest.mark.parametrize(("closed", "mode"), CLOSED)
-def test_a_place_that_must_not_be_read_is_damage_of_its_checkpoint_alone(copy: Path, closed, mode) -> None:
+def test_a_place_that_must_not_be_read_is_damage_of_its_checkpoint_alone(apart: Path, closed, mode) -> None:
     def resume_and_save() -> tuple[Found, Found]:
-        (copy / "_actor" / closed).chmod(mode)
-        (copy / "_actor" / "latest").unlink(missing_ok=closed == "global_step6")
-        found = of(copy).find()
-        of(copy)._found()
-        save(of(copy, max_num=3), 8)
-        save(of(copy, max_num=3), 6)  # the step of the closed one
-        return found, of(copy).find()
+        (apart / "_actor" / closed).chmod(mode)
+        (apart / "_actor" / "latest").unlink(missing_ok=closed == "global_step6")
+        found = of(apart).find()
+        of(apart)._found()
+        save(of(apart, max_num=3), 8)
+        save(of(apart, max_num=3), 6)  # the step of the closed one
+        return found, of(apart).find()
 
-    before, after = as_another_user(resume_and_save, copy)
+    before, after = as_another_user(resume_and_save, apart)
     is_newest = closed.startswith("global_step6")
     assert before.tag == ("global_step4" if is_newest else "global_step6")
     assert any("Permission denied" in reason for reason in before.skipped) == is_newest
@@ -187,17 +197,17 @@ def test_a_place_that_must_not_be_read_is_damage_of_its_checkpoint_alone(copy: P
 
 @pytest.mark.parametrize("load", [True, False])
 @pytest.mark.parametrize("mode", [0, 0o300, 0o400])
-def test_a_folder_of_checkpoints_that_must_not_be_read_is_no_empty_one(copy: Path, mode: int, load) -> None:
+def test_a_folder_of_checkpoints_that_must_not_be_read_is_no_empty_one(apart: Path, mode: int, load) -> None:
     def closed() -> list[str]:
-        (copy / "_actor").chmod(mode)
-        checkpoints = of(copy)
+        (apart / "_actor").chmod(mode)
+        checkpoints = of(apart)
         checkpoints.ckpt = replace(checkpoints.ckpt, load_enable=load)
         try:
             return [checkpoints.choose()[1][0]]
         except UsageError as refusal:
             return [refusal.code, refusal.flag, refusal.text]
 
-    told = as_another_user(closed, copy)
+    told = as_another_user(closed, apart)
     if mode == 0o300 and not load:
         assert "has a checkpoint of step 6" in told[0]
     else:

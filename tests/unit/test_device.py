@@ -4,6 +4,7 @@ vLLM's; only calls of a driver are replaced."""
 import os
 import runpy
 import shlex
+import socket
 
 import pytest
 import torch
@@ -110,3 +111,18 @@ def test_the_memory_of_the_smallest_gpu(tmp_path, environment, mib: tuple, memor
 def test_without_a_driver_nothing_is_known_of_gpus(tmp_path, environment) -> None:
     environment["PATH"] = str(tmp_path)
     assert gpu_bytes() is None
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_ranks_that_do_not_meet_are_told_where_and_why(environment, monkeypatch, rank) -> None:
+    """Rank 0 finds the port in use; rank 1 waits for a store that nobody opens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        environment |= {"RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        environment |= {"MASTER_PORT": str(port)}
+        environment.pop("TORCHELASTIC_RUN_ID", None)
+        if rank == "1":
+            other.close()
+        with refused(ErrorCode.CLUSTER) as refusal:
+            distributed.init_distributed(timeout_minutes=0.02)
+    assert f"rank {rank} of 2" in refusal.value.text and f"127.0.0.1:{port}" in refusal.value.text

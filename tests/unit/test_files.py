@@ -7,6 +7,7 @@ from threading import Barrier
 import pytest
 from refusals import refused
 
+from openrlhf import files
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.files import (
     cache_folder,
@@ -222,3 +223,20 @@ def test_the_files_of_a_model_have_the_mode_of_the_umask(tmp_path: Path) -> None
     (tmp_path / "plain").touch()
     for name in ("model.safetensors", "config.json", "runs/more"):
         assert (tmp_path / name).stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_sockets_go_to_a_short_folder_that_can_be_written_to(tmp_path: Path, monkeypatch) -> None:
+    """The address of a socket has at most 107 bytes; a run's have up to 79 below this folder."""
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    closed: list[str] = []
+    monkeypatch.setattr(files, "unwritable", lambda place: "closed" if place in closed else None)
+    (long := tmp_path / ("x" * 60)).mkdir()
+    for place, found in {"/dev": "/dev", str(long): "/tmp", "/no-such-folder": "/tmp"}.items():
+        monkeypatch.setenv("TMPDIR", place)
+        assert files.socket_folder.__wrapped__() == found
+    closed += ["/tmp", "/var/tmp"]
+    assert files.socket_folder.__wrapped__() == "/dev/shm"
+    closed += ["/dev/shm"]
+    with refused(ErrorCode.NOT_WRITABLE, flag="TMPDIR", value="/no-such-folder") as refusal:
+        files.socket_folder.__wrapped__()
+    assert "/var/tmp, /dev/shm" in refusal.value.text and "Set TMPDIR" in refusal.value.text

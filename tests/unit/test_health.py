@@ -93,6 +93,17 @@ def test_a_run_whose_rewards_never_differ_ends_with_the_likely_cause(tmp_path, c
     assert [row["step"] for row in read_jsonl(folder.health_path)] == [1, 3]
 
 
+def test_damaged_files_of_earlier_steps_end_no_run(tmp_path, caplog):
+    """The report is written before a supervised run saves its model."""
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, LoggerConfig())
+    observer.start(1)
+    observer.log_step(1, {"loss": 1.0})
+    (folder.rollouts_path / "step_000001.parquet").write_bytes(b"PAR1")
+    observer.close()
+    assert f"{tmp_path}/report.html is not written" in caplog.text and "arquet" in caplog.text
+
+
 def test_a_rule_may_have_a_lower_limit():
     assert spoken([0, -1, -1, 0, -1], (LOW,), "kl") == [1, 4]
 

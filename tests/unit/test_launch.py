@@ -303,3 +303,32 @@ def test_what_ray_ignores_of_a_job_is_told(monkeypatch):
     given = {"setup_commands": ["pip install openrlhf"], "working_dir": "gcs://x.zip", "env_vars": {}}
     monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": given, "metadata": {}}))
     assert launch._ignored_by_ray() == ["setup_commands"]
+
+
+def test_ray_leaves_a_folder_that_is_too_long_or_closed(tmp_path, monkeypatch, capsys):
+    """Addresses have up to 64 bytes below Ray's folder: `/session_<time>_<process>/sockets/plasma_store`."""
+    monkeypatch.setattr(launch, "_folders", [])
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setattr(launch, "unwritable", lambda place: None)
+    assert launch._place_of_session() is None and launch._folders == []
+    (long := tmp_path / ("x" * 60)).mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(long))
+    place = launch._place_of_session()
+    (own,) = launch._folders
+    session = "session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
+    assert len(f"{place}/{session}") <= 107 < len(f"{long}/ray/{session}")
+    assert Path(own).stat().st_mode & 0o777 == 0o700 and Path(place).parent == Path(own)
+    assert f"{own}, not {long}/ray" in capsys.readouterr().err
+    monkeypatch.setattr(launch.ray, "shutdown", lambda: None)
+    with pytest.raises(KeyError):
+        try:
+            raise KeyError
+        finally:
+            launch.stop_ray()  # the message of the error names the logs
+    assert Path(own).exists()
+    launch.stop_ray()
+    assert not Path(own).exists()
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setattr(launch, "unwritable", lambda place: "Read-only file system")
+    assert launch._place_of_session() is not None
+    launch.stop_ray()

@@ -3,9 +3,11 @@ import os
 import shlex
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import yaml
+from damages import IN_ITS_PLACE, put_in_place
 from refusals import refused
 
 from openrlhf.errors import ErrorCode
@@ -172,3 +174,16 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
         list(read_jsonl(path))
     path.write_bytes(b'{"step": 1}\n{"step": 2, "text": "\xc3')
     assert list(read_jsonl(path)) == [{"step": 1}]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+@pytest.mark.parametrize("name", ["config.yaml", "env.json"])
+def test_a_damaged_record_of_an_earlier_start_is_kept_beside_the_new_one(tmp_path, kind, name) -> None:
+    start = partial(RunFolder.create, tmp_path, config_yaml="seed: 1", argv=["run"])
+    start(resume=False)
+    put_in_place(kind, tmp_path / name)
+    start(resume=True)
+    assert RunFolder(tmp_path).read_config() == {"seed": 1}
+    stem, _, ending = name.partition(".")
+    assert os.path.lexists(tmp_path / f"{stem}.1.{ending}") and (tmp_path / name).is_file()

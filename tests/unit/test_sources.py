@@ -314,6 +314,14 @@ def test_data_dir_is_a_folder_inside(tmp_path):
         load(f"{tmp_path}@bus")
 
 
+def test_descriptions_of_a_data_set_are_no_rows(tmp_path):
+    """As the hub's folders have them, and as `datasets` leaves them out."""
+    write_lines(tmp_path / "0000.jsonl", ROWS)
+    for name in ("dataset_infos.json", "dataset_info.json", "config.json"):
+        (tmp_path / name).write_text('{"default": {"splits": {"train": {"num_examples": 3}}}}')
+    assert list(load(tmp_path)) == ROWS
+
+
 def test_splits_of_folders(tmp_path):
     write_lines(tmp_path / "train-00000-of-00002.jsonl", ROWS[:1])
     write_lines(tmp_path / "train-00001-of-00002.jsonl", ROWS[1:])

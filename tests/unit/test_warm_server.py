@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,8 @@ import pytest
 
 from openrlhf.backends.vllm import lifeline
 from openrlhf.cluster.warm_interpreter import NUMBER
-from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of, worker_command
+from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of, take_environment, worker_command
+from openrlhf.files import socket_folder
 
 FORK = "--multiprocessing-fork"
 """Argument of processes that multiprocessing spawns, which the server forks."""
@@ -224,3 +226,27 @@ def test_what_is_imported_in_advance_starts_no_thread_and_no_ray() -> None:
     started, _, *threads = ran.stdout.split()
     assert started == "False"
     assert set(threads) <= {"jemalloc_bg_thd"}  # pyarrow's allocator survives a fork
+
+
+def test_its_socket_has_a_short_path_whatever_tmpdir_is(tmp_path: Path, monkeypatch) -> None:
+    """The path of a socket has at most 107 bytes."""
+    (long := tmp_path / ("x" * 100)).mkdir()
+    monkeypatch.setenv("TMPDIR", str(long))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr("openrlhf.cluster.warm_server.socket_folder", socket_folder.__wrapped__)
+    started = WarmServer([], {})
+    try:
+        assert output(started, "print(1)") == "1"
+    finally:
+        started.stop()
+
+
+@pytest.mark.parametrize(
+    ("value", "threads"), [("3,2", 3), ("2", 2), ("", None), ("0", None), ("many", None)]
+)
+def test_threads_are_those_of_the_outermost_level(value, threads, monkeypatch) -> None:
+    found: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", found.append)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    take_environment({**os.environ, "OMP_NUM_THREADS": value})
+    assert found == ([] if threads is None else [threads])

@@ -25,6 +25,7 @@ from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
+from openrlhf.files import socket_folder
 from openrlhf.hub import model_folder
 from openrlhf.text import image_data
 from openrlhf.types import present
@@ -193,6 +194,7 @@ class VLLMEngine:
 
         heap.freeze()
         lifeline.lead()
+        os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder())
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         options = self.options
         self.records_routing = options.returns_routing and not (options.on_gpu or has_second_runner())
