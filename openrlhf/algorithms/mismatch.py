@@ -98,8 +98,7 @@ PROBE = "mismatch/probe_mean"
 """Metric of a weight sync: mean difference between the engine's and the trainer's log-probs of the probe, in
 units of their spread; maximum over the engines."""
 MERGED = "mismatch/merged_fraction"
-"""Metric of a weight sync: fraction of the adapters' change of the weights that is left in the engines'
-weights after rounding."""
+"""Metric of a weight sync: fraction of the adapters' change that rounding leaves in the engines' weights."""
 STOP_ABOVE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
 """Means of |log r| in nats above which a run stops, by `--ds.param_dtype`: about 80 relative rounding errors
 of 2^-11 (also for fp32, since GPUs may round the factors of products to TF32) or of 2^-8. A mixture of

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.models.lora import Merge
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -65,9 +64,6 @@ class FrozenModel(Protocol):
     """One rank of a model that is not trained: a reference, a teacher or a reward model. Calls are
     collective."""
 
-    merge: Merge | None
-    """What rounding left of the adapters when `weights` merged them last."""
-
     @property
     def module(self) -> RowModule: ...
 
@@ -93,6 +89,8 @@ class TrainEngine(Protocol):
     """One rank of a model in training. All methods except `steps`, `row_memory` and `has_written` are
     collective."""
 
+    merged_fraction: float | None
+    """Fraction of the adapters' change that rounding left in `weights`; None if they changed nothing."""
     before_step: Callable[[], None] | None
     """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""

@@ -14,9 +14,6 @@ from openrlhf.files import exporting
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST = 0.9
-"""Fraction of the adapter's change below which its loss in rounding is told."""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(LORA_COMBINER, argv).config
@@ -117,11 +114,10 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     if unknown:
         raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
     left = merge_rounded(model).fraction
-    if left is not None and left < MOST:
+    if left is not None and left < 0.9:
         notify(
-            f"warning: {left:.0%} of the adapter's change of the weights is left after rounding them to "
-            f"{str(base.dtype)[6:]}. --ds.param_dtype fp32 keeps all of it, as does serving the adapter "
-            "beside its base model."
+            f"warning: {left:.0%} of the adapter's change is left after rounding to {str(base.dtype)[6:]}. "
+            "--ds.param_dtype fp32 keeps all of it."
         )
     return model.unload()
 

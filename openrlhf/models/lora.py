@@ -162,7 +162,10 @@ def merge_rounded(model: nn.Module) -> Merge:
 
     merge = Merge()
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
-        weight = layer.get_base_layer().weight
+        weight: Any = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None:  # adapted parameters of experts
+            layer.merge()
+            continue
         base, weight.data = weight.data, weight.data.to(torch.float32, copy=True)
         layer.merge()
         whole = weight.data

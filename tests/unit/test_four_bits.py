@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from bitsandbytes import functional
-from bitsandbytes.nn import Params4bit
 from refusals import printed, refused
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -162,7 +161,8 @@ def test_wrong_weights_of_bitsandbytes_are_refused_by_size(
         packed, state = functional.quantize_4bit(
             torch.randn(48, size).to(dtype), blocksize=64, quant_type="nf4", compress_statistics=nested
         )
-        layer = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True)
+        layer = nn.Parameter(packed, requires_grad=False)
+        vars(layer)["quant_state"] = state
         model.register_parameter(f"of_{size}", layer)
     real = functional.dequantize_4bit
 
