@@ -94,31 +94,11 @@ def _effective_fraction(weights: Tensor) -> float:
     return float(weights.sum() ** 2 / (len(weights) * (weights**2).sum())) if len(weights) else 1.0
 
 
-@dataclass(eq=False)
-class Merge:
-    """The fraction of the adapters' change of the weights that is left after rounding the merged weights:
-    <merged - base, change> / <change, change> over all merged layers."""
-
-    wanted: Tensor | float = 0.0
-    kept: Tensor | float = 0.0
-
-    def add(self, base: Tensor, merged: Tensor, change: Tensor) -> None:
-        """Adds a layer. `change`: B A (alpha / rank) in float32."""
-        self.wanted = self.wanted + change.pow(2).sum()
-        self.kept = self.kept + ((merged.float() - base.float()) * change).sum()
-
-    @property
-    def fraction(self) -> float | None:
-        """None if the adapters change nothing."""
-        return float(self.kept / self.wanted) if self.wanted else None
-
-
 PROBE = "mismatch/probe_mean"
 """Metric of a weight sync: mean difference between the engine's and the trainer's log-probs of the probe, in
 units of their spread; maximum over the engines."""
 MERGED = "mismatch/merged_fraction"
-"""Metric of a weight sync: fraction of the adapters' change of the weights that is left in the engines'
-weights after rounding."""
+"""Metric of a weight sync: fraction of the adapters' change that rounding leaves in the engines' weights."""
 STOP_ABOVE = {"fp32": 0.04, "fp16": 0.04, "bf16": 0.3}
 """Means of |log r| in nats above which a run stops, by `--ds.param_dtype`: about 80 relative rounding errors
 of 2^-11 (also for fp32, since GPUs may round the factors of products to TF32) or of 2^-8. A mixture of

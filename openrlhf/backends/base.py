@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.mismatch import Merge
 from openrlhf.backends.row_memory import RowMemory
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
@@ -90,12 +89,11 @@ class TrainEngine(Protocol):
     """One rank of a model in training. All methods except `steps`, `row_memory` and `has_written` are
     collective."""
 
+    merged_fraction: float | None
+    """Fraction of the adapters' change that rounding left in `weights`; None if they changed nothing."""
     before_step: Callable[[], None] | None
     """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
-
-    merge: Merge | None
-    """The share of the adapters that rounding left when `weights` merged them last."""
 
     @property
     def module(self) -> RowModule: ...

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from openrlhf.algorithms.mismatch import Merge
 from openrlhf.backends.base import Objective, Part, RowT
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
@@ -28,6 +27,7 @@ from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
 from openrlhf.models.lora import (
+    Merge,
     adapter_weights,
     base_weights,
     fill_randomly,
@@ -120,8 +120,7 @@ class TrainedRank(ModelRank):
     before_step: Callable[[], None] | None = None
     """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
-    merge: Merge | None = None
-    """The share of the adapters that rounding left when `weights` merged them last."""
+    merged_fraction: float | None = None
     _writer: CheckpointWriter | None = None
     """The writer of a checkpoint that is not finished."""
 
@@ -321,14 +320,15 @@ class TrainedRank(ModelRank):
         if part == "adapter":
             yield from self._in_full(adapter_weights(self.module.model).items(), bucket_bytes)
             return
-        layout, weights, self.merge = self._layout, WHOLE[part](self.module.model), Merge()
+        layout, weights, merge = self._layout, WHOLE[part](self.module.model), Merge()
         parts = lambda conversion: [part for name in conversion.names for part in weights[name].parts]
         sizes = [sum(map(num_bytes, parts(conversion))) for conversion in layout.conversions]
         for bucket in _buckets(layout.conversions, sizes, bucket_bytes):
             with self._gathered(part for conversion in bucket for part in parts(conversion)):
                 for conversion in bucket:
-                    whole = {name: weights[name].merged(self.merge) for name in conversion.names}
+                    whole = {name: weights[name].merged(merge) for name in conversion.names}
                     yield from layout.convert(conversion, whole).items()
+        self.merged_fraction = merge.fraction
 
     def weight_metadata(self, part: Part = "merged") -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Returns (name, dtype, unsharded shape) of each tensor that `weights` yields. Gathers nothing."""

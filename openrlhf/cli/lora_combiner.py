@@ -13,9 +13,6 @@ from openrlhf.files import exporting
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST = 0.9
-"""Fraction of the adapter's change below which its loss in rounding is told."""
-
 
 def main(argv: Sequence[str] | None = None) -> None:
     config = parse(LORA_COMBINER, argv).config
@@ -121,11 +118,10 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
         left = merge_rounded(model).fraction
     except (AttributeError, RuntimeError) as error:
         raise _wrong_adapter(config, f"peft cannot merge it: {first_line(error)}") from error
-    if left is not None and left < MOST:
+    if left is not None and left < 0.9:
         notify(
-            f"warning: {left:.0%} of the adapter's change of the weights is left after rounding them to "
-            f"{str(base.dtype)[6:]}. --ds.param_dtype fp32 keeps all of it, as does serving the adapter "
-            "beside its base model."
+            f"warning: {left:.0%} of the adapter's change is left after rounding to {str(base.dtype)[6:]}. "
+            "--ds.param_dtype fp32 keeps all of it."
         )
     return model.unload()
 

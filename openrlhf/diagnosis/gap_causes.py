@@ -125,12 +125,8 @@ class Examined:
         if self.has_support:
             trainer = lp(self.support if self.keeps_support else None)
         takes_over = self.keeps_support and self.is_trainers
-        return np.array(
-            [
-                [sampler, self.over(support) if takes_over else self.expected[1]],
-                [self.expected[0], trainer],
-            ]
-        )
+        of_trainer = self.over(support) if takes_over else self.expected[1]
+        return np.array([[sampler, of_trainer], [self.expected[0], trainer]])
 
     @cached_property
     def sampler(self) -> np.ndarray:

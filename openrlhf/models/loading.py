@@ -207,19 +207,19 @@ def check_nf4(model: PreTrainedModel) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     wrong: dict[int, float] = {}
-    states = ((weight, getattr(weight, "quant_state", None)) for weight in model.parameters())
-    for size, (weight, state) in {
-        state.shape[-1]: (weight, state) for weight, state in states if state
-    }.items():
-        shape = min(state.shape[0], 128), size
-        values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(weight.device, state.dtype)
+    states = {
+        w.shape[-1]: w for p in model.parameters() if (w := getattr(p, "quant_state", None)) is not None
+    }
+    for size, state in states.items():
+        random = torch.randn(128, size, generator=torch.Generator().manual_seed(0))
+        weight = random.to(state.absmax.device, state.dtype)
         packed, of_packed = quantize_4bit(
-            values, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
+            weight, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
         )
-        values, found = values.float(), dequantize_4bit(packed, of_packed).float()
-        right = nf4_of(values, state.blocksize)
-        if not (found - right).norm() < 0.5 * (right - values).norm():
-            wrong[size] = float((found - values).norm() / values.norm())
+        weight, found = weight.float(), dequantize_4bit(packed, of_packed).float()
+        right = nf4_of(weight, state.blocksize)
+        if not (found - right).norm() < 0.5 * (right - weight).norm():
+            wrong[size] = float((found - weight).norm() / weight.norm())
     if wrong:
         sizes = ", ".join(f"{size} inputs (relative error {e:.2f})" for size, e in sorted(wrong.items()))
         text = (

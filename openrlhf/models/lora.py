@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from openrlhf.algorithms.mismatch import Merge
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
@@ -72,6 +71,25 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@dataclass(eq=False)
+class Merge:
+    """The fraction of the adapters' change of the weights that is left after rounding the merged weights:
+    <merged - base, change> / <change, change> over all merged layers."""
+
+    wanted: Tensor | float = 0.0
+    kept: Tensor | float = 0.0
+
+    def add(self, base: Tensor, merged: Tensor, change: Tensor) -> None:
+        """Adds a layer. `change`: B A (alpha / rank) in float32."""
+        self.wanted = self.wanted + change.pow(2).sum()
+        self.kept = self.kept + ((merged.float() - base.float()) * change).sum()
+
+    @property
+    def fraction(self) -> float | None:
+        """None if the adapters change nothing."""
+        return float(self.kept / self.wanted) if self.wanted else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,7 +168,10 @@ def merge_rounded(model: nn.Module) -> Merge:
 
     merge = Merge()
     for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
-        weight = cast(Tensor, layer.get_base_layer().weight)
+        weight: Any = getattr(layer.get_base_layer(), "weight", None)
+        if weight is None:  # adapted parameters of experts
+            layer.merge()
+            continue
         base, weight.data = weight.data, weight.data.to(torch.float32, copy=True)
         layer.merge()
         whole = weight.data

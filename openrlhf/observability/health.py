@@ -49,8 +49,7 @@ _REMEDIES = {
     ),
     "advantage/abs_mean = 0 for 1 step": (
         "all advantages are 0, so nothing is learnt from the rewards of this step. If rollout/reward_std is "
-        "positive, --reward.clip_range, a penalty or the comparison within groups has removed the "
-        "differences."
+        "positive, --reward.clip_range, a penalty or the group baseline has removed the differences."
     ),
     "rollout/failed_ratio > 0.1 for 3 steps": (
         "samples end without a reward and are not trained on. Their `error` is in the run folder's rollouts; "
@@ -116,8 +115,8 @@ _REMEDIES = {
         "for rewards or rows out of range."
     ),
     "grad_norm = 0 for 1 step": (
-        "the step had no gradient, so nothing was learnt. Look for a loss that is 0 or constant: advantages "
-        "of 0, a mask or a clip range that leaves out every token, or answers without tokens to learn."
+        "the step had no gradient, so nothing was learnt. Look for advantages of 0, a mask or a clip range "
+        "that leaves out every token, or answers without tokens to learn."
     ),
     "critic/clip_fraction > 0.5 for 5 steps": (
         "most values of the critic are stopped at their clip range and get no gradient: returns are large "

@@ -54,8 +54,7 @@ class StepChecks:
     first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """(prompt id, sample index) -> epoch and seed in the first step of this process."""
     moved: float = field(default=0.0, init=False)
-    """Estimate of the distance by which the updates of this process moved a weight of the policy; see
-    `movement`."""
+    """Estimate of how far the updates of this process moved a weight of the policy; see `movement`."""
     was_below_precision: bool = field(default=False, init=False)
     passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
     """Name of a model -> the batches of each pass of its last update, in the first steps."""

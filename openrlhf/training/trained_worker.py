@@ -200,8 +200,6 @@ class PolicyWorker(TrainedWorker):
     name = "actor"
     text_windows: Windows[PackedRow] | None = None
     """Pre-training texts of each optimizer step; None without actor.ptx_coef."""
-    merged: Metrics | None = None
-    """The share of the adapters that the last weight sync left in the engines' weights."""
 
     @property
     def optim(self) -> ActorConfig:
@@ -250,7 +248,8 @@ class PolicyWorker(TrainedWorker):
         first = batch.select(windows[0])
         groups = self.groups(first, range(len(first)))
         log_probs = first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
-        steps = [metrics | (self.merged or {}) for metrics in steps]
+        if (left := self.model.merged_fraction) is not None:
+            steps = [metrics | {MERGED: left} for metrics in steps]
         if first.log_probs is None:
             return steps, log_probs
         if self.config.ds.lora.dropout == 0:
@@ -328,8 +327,6 @@ class PolicyWorker(TrainedWorker):
             fault("sync.send")
             log_probs = None if probe is None else self.log_probs_of(probe)
             self.sender.send(version)
-        merge = self.model.merge
-        self.merged = {} if merge is None or merge.fraction is None else {MERGED: merge.fraction}
         release_cached_memory()
         return log_probs
 

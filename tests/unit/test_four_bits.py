@@ -1,12 +1,10 @@
 """Models in NF4 for inference equal models in float32 with the same quantised weights."""
 
 import re
-from typing import Any
 
 import pytest
 import torch
 from bitsandbytes import functional
-from bitsandbytes.nn import Params4bit
 from refusals import printed, refused
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -163,8 +161,8 @@ def test_wrong_weights_of_bitsandbytes_are_refused_by_size(
         packed, state = functional.quantize_4bit(
             torch.randn(48, size).to(dtype), blocksize=64, quant_type="nf4", compress_statistics=nested
         )
-        of_bnb: dict[str, Any] = {"quant_state": state, "bnb_quantized": True}
-        layer = Params4bit(packed, requires_grad=False, **of_bnb)
+        layer = nn.Parameter(packed, requires_grad=False)
+        vars(layer)["quant_state"] = state
         model.register_parameter(f"of_{size}", layer)
     real = functional.dequantize_4bit
 
