@@ -7,8 +7,9 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser
@@ -39,12 +40,16 @@ REWARD_FLAG = "--reward.remote_url"
 
 @dataclass
 class Check:
-    """A run that is checked, and the problems found so far."""
+    """A run that is checked, and what was found so far."""
 
     command: Command
     config: Any
     screen: "Preview"
+    assumed: "Assumed"
+    """Facts about the data; those that were not given come from the rows."""
     problems: list[Exception] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is probably a mistake."""
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
@@ -62,6 +67,10 @@ class Check:
 
     def say(self, text: str) -> None:
         self.screen.line(f"  {text}")
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+        self.say(f"note: {text}")
 
     def ask(self, flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
         """Calls a check of a flag unless the flag already has a problem."""
@@ -95,7 +104,7 @@ def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *
     from openrlhf.observability.preview import Preview
 
     choose_hub(config.use_ms)
-    check = Check(command, config, Preview(sys.stdout, coloured=coloured))
+    check = Check(command, config, Preview(sys.stdout, coloured=coloured), assumed)
     with check.part("versions"):
         _versions(check)
     with check.part("files and models"):
@@ -109,14 +118,16 @@ def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *
     with check.part("ports"):
         _ports(check)
     with check.part(f"plan for {cluster}"):
-        _plan(check, cluster, assumed)
+        _plan(check, cluster)
     return _verdict(check)
 
 
 def _verdict(check: Check) -> int:
     count = len(check.problems)
     if not count:
-        check.screen.line("\nnothing is wrong")
+        check.screen.line("\nthe run can start, but:" if check.notes else "\nnothing is wrong")
+        for note in check.notes:
+            check.say(note)
         return 0
     check.screen.line(f"\n{'one problem' if count == 1 else f'{count} problems'}:")
     for problem in check.problems:
@@ -161,6 +172,7 @@ def _task(check: Check) -> Any:
 
 
 def _supervised_data(check: Check) -> None:
+    from openrlhf.training.supervised import data_notes
     from openrlhf.training.task import build_train_set, load_tokenizer_of
 
     config, tokenizer = check.config, None
@@ -171,6 +183,9 @@ def _supervised_data(check: Check) -> None:
         dataset = build_train_set(_task(check), tokenizer)
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
+        _measure(check, len(dataset), response=dataset.sequence_lengths)
+        for note in data_notes(config, check.assumed.rows or len(dataset)):
+            check.note(note)
     if tokenizer is not None:
         with check.part("stop tokens"):
             _stops(check, tokenizer, MODEL_FLAG, config.model.model_name_or_path, is_chat=is_chat)
@@ -192,26 +207,44 @@ def _rl_data(check: Check) -> None:
             with check.part("chat template: answers stay as they were sampled when the chat goes on"):
                 _keeps_answers(check, tokenizer)
     with check.part("rewards"):
-        _rewards(check, prompts)
+        _rewards(check, prompts, tokenizer)
 
 
 def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
     import torch
 
     from openrlhf.data.encode import encode_prompts
-    from openrlhf.training.rl_data import build_prompt_datasets
+    from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
+    from openrlhf.training.rl_data import build_prompt_datasets, data_notes, missing_template
     from openrlhf.types import Sample
 
     config = check.config
     most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
-    found, _, _ = build_prompt_datasets(with_values(config, most))
+    found, evaluation, _ = build_prompt_datasets(with_values(config, most))
     prompts = list(found.without_images[:SAMPLES])
     is_chat = config.data.apply_chat_template
     encoded = encode_prompts((prompt.text for prompt in prompts), tokenizer, is_chat=is_chat)
     for number, token_ids in enumerate(encoded, start=1):
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
         check.screen.item(number, Sample(token_ids=torch.tensor(token_ids), action_mask=mask), tokenizer)
+    if missing := missing_template(config, tokenizer, found):
+        check.note(f"{TEMPLATE}: {missing}; use {USE_TEMPLATE}")
+    _measure(check, len(found), prompt=[prompt.num_tokens for prompt in found.without_images])
+    for note in data_notes(config, check.assumed.rows or len(found), found, evaluation):
+        check.note(note)
     return prompts
+
+
+def _measure(check: Check, num_rows: int, **lengths: Sequence[int]) -> None:
+    """Takes mean lengths and, if these are all rows, their number from the rows that were read."""
+    from openrlhf.planning.batches import rows_of
+
+    data = check.config.data
+    spec = data.prompt_dataset if isinstance(check.config, PPOConfig) else data.dataset
+    rows = rows_of(spec, data.max_samples) if num_rows == ROWS else num_rows
+    means = {name: max(1, round(fmean(of_rows))) for name, of_rows in lengths.items()}
+    given = {name: value for name, value in asdict(check.assumed).items() if value is not None}
+    check.assumed = replace(check.assumed, **({"rows": rows} | means | given))
 
 
 def _stops(
@@ -265,7 +298,7 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
 # ---- rewards
 
 
-def _rewards(check: Check, prompts: "list[Prompt]") -> None:
+def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Calls the reward function with a right, a wrong and an empty answer of the first prompt, and if it is
     called with batches, once more in the same and once in the opposite order."""
     config = check.config
@@ -292,11 +325,16 @@ def _rewards(check: Check, prompts: "list[Prompt]") -> None:
     rewards, *others = asyncio.run(_called(config, prompt, batches))
     for (name, answer), reward in zip(answers.items(), rewards, strict=True):
         check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
-    if len({reward.reward for reward in rewards}) == 1:
-        check.say(
-            "note: all answers have the same reward. This is a problem unless a right answer must look "
-            "different from the label."
+    best, limit = max(reward.reward for reward in rewards), config.rollout.max_new_tokens
+    if all(reward.reward == best for reward in rewards):
+        check.note(
+            "all answers have the same reward. This is a problem unless a right answer must look different "
+            "from the label."
         )
+    elif tokenizer is not None and limit:
+        texts = [answer for answer, r in zip(in_order, rewards, strict=True) if r.reward == best]
+        if (least := min(len(tokenizer.tokenize(text)) for text in texts)) > limit:
+            check.note(f"the right answer has {least} tokens, more than --rollout.max_new_tokens {limit}")
     if others:
         _compare(check, rewards, *others)
 
@@ -308,13 +346,13 @@ def _compare(
     sorts them, gives samples the rewards of others."""
     first, second, reordered = ([reward.reward for reward in batch] for batch in (once, again, backwards))
     if first != second:
-        check.say(
-            f"note: the same answers got the rewards {first} in a first call and {second} in a second one. "
+        check.note(
+            f"the same answers got the rewards {first} in a first call and {second} in a second one. "
             "The function is random, or does not return rewards in the order of the answers."
         )
     elif first != reordered[::-1]:
-        check.say(
-            f"note: the same answers got the rewards {first} in one order and {reordered[::-1]} in the "
+        check.note(
+            f"the same answers got the rewards {first} in one order and {reordered[::-1]} in the "
             "opposite one. Unless the function compares the answers of a batch, it does not return rewards "
             "in the order of the answers."
         )
@@ -380,12 +418,12 @@ def _ports(check: Check) -> None:
     check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
 
 
-def _plan(check: Check, cluster: "Cluster", assumed: "Assumed") -> None:
+def _plan(check: Check, cluster: "Cluster") -> None:
     from openrlhf.planning.plan import plan_run, suggestion
     from openrlhf.planning.view import batch_lines, binding_lines
 
-    plan = plan_run(check.command, check.config, cluster, assumed)
-    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, assumed)
+    plan = plan_run(check.command, check.config, cluster, check.assumed)
+    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, check.assumed)
     lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
     for line in lines:
         check.say(line)

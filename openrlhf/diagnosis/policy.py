@@ -1,5 +1,5 @@
-"""Finds problems of the policy (entropy collapse, truncated answers), a rising loss, and the run's own
-warnings."""
+"""Finds problems of the policy (a destroyed policy, entropy collapse, truncated answers), a rising loss, and
+the run's own warnings."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -10,7 +10,7 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
-from openrlhf.observability.health import RULES, Rule
+from openrlhf.observability.health import CUT, RULES, SURE, TEMPLATE, Rule, signs_of, succeeds
 from openrlhf.observability.selection import evenly
 
 COLLAPSED = 0.02
@@ -33,9 +33,24 @@ EXPLAINED_BY = {
 
 
 def policy_findings(run: RunRecord) -> Iterator[Finding]:
+    yield from _signs(run)
     yield from _entropy(run)
     yield from _truncation(run)
     yield from _loss(run)
+
+
+def _signs(run: RunRecord) -> Iterator[Finding]:
+    """Yields the mistakes that single steps show, unless the run recovered. Truncation has a finding of its
+    own, of its course."""
+    found, told = {}, next((w for w in run.warnings if str(w.get("text")).startswith(TEMPLATE)), None)
+    evidence = "" if told is None else str(told["text"]).partition(": ")[2].partition(". Remedy")[0]
+    for i, row in enumerate(run.numbers):
+        for sign in signs_of(run.numbers[: i + 1], evidence):
+            found.setdefault(sign.cause, (row["step"], sign))
+    for step, (cause, title, evidence, remedy) in found.values():
+        if cause == "missing-template" or (cause == "destroyed-model" and not succeeds(run.numbers)):
+            shown = (f"step {step:.0f}: {evidence}",)
+            yield Finding(cause=cause, title=title, score=0.99, evidence=shown, remedy=remedy)
 
 
 def _entropy(run: RunRecord) -> Iterator[Finding]:
@@ -46,8 +61,8 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
     if len(entropy) < 2:
         return
     start, end = float(entropy.values[0]), entropy.last(max(1, len(entropy) // 10))
-    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED:
-        return
+    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED or succeeds(run.numbers):
+        return  # the entropy of a policy that succeeds falls too
     first = next(i for i, value in enumerate(entropy.values) if value < max(COLLAPSED, LOST * start))
     duplicates = run.series("rollout/duplicate_ratio")
     evidence = [
@@ -97,7 +112,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
     yield Finding(
         cause="truncation",
         title="truncation: answers run out of tokens",
-        score=min(0.95, 0.5 + recent / 2),
+        score=0.98 if recent > CUT else 0.5 + recent / 2,
         evidence=tuple(evidence),
         remedy=remedy,
     )
@@ -124,8 +139,9 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
     """Yields a finding for each health rule that fired. Leaves out rules that are explained by one of
-    `causes`, the causes that other checks found."""
-    for rule in RULES:
+    `causes`, the causes that other checks found, or by success."""
+    explained = SURE if succeeds(run.numbers) else set()
+    for rule in (rule for rule in RULES if rule.metric not in explained):
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
         if fired and EXPLAINED_BY.get(rule.metric) not in causes:
             yield _of_rule(run, rule, fired)

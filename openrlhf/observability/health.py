@@ -3,8 +3,10 @@ unhealthy."""
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from statistics import fmean
+from typing import Literal, NamedTuple, Self
 
 from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.types import Metrics
@@ -115,6 +117,106 @@ _REMEDIES = {
 RULES = tuple(Rule.of(condition, text) for condition, text in _REMEDIES.items())
 
 
+SURE = {"reward/zero_std_fraction", "rollout/duplicate_ratio", "policy/entropy"}
+"""Metrics whose rules also hold for a policy that succeeds: it is sure of its answers."""
+
+
+def succeeds(rows: Sequence[Metrics]) -> bool:
+    """Returns True if a score has risen and keeps three quarters of its gain, or stands within a tenth of the
+    highest reward of a sample. Scores are those of several evaluations, else the steps' mean rewards."""
+    highest = max((row.get("rollout/reward_max", -math.inf) for row in rows), default=-math.inf)
+    scores: dict[str, list[float]] = {}
+    for row in rows:
+        for name in row:
+            if name == "rollout/reward_mean" or (name.startswith("eval/") and name.endswith("_score_mean")):
+                scores.setdefault(name, []).append(row[name])
+    series = [values for values in scores.values() if len(values) > 1]
+    held_out = [v for name, v in scores.items() if name.startswith("eval/") and len(v) > 1]
+    for values in held_out or series:
+        size = len(values) // 4 or 1
+        means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
+        start, best, end = means[0], max(means), fmean(values[-min(size, 5) :])
+        rises = best - start > max(0.02, 0.1 * abs(start)) and end - start >= 0.75 * (best - start)
+        if rises or end >= 0.9 * highest > 0:
+            return True
+    return False
+
+
+class Sign(NamedTuple):
+    """A mistake that a single step shows, and that explains what looks unhealthy later. The fields are those
+    of a finding of `openrlhf doctor`."""
+
+    cause: str
+    title: str
+    evidence: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.title}: {self.evidence}. Remedy: {self.remedy}"
+
+
+CUT = 0.9
+"""Fraction of truncated answers above which nearly all are cut."""
+TEMPLATE = "the model's chat template is not used"
+USE_TEMPLATE = "--data.apply_chat_template, or --data.input_template '{}' if the prompts are right without it"
+
+
+def signs_of(rows: Sequence[Metrics], missing_template: str = "") -> Iterator[Sign]:
+    """Yields the mistakes that the last of the rows shows. `missing_template`: evidence that prompts lack
+    their chat template."""
+    if "rollout/reward_mean" not in rows[-1]:
+        yield from _lost_model(rows)
+        return
+    if missing_template:
+        yield Sign("missing-template", TEMPLATE, missing_template, USE_TEMPLATE)
+    yield from _lost_policy([row for row in rows[-5:] if "rollout/reward_mean" in row])
+    if (rate := rows[-1].get("rollout/truncated_rate", 0.0)) > CUT:
+        length = rows[-1].get("rollout/response_length_mean", math.nan)
+        evidence = f"{rate:.0%} are cut, after {length:.3g} tokens on average, so the reward misses their end"
+        yield Sign("truncation", "truncation: answers run out of tokens", evidence, LONGER)
+
+
+LONGER = (
+    "raise --rollout.max_new_tokens or --data.max_len, and see with `openrlhf check` which tokens end an "
+    "answer; only then suspect reward and label"
+)
+
+
+def _lost_policy(rows: Sequence[Metrics]) -> Iterator[Sign]:
+    """Yields a sign if the reward has fallen from the best of the last steps by half its standard deviation,
+    and by more than chance, to one value for all samples; or has not risen, and answers no longer end."""
+    *before, now = rows
+    if not before:
+        return
+    best = max(before, key=lambda row: row["rollout/reward_mean"])
+    reward, cut, std = (
+        [row.get(f"rollout/{name}", math.nan) for row in (best, now)]
+        for name in ("reward_mean", "truncated_rate", "reward_std")
+    )
+    fall, size = reward[0] - reward[1], now.get("rollout/num_samples", 0)
+    are_equal = size >= 16 and std[1] == 0 and fall > std[0] * max(0.5, 4 / math.sqrt(size))
+    if are_equal or (fall >= 0 and cut[1] - cut[0] > 0.5):
+        evidence = (
+            f"reward {reward[0]:.3g} -> {reward[1]:.3g}, truncated answers {cut[0]:.0%} -> {cut[1]:.0%}"
+        )
+        yield _lost("policy", evidence, "--actor.adam.lr", before[-1])
+
+
+def _lost_model(rows: Sequence[Metrics]) -> Iterator[Sign]:
+    """Yields a sign if a training loss is far above all of its first values."""
+    for name, loss in rows[-1].items():
+        if name.endswith("/loss") and not name.startswith("eval/"):
+            first = [row[name] for row in rows[:-1][:8] if name in row]
+            if first and loss > 1.5 * max(first) + 2:
+                yield _lost("model", f"{name} {first[0]:.3g} -> {loss:.3g}", "--adam.lr", rows[-1])
+
+
+def _lost(model: str, evidence: str, flag: str, update: Metrics) -> Sign:
+    rate = f"lower {flag} first, tenfold or more (it was {update.get('lr', math.nan):.2g})"
+    title, remedy = f"an update has destroyed the {model}", f"{rate}, and start again from before this step"
+    return Sign("destroyed-model", title, evidence, remedy)
+
+
 SAME_REWARD = (
     "they do not distinguish good answers from bad ones, so nothing is learnt. Check the reward function and "
     'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name the wrong '
@@ -122,37 +224,6 @@ SAME_REWARD = (
     "are in the run folder's rollouts. If the reward is right, all prompts are too easy or too hard."
 )
 """Likely causes of rewards that are all equal, and the remedies."""
-
-
-@dataclass(kw_only=True)
-class Rewards:
-    """Detects that every sample since the run began or resumed has the same reward."""
-
-    value: float = math.nan
-    """The reward of all samples so far."""
-    steps: int = 0
-    """Number of steps that have reported rewards."""
-    differ: bool = False
-
-    def check(self, metrics: Metrics) -> list[str]:
-        """Returns a message after the first step if all its rewards are equal. Steps with a single sample,
-        with a teacher or without rewards do not count."""
-        is_one_sample = metrics.get("rollout/num_samples") == 1
-        if is_one_sample or "teacher/kl_mean" in metrics or "rollout/reward_std" not in metrics:
-            return []
-        mean = metrics["rollout/reward_mean"]
-        changed = self.steps > 0 and not math.isclose(mean, self.value)
-        self.differ = self.differ or metrics["rollout/reward_std"] > 0 or changed
-        self.value, self.steps = mean, self.steps + 1
-        if self.differ or self.steps > 1:
-            return []
-        return [f"all rewards of the step are {mean:g}: {SAME_REWARD}"]
-
-    def at_end(self) -> list[str]:
-        """Returns a message if the rewards of several steps were all equal."""
-        if self.differ or self.steps < 2:
-            return []
-        return [f"all rewards of these {self.steps} steps are {self.value:g}: {SAME_REWARD}"]
 
 
 @dataclass(kw_only=True)
@@ -164,22 +235,52 @@ class Health:
     """Comparison of sampler and trainer; None in supervised learning."""
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
     """Number of consecutive steps for which each rule's condition has held."""
-    rewards: Rewards = field(default_factory=Rewards, init=False)
+    missing_template: str = ""
+    """See `signs_of`."""
+    rows: list[Metrics] = field(default_factory=list, init=False)
+    told: set[str] = field(default_factory=set, init=False)
+    """Causes of the signs so far, each of which is told once."""
 
     def check(self, metrics: Metrics) -> list[str]:
         """Returns messages about metrics that became unhealthy with this step. A rule fires when its
         condition has held for its number of steps, and again only after the metric was healthy. A step
-        without the metric, or with NaN, neither counts nor interrupts."""
-        messages = self.mismatch.check(metrics) if self.mismatch else []
+        without the metric, or with NaN, neither counts nor interrupts. Of new signs, only the first is told:
+        it explains the others."""
+        self.rows.append(metrics)
+        signs = [s for s in signs_of(self.rows, self.missing_template) if s.cause not in self.told][:1]
+        self.told |= {sign.cause for sign in signs}
+        messages = [*map(str, signs), *(self.mismatch.check(metrics) if self.mismatch else [])]
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)
             if math.isnan(value):
                 continue
-            self.streaks[rule] = self.streaks[rule] + 1 if rule.holds(value) else 0
+            is_wrong = rule.holds(value) and not (rule.metric in SURE and succeeds(self.rows))
+            self.streaks[rule] = self.streaks[rule] + 1 if is_wrong else 0
             if self.streaks[rule] == rule.steps:
                 messages.append(f"{rule.condition} (last {value:.3g}): {rule.text}")
-        return messages + self.rewards.check(metrics)
+        same = self._equal_rewards()
+        if len(same) == 1 and same[0] is metrics:
+            messages.append(f"all rewards of the step are {metrics['rollout/reward_mean']:g}: {SAME_REWARD}")
+        return messages
 
     def at_end(self) -> list[str]:
         """Returns messages about the run as a whole."""
-        return self.rewards.at_end()
+        if len(same := self._equal_rewards()) < 2:
+            return []
+        value = same[-1]["rollout/reward_mean"]
+        return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"]
+
+    def _equal_rewards(self) -> list[Metrics]:
+        """Returns the rows whose rewards count, if all are equal and no sign explains it. Those with a single
+        sample, with a teacher or without rewards do not count."""
+        rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
+        rows = [row for row in rows if row.get("rollout/num_samples") != 1]
+        first = rows[0]["rollout/reward_mean"] if rows else 0.0
+        differ = any(
+            row["rollout/reward_std"] or not math.isclose(row["rollout/reward_mean"], first) for row in rows
+        )
+        return [] if differ or self.told & EXPLAIN_REWARDS else rows
+
+
+EXPLAIN_REWARDS = {"truncation", "destroyed-model"}
+"""Causes of signs after which equal rewards need no other explanation."""
