@@ -150,7 +150,10 @@ def test_a_policy_that_becomes_sure_while_it_succeeds_is_healthy(tmp_path: Path,
     scores = {"eval/default_score_mean": [0.32] + [None] * (STEPS - 2) + [0.92]} if evaluated else {}
     healthy = {name: v for name, v in HEALTHY.items() if not name.startswith("eval/")}
     run = write_run(tmp_path / "run", healthy | CONVERGED | scores)
-    warnings = ("rollout/duplicate_ratio > 0.9 for 10 steps (last 0.97)", "policy/entropy < 0.02 for 20 steps")
+    warnings = (
+        "rollout/duplicate_ratio > 0.9 for 10 steps (last 0.97)",
+        "policy/entropy < 0.02 for 20 steps",
+    )
     rows = [{"step": 38, "text": text} for text in warnings]
     (run / "health.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert doctor.examine_run(run, as_data=False) == 0
@@ -210,7 +213,7 @@ def test_a_template_that_is_not_used_comes_first(tmp_path: Path) -> None:
         run = write_run(tmp_path / name, HEALTHY | change)
         row = {"step": 1, "text": "the model's chat template is not used: M has one. Remedy: x"}
         (run / "health.jsonl").write_text(json.dumps(row) + "\n")
-        assert causes(run) == ["missing-template", *change and ["flat-reward"]]
+        assert causes(run) == ["missing-template", *(["flat-reward"] if change else [])]
         assert found(run, "missing-template").evidence == ("step 1: M has one",)
 
 
