@@ -7,7 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -172,10 +172,11 @@ def _task(check: Check) -> Any:
 
 
 def _supervised_data(check: Check) -> None:
+    from openrlhf.planning.batches import rows_of
     from openrlhf.training.supervised import data_notes
     from openrlhf.training.task import build_train_set, load_tokenizer_of
 
-    config, tokenizer = check.config, None
+    config, assumed, tokenizer = check.config, check.assumed, None
     is_chat = getattr(config.data, "apply_chat_template", False)
     with check.part("samples: tokens with a loss are green, or in brackets"):
         tokenizer = load_tokenizer_of(config)
@@ -183,8 +184,10 @@ def _supervised_data(check: Check) -> None:
         dataset = build_train_set(_task(check), tokenizer)
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
-        _measure(check, len(dataset), response=dataset.sequence_lengths)
-        for note in data_notes(config, check.assumed.rows or len(dataset)):
+        check.assumed = replace(assumed, response=assumed.response or round(fmean(dataset.sequence_lengths)))
+        enough = config.train.batch_size * (config.train.max_steps or 1)
+        rows = assumed.rows or rows_of(config.data.dataset, config.data.max_samples) or enough
+        for note in data_notes(config, rows):
             check.note(note)
     if tokenizer is not None:
         with check.part("stop tokens"):
@@ -215,10 +218,11 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
 
     from openrlhf.data.encode import encode_prompts
     from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
+    from openrlhf.planning.batches import rows_of
     from openrlhf.training.rl_data import build_prompt_datasets, data_notes, missing_template
     from openrlhf.types import Sample
 
-    config = check.config
+    config, assumed = check.config, check.assumed
     most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
     found, evaluation, _ = build_prompt_datasets(with_values(config, most))
     prompts = list(found.without_images[:SAMPLES])
@@ -229,22 +233,13 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
         check.screen.item(number, Sample(token_ids=torch.tensor(token_ids), action_mask=mask), tokenizer)
     if missing := missing_template(config, tokenizer, found):
         check.note(f"{TEMPLATE}: {missing}; use {USE_TEMPLATE}")
-    _measure(check, len(found), prompt=[prompt.num_tokens for prompt in found.without_images])
-    for note in data_notes(config, check.assumed.rows or len(found), found, evaluation):
+    tokens, enough = fmean(prompt.num_tokens for prompt in found.without_images), config.rollout.batch_size
+    check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens))
+    enough *= config.train.max_steps or 1
+    rows = assumed.rows or rows_of(config.data.prompt_dataset, config.data.max_samples) or enough
+    for note in data_notes(config, rows, found, evaluation):
         check.note(note)
     return prompts
-
-
-def _measure(check: Check, num_rows: int, **lengths: Sequence[int]) -> None:
-    """Takes mean lengths and, if these are all rows, their number from the rows that were read."""
-    from openrlhf.planning.batches import rows_of
-
-    data = check.config.data
-    spec = data.prompt_dataset if isinstance(check.config, PPOConfig) else data.dataset
-    rows = rows_of(spec, data.max_samples) if num_rows == ROWS else num_rows
-    means = {name: max(1, round(fmean(of_rows))) for name, of_rows in lengths.items()}
-    given = {name: value for name, value in asdict(check.assumed).items() if value is not None}
-    check.assumed = replace(check.assumed, **({"rows": rows} | means | given))
 
 
 def _stops(

@@ -26,11 +26,6 @@ CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     speed_findings,
 )
 
-CONSEQUENCES = {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
-"""Causes of findings that a destroyed model explains."""
-SPEED = {"slow-steps", "late-rank"}
-"""Causes of findings that come last: the run learns what it should, later."""
-
 SIGNS = (
     "rollout/reward_mean",
     "reward/zero_std_fraction",
@@ -52,10 +47,12 @@ def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
     `model`: as in `gap_findings`."""
     found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
-    if "destroyed-model" in causes:
-        found = [finding for finding in found if finding.cause not in CONSEQUENCES]
+    if "destroyed-model" in causes:  # and explains all others of the policy
+        found = [
+            f for f in found if f.cause not in {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
+        ]
     found += warning_findings(run, causes)
-    return sorted(found, key=lambda finding: (finding.cause in SPEED, -finding.score))
+    return sorted(found, key=lambda finding: (finding.cause in ("slow-steps", "late-rank"), -finding.score))
 
 
 def state_of(run: RunRecord) -> str:

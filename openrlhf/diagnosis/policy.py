@@ -10,7 +10,7 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
-from openrlhf.observability.health import CUT, RULES, SURE, TEMPLATE, Rule, signs_of, succeeds
+from openrlhf.observability.health import CUT, LONGER, RULES, SURE, TEMPLATE, Rule, signs_of, succeeds
 from openrlhf.observability.selection import evenly
 
 COLLAPSED = 0.02
@@ -47,8 +47,12 @@ def _signs(run: RunRecord) -> Iterator[Finding]:
     for i, row in enumerate(run.numbers):
         for sign in signs_of(run.numbers[: i + 1], evidence):
             found.setdefault(sign.cause, (row["step"], sign))
+    losses = [run.series(name) for name in run.names("") if name.endswith("/loss")]
+    recovered = succeeds(run.numbers) or (
+        not run.names("rollout/") and any(loss.end < loss.values[0] for loss in losses)
+    )
     for step, (cause, title, evidence, remedy) in found.values():
-        if cause == "missing-template" or (cause == "destroyed-model" and not succeeds(run.numbers)):
+        if cause == "missing-template" or (cause == "destroyed-model" and not recovered):
             shown = (f"step {step:.0f}: {evidence}",)
             yield Finding(cause=cause, title=title, score=0.99, evidence=shown, remedy=remedy)
 
@@ -105,8 +109,7 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
         remedy = "answers do not end because they loop: raise --algo.kl.init_coef or lower --actor.adam.lr"
     elif recent > 0.95 and rate.start > 0.95:
         evidence.append("truncation begins with the first step: the model may never write its stop token")
-        remedy = "check the stop tokens with `openrlhf check`, set --rollout.stop, or raise "
-        remedy += "--rollout.max_new_tokens"
+        remedy = LONGER
     else:
         remedy = "raise --rollout.max_new_tokens or --data.max_len, or set --reward.overlong_buffer_len"
     yield Finding(

@@ -118,21 +118,17 @@ RULES = tuple(Rule.of(condition, text) for condition, text in _REMEDIES.items())
 
 
 SURE = {"reward/zero_std_fraction", "rollout/duplicate_ratio", "policy/entropy"}
-"""Metrics whose rules also hold for a policy that succeeds: it is sure of its answers."""
+"""Metrics whose rules also hold for a policy that is sure of its answers because it succeeds."""
 
 
 def succeeds(rows: Sequence[Metrics]) -> bool:
     """Returns True if a score has risen and keeps three quarters of its gain, or stands within a tenth of the
     highest reward of a sample. Scores are those of several evaluations, else the steps' mean rewards."""
     highest = max((row.get("rollout/reward_max", -math.inf) for row in rows), default=-math.inf)
-    scores: dict[str, list[float]] = {}
-    for row in rows:
-        for name in row:
-            if name == "rollout/reward_mean" or (name.startswith("eval/") and name.endswith("_score_mean")):
-                scores.setdefault(name, []).append(row[name])
-    series = [values for values in scores.values() if len(values) > 1]
-    held_out = [v for name, v in scores.items() if name.startswith("eval/") and len(v) > 1]
-    for values in held_out or series:
+    names = {n for row in rows for n in row if n.startswith("eval/") and n.endswith("_score_mean")}
+    held_out = [values for name in names if len(values := [row[name] for row in rows if name in row]) > 1]
+    rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
+    for values in held_out or [rewards] * (len(rewards) > 1):
         size = len(values) // 4 or 1
         means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
         start, best, end = means[0], max(means), fmean(values[-min(size, 5) :])
@@ -143,52 +139,44 @@ def succeeds(rows: Sequence[Metrics]) -> bool:
 
 
 class Sign(NamedTuple):
-    """A mistake that a single step shows, and that explains what looks unhealthy later. The fields are those
-    of a finding of `openrlhf doctor`."""
+    """A mistake that a step shows and that explains what looks unhealthy, with the fields of a finding."""
 
     cause: str
     title: str
     evidence: str
     remedy: str
 
-    def __str__(self) -> str:
-        return f"{self.title}: {self.evidence}. Remedy: {self.remedy}"
 
-
-CUT = 0.9
-"""Fraction of truncated answers above which nearly all are cut."""
 TEMPLATE = "the model's chat template is not used"
 USE_TEMPLATE = "--data.apply_chat_template, or --data.input_template '{}' if the prompts are right without it"
+LONGER = (
+    "raise --rollout.max_new_tokens or --data.max_len, and see with `openrlhf check` which tokens end an "
+    "answer; only then suspect reward and label"
+)
+CUT = 0.9
+"""Fraction of truncated answers above which nearly all are cut."""
 
 
 def signs_of(rows: Sequence[Metrics], missing_template: str = "") -> Iterator[Sign]:
     """Yields the mistakes that the last of the rows shows. `missing_template`: evidence that prompts lack
     their chat template."""
-    if "rollout/reward_mean" not in rows[-1]:
+    now, sampled = rows[-1], [row for row in rows[-5:] if "rollout/reward_mean" in row]
+    if now not in sampled:
         yield from _lost_model(rows)
         return
     if missing_template:
         yield Sign("missing-template", TEMPLATE, missing_template, USE_TEMPLATE)
-    yield from _lost_policy([row for row in rows[-5:] if "rollout/reward_mean" in row])
-    if (rate := rows[-1].get("rollout/truncated_rate", 0.0)) > CUT:
-        length = rows[-1].get("rollout/response_length_mean", math.nan)
+    yield from _lost_policy(sampled)
+    if (rate := now.get("rollout/truncated_rate", 0.0)) > CUT:
+        length = now.get("rollout/response_length_mean", math.nan)
         evidence = f"{rate:.0%} are cut, after {length:.3g} tokens on average, so the reward misses their end"
         yield Sign("truncation", "truncation: answers run out of tokens", evidence, LONGER)
-
-
-LONGER = (
-    "raise --rollout.max_new_tokens or --data.max_len, and see with `openrlhf check` which tokens end an "
-    "answer; only then suspect reward and label"
-)
 
 
 def _lost_policy(rows: Sequence[Metrics]) -> Iterator[Sign]:
     """Yields a sign if the reward has fallen from the best of the last steps by half its standard deviation,
     and by more than chance, to one value for all samples; or has not risen, and answers no longer end."""
-    *before, now = rows
-    if not before:
-        return
-    best = max(before, key=lambda row: row["rollout/reward_mean"])
+    best, now = max(rows[:-1] or rows, key=lambda row: row["rollout/reward_mean"]), rows[-1]
     reward, cut, std = (
         [row.get(f"rollout/{name}", math.nan) for row in (best, now)]
         for name in ("reward_mean", "truncated_rate", "reward_std")
@@ -196,24 +184,23 @@ def _lost_policy(rows: Sequence[Metrics]) -> Iterator[Sign]:
     fall, size = reward[0] - reward[1], now.get("rollout/num_samples", 0)
     are_equal = size >= 16 and std[1] == 0 and fall > std[0] * max(0.5, 4 / math.sqrt(size))
     if are_equal or (fall >= 0 and cut[1] - cut[0] > 0.5):
-        evidence = (
-            f"reward {reward[0]:.3g} -> {reward[1]:.3g}, truncated answers {cut[0]:.0%} -> {cut[1]:.0%}"
-        )
-        yield _lost("policy", evidence, "--actor.adam.lr", before[-1])
+        evidence = f"reward {reward[0]:.3g} -> {reward[1]:.3g}, cut answers {cut[0]:.0%} -> {cut[1]:.0%}"
+        yield _lost("policy", evidence, "--actor.adam.lr", rows[-2])
 
 
 def _lost_model(rows: Sequence[Metrics]) -> Iterator[Sign]:
-    """Yields a sign if a training loss is far above all of its first values."""
-    for name, loss in rows[-1].items():
-        if name.endswith("/loss") and not name.startswith("eval/"):
-            first = [row[name] for row in rows[:-1][:8] if name in row]
-            if first and loss > 1.5 * max(first) + 2:
-                yield _lost("model", f"{name} {first[0]:.3g} -> {loss:.3g}", "--adam.lr", rows[-1])
+    """Yields a sign if the loss of a supervised run is far above all of its first values."""
+    if "rollout/failed_ratio" in (now := rows[-1]):  # an RL step whose samples all failed
+        return
+    for name in (name for name in now if name.endswith("/loss") and not name.startswith("eval/")):
+        first = [row[name] for row in rows[:-1][:8] if name in row]
+        if first and now[name] > 1.5 * max(first) + 2:
+            yield _lost("model", f"{name} {first[0]:.3g} -> {now[name]:.3g}", "--adam.lr", now)
 
 
 def _lost(model: str, evidence: str, flag: str, update: Metrics) -> Sign:
-    rate = f"lower {flag} first, tenfold or more (it was {update.get('lr', math.nan):.2g})"
-    title, remedy = f"an update has destroyed the {model}", f"{rate}, and start again from before this step"
+    title, rate = f"an update has destroyed the {model}", update.get("lr", math.nan)
+    remedy = f"lower {flag} first, tenfold or more (it was {rate:.2g}), and start again from before it"
     return Sign("destroyed-model", title, evidence, remedy)
 
 
@@ -249,7 +236,8 @@ class Health:
         self.rows.append(metrics)
         signs = [s for s in signs_of(self.rows, self.missing_template) if s.cause not in self.told][:1]
         self.told |= {sign.cause for sign in signs}
-        messages = [*map(str, signs), *(self.mismatch.check(metrics) if self.mismatch else [])]
+        messages = [f"{title}: {evidence}. Remedy: {remedy}" for _, title, evidence, remedy in signs]
+        messages += self.mismatch.check(metrics) if self.mismatch else []
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)
             if math.isnan(value):
@@ -275,12 +263,7 @@ class Health:
         sample, with a teacher or without rewards do not count."""
         rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
         rows = [row for row in rows if row.get("rollout/num_samples") != 1]
-        first = rows[0]["rollout/reward_mean"] if rows else 0.0
-        differ = any(
-            row["rollout/reward_std"] or not math.isclose(row["rollout/reward_mean"], first) for row in rows
-        )
-        return [] if differ or self.told & EXPLAIN_REWARDS else rows
-
-
-EXPLAIN_REWARDS = {"truncation", "destroyed-model"}
-"""Causes of signs after which equal rewards need no other explanation."""
+        means = [row["rollout/reward_mean"] for row in rows]
+        differ = any(row["rollout/reward_std"] for row in rows)
+        differ = differ or not all(math.isclose(mean, means[0]) for mean in means)
+        return [] if differ or self.told & {"truncation", "destroyed-model"} else rows

@@ -67,8 +67,7 @@ def lengths_of(max_len: int, longest: int | None, prompt: int | None, response: 
     """Returns the lengths of a run's samples. A mean that is None is assumed. An assumed prompt has the
     tokens of `max_len` that the longest response leaves, at least an eighth; an assumed response is half as
     long as it may be. `longest`: the flag rollout.max_new_tokens."""
-    means = {"prompt": prompt, "response": response}
-    assumed = tuple(name for name, mean in means.items() if mean is None)
+    assumed = ("prompt",) * (prompt is None) + ("response",) * (response is None)
     prompt = prompt or max(max_len - (longest or max_len), max_len // 8)
     most = min(longest or max_len, max_len - prompt)
     return Lengths(prompt=prompt, response=response or max(1, most // 2), longest=most, assumed=assumed)

@@ -123,7 +123,7 @@ def _plan_supervised(
     sequences, data = SEQUENCES.get(command.name, 1), config.data
     sizes = _supervised_sizes(command, config)
     mean = assumed.response or max(1, data.max_len // 2)
-    unknown = () if assumed.response else ("response",)
+    unknown = ("response",) * (assumed.response is None)
     lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
     rows = assumed.rows or rows_of(data.dataset, data.max_samples)
     batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)

@@ -72,10 +72,8 @@ def _models(plan: RunPlan) -> Table:
     for role, size in plan.sizes.items():
         roles.setdefault(size, []).append(role)
     for size, names in roles.items():
-        counts = (
-            f"{count / 1e9:,.3f} B" if count >= 1e7 else f"{count / 1e6:,.2f} M"
-            for count in (size.parameters, size.active)
-        )
+        unit, name = (1e9, "B") if size.parameters >= 1e7 else (1e6, "M")
+        counts = (f"{count / unit:,.3f} {name}" for count in (size.parameters, size.active))
         found.add_row(Text(size.path), *counts, ", ".join(names))
     return found
 
@@ -192,15 +190,8 @@ def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPl
         },
         "batches": {name: getattr(plan.batches, name) for name in plan.batches.__slots__},
         "memory": [
-            {
-                "devices": demand.devices,
-                "count": demand.count,
-                "phase": demand.phase,
-                "parts": dict(demand.parts),
-                "total": demand.total,
-                "share": demand.share,
-                "fits": demand.fits,
-            }
+            {name: getattr(demand, name) for name in ("devices", "count", "phase", "total", "share", "fits")}
+            | {"parts": dict(demand.parts)}
             for demand in plan.memory
         ],
         "usable": FITS,

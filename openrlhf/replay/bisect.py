@@ -56,13 +56,10 @@ METRIC = (
     "of supervised data, which is not recorded"
 )
 FIRST_METRIC = (
-    "nothing has been updated yet, and all records before are equal: the first weights, the loss or the "
-    "gradient differs, or the order of supervised data (--train.seed), which is not recorded"
+    "all records before the first update are equal: the first weights, the loss or the gradient differs, or "
+    "the order of supervised data (--train.seed), which is not recorded"
 )
-EVALUATED = (
-    "all recorded samples are equal: if those of the evaluation are recorded, their scores are computed "
-    "differently; otherwise its data, their seeds (--train.seed) or the weights differ"
-)
+EVALUATED = "all records before are equal: the evaluation's data, seeds (--train.seed) or scores differ"
 TENSOR = "all records before the checkpoint are equal: the optimizer differs in ways that no metric shows"
 
 

@@ -1,6 +1,7 @@
 """Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -88,11 +89,9 @@ def data_notes(
         samples = most * config.rollout.n_samples_per_prompt
         yield f"every step has all {most} prompts, fewer than --rollout.batch_size {size}: {samples} samples"
     if train.max_steps and len(steps) < train.max_steps:
-        yield (
-            f"--train.max_steps {train.max_steps} is not reached: with --train.num_episodes "
-            f"{train.num_episodes}, {num_prompts} prompts last for {len(steps)} steps"
-        )
-    if (shared := prompts.num_shared(eval_prompts)) > len(eval_prompts) / 10:
+        end = f"with --train.num_episodes {train.num_episodes} prompts are used up after step {len(steps)}"
+        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
+    if eval_prompts and (shared := prompts.num_shared(eval_prompts)) >= len(eval_prompts) / 10:
         yield f"{shared} of {len(eval_prompts)} prompts of --eval.dataset are trained on: no held-out scores"
 
 
@@ -107,14 +106,11 @@ def missing_template(
     data, mark = config.data, "a question"
     if data.apply_chat_template or data.input_template or config.train.agent or not tokenizer.chat_template:
         return ""
-    try:
+    with suppress(BadRow):  # raised by a template that needs other messages
         end = PromptTemplate(tokenizer, True, None)(mark).partition(mark)[2].strip()
-    except BadRow:  # the template needs other messages
-        return ""
-    if any(end in prompt.text for prompt in prompts.without_images[:8]):
-        return ""
-    path = config.actor.model_name_or_path
-    return f"the tokenizer of {path} has one, and --data.apply_chat_template is not set"
+        if not any(end in prompt.text for prompt in prompts.without_images[:8]):
+            return f"the tokenizer of {config.actor.model_name_or_path} has one, and no flag chooses it"
+    return ""
 
 
 def _prompt_rows(

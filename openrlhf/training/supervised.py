@@ -175,11 +175,10 @@ def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
     if num_samples < size:
         yield f"every optimizer step has all {num_samples} samples, fewer than --train.batch_size {size}"
     if train.max_steps and steps < train.max_steps:
-        yield (
-            f"--train.max_steps {train.max_steps} is not reached: with --train.max_epochs "
-            f"{train.max_epochs}, {num_samples} samples last for {steps} steps"
-        )
-    if (evaluation.dataset, evaluation.split) == (data.dataset, data.dataset_split):
+        end = f"with --train.max_epochs {train.max_epochs} the data is used up after step {steps}"
+        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
+    same_split = evaluation.split == data.dataset_split or os.path.isfile(data.dataset)
+    if evaluation.dataset == data.dataset and same_split:
         yield f"--eval.dataset {evaluation.dataset} is trained on: no held-out scores"
 
 

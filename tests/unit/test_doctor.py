@@ -183,16 +183,19 @@ def test_a_policy_that_one_update_destroyed_is_told_with_the_learning_rate_first
     run = write_run(tmp_path / "run", DESTROYED)
     assert causes(run) == ["destroyed-model"]
     finding = found(run, "destroyed-model")
-    assert finding.evidence == ("step 2: reward 0.391 -> 0, truncated answers 0% -> 93%",)
+    assert finding.evidence == ("step 2: reward 0.391 -> 0, cut answers 0% -> 93%",)
     assert finding.remedy.startswith("lower --actor.adam.lr first, tenfold or more (it was 0.05)")
 
 
-def test_a_supervised_model_that_one_update_destroyed(tmp_path: Path) -> None:
-    losses = [7.3, 20.0, 14.1, 12.6, 11.8, 11.2, 10.9, 10.7]
-    run = write_run(tmp_path / "run", {"sft/loss": losses, "lr": [0.5] * 8})
-    finding = found(run, "destroyed-model")
-    assert finding.evidence == ("step 2: sft/loss 7.3 -> 20",)
-    assert finding.remedy.startswith("lower --adam.lr first")
+@pytest.mark.parametrize(("last", "healthy"), [(9.2, False), (0.4, True)], ids=["lost", "recovered"])
+def test_a_supervised_model_that_one_update_destroyed(tmp_path: Path, last: float, healthy: bool) -> None:
+    losses = [3.46, 32.8, 17.8, 15.0, 12.3, 12.8, *np.linspace(last, last, 6)]
+    run = write_run(tmp_path / "run", {"sft/loss": losses, "lr": [0.5] * 12})
+    assert causes(run) == ([] if healthy else ["destroyed-model"])
+    if not healthy:
+        finding = found(run, "destroyed-model")
+        assert finding.evidence == ("step 2: sft/loss 3.46 -> 32.8",)
+        assert finding.remedy.startswith("lower --adam.lr first, tenfold or more (it was 0.5)")
 
 
 def test_cut_answers_come_before_equal_rewards(tmp_path: Path) -> None:

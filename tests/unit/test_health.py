@@ -133,8 +133,8 @@ def test_a_destroyed_policy_is_told_with_the_learning_rate_of_its_update():
     health.check(step_of(0.391, 0, lr=0.05))
     (line,) = health.check(step_of(0, 0.932, std=0, lr=0.04))
     assert line == (
-        "an update has destroyed the policy: reward 0.391 -> 0, truncated answers 0% -> 93%. Remedy: lower "
-        "--actor.adam.lr first, tenfold or more (it was 0.05), and start again from before this step"
+        "an update has destroyed the policy: reward 0.391 -> 0, cut answers 0% -> 93%. Remedy: lower "
+        "--actor.adam.lr first, tenfold or more (it was 0.05), and start again from before it"
     )
     assert health.at_end() == []
 
