@@ -49,7 +49,7 @@ class Check:
     """Facts about the data; those that were not given come from the rows."""
     problems: list[Exception] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is probably a mistake."""
+    """Probable mistakes, with which the run can start."""
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
@@ -68,9 +68,10 @@ class Check:
     def say(self, text: str) -> None:
         self.screen.line(f"  {text}")
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
-        self.say(f"note: {text}")
+    def note(self, *texts: str) -> None:
+        self.notes += texts
+        for text in texts:
+            self.say(f"note: {text}")
 
     def ask(self, flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
         """Calls a check of a flag unless the flag already has a problem."""
@@ -185,10 +186,8 @@ def _supervised_data(check: Check) -> None:
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
         check.assumed = replace(assumed, response=assumed.response or round(fmean(dataset.sequence_lengths)))
-        enough = config.train.batch_size * (config.train.max_steps or 1)
-        rows = assumed.rows or rows_of(config.data.dataset, config.data.max_samples) or enough
-        for note in data_notes(config, rows):
-            check.note(note)
+        rows = assumed.rows or rows_of(config.data.dataset, config.data.max_samples)
+        check.note(*data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1)))
     if tokenizer is not None:
         with check.part("stop tokens"):
             _stops(check, tokenizer, MODEL_FLAG, config.model.model_name_or_path, is_chat=is_chat)
@@ -232,13 +231,12 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
         check.screen.item(number, Sample(token_ids=torch.tensor(token_ids), action_mask=mask), tokenizer)
     if missing := missing_template(config, tokenizer, found):
-        check.note(f"{TEMPLATE}: {missing}; use {USE_TEMPLATE}")
-    tokens, enough = fmean(prompt.num_tokens for prompt in found.without_images), config.rollout.batch_size
+        check.note(f"{TEMPLATE}: {missing}; {USE_TEMPLATE}")
+    tokens = fmean(prompt.num_tokens for prompt in found.without_images)
     check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens))
-    enough *= config.train.max_steps or 1
-    rows = assumed.rows or rows_of(config.data.prompt_dataset, config.data.max_samples) or enough
-    for note in data_notes(config, rows, found, evaluation):
-        check.note(note)
+    rows = assumed.rows or rows_of(config.data.prompt_dataset, config.data.max_samples)
+    enough = config.rollout.batch_size * (config.train.max_steps or 1)
+    check.note(*data_notes(config, rows or enough, found, evaluation))
     return prompts
 
 

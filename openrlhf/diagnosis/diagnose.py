@@ -47,10 +47,9 @@ def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
     `model`: as in `gap_findings`."""
     found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
-    if "destroyed-model" in causes:  # and explains all others of the policy
-        found = [
-            f for f in found if f.cause not in {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
-        ]
+    if "destroyed-model" in causes:
+        explained = {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
+        found = [finding for finding in found if finding.cause not in explained]
     found += warning_findings(run, causes)
     return sorted(found, key=lambda finding: (finding.cause in ("slow-steps", "late-rank"), -finding.score))
 

@@ -40,17 +40,15 @@ def policy_findings(run: RunRecord) -> Iterator[Finding]:
 
 
 def _signs(run: RunRecord) -> Iterator[Finding]:
-    """Yields the mistakes that single steps show, unless the run recovered. Truncation has a finding of its
-    own, of its course."""
+    """Yields the mistakes that single steps show but for truncation, whose whole course is a finding."""
     found, told = {}, next((w for w in run.warnings if str(w.get("text")).startswith(TEMPLATE)), None)
     evidence = "" if told is None else str(told["text"]).partition(": ")[2].partition(". Remedy")[0]
     for i, row in enumerate(run.numbers):
         for sign in signs_of(run.numbers[: i + 1], evidence):
             found.setdefault(sign.cause, (row["step"], sign))
-    losses = [run.series(name) for name in run.names("") if name.endswith("/loss")]
-    recovered = succeeds(run.numbers) or (
-        not run.names("rollout/") and any(loss.end < loss.values[0] for loss in losses)
-    )
+    supervised = () if run.names("rollout/") else run.names("")
+    losses = [run.series(name) for name in supervised if name.endswith("/loss")]
+    recovered = succeeds(run.numbers) or any(s.end < first for s in losses for first in s.values[:1])
     for step, (cause, title, evidence, remedy) in found.values():
         if cause == "missing-template" or (cause == "destroyed-model" and not recovered):
             shown = (f"step {step:.0f}: {evidence}",)

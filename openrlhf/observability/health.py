@@ -148,7 +148,7 @@ class Sign(NamedTuple):
 
 
 TEMPLATE = "the model's chat template is not used"
-USE_TEMPLATE = "--data.apply_chat_template, or --data.input_template '{}' if the prompts are right without it"
+USE_TEMPLATE = "set --data.apply_chat_template, or --data.input_template '{}' if prompts are right without it"
 LONGER = (
     "raise --rollout.max_new_tokens or --data.max_len, and see with `openrlhf check` which tokens end an "
     "answer; only then suspect reward and label"
@@ -158,8 +158,7 @@ CUT = 0.9
 
 
 def signs_of(rows: Sequence[Metrics], missing_template: str = "") -> Iterator[Sign]:
-    """Yields the mistakes that the last of the rows shows. `missing_template`: evidence that prompts lack
-    their chat template."""
+    """Yields mistakes that the last row shows. `missing_template`: evidence that prompts lack a template."""
     now, sampled = rows[-1], [row for row in rows[-5:] if "rollout/reward_mean" in row]
     if now not in sampled:
         yield from _lost_model(rows)
@@ -190,12 +189,11 @@ def _lost_policy(rows: Sequence[Metrics]) -> Iterator[Sign]:
 
 def _lost_model(rows: Sequence[Metrics]) -> Iterator[Sign]:
     """Yields a sign if the loss of a supervised run is far above all of its first values."""
-    if "rollout/failed_ratio" in (now := rows[-1]):  # an RL step whose samples all failed
-        return
-    for name in (name for name in now if name.endswith("/loss") and not name.startswith("eval/")):
+    for name, loss in rows[-1].items():
         first = [row[name] for row in rows[:-1][:8] if name in row]
-        if first and now[name] > 1.5 * max(first) + 2:
-            yield _lost("model", f"{name} {first[0]:.3g} -> {now[name]:.3g}", "--adam.lr", now)
+        is_loss = name.endswith("/loss") and not name.startswith("eval/")
+        if is_loss and first and loss > 1.5 * max(first) + 2:
+            yield _lost("model", f"{name} {first[0]:.3g} -> {loss:.3g}", "--adam.lr", rows[-1])
 
 
 def _lost(model: str, evidence: str, flag: str, update: Metrics) -> Sign:
@@ -231,8 +229,7 @@ class Health:
     def check(self, metrics: Metrics) -> list[str]:
         """Returns messages about metrics that became unhealthy with this step. A rule fires when its
         condition has held for its number of steps, and again only after the metric was healthy. A step
-        without the metric, or with NaN, neither counts nor interrupts. Of new signs, only the first is told:
-        it explains the others."""
+        without the metric, or with NaN, neither counts nor interrupts. The first new sign explains others."""
         self.rows.append(metrics)
         signs = [s for s in signs_of(self.rows, self.missing_template) if s.cause not in self.told][:1]
         self.told |= {sign.cause for sign in signs}
@@ -253,10 +250,9 @@ class Health:
 
     def at_end(self) -> list[str]:
         """Returns messages about the run as a whole."""
-        if len(same := self._equal_rewards()) < 2:
-            return []
-        value = same[-1]["rollout/reward_mean"]
-        return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"]
+        same = self._equal_rewards()
+        value = same[0]["rollout/reward_mean"] if len(same) > 1 else math.nan
+        return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"] * (len(same) > 1)
 
     def _equal_rewards(self) -> list[Metrics]:
         """Returns the rows whose rewards count, if all are equal and no sign explains it. Those with a single
@@ -264,6 +260,6 @@ class Health:
         rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
         rows = [row for row in rows if row.get("rollout/num_samples") != 1]
         means = [row["rollout/reward_mean"] for row in rows]
-        differ = any(row["rollout/reward_std"] for row in rows)
-        differ = differ or not all(math.isclose(mean, means[0]) for mean in means)
+        equal = all(math.isclose(mean, means[0]) for mean in means)
+        differ = not equal or any(row["rollout/reward_std"] for row in rows)
         return [] if differ or self.told & {"truncation", "destroyed-model"} else rows

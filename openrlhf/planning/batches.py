@@ -29,7 +29,7 @@ class Lengths:
     longest: int
     """Maximum number of tokens of a response."""
     assumed: tuple[str, ...]
-    """Which of the means are assumptions: prompt, response. The others were given or measured."""
+    """Names of the means that are assumptions, prompt or response. The others were given or measured."""
 
     @property
     def total(self) -> int:

@@ -69,8 +69,7 @@ class Stage:
 
     step: int
     name: str
-    """The record: rollouts, filtered rollouts, metrics, evaluation or its metrics, or checkpoint of a
-    model."""
+    """The record: (filtered) rollouts, metrics, evaluation, metrics of it, or checkpoint of a model."""
     found: Sequence[Compared]
 
     @property

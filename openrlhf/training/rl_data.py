@@ -109,7 +109,7 @@ def missing_template(
     with suppress(BadRow):  # raised by a template that needs other messages
         end = PromptTemplate(tokenizer, True, None)(mark).partition(mark)[2].strip()
         if not any(end in prompt.text for prompt in prompts.without_images[:8]):
-            return f"the tokenizer of {config.actor.model_name_or_path} has one, and no flag chooses it"
+            return f"{config.actor.model_name_or_path} has one, and --data.apply_chat_template is not set"
     return ""
 
 

@@ -78,7 +78,7 @@ def test_a_template_that_is_not_used_is_named_first(
     without = words[:at] + words[at + 2 :]
     code, text = checked(without, capsys)
     assert code == 0
-    assert verdict(text)[0].startswith("the model's chat template is not used: the tokenizer of ")
+    assert verdict(text)[0].startswith("the model's chat template is not used: ")
     assert "--data.apply_chat_template" in verdict(text)[0]
     assert checked([*without, "--data.input_template", "{}"], capsys)[1].endswith("nothing is wrong\n")
 
