@@ -193,7 +193,7 @@ def _lost_model(rows: Sequence[Metrics]) -> Iterator[Sign]:
         first = [row[name] for row in rows[:-1][:8] if name in row]
         is_loss = name.endswith("/loss") and not name.startswith("eval/")
         if is_loss and first and loss > 1.5 * max(first) + 2:
-            yield _lost("model", f"{name} {first[0]:.3g} -> {loss:.3g}", "--adam.lr", rows[-1])
+            yield _lost("model", f"{name} {first[0]:.3g} -> {loss:.3g}", "--adam.lr", rows[-2])
 
 
 def _lost(model: str, evidence: str, flag: str, update: Metrics) -> Sign:
@@ -231,7 +231,8 @@ class Health:
         condition has held for its number of steps, and again only after the metric was healthy. A step
         without the metric, or with NaN, neither counts nor interrupts. The first new sign explains others."""
         self.rows.append(metrics)
-        signs = [s for s in signs_of(self.rows, self.missing_template) if s.cause not in self.told][:1]
+        signs = [*signs_of(self.rows, self.missing_template)]
+        signs = [sign for sign in signs if not {sign.cause, "destroyed-model"} & self.told][:1]
         self.told |= {sign.cause for sign in signs}
         messages = [f"{title}: {evidence}. Remedy: {remedy}" for _, title, evidence, remedy in signs]
         messages += self.mismatch.check(metrics) if self.mismatch else []
@@ -255,11 +256,10 @@ class Health:
         return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"] * (len(same) > 1)
 
     def _equal_rewards(self) -> list[Metrics]:
-        """Returns the rows whose rewards count, if all are equal and no sign explains it. Those with a single
-        sample, with a teacher or without rewards do not count."""
+        """Returns rows with rewards, but for those of a teacher or a single sample, if all rewards are equal and
+        no sign explains it."""
         rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
         rows = [row for row in rows if row.get("rollout/num_samples") != 1]
-        means = [row["rollout/reward_mean"] for row in rows]
-        equal = all(math.isclose(mean, means[0]) for mean in means)
+        equal = all(math.isclose(r["rollout/reward_mean"], rows[0]["rollout/reward_mean"]) for r in rows)
         differ = not equal or any(row["rollout/reward_std"] for row in rows)
         return [] if differ or self.told & {"truncation", "destroyed-model"} else rows

@@ -112,7 +112,7 @@ CUT = "truncation"
 @pytest.mark.parametrize(
     ("rows", "expected"),
     [
-        ([step_of(0.39, 0), step_of(0, 0.93, std=0)], [[], [LOST]]),
+        ([step_of(0.39, 0), step_of(0, 0.86, std=0), step_of(0, 1, std=0)], [[], [LOST], []]),
         ([step_of(0.39, 0), step_of(0, 0, std=0)], [[], [LOST]]),
         ([step_of(0.39, 0), step_of(0.3, 0.1), step_of(0.01, 0.9)], [[], [], [LOST]]),
         ([step_of(0, 0.1, std=0.1), step_of(0, 0.95, std=0)], [[], [LOST]]),
@@ -146,6 +146,13 @@ def test_a_destroyed_policy_is_told_with_the_learning_rate_of_its_update():
 def test_a_model_that_a_supervised_update_destroyed_is_told(losses, step):
     lines = told(*({"sft/loss": loss, "lr": 0.5} for loss in losses))
     assert lines == [["an update has destroyed the model"] if i == step else [] for i in range(len(losses))]
+
+
+def test_a_destroyed_model_is_told_with_the_learning_rate_of_its_update():
+    health = Health()
+    health.check({"sft/loss": 3.46, "lr": 0.5})
+    (line,) = health.check({"sft/loss": 32.8, "lr": 0.48})
+    assert "sft/loss 3.46 -> 32.8. Remedy: lower --adam.lr first, tenfold or more (it was 0.5)" in line
 
 
 def test_a_missing_template_comes_before_its_consequences():
