@@ -256,7 +256,7 @@ class Health:
         return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"] * (len(same) > 1)
 
     def _equal_rewards(self) -> list[Metrics]:
-        """Returns rows with rewards, but for those of a teacher or a single sample, if all rewards are equal and
+        """Returns rows with rewards, but those of a teacher or a single sample, if all rewards are equal and
         no sign explains it."""
         rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
         rows = [row for row in rows if row.get("rollout/num_samples") != 1]
