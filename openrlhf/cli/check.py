@@ -7,8 +7,9 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser
@@ -38,12 +39,16 @@ REWARD_FLAG = "--reward.remote_url"
 
 @dataclass
 class Check:
-    """A run that is checked, and the problems found so far."""
+    """A run that is checked, and what was found so far."""
 
     command: Command
     config: Any
     screen: "Preview"
+    assumed: "Assumed"
+    """Facts about the data; those that were not given come from the rows."""
     problems: list[Exception] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Probable mistakes, with which the run can start."""
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
@@ -61,6 +66,11 @@ class Check:
 
     def say(self, text: str) -> None:
         self.screen.line(f"  {text}")
+
+    def note(self, *texts: str) -> None:
+        self.notes += texts
+        for text in texts:
+            self.say(f"note: {text}")
 
     def ask(self, flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
         """Calls a check of a flag unless the flag already has a problem."""
@@ -94,7 +104,7 @@ def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *
     from openrlhf.observability.preview import Preview
 
     choose_hub(config.use_ms)
-    check = Check(command, config, Preview(sys.stdout, coloured=coloured))
+    check = Check(command, config, Preview(sys.stdout, coloured=coloured), assumed)
     with check.part("versions"):
         _versions(check)
     with check.part("files and models"):
@@ -108,14 +118,16 @@ def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *
     with check.part("ports"):
         _ports(check)
     with check.part(f"plan for {cluster}"):
-        _plan(check, cluster, assumed)
+        _plan(check, cluster)
     return _verdict(check)
 
 
 def _verdict(check: Check) -> int:
     count = len(check.problems)
     if not count:
-        check.screen.line("\nnothing is wrong")
+        check.screen.line("\nthe run can start, but:" if check.notes else "\nnothing is wrong")
+        for note in check.notes:
+            check.say(note)
         return 0
     check.screen.line(f"\n{'one problem' if count == 1 else f'{count} problems'}:")
     for problem in check.problems:
@@ -160,9 +172,11 @@ def _task(check: Check) -> Any:
 
 
 def _supervised_data(check: Check) -> None:
+    from openrlhf.planning.batches import rows_of
+    from openrlhf.training.supervised import data_notes
     from openrlhf.training.task import build_train_set, load_tokenizer_of
 
-    config, tokenizer = check.config, None
+    config, assumed, tokenizer = check.config, check.assumed, None
     is_chat = getattr(config.data, "apply_chat_template", False)
     with check.part("samples: tokens with a loss are green, or in brackets"):
         tokenizer = load_tokenizer_of(config)
@@ -170,6 +184,9 @@ def _supervised_data(check: Check) -> None:
         dataset = build_train_set(_task(check), tokenizer)
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
+        check.assumed = replace(assumed, response=assumed.response or round(fmean(dataset.sequence_lengths)))
+        rows = assumed.rows or rows_of(config.data.dataset, config.data.max_samples)
+        check.note(*data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1)))
     if tokenizer is not None and _task(check).learns_ends:
         with check.part("stop tokens"):
             _stops(check, tokenizer, config.model.model_name_or_path, learns=True)
@@ -191,25 +208,34 @@ def _rl_data(check: Check) -> None:
             with check.part("chat template: answers stay as they were sampled when the chat goes on"):
                 _keeps_answers(check, tokenizer)
     with check.part("rewards"):
-        _rewards(check, prompts)
+        _rewards(check, prompts, tokenizer)
 
 
 def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
     import torch
 
     from openrlhf.data.encode import encode_prompts
-    from openrlhf.training.rl_data import build_prompt_datasets
+    from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
+    from openrlhf.planning.batches import rows_of
+    from openrlhf.training.rl_data import build_prompt_datasets, data_notes, missing_template
     from openrlhf.types import Sample
 
-    config = check.config
+    config, assumed = check.config, check.assumed
     most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
-    found, _, _ = build_prompt_datasets(with_values(config, most))
+    found, evaluation, _ = build_prompt_datasets(with_values(config, most))
     prompts = list(found.without_images[:SAMPLES])
     is_chat = config.data.apply_chat_template
     encoded = encode_prompts((prompt.text for prompt in prompts), tokenizer, is_chat=is_chat)
     for number, token_ids in enumerate(encoded, start=1):
         mask = torch.zeros(len(token_ids), dtype=torch.bool)
         check.screen.item(number, Sample(token_ids=torch.tensor(token_ids), action_mask=mask), tokenizer)
+    if missing := missing_template(config, tokenizer, found):
+        check.note(f"{TEMPLATE}: {missing}; {USE_TEMPLATE}")
+    tokens = fmean(prompt.num_tokens for prompt in found.without_images)
+    check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens))
+    rows = assumed.rows or rows_of(config.data.prompt_dataset, config.data.max_samples)
+    enough = config.rollout.batch_size * (config.train.max_steps or 1)
+    check.note(*data_notes(config, rows or enough, found, evaluation))
     return prompts
 
 
@@ -242,7 +268,7 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
 # ---- rewards
 
 
-def _rewards(check: Check, prompts: "list[Prompt]") -> None:
+def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokenizerBase | None") -> None:
     """Calls the reward function with a right, a wrong and an empty answer of the first prompt, and if it is
     called with batches, once more in the same and once in the opposite order."""
     config = check.config
@@ -269,11 +295,16 @@ def _rewards(check: Check, prompts: "list[Prompt]") -> None:
     rewards, *others = asyncio.run(_called(config, prompt, batches))
     for (name, answer), reward in zip(answers.items(), rewards, strict=True):
         check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
-    if len({reward.reward for reward in rewards}) == 1:
-        check.say(
-            "note: all answers have the same reward. This is a problem unless a right answer must look "
-            "different from the label."
+    best, limit = max(reward.reward for reward in rewards), config.rollout.max_new_tokens
+    if all(reward.reward == best for reward in rewards):
+        check.note(
+            "all answers have the same reward. This is a problem unless a right answer must look different "
+            "from the label."
         )
+    elif tokenizer is not None and limit:
+        texts = [answer for answer, r in zip(in_order, rewards, strict=True) if r.reward == best]
+        if (least := min(len(tokenizer.tokenize(text)) for text in texts)) > limit:
+            check.note(f"the right answer has {least} tokens, more than --rollout.max_new_tokens {limit}")
     if others:
         _compare(check, rewards, *others)
 
@@ -285,13 +316,13 @@ def _compare(
     sorts them, gives samples the rewards of others."""
     first, second, reordered = ([reward.reward for reward in batch] for batch in (once, again, backwards))
     if first != second:
-        check.say(
-            f"note: the same answers got the rewards {first} in a first call and {second} in a second one. "
+        check.note(
+            f"the same answers got the rewards {first} in a first call and {second} in a second one. "
             "The function is random, or does not return rewards in the order of the answers."
         )
     elif first != reordered[::-1]:
-        check.say(
-            f"note: the same answers got the rewards {first} in one order and {reordered[::-1]} in the "
+        check.note(
+            f"the same answers got the rewards {first} in one order and {reordered[::-1]} in the "
             "opposite one. Unless the function compares the answers of a batch, it does not return rewards "
             "in the order of the answers."
         )
@@ -357,12 +388,12 @@ def _ports(check: Check) -> None:
     check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
 
 
-def _plan(check: Check, cluster: "Cluster", assumed: "Assumed") -> None:
+def _plan(check: Check, cluster: "Cluster") -> None:
     from openrlhf.planning.plan import plan_run, suggestion
     from openrlhf.planning.view import batch_lines, binding_lines
 
-    plan = plan_run(check.command, check.config, cluster, assumed)
-    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, assumed)
+    plan = plan_run(check.command, check.config, cluster, check.assumed)
+    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, check.assumed)
     lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
     for line in lines:
         check.say(line)

@@ -32,7 +32,7 @@ from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar
 from openrlhf.training.publish import publish
-from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data
+from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data, data_notes, missing_template
 from openrlhf.training.start import (
     check_places,
     check_space,
@@ -357,8 +357,10 @@ def build_trainer(
         decode=partial(decode, data.tokenizer),
         rollouts=config.logger.rollouts,
         mismatch=MismatchWatch(dtype=config.ds.precision.dtype),
+        missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
-    kl, total_steps = config.algo.kl, len(prompts_of_steps(config, len(data.prompts)))
+    kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))
+    total_steps, samples = len(steps), max(steps) * config.rollout.n_samples_per_prompt
     trainer = PPOTrainer(
         config=config,
         rollout=roles.rollout,
@@ -378,13 +380,11 @@ def build_trainer(
     observer.start(total_steps, done=done)
     repeated = f" ({count} repeat an earlier one)" if (count := data.prompts.num_repeated()) else ""
     observer.message(
-        f"{len(data.prompts)} prompts{repeated}, {total_steps} steps of {config.samples_per_step} samples; "
+        f"{len(data.prompts)} prompts{repeated}, {total_steps} steps of {samples} samples; "
         f"run folder {folder.path}"
     )
-    if len(data.prompts) < (size := config.rollout.batch_size) and not config.algo.dynamic_filtering_enable:
-        observer.message(
-            f"every step has all {len(data.prompts)} prompts, fewer than --rollout.batch_size {size}"
-        )
+    for note in data_notes(config, len(data.prompts), data.prompts, data.eval_prompts):
+        observer.message(f"note: {note}")
     return trainer
 
 

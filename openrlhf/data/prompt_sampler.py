@@ -75,6 +75,12 @@ class PromptDataset:
         """Returns the number of prompts whose text and images an earlier prompt has too."""
         return len(self) - self._checksums[2]
 
+    def num_shared(self, other: "PromptDataset") -> int:
+        """Returns the number of prompts of `other` whose text and images a prompt here has too."""
+        wanted = [_content(prompt) for prompt in other.without_images]
+        shared = set(wanted).intersection(map(_content, self._prompts))
+        return sum(content in shared for content in wanted)
+
     @cached_property
     def _checksums(self) -> tuple[int, str, int]:
         """(CRC of all texts and names of images, SHA-256 of a JSON list of all prompts, number of different
@@ -82,13 +88,17 @@ class PromptDataset:
         crc, sha, different = 0, hashlib.sha256(b"["), set()
         for i, p in enumerate(self._prompts):
             references = [image.reference for image in p.images]
-            different.add(hash((p.text, *references)))
+            different.add(_content(p))
             for text in (p.text, *references):
                 crc = zlib.crc32(text.encode(), crc)
             read = json.dumps([p.prompt_id, p.text, p.label, p.source, *references], default=repr)
             sha.update(f"{', ' if i else ''}{read}".encode())
         sha.update(b"]")
         return crc, sha.hexdigest(), len(different)
+
+
+def _content(prompt: Prompt) -> int:
+    return hash((prompt.text, *(image.reference for image in prompt.images)))
 
 
 class PromptSampler:

@@ -43,11 +43,15 @@ WIDTH = 110
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
-    """Returns the causes of a run's problems, the surest first; none for a healthy run. `model`: as in
-    `gap_findings`."""
+    """Returns the causes of a run's problems, the surest first and slowness last; none for a healthy run.
+    `model`: as in `gap_findings`."""
     found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
-    found += warning_findings(run, {finding.cause.partition(":")[0] for finding in found})
-    return sorted(found, key=lambda finding: -finding.score)
+    causes = {finding.cause.partition(":")[0] for finding in found}
+    if "destroyed-model" in causes:
+        explained = {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
+        found = [finding for finding in found if finding.cause not in explained]
+    found += warning_findings(run, causes)
+    return sorted(found, key=lambda finding: (finding.cause in ("slow-steps", "late-rank"), -finding.score))
 
 
 def state_of(run: RunRecord) -> str:

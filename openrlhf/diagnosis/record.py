@@ -126,9 +126,14 @@ class RunRecord:
 
     def series(self, name: str) -> Series:
         """Returns the finite values of a metric, in the order of steps."""
-        pairs = [(row["step"], float(row[name])) for row in self.rows if _is_number(row.get(name))]
-        finite = [(step, value) for step, value in pairs if math.isfinite(value)]
+        finite = [(row["step"], row[name]) for row in self.numbers if name in row]
         return Series(name, np.array([step for step, _ in finite], int), np.array([v for _, v in finite]))
+
+    @cached_property
+    def numbers(self) -> list[dict[str, float]]:
+        """The rows of metrics with their finite values."""
+        rows = ({k: float(v) for k, v in row.items() if _is_number(v)} for row in self.rows)
+        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
 
     def names(self, prefix: str) -> list[str]:
         """Returns the metrics with this prefix, in the order of their first row."""

@@ -7,6 +7,7 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import FEWEST, RunRecord, Series
 from openrlhf.diagnosis.samples import Answers, answers_of
 from openrlhf.observability.failures import commonest_failure, headline
+from openrlhf.observability.health import succeeds
 from openrlhf.observability.journal import read_journal
 
 RECENT = 20
@@ -31,11 +32,12 @@ def reward_findings(run: RunRecord) -> Iterator[Finding]:
 def _flat(run: RunRecord) -> Iterator[Finding]:
     mean, std = run.series("rollout/reward_mean"), run.series("rollout/reward_std")
     share = run.series("reward/zero_std_fraction")
-    if not len(mean) or run.names("teacher/"):
+    truncated = run.series("rollout/truncated_rate").last(RECENT)
+    if not len(mean) or run.names("teacher/") or truncated > 0.5:  # cut answers explain equal rewards
         return
     same = len(std) > 0 and not std.values.any() and bool((mean.values == mean.values[0]).all())
     flat = share.last(RECENT) if len(share) else float(same)
-    if not same and not flat > FLAT:
+    if not same and (not flat > FLAT or (share.start < FLAT and succeeds(run.numbers))):
         return
     last = answers_of(max(run.journal.items())[1]) if run.journal else None
     if same:
@@ -65,8 +67,6 @@ def _reward_evidence(last: Answers | None) -> Iterator[str]:
     yield f"rewards of the last step: {shown}{', ...' if len(values) > 5 else ''} ({last.count} samples)"
     if last.contains_label > LABELLED:
         yield f"{last.contains_label:.0%} of the answers with the lowest reward contain the label as text"
-    if last.truncated > 0.5:
-        yield f"{last.truncated:.0%} of the answers are truncated, so they may lack the result"
 
 
 def _flat_remedy(last: Answers | None, mean: Series) -> str:
@@ -75,8 +75,6 @@ def _flat_remedy(last: Answers | None, mean: Series) -> str:
             "test the reward function of --reward.remote_url with these answers, which contain the label but "
             'get the lowest reward. A number never equals a text (7 == "7" is False).'
         )
-    if last is not None and last.truncated > 0.5:
-        return "raise --rollout.max_new_tokens: answers end before their result"
     if mean.end > mean.start and mean.end > 0:
         return "use harder prompts, or --algo.dynamic_filtering_enable: nearly all prompts are solved"
     return (
@@ -119,7 +117,7 @@ def _hacked(run: RunRecord) -> Iterator[Finding]:
     scores = [run.series(name) for name in run.names("eval/") if name.endswith("_score_mean")]
     falling = [score for score in scores if _falls(score)]
     signs = list(_signs(run))
-    if not falling and (scores or not signs):
+    if not falling and (scores or {kind for kind, _, _ in signs} <= {"duplicates"}):  # success has them too
         return
     evidence = [reward.describe()]
     for score in falling:

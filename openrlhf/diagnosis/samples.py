@@ -32,15 +32,13 @@ class Answers:
     duplicates: float
     """Fraction of the samples whose actions repeat those of another sample of the step."""
     rewards: tuple[float, ...]
-    truncated: float
-    """Fraction of truncated answers."""
     contains_label: float
     """Fraction of the samples with the lowest reward whose answer contains the label; 0 without labels."""
 
 
 def answers_of(path: Path) -> Answers | None:
     """Reads the rollouts of a step. Returns None if no sample has a reward."""
-    columns = ["reward", "truncated", "token_ids", "action_ranges", "rollout_log_probs", "label", "response"]
+    columns = ["reward", "token_ids", "action_ranges", "rollout_log_probs", "label", "response"]
     rows = read_table(path, columns).slice(0, MOST_SAMPLES).to_pylist()
     rows = [row for row in rows if row["reward"] is not None]
     if not rows:
@@ -56,7 +54,6 @@ def answers_of(path: Path) -> Answers | None:
         format_share=_commonest({(tuple(ids[:EDGE]), tuple(ids[-EDGE - 1 :]))} for ids in actions),
         duplicates=1 - len({tuple(ids) for ids in actions}) / len(actions),
         rewards=rewards,
-        truncated=float(np.mean([row["truncated"] for row in rows])),
         contains_label=float(np.mean([_has_label(row["label"], row["response"]) for row in lowest])),
     )
 

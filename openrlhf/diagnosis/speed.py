@@ -13,6 +13,8 @@ from openrlhf.observability.journal import read_table
 SLOW = 2.0
 """Multiple of the median time above which a step is slow, and of its initial time above which a phase became
 slow."""
+LOST_SECONDS, LOST_SHARE = 60.0, 0.1
+"""Seconds, and their fraction of the run, that must be lost for a finding."""
 UNEVEN = 1.5
 """Ratio of the largest to the mean number of tokens of a rank above which the work is uneven."""
 
@@ -62,6 +64,8 @@ def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
         excess[_name(phase)] = sum(max(0.0, seconds) for seconds in extra)
     late, seconds = max(excess.items(), key=lambda item: item[1]) if excess else ("an unknown phase", 0.0)
     lost = float((total.values[np.isin(total.steps, slow)] - median).sum())
+    if not _is_much(lost, total, 0.5 if late == "evaluate" else LOST_SHARE):  # evaluations are wanted
+        return
     named = ", ".join(map(str, slow[:6])) + (", ..." if len(slow) > 6 else "")
     yield Finding(
         cause="slow-steps",
@@ -75,10 +79,14 @@ def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
     )
 
 
+def _is_much(lost: float, total: Series, share: float = LOST_SHARE) -> bool:
+    return lost > max(LOST_SECONDS, share * float(total.values.sum()))
+
+
 def _growth(run: RunRecord, phase: Series, total: Series) -> Iterator[Finding]:
     """Yields a finding if a phase takes more and more time."""
-    share = float(phase.values.sum() / total.values.sum())
-    if phase.trend < 3 or phase.end < SLOW * phase.start or share < 0.1:
+    share, lost = float(phase.values.sum() / total.values.sum()), float((phase.values - phase.start).sum())
+    if phase.trend < 3 or phase.end < SLOW * phase.start or not _is_much(lost, total):
         return
     floor = float(np.percentile(phase.values, 10))
     length = run.series("rollout/response_length_mean")

@@ -3,8 +3,10 @@ unhealthy."""
 
 import math
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Self
+from statistics import fmean
+from typing import Literal, NamedTuple, Self
 
 from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.types import Metrics
@@ -139,6 +141,91 @@ SHOWN_WITH = {"reward/clipped_fraction": ("reward/shaped_min", "reward/shaped_ma
 RULES = tuple(Rule.of(condition, text) for condition, text in _REMEDIES.items())
 
 
+SURE = {"reward/zero_std_fraction", "rollout/duplicate_ratio", "policy/entropy"}
+"""Metrics whose rules also hold for a policy that is sure of its answers because it succeeds."""
+
+
+def succeeds(rows: Sequence[Metrics]) -> bool:
+    """Returns True if a score has risen and keeps three quarters of its gain, or stands within a tenth of the
+    highest reward of a sample. Scores are those of several evaluations, else the steps' mean rewards."""
+    highest = max((row.get("rollout/reward_max", -math.inf) for row in rows), default=-math.inf)
+    names = {n for row in rows for n in row if n.startswith("eval/") and n.endswith("_score_mean")}
+    held_out = [values for name in names if len(values := [row[name] for row in rows if name in row]) > 1]
+    rewards = [row["rollout/reward_mean"] for row in rows if "rollout/reward_mean" in row]
+    for values in held_out or [rewards] * (len(rewards) > 1):
+        size = len(values) // 4 or 1
+        means = [fmean(values[i : i + size]) for i in range(0, len(values), size)]
+        start, best, end = means[0], max(means), fmean(values[-min(size, 5) :])
+        rises = best - start > max(0.02, 0.1 * abs(start)) and end - start >= 0.75 * (best - start)
+        if rises or end >= 0.9 * highest > 0:
+            return True
+    return False
+
+
+class Sign(NamedTuple):
+    """A mistake that a step shows and that explains what looks unhealthy, with the fields of a finding."""
+
+    cause: str
+    title: str
+    evidence: str
+    remedy: str
+
+
+TEMPLATE = "the model's chat template is not used"
+USE_TEMPLATE = "set --data.apply_chat_template, or --data.input_template '{}' if prompts are right without it"
+LONGER = (
+    "raise --rollout.max_new_tokens or --data.max_len, and see with `openrlhf check` which tokens end an "
+    "answer; only then suspect reward and label"
+)
+CUT = 0.9
+"""Fraction of truncated answers above which nearly all are cut."""
+
+
+def signs_of(rows: Sequence[Metrics], missing_template: str = "") -> Iterator[Sign]:
+    """Yields mistakes that the last row shows. `missing_template`: evidence that prompts lack a template."""
+    now, sampled = rows[-1], [row for row in rows[-5:] if "rollout/reward_mean" in row]
+    if now not in sampled:
+        yield from _lost_model(rows)
+        return
+    if missing_template:
+        yield Sign("missing-template", TEMPLATE, missing_template, USE_TEMPLATE)
+    yield from _lost_policy(sampled)
+    if (rate := now.get("rollout/truncated_rate", 0.0)) > CUT:
+        length = now.get("rollout/response_length_mean", math.nan)
+        evidence = f"{rate:.0%} are cut, after {length:.3g} tokens on average, so the reward misses their end"
+        yield Sign("truncation", "truncation: answers run out of tokens", evidence, LONGER)
+
+
+def _lost_policy(rows: Sequence[Metrics]) -> Iterator[Sign]:
+    """Yields a sign if the reward has fallen from the best of the last steps by half its standard deviation,
+    and by more than chance, to one value for all samples; or has not risen, and answers no longer end."""
+    best, now = max(rows[:-1] or rows, key=lambda row: row["rollout/reward_mean"]), rows[-1]
+    reward, cut, std = (
+        [row.get(f"rollout/{name}", math.nan) for row in (best, now)]
+        for name in ("reward_mean", "truncated_rate", "reward_std")
+    )
+    fall, size = reward[0] - reward[1], now.get("rollout/num_samples", 0)
+    are_equal = size >= 16 and std[1] == 0 and fall > std[0] * max(0.5, 4 / math.sqrt(size))
+    if are_equal or (fall >= 0 and cut[1] - cut[0] > 0.5):
+        evidence = f"reward {reward[0]:.3g} -> {reward[1]:.3g}, cut answers {cut[0]:.0%} -> {cut[1]:.0%}"
+        yield _lost("policy", evidence, "--actor.adam.lr", rows[-2])
+
+
+def _lost_model(rows: Sequence[Metrics]) -> Iterator[Sign]:
+    """Yields a sign if the loss of a supervised run is far above all of its first values."""
+    for name, loss in rows[-1].items():
+        first = [row[name] for row in rows[:-1][:8] if name in row]
+        is_loss = name.endswith("/loss") and not name.startswith("eval/")
+        if is_loss and first and loss > 1.5 * max(first) + 2:
+            yield _lost("model", f"{name} {first[0]:.3g} -> {loss:.3g}", "--adam.lr", rows[-2])
+
+
+def _lost(model: str, evidence: str, flag: str, update: Metrics) -> Sign:
+    title, rate = f"an update has destroyed the {model}", update.get("lr", math.nan)
+    remedy = f"lower {flag} first, tenfold or more (it was {rate:.2g}), and start again from before it"
+    return Sign("destroyed-model", title, evidence, remedy)
+
+
 SAME_REWARD = (
     "they do not distinguish good answers from bad ones, so nothing is learnt. Check the reward function and "
     'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name the wrong '
@@ -146,37 +233,6 @@ SAME_REWARD = (
     "are in the run folder's rollouts. If the reward is right, all prompts are too easy or too hard."
 )
 """Likely causes of rewards that are all equal, and the remedies."""
-
-
-@dataclass(kw_only=True)
-class Rewards:
-    """Detects that every sample since the run began or resumed has the same reward."""
-
-    value: float = math.nan
-    """The reward of all samples so far."""
-    steps: int = 0
-    """Number of steps that have reported rewards."""
-    differ: bool = False
-
-    def check(self, metrics: Metrics) -> list[str]:
-        """Returns a message after the first step if all its rewards are equal. Steps with a single sample,
-        with a teacher or without rewards do not count."""
-        is_one_sample = metrics.get("rollout/num_samples") == 1
-        if is_one_sample or "teacher/kl_mean" in metrics or "rollout/reward_std" not in metrics:
-            return []
-        mean = metrics["rollout/reward_mean"]
-        changed = self.steps > 0 and not math.isclose(mean, self.value)
-        self.differ = self.differ or metrics["rollout/reward_std"] > 0 or changed
-        self.value, self.steps = mean, self.steps + 1
-        if self.differ or self.steps > 1:
-            return []
-        return [f"all rewards of the step are {mean:g}: {SAME_REWARD}"]
-
-    def at_end(self) -> list[str]:
-        """Returns a message if the rewards of several steps were all equal."""
-        if self.differ or self.steps < 2:
-            return []
-        return [f"all rewards of these {self.steps} steps are {self.value:g}: {SAME_REWARD}"]
 
 
 @dataclass(kw_only=True)
@@ -188,24 +244,48 @@ class Health:
     """Comparison of sampler and trainer; None in supervised learning."""
     streaks: Counter[Rule] = field(default_factory=Counter, init=False)
     """Number of consecutive steps for which each rule's condition has held."""
-    rewards: Rewards = field(default_factory=Rewards, init=False)
+    missing_template: str = ""
+    """See `signs_of`."""
+    rows: list[Metrics] = field(default_factory=list, init=False)
+    told: set[str] = field(default_factory=set, init=False)
+    """Causes of the signs so far, each of which is told once."""
 
     def check(self, metrics: Metrics) -> list[str]:
         """Returns messages about metrics that became unhealthy with this step. A rule fires when its
         condition has held for its number of steps, and again only after the metric was healthy. A step
-        without the metric, or with NaN, neither counts nor interrupts."""
-        messages = self.mismatch.check(metrics) if self.mismatch else []
+        without the metric, or with NaN, neither counts nor interrupts. The first new sign explains others."""
+        self.rows.append(metrics)
+        signs = [*signs_of(self.rows, self.missing_template)]
+        signs = [sign for sign in signs if not {sign.cause, "destroyed-model"} & self.told][:1]
+        self.told |= {sign.cause for sign in signs}
+        messages = [f"{title}: {evidence}. Remedy: {remedy}" for _, title, evidence, remedy in signs]
+        messages += self.mismatch.check(metrics) if self.mismatch else []
         for rule in self.rules:
             value = metrics.get(rule.metric, math.nan)
             if math.isnan(value):
                 continue
-            self.streaks[rule] = self.streaks[rule] + 1 if rule.holds(value) else 0
+            is_wrong = rule.holds(value) and not (rule.metric in SURE and succeeds(self.rows))
+            self.streaks[rule] = self.streaks[rule] + 1 if is_wrong else 0
             if self.streaks[rule] == rule.steps:
                 names = [name for name in SHOWN_WITH.get(rule.metric, ()) if name in metrics]
                 values = [f"{value:.3g}", *(f"{name} {metrics[name]:.6g}" for name in names)]
                 messages.append(f"{rule.condition} (last {', '.join(values)}): {rule.text}")
-        return messages + self.rewards.check(metrics)
+        same = self._equal_rewards()
+        if len(same) == 1 and same[0] is metrics:
+            messages.append(f"all rewards of the step are {metrics['rollout/reward_mean']:g}: {SAME_REWARD}")
+        return messages
 
     def at_end(self) -> list[str]:
         """Returns messages about the run as a whole."""
-        return self.rewards.at_end()
+        same = self._equal_rewards()
+        value = same[0]["rollout/reward_mean"] if len(same) > 1 else math.nan
+        return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"] * (len(same) > 1)
+
+    def _equal_rewards(self) -> list[Metrics]:
+        """Returns rows with rewards, but those of a teacher or a single sample, if all rewards are equal and
+        no sign explains it."""
+        rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
+        rows = [row for row in rows if row.get("rollout/num_samples") != 1]
+        equal = all(math.isclose(r["rollout/reward_mean"], rows[0]["rollout/reward_mean"]) for r in rows)
+        differ = not equal or any(row["rollout/reward_std"] for row in rows)
+        return [] if differ or self.told & {"truncation", "destroyed-model"} else rows

@@ -37,14 +37,16 @@ class Observer:
         decode: Decode | None = None,
         rollouts: JournalMode = "full",
         mismatch: MismatchWatch | None = None,
+        missing_template: str = "",
     ) -> None:
         """`resume_step`: the restored step; None for a fresh run. `rollouts`: the rollouts that the journal
-        keeps. `mismatch`: comparison of sampler and trainer; None in supervised learning."""
+        keeps. `mismatch`: comparison of sampler and trainer; None in supervised learning.
+        `missing_template`: see `signs_of`."""
         self.folder, self.logger, self.decode = folder, logger, decode
         if resume_step is not None:
             folder.rewind(resume_step)
         self.progress = Progress()
-        self.health = Health(mismatch=mismatch)
+        self.health = Health(mismatch=mismatch, missing_template=missing_template)
         self.step = resume_step or 0
         self.samples: dict[str, list[Trajectory]] = {}
         """A few samples of the last training step (`step`), the last evaluation (`eval`) and dynamic

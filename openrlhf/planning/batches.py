@@ -10,7 +10,7 @@ from openrlhf.config.checks import split_spec
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.hardware import Cluster
-from openrlhf.training.schedule import prompts_of_steps
+from openrlhf.training.schedule import num_batches, prompts_of_steps
 
 SEQUENCES: Mapping[str, int] = {"rm": 2, "dpo": 2, "kto": 2}
 """Number of sequences of an item, for commands where it is not 1: chosen and rejected, or an answer and a
@@ -28,8 +28,8 @@ class Lengths:
     """Mean tokens of a response; of the whole sequence in supervised learning."""
     longest: int
     """Maximum number of tokens of a response."""
-    assumed: bool
-    """True if a mean is an assumption; False if the user gave them."""
+    assumed: tuple[str, ...]
+    """Names of the means that are assumptions, prompt or response. The others were given or measured."""
 
     @property
     def total(self) -> int:
@@ -67,24 +67,27 @@ def lengths_of(max_len: int, longest: int | None, prompt: int | None, response: 
     """Returns the lengths of a run's samples. A mean that is None is assumed. An assumed prompt has the
     tokens of `max_len` that the longest response leaves, at least an eighth; an assumed response is half as
     long as it may be. `longest`: the flag rollout.max_new_tokens."""
-    assumed = prompt is None or response is None
+    assumed = ("prompt",) * (prompt is None) + ("response",) * (response is None)
     prompt = prompt or max(max_len - (longest or max_len), max_len // 8)
     most = min(longest or max_len, max_len - prompt)
     return Lengths(prompt=prompt, response=response or max(1, most // 2), longest=most, assumed=assumed)
 
 
 def ppo_batches(config: PPOConfig, lengths: Lengths, rows: int | None) -> Batches:
-    ranks, batch = config.data_parallel_size, min(config.train.batch_size, config.samples_per_step)
+    steps = None if rows is None else prompts_of_steps(config, rows)
+    prompts = max(steps, default=1) if steps is not None else config.rollout.batch_size
+    samples = prompts * config.rollout.n_samples_per_prompt
+    ranks, batch = config.data_parallel_size, min(config.train.batch_size, samples)
     return Batches(
-        prompts=config.rollout.batch_size,
-        samples=config.samples_per_step,
-        updates=config.updates_per_step,
+        prompts=prompts,
+        samples=samples,
+        updates=num_batches(samples, config.train.batch_size) * config.train.max_epochs,
         batch_size=batch,
         ranks=ranks,
         samples_per_rank=batch / ranks,
         row_tokens=most_tokens(config.train, config.data.max_len, config.ds.parallel.sequence),
         rows_per_rank=_rows(config, batch / ranks, lengths.total),
-        steps=None if rows is None else len(prompts_of_steps(config, rows)),
+        steps=None if steps is None else len(steps),
         rows=rows,
     )
 
@@ -92,7 +95,7 @@ def ppo_batches(config: PPOConfig, lengths: Lengths, rows: int | None) -> Batche
 def supervised_batches(
     config: SupervisedConfig, cluster: Cluster, lengths: Lengths, rows: int | None, *, sequences: int
 ) -> Batches:
-    ds, batch = config.ds, config.train.batch_size
+    ds, batch = config.ds, min(config.train.batch_size, rows or config.train.batch_size)
     ranks = max(1, cluster.devices // (ds.parallel.sequence * ds.parallel.tensor))
     steps = None if rows is None else math.ceil(rows / batch) * config.train.max_epochs
     if steps is not None and config.train.max_steps is not None:

@@ -32,7 +32,7 @@ Remedy = tuple[Change, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assumed:
-    """Facts about the data that the user gave; None for each that was not given."""
+    """Facts about the data that the user gave or that rows have; None for each that is unknown."""
 
     prompt: int | None = None
     """Mean tokens of a prompt."""
@@ -123,7 +123,8 @@ def _plan_supervised(
     sequences, data = SEQUENCES.get(command.name, 1), config.data
     sizes = _supervised_sizes(command, config)
     mean = assumed.response or max(1, data.max_len // 2)
-    lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=assumed.response is None)
+    unknown = ("response",) * (assumed.response is None)
+    lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
     rows = assumed.rows or rows_of(data.dataset, data.max_samples)
     batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
     time = supervised_time(config, cluster, sizes, batches, lengths)
@@ -305,8 +306,10 @@ ADVICE: Mapping[str, Callable[[Any], str]] = {
 """Bottleneck of a phase -> advice with the flags that relieve it."""
 
 
-def advice(config: Any, phase: Phase) -> str:
+def advice(config: Any, phase: Phase, cluster: Cluster) -> str:
     """Names the flags that shorten a phase."""
+    if not cluster.kind.on_gpu:
+        return "fewer or shorter samples, a smaller model, or a machine with GPUs"
     if phase.bound in ADVICE:
         return ADVICE[phase.bound](config)
     section = "actor" if isinstance(config, PPOConfig) else "model"

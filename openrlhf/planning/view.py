@@ -72,7 +72,8 @@ def _models(plan: RunPlan) -> Table:
     for role, size in plan.sizes.items():
         roles.setdefault(size, []).append(role)
     for size, names in roles.items():
-        counts = (f"{count / 1e9:,.3f} B" for count in (size.parameters, size.active))
+        unit, name = (1e9, "B") if size.parameters >= 1e7 else (1e6, "M")
+        counts = (f"{count / unit:,.3f} {name}" for count in (size.parameters, size.active))
         found.add_row(Text(size.path), *counts, ", ".join(names))
     return found
 
@@ -80,16 +81,16 @@ def _models(plan: RunPlan) -> Table:
 def batch_lines(plan: RunPlan) -> Iterator[str]:
     """Yields lines with the numbers of prompts, samples, optimizer steps, rows and tokens of a step."""
     b, tokens = plan.batches, plan.lengths
-    said = "assumed" if tokens.assumed else "given"
+    prompt, response = (" (assumed)" * (name in tokens.assumed) for name in ("prompt", "response"))
     if plan.layout is not None:
         yield (
             f"step: {b.prompts:,} prompts x {b.samples // b.prompts} samples = {b.samples:,} samples; "
             f"{b.updates} optimizer step{'s' * (b.updates != 1)} of {b.batch_size:,} samples"
         )
-        yield f"tokens of a sample: prompt {tokens.prompt:,} + response {tokens.response:,} ({said} means)"
+        yield f"tokens of a sample: prompt {tokens.prompt:,}{prompt} + response {tokens.response:,}{response}"
     else:
         yield f"step: {b.prompts:,} items, {b.samples:,} sequences; one optimizer step"
-        yield f"tokens of a sequence: {tokens.response:,} ({said} mean)"
+        yield f"tokens of a sequence: {tokens.response:,}{response}"
     yield (
         f"each of {b.ranks:,} data-parallel ranks: {b.samples_per_rank:,.4g} samples of an optimizer step in "
         f"{b.rows_per_rank:,} row{'s' * (b.rows_per_rank != 1)} of up to {b.row_tokens:,} tokens"
@@ -107,10 +108,14 @@ def _memory(demands: Sequence[Demand]) -> Iterator[Table]:
         title = f"memory of {each} with {devices}, GiB of {some[0].capacity / GIB:.1f}"
         found = _table(title, "phase", *names, "all", "share")
         for demand in some:
-            cells = [f"{demand.parts.get(name, 0) / GIB:.1f}" for name in names]
+            cells = [_gib(demand.parts.get(name, 0)) for name in names]
             share = Text(f"{demand.share:.0%}", style="" if demand.fits else "red")
-            found.add_row(demand.phase, *cells, f"{demand.total / GIB:.1f}", share)
+            found.add_row(demand.phase, *cells, _gib(demand.total), share)
         yield found
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.1g}"
 
 
 def _time(plan: RunPlan) -> Table:
@@ -132,9 +137,10 @@ def binding_lines(
     part = max(tight.parts, key=lambda name: tight.parts[name])
     yield (
         f"memory: tightest in {tight.phase}, {tight.share:.0%} of a device, most of it {part} "
-        f"({tight.parts[part] / GIB:.1f} GiB)"
+        f"({_gib(tight.parts[part])} GiB)"
     )
-    yield f"time: longest phase {slow.name}, bound by {slow.bound}; remedy: {advice(config, slow)}"
+    remedy = advice(config, slow, plan.cluster)
+    yield f"time: longest phase {slow.name}, bound by {slow.bound}; remedy: {remedy}"
     if plan.fits:
         return
     if suggested is None:
@@ -180,19 +186,12 @@ def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPl
         "tokens": {
             "prompt": plan.lengths.prompt,
             "response": plan.lengths.response,
-            "assumed": plan.lengths.assumed,
+            "assumed": bool(plan.lengths.assumed),
         },
         "batches": {name: getattr(plan.batches, name) for name in plan.batches.__slots__},
         "memory": [
-            {
-                "devices": demand.devices,
-                "count": demand.count,
-                "phase": demand.phase,
-                "parts": dict(demand.parts),
-                "total": demand.total,
-                "share": demand.share,
-                "fits": demand.fits,
-            }
+            {name: getattr(demand, name) for name in ("devices", "count", "phase", "total", "share", "fits")}
+            | {"parts": dict(demand.parts)}
             for demand in plan.memory
         ],
         "usable": FITS,
@@ -200,6 +199,6 @@ def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPl
             {"phase": phase.name, "seconds": phase.seconds, "bound": phase.bound} for phase in plan.time
         ],
         "step_seconds": plan.seconds,
-        "advice": advice(config, plan.slowest),
+        "advice": advice(config, plan.slowest, plan.cluster),
         "suggestion": None if suggested is None else dict(suggested[0]),
     }

@@ -55,6 +55,11 @@ METRIC = (
     "all records before the update are equal: the loss, the gradient or the optimizer differs, or the order "
     "of supervised data, which is not recorded"
 )
+FIRST_METRIC = (
+    "all records before the first update are equal: the first weights, the loss or the gradient differs, or "
+    "the order of supervised data (--train.seed), which is not recorded"
+)
+EVALUATED = "all records before are equal: the evaluation's data, seeds (--train.seed) or scores differ"
 TENSOR = "all records before the checkpoint are equal: the optimizer differs in ways that no metric shows"
 
 
@@ -64,7 +69,7 @@ class Stage:
 
     step: int
     name: str
-    """The record: rollouts, filtered rollouts, metrics, evaluation, or checkpoint of a model."""
+    """The record: (filtered) rollouts, metrics, evaluation, metrics of it, or checkpoint of a model."""
     found: Sequence[Compared]
 
     @property
@@ -144,12 +149,16 @@ def stages(a: RecordedRun, b: RecordedRun, *, reads: bool = False) -> Iterator[S
         for name in ("filtered", "step"):
             if step in journals[name]:
                 yield _rollouts(step, name, journals[name][step])
-        if step in metrics:
-            yield Stage(step=step, name="metrics", found=[*compare_metrics(*metrics[step])])
+        found = [*compare_metrics(*metrics[step])] if step in metrics else []
+        evaluated = [compared for compared in found if compared.quantity.startswith("eval/")]
+        if own := [compared for compared in found if compared not in evaluated]:
+            yield Stage(step=step, name="metrics", found=own)
         if step in checkpoints:
             yield from _checkpoints(step, checkpoints[step], reads=reads)
         if step in journals["eval"]:
             yield _rollouts(step, "eval", journals["eval"][step])
+        if evaluated:
+            yield Stage(step=step, name="metrics of the evaluation", found=evaluated)
 
 
 def _rollouts(step: int, name: str, journals: tuple[Path, Path]) -> Stage:
@@ -200,6 +209,8 @@ def cause_of(stage: Stage) -> str:
     quantity = stage.differing[0].quantity
     if stage.name.startswith("checkpoint"):
         return TENSOR
+    if stage.name == "metrics of the evaluation":
+        return EVALUATED
     if stage.name == "metrics":
-        return METRIC
+        return METRIC if stage.step > 1 else FIRST_METRIC
     return CAUSES.get(quantity, "")

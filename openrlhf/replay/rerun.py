@@ -224,11 +224,11 @@ def compare(rerun: Rerun) -> Replayed:
     for stage in stages(recorded, computed, reads=True):
         if stage.step <= rerun.start:  # the checkpoint from which the steps were computed
             continue
-        if stage.name == "metrics" and rerun.is_rl:
+        if stage.name.startswith("metrics") and rerun.is_rl:
             of_engines = [c for c in stage.found if c.quantity.startswith(OF_ENGINES)]
             left_out += [c.quantity for c in of_engines if not c.is_equal]
             stage = replace(stage, found=[c for c in stage.found if c not in of_engines])
-        found.append(stage)
+        found += [stage] if stage.found else []
     reasons = []
     if names := list(dict.fromkeys(left_out)):
         reasons.append(f"metrics of sampling, syncs and evaluations: {', '.join(names)}")

@@ -54,7 +54,7 @@ class Screen:
         """Prints the result of comparing two runs. `names`: their folders."""
         self.say(f"first run   {names[0]}\nsecond run  {names[1]}")
         self.settings(result.settings)
-        self.say(f"\nequal: {_summary(result.equal) or 'nothing that both runs recorded'}")
+        self.say(f"\nequal: {_summary(result.equal) or 'no record'}")
         for record, steps in result.alone.items():
             self.say(f"only in the {record}: {_steps(steps)}", "yellow")
         if result.first is None:

@@ -46,6 +46,7 @@ def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
     metrics = {
         "rollout/reward_mean": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
+        "rollout/reward_max": max(rewards),
         "rollout/score_mean": fmean(present(t.score) for t in samples),
         "rollout/response_length_mean": fmean(lengths),
         "rollout/response_length_std": pstdev(lengths),

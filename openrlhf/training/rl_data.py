@@ -1,6 +1,7 @@
 """Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -8,6 +9,8 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FL
 from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.data.image_rows import ImageColumn
@@ -76,6 +79,42 @@ def build_prompt_datasets(
     eval_prompts = PromptDataset.joined(held_out)
     check_reward_templates(config, tokenizer, [prompts.without_images, eval_prompts.without_images])
     return prompts, eval_prompts, tokenizer
+
+
+def data_notes(
+    config: PPOConfig, num_prompts: int, prompts: "PromptDataset", eval_prompts: "PromptDataset"
+) -> "Iterator[str]":
+    """Yields what a run of `num_prompts` prompts, of which `prompts` are known, does otherwise than its flags
+    say."""
+    from openrlhf.training.schedule import prompts_of_steps
+
+    train, size, steps = config.train, config.rollout.batch_size, prompts_of_steps(config, num_prompts)
+    if (most := max(steps)) < size:
+        samples = most * config.rollout.n_samples_per_prompt
+        yield f"every step has all {most} prompts, fewer than --rollout.batch_size {size}: {samples} samples"
+    if train.max_steps and len(steps) < train.max_steps:
+        end = f"with --train.num_episodes {train.num_episodes} prompts are used up after step {len(steps)}"
+        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
+    if eval_prompts and (shared := prompts.num_shared(eval_prompts)) >= len(eval_prompts) / 10:
+        yield f"{shared} of {len(eval_prompts)} prompts of --eval.dataset are trained on: no held-out scores"
+
+
+def missing_template(
+    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "PromptDataset"
+) -> str:
+    """Returns evidence that prompts lack the tokenizer's chat template; "" if they have its form, or if an
+    agent or a flag chooses another one."""
+    from openrlhf.data.bad_rows import BadRow
+    from openrlhf.data.templates import PromptTemplate
+
+    data, mark = config.data, "a question"
+    if data.apply_chat_template or data.input_template or config.train.agent or not tokenizer.chat_template:
+        return ""
+    with suppress(BadRow):  # raised by a template that needs other messages
+        end = PromptTemplate(tokenizer, True, None)(mark).partition(mark)[2].strip()
+        if not any(end in prompt.text for prompt in prompts.without_images[:8]):
+            return f"{config.actor.model_name_or_path} has one, and --data.apply_chat_template is not set"
+    return ""
 
 
 def _prompt_rows(

@@ -1,8 +1,9 @@
 """The training loop on fixed datasets. A `Task` defines the dataset and the objective."""
 
+import math
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
@@ -165,6 +166,20 @@ class SupervisedTrainer(Generic[RowT]):
         if every != -1:
             return is_due(self.step, every)
         return is_due(self.step, len(self.windows)) or self.step == self.total_steps
+
+
+def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
+    """Yields what a run of `num_samples` samples does otherwise than its flags say."""
+    train, data, evaluation = config.train, config.data, config.eval
+    steps, size = total_steps(train, math.ceil(num_samples / train.batch_size)), train.batch_size
+    if num_samples < size:
+        yield f"every optimizer step has all {num_samples} samples, fewer than --train.batch_size {size}"
+    if train.max_steps and steps < train.max_steps:
+        end = f"with --train.max_epochs {train.max_epochs} the data is used up after step {steps}"
+        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
+    same_split = evaluation.split == data.dataset_split or os.path.isfile(data.dataset)
+    if evaluation.dataset == data.dataset and same_split:
+        yield f"--eval.dataset {evaluation.dataset} is trained on: no held-out scores"
 
 
 def total_steps(train: TrainConfig, steps_per_epoch: int) -> int:

@@ -267,7 +267,7 @@ class Run(Generic[ConfigT]):
         started."""
         from openrlhf.backends.distributed import on_any_rank
         from openrlhf.observability.progress import waiting
-        from openrlhf.training.supervised import SupervisedTrainer
+        from openrlhf.training.supervised import SupervisedTrainer, data_notes
         from openrlhf.training.verify import verify_step
 
         config, engine = self.config, self.engine
@@ -299,11 +299,8 @@ class Run(Generic[ConfigT]):
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
                 f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
             )
-            if len(self.train_set) < config.train.batch_size:
-                trainer.observer.message(
-                    f"every optimizer step has all {len(self.train_set)} samples, fewer than "
-                    f"--train.batch_size {config.train.batch_size}"
-                )
+            for note in data_notes(config, len(self.train_set)):
+                trainer.observer.message(f"note: {note}")
             trainer.observer.message(self._memory_of_rows())
             trainer.observer.started(self.clock)
         return trainer

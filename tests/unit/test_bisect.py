@@ -1,5 +1,6 @@
 """`openrlhf bisect` on synthetic run folders: each kind of difference is found, in causal order."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +12,7 @@ from openrlhf.cli import bisect as command
 from openrlhf.config.commands import SFT
 from openrlhf.config.parse import to_yaml
 from openrlhf.errors import ErrorCode
-from openrlhf.replay.bisect import bisect
+from openrlhf.replay.bisect import bisect, cause_of
 from openrlhf.replay.differences import ORDER, same
 from openrlhf.types import Trajectory, runs
 
@@ -112,6 +113,47 @@ def test_filtered_samples_and_evaluations(pair):
     for recording, reward in ((a, 0.0), (b, 1.0)):
         recording.step(3, changed(3, 0, reward=reward), name="filtered")
     assert first(a, b) == (3, "filtered rollouts", "reward")
+
+
+def evaluate(recording: Recording, score: float, seed: int | None = 3) -> None:
+    """Adds an evaluation before the first update; `seed`: that of a sample, None: no samples are recorded."""
+    file = recording.folder / "run" / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 0, "eval/default_score_mean": score}) + "\n" + file.read_text())
+    if seed is not None:
+        recording.step(0, changed(0, 0, seed=seed), name="eval")
+
+
+def test_samples_of_an_evaluation_come_before_their_scores(pair, capsys):
+    """Before the first update no optimizer can be the cause."""
+    a, b = pair
+    evaluate(a, 0.25, seed=3)
+    evaluate(b, 0.5, seed=4)
+    assert command.run(a.run.path, b.run.path) == 1
+    out = capsys.readouterr().out
+    assert "first difference: step 0, evaluation, seed" in out
+    assert "meaning: the seeds of sampling differ" in out
+    assert "optimizer" not in out
+    assert "equal: no record\n" in out
+
+
+def test_scores_of_an_evaluation_without_samples(pair):
+    a, b = pair
+    evaluate(a, 0.25, seed=None)
+    evaluate(b, 0.5, seed=None)
+    assert first(a, b) == (0, "metrics of the evaluation", "eval/default_score_mean")
+    assert "optimizer" not in cause_of(bisect(a.run, b.run).first)
+
+
+def test_an_optimizer_is_blamed_only_after_the_first_update(pair):
+    a, b = pair
+    for step, blamed in ((1, False), (2, True)):
+        rows = [{"step": n, "policy/loss": 0.5 + (n == step)} for n in (1, 2, 3)]
+        (b.folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [{"step": n, "policy/loss": 0.5} for n in (1, 2, 3)]
+        (a.folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        found = bisect(a.run, b.run).first
+        assert (found.step, found.name) == (step, "metrics")
+        assert ("optimizer" in cause_of(found)) == blamed
 
 
 def test_first_tensor_of_a_checkpoint(pair):

@@ -1,11 +1,13 @@
 """`openrlhf check`: a run that is right, and one in which much is wrong, all of it listed at once."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import refusals
+from transformers import AutoTokenizer
 
 from openrlhf.cli import check, installation
 from openrlhf.cli.installation import mismatches, requirements
@@ -63,6 +65,72 @@ def test_a_run_that_is_right(words: list[str], capsys: pytest.CaptureFixture[str
     assert "step: 4 prompts x 2 samples = 8 samples" in text
 
 
+def verdict(text: str) -> list[str]:
+    """Returns the last lines of a check without problems, each note as one line."""
+    start, _, notes = text.rpartition("\nthe run can start, but:\n")
+    return [line.strip() for line in notes.splitlines()] if start else []
+
+
+def test_a_template_that_is_not_used_is_named_first(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = words.index("--data.apply_chat_template")
+    without = words[:at] + words[at + 2 :]
+    code, text = checked(without, capsys)
+    assert code == 0
+    assert verdict(text)[0].startswith("the model's chat template is not used: ")
+    assert "--data.apply_chat_template" in verdict(text)[0]
+    assert checked([*without, "--data.input_template", "{}"], capsys)[1].endswith("nothing is wrong\n")
+
+
+def test_prompts_that_have_the_form_of_the_template(
+    words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = words.index("--data.apply_chat_template")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    chat = [{"role": "user", "content": "1+1=?"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    Path("rows.jsonl").write_text(json.dumps({"input": text, "answer": "2"}) * 1 + "\n")
+    few = ["--rollout.batch_size", "1", "--train.batch_size", "2"]
+    assert checked([*words[:at], *words[at + 2 :], *few], capsys)[1].endswith("nothing is wrong\n")
+
+
+def test_what_so_few_rows_give(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    few = "--rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 1024"
+    few += " --train.max_steps 12 --eval.dataset rows.jsonl"
+    code, text = checked([*words, *few.split()], capsys)
+    assert code == 0
+    assert verdict(text) == [
+        "every step has all 10 prompts, fewer than --rollout.batch_size 128: 80 samples",
+        "--train.max_steps 12 is not reached: with --train.num_episodes 1 prompts are used up after step 1",
+        "10 of 10 prompts of --eval.dataset are trained on: no held-out scores",
+    ]
+    assert "step: 10 prompts x 8 samples = 80 samples; 1 optimizer step of 80 samples" in text
+    assert "run: 10 rows, 1 steps" in text
+
+
+def test_a_right_answer_that_is_longer_than_answers_may_be(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"input": f"{n}+1=?", "answer": "one two three four five six"} for n in range(10)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = checked([*words, "--rollout.max_new_tokens", "4"], capsys)[1]
+    assert verdict(text)[0].endswith("tokens, more than --rollout.max_new_tokens 4")
+
+
+def test_a_reward_that_never_differs(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    Path("reward.py").write_text(REWARD % "0.0")
+    assert verdict(checked(words, capsys)[1])[0].startswith("all answers have the same reward")
+
+
+def test_the_plan_has_the_lengths_of_the_rows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    text = checked(words, capsys)[1]
+    lengths = [int(n) for n in re.findall(r"sample \d+: (\d+) tokens", text)]
+    mean = int(re.search(r"tokens of a sample: prompt (\d+) \+ response \d+ \(assumed\)", text)[1])
+    assert min(lengths) <= mean <= max(lengths)
+    assert "prompt 33 + response" in checked([*words, "--prompt_tokens", "33"], capsys)[1]
+
+
 def test_all_problems_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     Path("reward.py").write_text(REWARD % "1 / 0")
     Path("file").write_text("")
@@ -116,6 +184,12 @@ def test_a_supervised_run(model: Path, words: list[str], capsys: pytest.CaptureF
     code, text = checked([*flags.split(), "--no_color"], capsys)
     assert code == 0, text
     assert "--- sample 1: " in text and "⟦" in text
+    assert re.search(r"tokens of a sequence: \d+\n", text)
+    flags += " --eval.dataset rows.jsonl --train.max_steps 7"
+    assert verdict(checked(flags.split(), capsys)[1]) == [
+        "--train.max_steps 7 is not reached: with --train.max_epochs 2 the data is used up after step 6",
+        "--eval.dataset rows.jsonl is trained on: no held-out scores",
+    ]
 
 
 def test_packages_are_those_of_the_metadata(monkeypatch: pytest.MonkeyPatch) -> None:

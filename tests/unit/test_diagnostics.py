@@ -43,6 +43,7 @@ def test_by_hand():
         "rollout/env_error_count": 1,
         "rollout/reward_mean": 1,
         "rollout/reward_std": pytest.approx(math.sqrt(2 / 3)),
+        "rollout/reward_max": 2,
         "rollout/score_mean": 1,
         "rollout/response_length_mean": 3,
         "rollout/response_length_std": pytest.approx(math.sqrt(2 / 3)),

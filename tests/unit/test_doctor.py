@@ -52,12 +52,16 @@ DEFECTS = {
         "rollout/response_length_mean": ramp(100, 400),
         "rollout/length_reward_correlation": [0.8] * STEPS,
     },
-    "entropy-collapse": {"policy/entropy": list(np.geomspace(1.0, 0.005, STEPS))},
+    "entropy-collapse": {
+        "policy/entropy": list(np.geomspace(1.0, 0.005, STEPS)),
+        "rollout/reward_mean": list(0.4 + NOISE),
+        "eval/default_score_mean": [None if i % 10 else 0.4 for i in range(STEPS)],
+    },
     "truncation": {"rollout/truncated_rate": ramp(0.1, 0.9)},
     "gap": {"mismatch/abs_diff_mean": ramp(0.1, 0.3)},
     "slow-steps": {
-        "timing/save": [30.0 if i in (20, 30) else 0.1 for i in range(STEPS)],
-        "timing/step_total": [38.0 if i in (20, 30) else 8.1 for i in range(STEPS)],
+        "timing/save": [60.0 if i in (20, 30) else 0.1 for i in range(STEPS)],
+        "timing/step_total": [68.0 if i in (20, 30) else 8.1 for i in range(STEPS)],
     },
     "memory": {"memory/update_gb": ramp(1, 4)},
 }
@@ -131,8 +135,112 @@ def test_hacking_names_the_share_of_an_ngram(tmp_path: Path) -> None:
     assert "eval/default_score_mean falls" in " ".join(finding.evidence)
 
 
+CONVERGED = {
+    "rollout/reward_mean": list(0.94 - 0.6 * np.exp(-np.arange(STEPS) / 8)),
+    "rollout/reward_max": [1.0] * STEPS,
+    "reward/zero_std_fraction": ramp(0.1, 0.97),
+    "rollout/duplicate_ratio": ramp(0.1, 0.97),
+    "policy/entropy": list(np.geomspace(1.0, 0.005, STEPS)),
+}
+
+
+@pytest.mark.parametrize("evaluated", [True, False], ids=["evaluated", "not evaluated"])
+def test_a_policy_that_becomes_sure_while_it_succeeds_is_healthy(tmp_path: Path, evaluated: bool) -> None:
+    """The warnings are those of a run whose release took success for a collapse."""
+    scores = {"eval/default_score_mean": [0.32] + [None] * (STEPS - 2) + [0.92]} if evaluated else {}
+    healthy = {name: v for name, v in HEALTHY.items() if not name.startswith("eval/")}
+    run = write_run(tmp_path / "run", healthy | CONVERGED | scores)
+    warnings = (
+        "rollout/duplicate_ratio > 0.9 for 10 steps (last 0.97)",
+        "policy/entropy < 0.02 for 20 steps",
+    )
+    rows = [{"step": 38, "text": text} for text in warnings]
+    (run / "health.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert doctor.examine_run(run, as_data=False) == 0
+
+
+@pytest.mark.parametrize("score", [0.92, 0.3], ids=["kept", "lost"])
+def test_a_score_that_was_lost_again_is_no_success(tmp_path: Path, score: float) -> None:
+    evaluations = {"eval/default_score_mean": [0.3] + [None] * 18 + [0.92] + [None] * (STEPS - 21) + [score]}
+    run = write_run(tmp_path / "run", HEALTHY | CONVERGED | evaluations)
+    assert ("entropy-collapse" in causes(run)) == (score == 0.3)
+
+
+DESTROYED = {
+    "rollout/reward_mean": [0.391, 0.0, 0.0],
+    "rollout/reward_std": [0.488, 0.0, 0.0],
+    "rollout/num_samples": [256] * 3,
+    "reward/zero_std_fraction": [0.06, 1.0, 1.0],
+    "rollout/truncated_rate": [0.0, 0.93, 0.93],
+    "rollout/response_length_mean": [16.9, 46.2, 46.2],
+    "policy/entropy": [0.7, 0.001, 0.001],
+    "grad_norm": [0.344, 0.0, 0.0],
+    "lr": [0.05] * 3,
+}
+
+
+def test_a_policy_that_one_update_destroyed_is_told_with_the_learning_rate_first(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", DESTROYED)
+    assert causes(run) == ["destroyed-model"]
+    finding = found(run, "destroyed-model")
+    assert finding.evidence == ("step 2: reward 0.391 -> 0, cut answers 0% -> 93%",)
+    assert finding.remedy.startswith("lower --actor.adam.lr first, tenfold or more (it was 0.05)")
+
+
+@pytest.mark.parametrize(("last", "healthy"), [(9.2, False), (0.4, True)], ids=["lost", "recovered"])
+def test_a_supervised_model_that_one_update_destroyed(tmp_path: Path, last: float, healthy: bool) -> None:
+    losses = [3.46, 32.8, 17.8, 15.0, 12.3, 12.8, *np.linspace(last, last, 6)]
+    run = write_run(tmp_path / "run", {"sft/loss": losses, "lr": [0.5] * 12})
+    assert causes(run) == ([] if healthy else ["destroyed-model"])
+    if not healthy:
+        finding = found(run, "destroyed-model")
+        assert finding.evidence == ("step 2: sft/loss 3.46 -> 32.8",)
+        assert finding.remedy.startswith("lower --adam.lr first, tenfold or more (it was 0.5)")
+
+
+def test_cut_answers_come_before_equal_rewards(tmp_path: Path) -> None:
+    cut = {
+        "rollout/reward_mean": [0.0] * 3,
+        "rollout/reward_std": [0.0] * 3,
+        "reward/zero_std_fraction": [1.0] * 3,
+        "rollout/truncated_rate": [1.0] * 3,
+        "rollout/response_length_mean": [4.0] * 3,
+    }
+    run = write_run(tmp_path / "run", cut)
+    assert causes(run) == ["truncation"]
+    assert found(run, "truncation").title == "truncation: answers run out of tokens"
+
+
+def test_a_template_that_is_not_used_comes_first(tmp_path: Path) -> None:
+    for name, change in (("flat", DEFECTS["flat-reward"]), ("learns", {})):
+        run = write_run(tmp_path / name, HEALTHY | change)
+        row = {"step": 1, "text": "the model's chat template is not used: M has one. Remedy: x"}
+        (run / "health.jsonl").write_text(json.dumps(row) + "\n")
+        assert causes(run) == ["missing-template", *(["flat-reward"] if change else [])]
+        assert found(run, "missing-template").evidence == ("step 1: M has one",)
+
+
+def test_three_steps_and_a_slow_machine_are_healthy(tmp_path: Path) -> None:
+    """The times are those of a run of minutes: an evaluation takes longer than a step, the machine slows."""
+    first = {name: values[:3] for name, values in HEALTHY.items()}
+    assert causes(write_run(tmp_path / "three", first)) == []
+    seconds = {
+        "timing/generate": list(np.linspace(1, 3, 13)),
+        "timing/evaluate": [2.5 if i % 3 == 0 else None for i in range(13)],
+        "timing/step_total": [s + (2.5 if i % 3 == 0 else 0) for i, s in enumerate(np.linspace(1, 3, 13))],
+    }
+    slow = {name: values[:13] for name, values in HEALTHY.items() if not name.startswith("timing/")}
+    assert causes(write_run(tmp_path / "slow", slow | seconds)) == []
+
+
+def test_slowness_comes_last(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", HEALTHY | DEFECTS["slow-steps"] | {"memory/update_gb": ramp(1, 4)})
+    assert causes(run) == ["memory", "slow-steps"]
+
+
 def test_entropy_is_estimated_from_rollouts(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", {name: v for name, v in HEALTHY.items() if "entropy" not in name})
+    plateau = HEALTHY | DEFECTS["entropy-collapse"]
+    run = write_run(tmp_path / "run", {name: v for name, v in plateau.items() if "entropy" not in name})
     for step in (1, 20, 40):
         write_journal(run, step, [sample([1, 2, 3], rollout_log_probs=[-1.0 / step**2] * 2)])
     assert found(run, "entropy-collapse").score > 0.6

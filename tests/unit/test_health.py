@@ -104,6 +104,87 @@ def test_damaged_files_of_earlier_steps_end_no_run(tmp_path, caplog):
     assert f"{tmp_path}/report.html is not written" in caplog.text and "arquet" in caplog.text
 
 
+def told(*rows, missing_template=""):
+    """Returns the beginning of each message of each row."""
+    health = Health(missing_template=missing_template)
+    return [[line.partition(":")[0] for line in health.check(row)] for row in rows]
+
+
+def step_of(reward, cut, *, std=0.4, samples=256, lr=0.05):
+    names = ("reward_mean", "truncated_rate", "reward_std", "num_samples")
+    values = zip(names, (reward, cut, std, samples), strict=True)
+    return {f"rollout/{name}": value for name, value in values} | {"lr": lr}
+
+
+LOST = "an update has destroyed the policy"
+CUT = "truncation"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([step_of(0.39, 0), step_of(0, 0.86, std=0), step_of(0, 1, std=0)], [[], [LOST], []]),
+        ([step_of(0.39, 0), step_of(0, 0, std=0)], [[], [LOST]]),
+        ([step_of(0.39, 0), step_of(0.3, 0.1), step_of(0.01, 0.9)], [[], [], [LOST]]),
+        ([step_of(0, 0.1, std=0.1), step_of(0, 0.95, std=0)], [[], [LOST]]),
+        ([step_of(0.25, 0, samples=4), step_of(0, 0, std=0, samples=4)], [[], []]),
+        ([step_of(0.39, 0), step_of(0.2, 0.1)], [[], []]),
+        ([step_of(0.39, 0), step_of(0.5, 0.6)], [[], []]),
+        ([step_of(0, 1, std=0)], [[CUT]]),
+        ([step_of(0, 0.85), step_of(0, 0.95), step_of(0, 1)], [[], [CUT], []]),
+        ([step_of(0, 0, std=0)], [["all rewards of the step are 0"]]),
+    ],
+)
+def test_a_destroyed_policy_and_cut_answers_are_told_once_in_their_step(rows, expected):
+    assert told(*rows) == expected
+
+
+def test_a_destroyed_policy_is_told_with_the_learning_rate_of_its_update():
+    health = Health()
+    health.check(step_of(0.391, 0, lr=0.05))
+    (line,) = health.check(step_of(0, 0.932, std=0, lr=0.04))
+    assert line == (
+        "an update has destroyed the policy: reward 0.391 -> 0, cut answers 0% -> 93%. Remedy: lower "
+        "--actor.adam.lr first, tenfold or more (it was 0.05), and start again from before it"
+    )
+    assert health.at_end() == []
+
+
+@pytest.mark.parametrize(
+    ("losses", "step"),
+    [([7.3, 20.1, 10.7], 1), ([0.69, 0.7, 0.6, 3.6], 3), ([2.0, 2.6, 1.4, 3.0], None), ([0.5, 2.1], None)],
+)
+def test_a_model_that_a_supervised_update_destroyed_is_told(losses, step):
+    lines = told(*({"sft/loss": loss, "lr": 0.5} for loss in losses))
+    assert lines == [["an update has destroyed the model"] if i == step else [] for i in range(len(losses))]
+
+
+def test_a_destroyed_model_is_told_with_the_learning_rate_of_its_update():
+    health = Health()
+    health.check({"sft/loss": 3.46, "lr": 0.5})
+    (line,) = health.check({"sft/loss": 32.8, "lr": 0.48})
+    assert "sft/loss 3.46 -> 32.8. Remedy: lower --adam.lr first, tenfold or more (it was 0.5)" in line
+
+
+def test_a_missing_template_comes_before_its_consequences():
+    rows = [step_of(0, 0.95, std=0)] * 3
+    template = "the model's chat template is not used"
+    assert told(*rows, missing_template="it has one")[:2] == [
+        [template, "all rewards of the step are 0"],
+        [CUT],
+    ]
+
+
+def test_metrics_of_a_sure_policy_are_unhealthy_only_without_success():
+    sure = {"rollout/duplicate_ratio": 0.95, "policy/entropy": 0.01, "rollout/reward_max": 1.0}
+    for means, fires in ((range(30), False), ([28.5] * 30, False), ([12] * 30, True)):
+        health = Health()
+        lines = [line for m in means for line in health.check(sure | {"rollout/reward_mean": m / 30})]
+        assert [line.partition(" ")[0] for line in lines] == (
+            ["rollout/duplicate_ratio", "policy/entropy"] if fires else []
+        )
+
+
 def test_a_rule_may_have_a_lower_limit():
     assert spoken([0, -1, -1, 0, -1], (LOW,), "kl") == [1, 4]
 

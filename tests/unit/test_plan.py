@@ -1,6 +1,8 @@
 """`openrlhf plan`: numbers by hand, the parts of a run's own estimate, and suggestions that fit."""
 
 import json
+import re
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +22,12 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
-from openrlhf.planning.hardware import REPORTED, Cluster, cluster_of, with_measured
+from openrlhf.planning.hardware import REPORTED, Cluster, cluster_of, cores, with_measured
 from openrlhf.planning.memory import training_memory
 from openrlhf.planning.models import model_size
 from openrlhf.planning.plan import Assumed, RunPlan, plan_run, spelled, suggestion
 from openrlhf.planning.time import forward_flops, largest_batch, training_flops
-from openrlhf.planning.view import duration
+from openrlhf.planning.view import batch_lines, duration, show
 
 LLAMA_8B = hf.LlamaConfig(
     vocab_size=128256,
@@ -342,6 +344,45 @@ def test_supervised_commands(folders: dict[str, str]) -> None:
     weights = {plan.command: plan.memory[0].parts["weights"] for plan in (sft, dpo)}
     assert weights == {"sft": 2 * B8, "dpo": 4 * B8}
     assert SFTConfig().train.micro_batch_size == 8 and sft.batches.row_tokens == 8 * 512
+
+
+def test_fewer_rows_than_a_batch(folders: dict[str, str]) -> None:
+    """5 prompts of 8 samples: a step and its optimizer step have 40 samples, not 1,024."""
+    cluster = cluster_of("8xH100-80GB")
+    _, few = planned(ppo_flags(folders["8b"], **SLEEP), cluster, rows=5)
+    assert (few.batches.prompts, few.batches.samples, few.batches.batch_size) == (5, 40, 40)
+    assert (few.batches.updates, few.batches.steps) == (1, 1)
+    _, many = planned(ppo_flags(folders["8b"], **SLEEP), cluster, rows=300)
+    assert (many.batches.prompts, many.batches.samples, many.batches.steps) == (128, 1024, 3)
+    assert sum(phase.seconds for phase in few.time) < sum(phase.seconds for phase in many.time)
+    words = (
+        f"{FLAG} {folders['tiny']} --data.dataset org/rows --data.output_key a --train.batch_size 64".split()
+    )
+    _, sft = planned(words, cores(1), SFT, rows=5)
+    assert sft.batches.samples == sft.batches.batch_size == 5
+
+
+def test_lengths_are_assumed_only_if_they_are_unknown(folders: dict[str, str]) -> None:
+    flags = ppo_flags(folders["8b"], **SLEEP)
+    for given, said in (
+        ({}, "prompt 256 (assumed) + response 896 (assumed)"),
+        ({"prompt": 20}, "prompt 20 + response 1,014 (assumed)"),
+        ({"prompt": 20, "response": 30}, "prompt 20 + response 30"),
+    ):
+        _, plan = planned(flags, cluster_of("8xH100-80GB"), **given)
+        assert next(line for line in batch_lines(plan) if "tokens of a sample" in line).endswith(said)
+
+
+def test_a_tiny_model_on_cores(folders: dict[str, str]) -> None:
+    """24,736 parameters: 2 V H, 2 (4 H^2 + 3 H I + 2 H) and H."""
+    words = f"{FLAG} {folders['tiny']} --data.dataset org/rows --data.output_key a".split()
+    config, plan = planned(words, cores(1), SFT)
+    shown = StringIO()
+    show(plan, config, None, shown)
+    text = shown.getvalue()
+    assert "0.025 M" in text
+    assert "more GPUs" not in text
+    assert re.search(r"of it \w+ \(0\.0*[1-9] GiB\)", text), text
 
 
 # ---- the command
