@@ -30,7 +30,7 @@ from openrlhf.observability.journal import (
 )
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
-from openrlhf.observability.run_folder import RunFolder, read_jsonl
+from openrlhf.observability.run_folder import RunFolder, label_of, read_jsonl
 from openrlhf.observability.selection import best_to_worst, thinned
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
@@ -403,7 +403,7 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
     if row["error"]:
         answer = f"{answer}\n[{row['error']}]".strip()
     texts = [("prompt", _sample_text(row["prompt"], keep_end=True)), ("answer", _sample_text(answer))]
-    if (label := json.loads(row["label"])) not in ("", None):
+    if (label := label_of(row)) not in ("", None):
         texts.append(("label", _sample_text(label)))
     return {"kind": kind, "facts": [fact for fact in facts if fact], "texts": texts}
 

@@ -396,7 +396,7 @@ async function showDetail(place) {
   if (!same(state.selected, place)) return;
   const where = `${state.runs.length > 1 ? `${state.runs[place.run].name} · ` : ""}${listed.kind ?? ""} ${listed.step ?? ""} · prompt ${content.prompt_id} sample ${content.sample_index}`;
   const visits = (content.optimizer_steps || []).map((step, i) => `${step} on rank ${content.ranks[i]}`).join(", ");
-  const label = content.label && content.label !== "null" ? content.label : "";
+  const label = content.label ?? "";
   openDetail(
     h("div", { className: "bar" }, h("h2", { textContent: where }),
       h("button", { className: "right", textContent: "this prompt at every step", onclick: guarded(() => {
