@@ -164,7 +164,7 @@ def suggest(name: str, command: Command) -> list[str]:
     libraries, else those whose current or old name is close to `name`."""
     fields = fields_of(command.config_type)
     named = OTHER_NAMES.get(name) or OTHER_NAMES.get(name.rpartition(".")[2], "")
-    if meant := [key for key in named.split() if key in fields]:
+    if meant := [key for key in named.split("|") if key in fields]:
         return meant[:1]
     scores: dict[str, float] = {}
     matcher = SequenceMatcher(autojunk=False)

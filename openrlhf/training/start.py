@@ -5,10 +5,11 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from openrlhf.config.command import Command
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.parse import Invocation
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from openrlhf.training.supervised import SupervisedTrainer
 
 Config = PPOConfig | SupervisedConfig
+ConfigT = TypeVar("ConfigT", PPOConfig, SupervisedConfig)
 
 
 def origin_of(
@@ -37,6 +39,19 @@ def origin_of(
         for flag, paths in models.items()
     }
     return Origin.of(command.name, config, {**fingerprints, **more})
+
+
+def continuing(invocation: Invocation[ConfigT]) -> ConfigT:
+    """Returns the configuration of a command, with the name of the run that it resumes unless a flag gives
+    another one: the run folder of that name then goes on."""
+    from openrlhf.training.checkpoints import CheckpointFolder
+
+    config, flag = invocation.config, "logger.wandb.run_name"
+    if not config.ckpt.load_enable or flag in invocation.explicit:
+        return config
+    folder = f"{config.ckpt.folder}/_actor" if isinstance(config, PPOConfig) else config.ckpt.folder
+    name = CheckpointFolder(folder, config.ckpt).run_name()
+    return with_values(config, {flag: name}) if name else config
 
 
 def check_places(config: Config) -> None:

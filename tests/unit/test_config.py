@@ -358,7 +358,7 @@ def test_names_of_other_libraries_are_translated(command, name, meant):
 def test_every_name_of_another_library_has_a_flag_and_is_none_itself():
     flags = set().union(*(fields_of(command.config_type) for command in COMMANDS))
     for name, meant in OTHER_NAMES.items():
-        assert set(meant.split()) <= flags and name not in flags, name
+        assert set(meant.split("|")) <= flags and name not in flags, name
 
 
 def test_nothing_near_nonsense(capsys):

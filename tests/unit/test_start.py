@@ -1,6 +1,7 @@
 """Checks of a run before it loads a model."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,9 @@ import pytest
 from refusals import refused
 from transformers import Qwen3Config
 
+from openrlhf.config.command import Command
+from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.parse import parse
 from openrlhf.config.ppo import (
     ActorConfig,
     AdvantageConfig,
@@ -36,7 +40,13 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import adapter_parameters
 from openrlhf.training import start
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.start import check_output, check_places, check_space, move_old_checkpoints
+from openrlhf.training.start import (
+    check_output,
+    check_places,
+    check_space,
+    continuing,
+    move_old_checkpoints,
+)
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:
@@ -210,3 +220,29 @@ def test_the_cache_folder_is_tried_before_anything_starts(tmp_path: Path) -> Non
     data = SFTDataConfig(cache_dir=f"{tmp_path}/file/cache")
     with refused(ErrorCode.NOT_WRITABLE, flag="--data.cache_dir"):
         check_places(SFTConfig(ckpt=CkptConfig(output_dir=f"{tmp_path}/new"), data=data))
+
+
+@pytest.mark.parametrize(("command", "folder"), [(SFT, "ckpt"), (PPO, "ckpt/_actor")])
+def test_a_resume_goes_on_in_the_run_folder_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flag = "--actor" if command is PPO else "--model"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    model, tag = "model", Path(folder, "global_step3")
+    given = f"{flag}.model_name_or_path {model} --ckpt.output_dir ckpt --ckpt.path ckpt"
+    given += " --data.prompt_dataset rows.jsonl --reward.remote_url http://localhost:1" * (command is PPO)
+    given += " --data.dataset rows.jsonl --data.output_key output" * (command is SFT)
+    run_dir = lambda more="": continuing(parse(command, f"{given} {more}".split())).run_dir
+    own = run_dir("--ckpt.load_enable")
+    assert own not in (run_dir("--ckpt.load_enable"), "ckpt/runs/first")  # no checkpoint: a name of its own
+    tag.mkdir(parents=True)
+    origin = {"command": command.name, "flags": {"logger.wandb.run_name": "first"}, "contents": {}}
+    (tag / "origin.json").write_text(json.dumps({"origin": origin, "written": ""}))
+    assert run_dir("--ckpt.load_enable") == "ckpt/runs/first"
+    assert run_dir() != "ckpt/runs/first"
+    assert run_dir("--ckpt.load_enable --logger.wandb.run_name mine") == "ckpt/runs/mine"
+    assert run_dir("--ckpt.load_enable --logger.run_dir here") == "here"
+    (tag / "origin.json").write_text("{")  # damaged: told when it is loaded
+    assert run_dir("--ckpt.load_enable") != "ckpt/runs/first"

@@ -357,8 +357,13 @@ def test_runs_are_compared(tmp_path, viewer_of):
 def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
     run = written(tmp_path, "runs/one")
     assert view.runs_of([run, tmp_path / "runs"]) == [run]
-    with refused("not-found", value=tmp_path):
-        view.runs_of([tmp_path])
+    other = written(tmp_path, "ckpt/deep/runs/two")
+    written(tmp_path, "runs/previous/001")  # what a run of the same name has set aside
+    assert view.runs_of([tmp_path]) == [other, run]
+    assert view.runs_of([tmp_path / "runs/previous"]) == [tmp_path / "runs/previous/001"]
+    (tmp_path / "empty").mkdir()
+    with refused("not-found", value=tmp_path / "empty"):
+        view.runs_of([tmp_path / "empty"])
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("cluster", flag="--port"):
         bind(taken.getsockname()[1])
     monkeypatch.setattr(view, "find_spec", lambda name: None if name == "duckdb" else 1)
