@@ -44,16 +44,12 @@ def config_json(name: str) -> dict[str, Any]:
     none that can be read."""
     folder = Path(model_folder(name))
     file = folder / "config.json"
-    if not folder.exists():
-        from huggingface_hub import try_to_load_from_cache
-        from huggingface_hub.errors import HFValidationError
-
-        try:
-            file = try_to_load_from_cache(name, "config.json")
-        except HFValidationError:
-            return {}
     try:
-        return dict(json.loads(Path(file).read_text()))
+        if not folder.exists():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = Path(str(try_to_load_from_cache(name, "config.json")))
+        return dict(json.loads(file.read_text()))
     except (OSError, TypeError, ValueError):
         return {}
 

@@ -36,10 +36,6 @@ def positive(text: str) -> int:
     return int(text)
 
 
-MODEL_CONTEXT = "the context of the model"
-"""What the values of `fitting_lengths` follow from, for the note about them."""
-
-
 def fitting_lengths(config: Any, explicit: Explicit, path: str, flag: str, *keys: str) -> dict[str, int]:
     """Returns smaller values for those of the lengths `keys` that nobody set, with which the model reads the
     sum of all. `path`: the model, which `flag` names."""

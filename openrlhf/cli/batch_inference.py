@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.cli.arguments import MODEL_CONTEXT, fitting_lengths
+from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.config.command import Explicit
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
@@ -38,7 +38,7 @@ ONLY_SPEED = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        config = parse(BATCH_INFERENCE, argv, resolve=_lengths, resolved_for=MODEL_CONTEXT).config
+        config = parse(BATCH_INFERENCE, argv, resolve=_lengths).config
         run(config)
         if config.engine != "vllm":
             from openrlhf.backends.distributed import leave_distributed

@@ -5,13 +5,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-from openrlhf.cli.arguments import MODEL_CONTEXT, fitting_lengths
-from openrlhf.cli.batch_inference import (
-    MODEL_FLAG,
-    check_answering_model,
-    load_answering_model,
-    sampling_params_of,
-)
+from openrlhf.cli.arguments import fitting_lengths
+from openrlhf.cli.batch_inference import check_answering_model, load_answering_model, sampling_params_of
 from openrlhf.config.command import Explicit
 from openrlhf.config.commands import CHAT
 from openrlhf.config.fields import with_values
@@ -19,7 +14,7 @@ from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import notify, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.training.task import load_tokenizer_of
+from openrlhf.training.task import MODEL_FLAG, load_tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +27,7 @@ HELP = "type clear to start a new conversation, exit or Ctrl-D to quit; Ctrl-C s
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        invocation = parse(CHAT, argv, resolve=_lengths, resolved_for=MODEL_CONTEXT)
+        invocation = parse(CHAT, argv, resolve=_lengths)
         run(invocation.config, invocation.explicit)
 
 

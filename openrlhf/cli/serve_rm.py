@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openrlhf import heap
-from openrlhf.cli.arguments import MODEL_CONTEXT, fitting_lengths
+from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.config.command import Explicit
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
@@ -20,7 +20,7 @@ MODEL_FLAG = "--reward.model_name_or_path"
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        run(parse(SERVE_RM, argv, resolve=_lengths, resolved_for=MODEL_CONTEXT).config)
+        run(parse(SERVE_RM, argv, resolve=_lengths).config)
 
 
 def _lengths(config: ServeRMConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:

@@ -41,14 +41,13 @@ def parse(
     resolve: Resolve[ConfigT] = lambda config, explicit, cluster: {},
     inspect: Callable[[ConfigT], Sequence[ValueError]] = lambda config: [],
     plan: Plan[ConfigT] = lambda config, cluster: "",
-    resolved_for: str = "this hardware",
 ) -> Invocation[ConfigT]:
     """Parses the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
     `--print_command` and `--print_plan`, with 2 if there are problems.
 
-    `resolve` returns values of unset flags that follow from the available hardware, or from what
-    `resolved_for` names in the note about them; `inspect` returns problems beyond the flags. Both may import
-    libraries, so they are called only if the flags are valid.
+    `resolve` returns values of unset flags that follow from the available hardware or the model; `inspect`
+    returns problems beyond the flags. Both may import libraries, so they are called only if the flags are
+    valid.
     `plan` returns the text of `--print_plan` and raises ValueError if the run does not fit.
 
     `resolve` and `plan` get the number of GPUs of each node of the cluster described to `--print_plan`; an
@@ -80,7 +79,7 @@ def parse(
     found = command.problems(config, explicit) + command.placed(config, explicit)
     if resolved:
         flags = " ".join(_spelled(key, value) for key, value in resolved.items())
-        notes.append(f"auto-selected for {resolved_for}: {flags}")
+        notes.append(f"auto-selected for this hardware or model: {flags}")
     notes += _remarks(found, config, explicit)
     if line.print_config:
         write(to_yaml(config))

@@ -210,10 +210,10 @@ function drawChart(plot, curves) {
   }
   const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true, tickfont: { size: 11 } };
   Plotly.react(plot, traces, {
-    margin: { l: 44, r: 12, t: 8, b: 28 }, showlegend: false, hovermode: "x unified", dragmode: "zoom", uirevision: "kept",
+    margin: { l: 44, r: 12, t: 30, b: 28 }, modebar: { bgcolor: "transparent" }, showlegend: false, hovermode: "x unified", dragmode: "zoom", uirevision: "kept",
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: css("--text"), size: 12 },
     hoverlabel: { namelength: 40, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
-    xaxis: { ...axis, hoverformat: ",d", dtick: few ? 1 : undefined }, yaxis: { ...axis, type: state.log ? "log" : "linear" },
+    xaxis: { ...axis, title: { text: "step", standoff: 4, font: { size: 11 } }, hoverformat: ",d", dtick: few ? 1 : undefined }, yaxis: { ...axis, type: state.log ? "log" : "linear" },
   }, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
   if (!plot.dataset.clicks) {
     plot.dataset.clicks = "1";
