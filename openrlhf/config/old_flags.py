@@ -349,5 +349,6 @@ _OF_VERL = """
     total_epochs=train.num_episodes|train.max_epochs save_freq=ckpt.save_steps test_freq=eval.steps
     n_gpus_per_node=actor.num_gpus_per_node nnodes=actor.num_nodes
 """
-OTHER_NAMES = {name: keys for name, _, keys in (p.partition("=") for p in (_OF_TRL + _OF_VERL).split())}
+_PAIRS = (pair.partition("=") for pair in (_OF_TRL + _OF_VERL).split())
+OTHER_NAMES: dict[str, str] = {name: keys for name, _, keys in _PAIRS}
 """Maps names of TRL and verl to the current flags with their meaning, of which a command has one."""
