@@ -38,6 +38,16 @@ def compute_capability() -> str:
     return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
 
+def own_bytes() -> int:
+    """Returns the memory in bytes that this process may use: of its GPU, or its share of this machine's among
+    the ranks of its job."""
+    if DEVICE_TYPE == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    import psutil
+
+    return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def gpu_bytes() -> int | None:
     """Returns the memory in bytes of this machine's smallest GPU, from nvidia-smi, which starts nothing on
     the GPU. None without an NVIDIA GPU."""

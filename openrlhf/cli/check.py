@@ -52,8 +52,8 @@ class Check:
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
-        """Prints a title. A ValueError that is raised inside is printed and kept as a problem, and ends only
-        this part."""
+        """Prints a title. A ValueError that is raised inside is kept as a problem, which `_verdict` prints,
+        and ends only this part."""
         self.screen.line(f"\n{title}")
         before = len(self.problems)
         try:
@@ -62,7 +62,7 @@ class Check:
             if str(error) not in map(str, self.problems):
                 self.problems.append(error)
         for problem in self.problems[before:]:
-            self.screen.line(f"  wrong: {readable(describe(problem))}")
+            self.say(f"wrong, see the end: {getattr(problem, 'flag', '')}".removesuffix(": "))
 
     def say(self, text: str) -> None:
         self.screen.line(f"  {text}")

@@ -7,6 +7,7 @@ with a verifier as the only reward then teaches it that reasoning pays."""
 import argparse
 import os
 import shlex
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -84,11 +85,14 @@ def run(folder: Path, seed: int, steps: int) -> None:
             f"--train.max_steps {steps} --ckpt.output_dir {folder / 'policy'} "
             f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}{_engine_memory()}"
         )
-    _show_result(folder, steps)
+    question = _show_result(folder, steps)
     phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
     print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
     print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
     print(f"curves, samples {folder / 'run' / 'report.html'}")
+    if question:
+        print("\nAsk it yourself, for example one of the problems that it solves:")
+        print(f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {folder / 'policy'}")
 
 
 def _check_packages() -> None:
@@ -128,12 +132,17 @@ def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[title.partition(":")[0]] = time.monotonic() - started
 
 
+def _print_command(text: str) -> None:
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    print("$ " + " \\\n    ".join(lines), flush=True)
+
+
 def _sft(flags: str) -> None:
     from openrlhf.cli.train_sft import SFTTask
     from openrlhf.config.parse import parse
     from openrlhf.training.task import run
 
-    print(f"$ openrlhf sft {flags}", flush=True)
+    _print_command(f"openrlhf sft {flags}")
     argv = shlex.split(flags)
     run(SFTTask(parse(SFTTask.command, argv).config), argv)
 
@@ -143,14 +152,14 @@ def _ppo(flags: str) -> None:
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
 
-    print(f"$ openrlhf ppo {flags}", flush=True)
+    _print_command(f"openrlhf ppo {flags}")
     argv = shlex.split(flags)
     run(parse(PPO, argv).config, argv)
 
 
-def _show_result(folder: Path, steps: int) -> None:
+def _show_result(folder: Path, steps: int) -> str:
     """Prints accuracy, fraction of answers with reasoning, answer length and sample answers before and after
-    RL."""
+    RL. Returns a problem that was solved after RL; "" if none was."""
     from rich.console import Console
     from rich.table import Table
 
@@ -188,6 +197,8 @@ def _show_result(folder: Path, steps: int) -> None:
         samples.add_row(text(b.token_ids[: b.prompt_length].tolist()), *answers)
     console.print(figures)
     console.print(samples, markup=False)
+    solved = (text(t.token_ids[: t.prompt_length].tolist()) for t in after if t.reward)
+    return next(solved, "")
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.cli.batch_inference import check_answering_model, load_answering_model, sampling_params_of
+from openrlhf.config.command import Explicit
 from openrlhf.config.commands import CHAT
+from openrlhf.config.fields import with_values
 from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
-from openrlhf.errors import short_errors
+from openrlhf.errors import notify, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.training.task import load_tokenizer_of
+from openrlhf.training.task import MODEL_FLAG, load_tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,12 +26,16 @@ HELP = "type clear to start a new conversation, exit or Ctrl-D to quit; Ctrl-C s
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(CHAT, argv).config
     with short_errors():
-        run(config)
+        invocation = parse(CHAT, argv, resolve=_lengths)
+        run(invocation.config, invocation.explicit)
 
 
-def run(config: ChatConfig) -> None:
+def _lengths(config: ChatConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
+    return fitting_lengths(config, explicit, config.model.model_name_or_path, MODEL_FLAG, "data.max_len")
+
+
+def run(config: ChatConfig, explicit: Explicit) -> None:
     """Answers messages until `exit` or the end of the input."""
     choose_hub(config.use_ms)
     from openrlhf.observability.progress import checking, waiting
@@ -38,6 +45,7 @@ def run(config: ChatConfig) -> None:
     from openrlhf.models.loading import tell_stops
 
     tokenizer = load_tokenizer_of(config)
+    config = _with_template(config, explicit, tokenizer)
     tell_stops(config, tokenizer)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
@@ -49,6 +57,18 @@ def run(config: ChatConfig) -> None:
                 conversation.clear()
             elif message:
                 _answer(config, tokenizer, model, conversation, message)
+
+
+def _with_template(
+    config: ChatConfig, explicit: Explicit, tokenizer: "PreTrainedTokenizerBase"
+) -> ChatConfig:
+    """Turns the tokenizer's chat template on if no flag says how messages become text."""
+    flag = "data.apply_chat_template"
+    if flag in explicit or "data.input_template" in explicit or not tokenizer.chat_template:
+        return config
+    model = config.model.model_name_or_path
+    notify(f"note: messages are in the chat template of {model}; --{flag} false leaves it out")
+    return with_values(config, {flag: True})
 
 
 def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Conversation":

@@ -52,10 +52,10 @@ def _run(name: str, *rest: str) -> None:
         import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main(rest)
     else:
         modules = {module: command for command, (module, _) in COMMANDS.items()}
-        near = difflib.get_close_matches(name, [*COMMANDS, *modules], n=1, cutoff=0.5)
-        remedy = (
-            f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else "see `openrlhf --help`"
-        )
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+        near = near or difflib.get_close_matches(name, modules, n=1, cutoff=0.8)
+        remedy = f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else ""
+        remedy = remedy or f"the commands are {', '.join(COMMANDS)}, see `openrlhf --help`"
         text = f"there is no such command; {remedy}"
         with short_errors():
             raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="openrlhf", value=repr(name))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openrlhf import heap
+from openrlhf.cli.arguments import fitting_lengths
+from openrlhf.config.command import Explicit
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
@@ -17,9 +19,13 @@ MODEL_FLAG = "--reward.model_name_or_path"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(SERVE_RM, argv).config
     with short_errors():
-        run(config)
+        run(parse(SERVE_RM, argv, resolve=_lengths).config)
+
+
+def _lengths(config: ServeRMConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
+    path = config.reward.model_name_or_path or ""
+    return fitting_lengths(config, explicit, path, MODEL_FLAG, "data.max_len")
 
 
 def run(config: ServeRMConfig) -> None:

@@ -37,6 +37,7 @@ from openrlhf.training.start import (
     check_places,
     check_space,
     choose_checkpoint,
+    continuing,
     day_of,
     grace_of,
     lock_folders,
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         catch_signals()
         clock = StartClock() if RESTARTS in os.environ else process_clock()
-        config = parse(PPO, argv, resolve=resolve, inspect=inspect, plan=plan).config
+        config = continuing(parse(PPO, argv, resolve=resolve, inspect=inspect, plan=plan))
         clock.add("checks", clock.total)
         try:
             run(config, argv, clock)
@@ -163,7 +164,7 @@ def train(
         if table := placement_table(roles.processes, places):
             print(table, file=sys.stderr, flush=True)
         trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
-        trainer.observer.message(_memory_of_rows(config, roles))
+        trainer.observer.message(_memory_of_rows(roles))
         trainer.observer.started(clock)
         watch = roles.watch(config)
         watch.start()
@@ -204,13 +205,10 @@ def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
     os._exit(EXIT_FAILURE)
 
 
-def _memory_of_rows(config: PPOConfig, roles: "Roles") -> str:
-    from openrlhf.backends.row_memory import most_tokens
-
-    tokens = most_tokens(config.train, config.data.max_len, config.ds.parallel.sequence)
+def _memory_of_rows(roles: "Roles") -> str:
     groups = {"actor": roles.policy, "critic": roles.critic}
-    needs = [f"{role} {group.row_memory(tokens)}" for role, group in groups.items() if group]
-    return f"estimated memory of a rank for a row of {tokens:,} tokens: {'; '.join(needs)}"
+    needs = [f"{role} {group.memory_of_rows()}" for role, group in groups.items() if group]
+    return f"estimated memory of a rank: {'; '.join(needs)}"
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:

@@ -23,7 +23,7 @@ def make_parser() -> ArgumentParser:
         type=Path,
         nargs="+",
         metavar="RUN",
-        help="run folders (--logger.run_dir), or a folder of them, such as ckpt/runs",
+        help="run folders (--logger.run_dir), or a folder with runs below it, such as ckpt",
     )
     parser.add_argument(
         "--port",
@@ -62,12 +62,13 @@ def run(folders: Sequence[Path], port: int, *, opens_browser: bool) -> None:
 
 
 def runs_of(paths: Sequence[Path]) -> list[Path]:
-    """Returns the run folders that these paths name: each path itself, or the runs directly inside it. Raises
+    """Returns the run folders that these paths name: each path itself, or the runs below it. Raises
     UsageError for a path that is neither."""
     found: list[Path] = []
     for path in paths:
         is_run = RunFolder(path).is_run
-        inside = [path] if is_run else sorted(inner for inner in path.glob("*") if RunFolder(inner).is_run)
+        below = (inner for inner in path.glob("**/") if "previous" not in inner.relative_to(path).parts)
+        inside = [path] if is_run else sorted(inner for inner in below if RunFolder(inner).is_run)
         if not inside:
             text = "is no run folder and has none inside; give the folder of a run (--logger.run_dir)"
             raise UsageError(ErrorCode.NOT_FOUND, text, value=path)

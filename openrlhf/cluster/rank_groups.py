@@ -10,7 +10,6 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from openrlhf.backends.offload import DeviceMemory
-from openrlhf.backends.row_memory import RowMemory
 from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
@@ -208,10 +207,9 @@ class TrainedRanks(RankGroup[TrainedT]):
         self.bundles.devices.release()
         return self.on_all(lambda worker: worker.export.remote(folder))
 
-    def row_memory(self, num_tokens: int) -> RowMemory:
-        """Returns the estimated peak memory of a rank for a row of `num_tokens` tokens, see
-        `TrainEngine.row_memory`."""
-        return results([self.workers[0].row_memory.remote(num_tokens)])[0]
+    def memory_of_rows(self) -> str:
+        """Describes the estimated memory of a rank. Raises UsageError if the rank has less."""
+        return results([self.workers[0].memory_of_rows.remote()])[0]
 
 
 class PolicyRanks(TrainedRanks[PolicyWorker]):

@@ -41,10 +41,11 @@ class InferenceDataConfig(DatasetConfig, RowTemplateConfig):
     output_key: str = "output"
     """Column with the answer that task rm scores."""
     prompt_max_len: Count = 1024
-    """Maximum length of a prompt, tokens. A row with a longer one cannot be used (data.bad_rows)."""
+    """Maximum length of a prompt, tokens. A row with a longer one cannot be used (data.bad_rows). If it is
+    not set, at most what the model reads beside an answer."""
     max_len: Count = 2048
     """Task rm: maximum length of prompt and answer together, tokens. Longer ones are cut off before their
-    last token."""
+    last token. If it is not set, at most what the model reads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +75,7 @@ class AnswerConfig(SamplingConfig):
     batch_size: Count = 2048
     """Number of prompts in one iteration, with the flag iter."""
     max_new_tokens: Count = 1024
-    """Maximum length of an answer, tokens."""
+    """Maximum length of an answer, tokens. If it is not set, at most what the model reads behind a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +198,11 @@ class BatchInferenceConfig(LaunchedConfig):
 class ChatDataConfig(TemplateConfig):
     """Conversion of a conversation to text."""
 
+    apply_chat_template: bool = False
+    """Format messages with the tokenizer's chat template. If neither this flag nor data.input_template is
+    set, it is on where the tokenizer has a template."""
     max_len: Count = 4096
-    """Maximum length of the conversation, tokens."""
+    """Maximum length of the conversation, tokens. If it is not set, at most what the model reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,5 @@
-"""Flags of older versions and their current meaning; no other module knows old spellings."""
+"""Flags of older versions and their current meaning, and the names that TRL and verl have for flags; no other
+module knows these spellings."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -326,3 +327,28 @@ SERVE_RM: dict[str, OldFlag] = _HEAD | {
 }
 CHAT = _INFERENCE | _into("ds", "load_in_4bit") | _into("rollout", "engine")
 LORA_COMBINER: dict[str, OldFlag] = {name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")}
+
+_OF_TRL = """
+    num_generations=rollout.n_samples_per_prompt max_completion_length=rollout.max_new_tokens
+    max_length=data.max_len learning_rate=actor.adam.lr
+    per_device_train_batch_size=train.micro_batch_size gradient_accumulation_steps=train.batch_size
+    num_train_epochs=train.num_episodes|train.max_epochs num_iterations=train.max_epochs
+    beta=algo.kl.init_coef epsilon=actor.eps_clip epsilon_high=actor.eps_clip_low_high
+    reward_funcs=reward.remote_url max_grad_norm=actor.max_norm|max_norm
+    resume_from_checkpoint=ckpt.load_enable report_to=logger.trackers lora_r=ds.lora.rank
+"""
+_OF_VERL = """
+    actor_rollout_ref.model.path=actor.model_name_or_path
+    custom_reward_function.path=reward.remote_url data.train_batch_size=rollout.batch_size
+    actor_rollout_ref.rollout.n=rollout.n_samples_per_prompt lr=actor.adam.lr|adam.lr
+    train_files=data.prompt_dataset|data.dataset val_files=eval.dataset
+    max_response_length=rollout.max_new_tokens ppo_mini_batch_size=train.batch_size
+    ppo_micro_batch_size_per_gpu=train.micro_batch_size ppo_epochs=train.max_epochs
+    tensor_model_parallel_size=vllm.tensor_parallel_size clip_ratio=actor.eps_clip
+    kl_coef=algo.kl.init_coef adv_estimator=algo.advantage.estimator
+    total_epochs=train.num_episodes|train.max_epochs save_freq=ckpt.save_steps test_freq=eval.steps
+    n_gpus_per_node=actor.num_gpus_per_node nnodes=actor.num_nodes
+"""
+_PAIRS = (pair.partition("=") for pair in (_OF_TRL + _OF_VERL).split())
+OTHER_NAMES: dict[str, str] = {name: keys for name, _, keys in _PAIRS}
+"""Maps names of TRL and verl to the current flags with their meaning, of which a command has one."""

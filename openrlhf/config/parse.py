@@ -17,7 +17,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
 from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
-from openrlhf.config.old_flags import OldFlag, Words
+from openrlhf.config.old_flags import OTHER_NAMES, OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
 from openrlhf.config.reference import help_text
 from openrlhf.errors import REDACTED, ErrorCode, UsageError, describe, notify, readable, while_read
@@ -45,8 +45,9 @@ def parse(
     """Parses the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
     `--print_command` and `--print_plan`, with 2 if there are problems.
 
-    `resolve` returns values of unset flags that follow from the available hardware; `inspect` returns
-    problems beyond the flags. Both may import libraries, so they are called only if the flags are valid.
+    `resolve` returns values of unset flags that follow from the available hardware or the model; `inspect`
+    returns problems beyond the flags. Both may import libraries, so they are called only if the flags are
+    valid.
     `plan` returns the text of `--print_plan` and raises ValueError if the run does not fit.
 
     `resolve` and `plan` get the number of GPUs of each node of the cluster described to `--print_plan`; an
@@ -78,7 +79,7 @@ def parse(
     found = command.problems(config, explicit) + command.placed(config, explicit)
     if resolved:
         flags = " ".join(_spelled(key, value) for key, value in resolved.items())
-        notes.append(f"auto-selected for this hardware: {flags}")
+        notes.append(f"auto-selected for this hardware or model: {flags}")
     notes += _remarks(found, config, explicit)
     if line.print_config:
         write(to_yaml(config))
@@ -154,7 +155,12 @@ def write(text: str) -> None:
 
 
 def suggest(name: str, command: Command) -> list[str]:
-    """Returns up to three current flags whose current or old name is close to `name`, best first."""
+    """Returns up to three current flags, best first: those with the meaning that `name` has in other
+    libraries, else those whose current or old name is close to `name`."""
+    fields = fields_of(command.config_type)
+    named = OTHER_NAMES.get(name) or OTHER_NAMES.get(name.rpartition(".")[2], "")
+    if meant := [key for key in named.split("|") if key in fields]:
+        return meant[:1]
     scores: dict[str, float] = {}
     matcher = SequenceMatcher(autojunk=False)
     matcher.set_seq2(name)

@@ -32,7 +32,7 @@ class ServedDataConfig(TokenizerConfig):
 
     max_len: Count = 2048
     """Maximum length of a text, tokens. Longer ones are cut off before their last token, and the answer says
-    so in `extra_logs`."""
+    so in `extra_logs`. If it is not set, at most what the model reads."""
     apply_chat_template: bool = False
     """The texts come from a chat template, which wrote all special tokens, so none are added. Otherwise the
     tokenizer's first token (BOS) is added where a text does not start with it."""

@@ -22,10 +22,10 @@ from openrlhf.observability.rollout_table import (
     OF_ACTIONS,
     SCHEMA,
     Visits,
+    as_of_today,
     table_of_json,
     to_table,
     to_trajectories,
-    with_names_of_today,
 )
 from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
 from openrlhf.observability.selection import best_to_worst
@@ -203,7 +203,9 @@ def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Tab
         return table.select(columns or SCHEMA.names).replace_schema_metadata({_NUM_SAMPLES: str(len(table))})
     with pq.ParquetFile(path) as file:
         before = {new: old for old, new in RENAMED_COLUMNS.items() if old in file.schema_arrow.names}
-        return with_names_of_today(file.read(columns and [before.get(name, name) for name in columns]))
+        written = file.schema_arrow.names
+        table = as_of_today(file.read(columns and [before.get(name, name) for name in columns]), written)
+        return table.select([name for name in columns or table.column_names if name in table.column_names])
 
 
 def num_samples(table: pa.Table) -> int:
@@ -219,7 +221,8 @@ def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
     with pq.ParquetFile(path) as file:
         read_group = cache(file.read_row_group)
         size = file.metadata.row_group(0).num_rows if indices else 1
-        rows = (with_names_of_today(read_group(i // size).slice(i % size, 1)) for i in indices)
+        written = file.schema_arrow.names
+        rows = (as_of_today(read_group(i // size).slice(i % size, 1), written) for i in indices)
         return [row.to_pylist()[0] for row in rows]
 
 

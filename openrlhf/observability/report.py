@@ -7,6 +7,7 @@ The size of each part is limited, so that the page stays below 300 kB for a run 
 import itertools
 import json
 import math
+import re
 import shutil
 import sys
 from collections import Counter
@@ -30,7 +31,7 @@ from openrlhf.observability.journal import (
 )
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
-from openrlhf.observability.run_folder import RunFolder, read_jsonl
+from openrlhf.observability.run_folder import RunFolder, flat, label_of, read_jsonl
 from openrlhf.observability.selection import best_to_worst, thinned
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
@@ -101,7 +102,7 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
     same = _same(curves, own)
     warnings = list(read_jsonl(folder.health_path)) if folder.health_path.exists() else []
     return {
-        "name": folder.path.resolve().name,
+        "name": _title(folder),
         "facts": _facts(curves),
         "tiles": [_tile(name, curves[name]) for name in _headline_names(curves, same)],
         "warnings": [
@@ -170,6 +171,17 @@ def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
         for name, value in metrics[step].items():
             curves.setdefault(name, []).append((step, value))
     return curves
+
+
+def _title(folder: RunFolder) -> str:
+    """Returns the run's name, model, algorithm and date, as far as the folder has them."""
+    flags = flat(folder.read_config())
+    model = flags.get("actor.model_name_or_path") or flags.get("model.model_name_or_path") or ""
+    words = (folder.path / "argv.txt").read_text("utf-8") if (folder.path / "argv.txt").exists() else ""
+    command, date = (re.search(pattern, words) for pattern in (r"cli\.train_([a-z]+)", r"# (\S+ \d+:\d+)"))
+    name = flags.get("logger.wandb.run_name") or folder.path.resolve().name
+    algorithm = flags.get("algo.advantage.estimator") or (command[1] if command else "")
+    return " · ".join(filter(None, [name, Path(model).name, algorithm, date[1] if date else ""]))
 
 
 def _facts(curves: dict[str, Curve]) -> list[str]:
@@ -249,8 +261,8 @@ def _own_metrics(files: dict[int, Path]) -> set[str]:
 
 
 def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
-    """Returns the charts by section, the constant metrics, and the metrics that are left out because the
-    number of charts is limited."""
+    """Returns the charts by section, the metrics that have one value, and those that are left out because
+    the number of charts is limited."""
     headings: dict[str, list[str]] = {}
     constants: list[str] = []
     in_table = ("timing/", "memory/")
@@ -272,7 +284,7 @@ def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[st
 
 
 def _is_constant(curve: Curve) -> bool:
-    return len(curve) > 1 and math.isfinite(curve[0][1]) and len({value for _, value in curve}) == 1
+    return math.isfinite(curve[0][1]) and len({value for _, value in curve}) == 1
 
 
 def _place(name: str, own: set[str]) -> tuple[int, int]:
@@ -403,7 +415,7 @@ def _sample(kind: str, row: dict[str, Any]) -> dict[str, Any]:
     if row["error"]:
         answer = f"{answer}\n[{row['error']}]".strip()
     texts = [("prompt", _sample_text(row["prompt"], keep_end=True)), ("answer", _sample_text(answer))]
-    if (label := json.loads(row["label"])) not in ("", None):
+    if (label := label_of(row)) not in ("", None):
         texts.append(("label", _sample_text(label)))
     return {"kind": kind, "facts": [fact for fact in facts if fact], "texts": texts}
 

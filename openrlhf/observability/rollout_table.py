@@ -1,7 +1,7 @@
 """Converts trajectories to table columns, and back. A row has:
 
     prompt_id, epoch, sample_index, part, seed, source   origin of the trajectory
-    label                                                  JSON
+    label, label_is_json                                   text as it is, anything else as JSON
     prompt, response                                       text; response is null without a decoder
     images                                                 name of each image, without its content
     reward, score, outcome, error, finish_reason, truncated
@@ -20,7 +20,7 @@ The routing of experts is not stored. Lone surrogates, which UTF-8 cannot encode
 kept in labels."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from openrlhf.observability.run_folder import RENAMED_COLUMNS, plain, read_jsonl
+from openrlhf.observability.run_folder import LABEL_FORM, RENAMED_COLUMNS, label_of, plain, read_jsonl
 from openrlhf.types import Batch, Image, KeptSets, Outcome, Prompt, Trajectory
 
 Visits = Sequence[Sequence[tuple[int, int]]]
@@ -46,6 +46,7 @@ FACTS = pa.schema(
         "seed": pa.uint64(),
         "source": pa.string(),
         "label": pa.string(),
+        LABEL_FORM: pa.bool_(),
         "prompt": pa.string(),
         "response": pa.string(),
         "images": pa.list_(pa.string()),
@@ -96,10 +97,17 @@ def to_table(
     return pa.table(columns | nulls).select(SCHEMA.names).cast(SCHEMA)
 
 
-def with_names_of_today(table: pa.Table) -> pa.Table:
-    """Renames the columns of a journal of any version to the current names."""
+def as_of_today(table: pa.Table, written: Container[str]) -> pa.Table:
+    """Returns a table of a journal of any version with the current names of columns and form of labels.
+    `written`: all columns of the journal. Earlier versions wrote every label as JSON."""
     names = [RENAMED_COLUMNS.get(name, name) for name in table.column_names]
-    return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
+    metadata = table.schema.metadata
+    table = table.rename_columns(names)
+    if "label" in names and LABEL_FORM not in written:
+        labels = _labels([json.loads(label) for label in table["label"].to_pylist()])
+        table = table.set_column(names.index("label"), "label", pa.array(labels["label"], pa.string()))
+        table = table.append_column(LABEL_FORM, pa.array(labels[LABEL_FORM], pa.bool_()))
+    return table.replace_schema_metadata(metadata)
 
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
@@ -149,7 +157,7 @@ def _facts(trajectories: Sequence[Trajectory], responses: Sequence[str | None]) 
         )
         for name in names
     }
-    values["label"] = [_text(json.dumps(p.label, ensure_ascii=False, default=plain)) for p in prompts]
+    values |= _labels([p.label for p in prompts])
     values["prompt"] = [_text(p.text) for p in prompts]
     values["response"] = [None if text is None else _text(text) for text in responses]
     values["images"] = [[_text(image.reference) for image in t.images] for t in trajectories]
@@ -163,6 +171,16 @@ def _facts(trajectories: Sequence[Trajectory], responses: Sequence[str | None]) 
         for t in trajectories
     ]
     return {f.name: pa.array(values[f.name], f.type) for f in FACTS}
+
+
+def _labels(labels: Sequence[Any]) -> dict[str, list]:
+    """Returns the two columns of labels. Text without lone surrogates is written as it is."""
+    as_is = [label is None or (isinstance(label, str) and _text(label) == label) for label in labels]
+    texts = [
+        label if kept else _text(json.dumps(label, ensure_ascii=False, default=plain))
+        for label, kept in zip(labels, as_is, strict=True)
+    ]
+    return {"label": texts, LABEL_FORM: [not kept for kept in as_is]}
 
 
 def _text(text: str) -> str:
@@ -254,7 +272,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         prompt=Prompt(
             prompt_id=row["prompt_id"],
             text=row["prompt"],
-            label=json.loads(row["label"]),
+            label=label_of(row),
             source=row["source"],
             epoch=row["epoch"],
         ),

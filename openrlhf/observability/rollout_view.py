@@ -1,6 +1,5 @@
 """Prints samples of a journal: the facts of each, and its answer with coloured tokens."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -10,6 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from openrlhf.observability.progress import clean_text, format_number
+from openrlhf.observability.run_folder import label_of
 
 Row = Mapping[str, Any]
 
@@ -77,7 +77,7 @@ def updates_of(row: Row) -> str:
 
 
 def facts(row: Row) -> list[tuple[str, str]]:
-    label = json.loads(row["label"])
+    label = label_of(row)
     logs = " · ".join(f"{log['name']} {format_number(log['value'])}" for log in row["extra_logs"])
     named = {
         "error": row["error"],

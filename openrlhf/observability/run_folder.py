@@ -53,6 +53,8 @@ JOURNAL_FILE = re.compile(r"(?P<name>\w+)_(?P<step>\d+)\.(parquet|jsonl)")
 
 RENAMED_COLUMNS = {"episode": "epoch"}
 """Columns of earlier versions' journals -> current names."""
+LABEL_FORM = "label_is_json"
+"""Column that says whether a label is JSON or text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +195,12 @@ def to_json(row: Mapping[str, Any]) -> str:
         return json.dumps(row, allow_nan=False, default=plain)
     except ValueError:
         return json.dumps(_finite(row), allow_nan=False, default=plain)
+
+
+def label_of(row: Mapping[str, Any]) -> Any:
+    """Returns the label of a row of a journal."""
+    label = row["label"]
+    return label if label is None or row.get(LABEL_FORM) is False else json.loads(label)
 
 
 def plain(value: Any) -> Any:

@@ -18,7 +18,8 @@ CAUSES = {
     "--train.seed, --rollout.batch_size and the dataset",
     NUMBER: "the runs train on different numbers of samples: compare the flags rollout.* and filtering",
     **dict.fromkeys(
-        ("prompt", "label", "source", "images"), "the dataset, the template or the flags of columns differ"
+        ("prompt", "label", "label_is_json", "source", "images"),
+        "the dataset, the template or the flags of columns differ",
     ),
     "seed": "the seeds of sampling differ; they are derived from --train.seed, epoch, prompt and sample",
     "weight_versions": "the tokens were sampled with different weight versions, which in asynchronous "

@@ -9,7 +9,7 @@ import pyarrow as pa
 
 IDENTITY = ("epoch", "prompt_id", "sample_index", "part")
 """Columns that identify a sample."""
-BEFORE = ("prompt", "label", "source", "images", "seed")
+BEFORE = ("prompt", "label", "label_is_json", "source", "images", "seed")
 """Columns that exist before a sample is drawn."""
 SAMPLING = ("weight_versions", "token_ids", "rollout_log_probs", "action_ranges")
 """Columns with a value per token. Those that differ are sorted by the first token at which they differ, and

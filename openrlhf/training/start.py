@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from openrlhf.config.command import Command
-from openrlhf.config.fields import values_of
+from openrlhf.config.fields import values_of, with_values
+from openrlhf.config.parse import Invocation
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from openrlhf.training.supervised import SupervisedTrainer
 
 Config = PPOConfig | SupervisedConfig
+ConfigT = TypeVar("ConfigT", PPOConfig, SupervisedConfig)
 
 
 def origin_of(
@@ -59,6 +61,19 @@ def day_of(config: Config) -> date:
         with suppress(OSError, ValueError, LookupError, TypeError):  # damage is told when one is chosen
             return date.fromisoformat(read_object(file)["origin"]["contents"][DAY])
     return Calendar.today
+
+
+def continuing(invocation: Invocation[ConfigT]) -> ConfigT:
+    """Returns the configuration of a command, with the name of the run that it resumes unless a flag gives
+    another one: the run folder of that name then goes on."""
+    from openrlhf.training.checkpoints import CheckpointFolder
+
+    config, flag = invocation.config, "logger.wandb.run_name"
+    if not config.ckpt.load_enable or flag in invocation.explicit:
+        return config
+    folder = f"{config.ckpt.folder}/_actor" if isinstance(config, PPOConfig) else config.ckpt.folder
+    name = CheckpointFolder(folder, config.ckpt).run_name()
+    return with_values(config, {flag: name}) if name else config
 
 
 def check_places(config: Config) -> None:

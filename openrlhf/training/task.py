@@ -28,6 +28,7 @@ from openrlhf.training.start import (
     check_places,
     check_space,
     choose_checkpoint,
+    continuing,
     day_of,
     grace_of,
     lock_folders,
@@ -328,11 +329,12 @@ class Run(Generic[ConfigT]):
             )
 
     def _memory_of_rows(self) -> str:
-        from openrlhf.backends.row_memory import most_tokens
+        from openrlhf.backends.row_memory import memory_of_rows
+        from openrlhf.device import own_bytes
 
-        tokens = most_tokens(self.config.train, max(self.train_set.lengths), self.mesh.sequence)
-        needs = self.engine.row_memory(tokens)
-        return f"memory of a rank for a row of up to {tokens:,} tokens, about: {needs}"
+        longest, estimate = max(self.train_set.lengths), self.engine.row_memory
+        needs = memory_of_rows(estimate, self.config.train, longest, self.mesh.sequence, own_bytes())
+        return f"estimated memory of a rank: {needs}"
 
     def _checkpoints(self) -> "CheckpointFolder":
         from openrlhf.training.checkpoints import CheckpointFolder
@@ -390,7 +392,7 @@ def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
     """Runs a supervised command from its command line."""
     argv = sys.argv[1:] if argv is None else argv
     with short_errors():
-        config = parse(task_type.command, argv).config
+        config = continuing(parse(task_type.command, argv))
         check_launcher()
         catch_signals()
         stopped = None

@@ -17,7 +17,7 @@ from openrlhf.backends.distributed import (
     release_cached_memory,
 )
 from openrlhf.backends.offload import offload_optimizer, optimizer_loaded
-from openrlhf.backends.row_memory import RowMemory
+from openrlhf.backends.row_memory import memory_of_rows
 from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
@@ -25,6 +25,7 @@ from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, ActorConfig, CriticConf
 from openrlhf.config.sections import OptimConfig
 from openrlhf.data.batches import Windows
 from openrlhf.data.store import SampleStore
+from openrlhf.device import own_bytes
 from openrlhf.faults import fault
 from openrlhf.files import exporting
 from openrlhf.models.backbone import RowModel, reading_of
@@ -136,8 +137,11 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         with self._optimizer_present():
             return self.model.load_checkpoint(self._checkpoint_folder, tag)
 
-    def row_memory(self, num_tokens: int) -> RowMemory:
-        return self.model.row_memory(num_tokens)
+    def memory_of_rows(self) -> str:
+        """See `memory_of_rows` of backends/row_memory.py."""
+        config, estimate = self.config, self.model.row_memory
+        sharing = config.ds.parallel.sequence
+        return memory_of_rows(estimate, config.train, config.data.max_len, sharing, own_bytes())
 
     def export(self, folder: str) -> None:
         with exporting(folder) if self.rank == 0 else nullcontext(folder) as made:

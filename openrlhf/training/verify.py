@@ -219,7 +219,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
     ):
         (gradient,), (right,) = (torch.autograd.grad(x, hidden, retain_graph=True) for x in (found, value))
         difference = max(
-            abs(float(found - value)) / max(1.0, float(expected.abs().sum())),
+            abs((found - value).item()) / max(1.0, expected.abs().sum().item()),
             float((gradient - right).abs().max() / right.abs().max()),
         )
         if not difference <= HEAD[dtype]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.rollout_view import prompt_length
-from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder
+from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, label_of
 from openrlhf.viewer.index import Index, parquet
 
 Row = dict[str, Any]
@@ -44,7 +44,9 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
         rows = read_rows(path, [row])
     if not rows:
         raise UsageError(ErrorCode.NOT_FOUND, f"the file has no row {row}", value=file)
-    return {RENAMED_COLUMNS.get(name, name): value for name, value in rows[0].items()}
+    found = {RENAMED_COLUMNS.get(name, name): value for name, value in rows[0].items()}
+    label = label_of(found)
+    return found | {"label": label if label is None or isinstance(label, str) else found["label"]}
 
 
 def shown(row: Row) -> dict[str, Any]:

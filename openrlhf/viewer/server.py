@@ -90,7 +90,10 @@ class Viewer:
 
     def metric_names(self) -> dict[str, Any]:
         names = sorted({name for metrics in self.metrics for name in metrics.names()})
-        return {"names": names, "headlines": headlines(names)}
+        shown: dict[Any, str] = {}  # one metric for equal curves
+        for name in headlines(names):
+            shown.setdefault(tuple(tuple(metrics.curve(name)) for metrics in self.metrics), name)
+        return {"names": names, "headlines": list(shown.values())}
 
     def curves(self, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
         """Returns, for each metric, the curve of each run that has it."""

@@ -5,6 +5,8 @@ import shlex
 from itertools import takewhile
 from pathlib import Path
 from textwrap import dedent
+from unittest.mock import Mock
+from urllib.parse import urlsplit
 
 import click
 import pytest
@@ -19,7 +21,9 @@ from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
 from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
+from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.serving.server import Question, build_app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -98,6 +102,10 @@ def test_command_is_understood(
             assert (ROOT / dockerfile).exists()
         case ["kubectl", "logs", *_]:
             pass
+        case ["curl", address, "--json", body]:
+            served = {getattr(route, "path", "") for route in build_app(Mock(), ServeRMConfig()).routes}
+            assert urlsplit(address).path in served and urlsplit(address).port == ServeRMConfig().port
+            assert Question.model_validate_json(body).query
         case ["pip", "install", *_] | ["uv", "pip", "install", *_] | [_, "-m", "pip", "install", *_]:
             extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)

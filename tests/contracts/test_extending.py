@@ -5,8 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
+import pytest
+
+from openrlhf.algorithms.advantages.base import StepView
+from openrlhf.algorithms.policy_losses.base import RowView
 from openrlhf.rewards.function import check_reward_file
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +24,14 @@ SOURCES = (
     "tests/unit/test_algorithms.py",
     "tests/records.py",
 )
+
+
+@pytest.mark.parametrize("view", [StepView, RowView])
+def test_every_field_of_a_view_is_described(view: type) -> None:
+    page = (ROOT / "docs" / "extending.md").read_text()
+    rows = page.partition(f"| field of `{view.__name__}` |")[2].partition("\n\n")[0].splitlines()[2:]
+    named = [name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(field.name for field in fields(view))
 
 
 def files_of(diff: str) -> list[str]:

@@ -147,7 +147,9 @@ def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFi
     code, text = checked(words, capsys)
     assert code == 1
     assert [refusal.code for refusal in refusals.printed(text)] == [ErrorCode.USER_CODE]
-    assert "ZeroDivisionError" in text
+    parts, _, problems = text.partition("\none problem:\n")
+    assert "ZeroDivisionError" in problems and "ZeroDivisionError" not in parts
+    assert "rewards\n  wrong, see the end: --reward.remote_url\n" in parts
 
 
 @pytest.mark.parametrize(

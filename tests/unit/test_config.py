@@ -43,6 +43,7 @@ from openrlhf.config.commands import (
     SFT,
 )
 from openrlhf.config.fields import fields_of, to_words, values_of
+from openrlhf.config.old_flags import OTHER_NAMES
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import PPO_UNREAD, RULES
@@ -365,6 +366,33 @@ def test_the_right_name_for_a_typo(command):
         if typo not in names and not right & set(suggest(typo, command)):
             missed.append((name, typo))
     assert len(missed) <= 0.01 * len(names), missed
+
+
+@pytest.mark.parametrize(
+    ("command", "name", "meant"),
+    [
+        (PPO, "num_generations", "rollout.n_samples_per_prompt"),
+        (PPO, "learning_rate", "actor.adam.lr"),
+        (PPO, "max_completion_length", "rollout.max_new_tokens"),
+        (PPO, "per_device_train_batch_size", "train.micro_batch_size"),
+        (PPO, "gradient_accumulation_steps", "train.batch_size"),
+        (PPO, "beta", "algo.kl.init_coef"),
+        (PPO, "num_train_epochs", "train.num_episodes"),
+        (SFT, "num_train_epochs", "train.max_epochs"),
+        (PPO, "actor_rollout_ref.rollout.n", "rollout.n_samples_per_prompt"),
+        (PPO, "actor_rollout_ref.actor.optim.lr", "actor.adam.lr"),
+        (PPO, "actor_rollout_ref.model.path", "actor.model_name_or_path"),
+        (PPO, "data.train_batch_size", "rollout.batch_size"),
+    ],
+)
+def test_names_of_other_libraries_are_translated(command, name, meant):
+    assert suggest(name, command) == [meant]
+
+
+def test_every_name_of_another_library_has_a_flag_and_is_none_itself():
+    flags = set().union(*(fields_of(command.config_type) for command in COMMANDS))
+    for name, meant in OTHER_NAMES.items():
+        assert set(meant.split("|")) <= flags and name not in flags, name
 
 
 def test_nothing_near_nonsense(capsys):
@@ -1664,6 +1692,9 @@ def test_a_value_becomes_words_of_the_command_line():
         (["--help"], 0, "openrlhf ppo "),
         (["trian_sft"], 2, "did you mean `openrlhf sft`?"),
         (["dmo"], 2, "did you mean `openrlhf demo`?"),
+        (["grpo"], 2, "did you mean `openrlhf ppo`?"),
+        (["trian"], 2, "the commands are init, demo, sft, rm, "),
+        (["train"], 2, "the commands are init, demo, sft, rm, "),
         (["zzz"], 2, "see `openrlhf --help`"),
     ],
 )

@@ -1,5 +1,6 @@
 import asyncio
 import json
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
@@ -111,6 +112,36 @@ class AwakeLLM:
             return next(self.peaks, None) if name == "collective_rpc" else True
 
         return call
+
+
+def test_an_engine_that_is_ended_reports_no_error():
+    """vLLM ends its core before the task that waits for the core's output, which would report the end."""
+
+    class EndedLLM:
+        def __init__(self):
+            self.outputs, self.reported = asyncio.Queue(), []
+            self.output_handler = asyncio.create_task(self.handle())
+
+        async def handle(self):
+            try:
+                raise await self.outputs.get()
+            except Exception as error:
+                self.reported.append(error)
+
+        def shutdown(self):
+            loop = self.output_handler.get_loop()
+            loop.call_soon_threadsafe(self.outputs.put_nowait, RuntimeError("the core is gone"))
+            time.sleep(0.2)
+            loop.call_soon_threadsafe(self.output_handler.cancel)
+
+    async def work():
+        llm = engine.llm = EndedLLM()
+        await asyncio.to_thread(engine.shutdown)
+        await asyncio.wait({llm.output_handler})
+        return llm.reported
+
+    engine = VLLMEngine(engine_options(PPOConfig(), on_gpu=False))
+    assert asyncio.run(work()) == []
 
 
 @pytest.mark.parametrize("on_gpu", [True, False])

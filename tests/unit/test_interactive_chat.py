@@ -4,11 +4,9 @@ import io
 import sys
 
 import pytest
-from refusals import refused
+from refusals import printed
 
 from openrlhf.cli import interactive_chat
-from openrlhf.config.commands import CHAT
-from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 
@@ -49,8 +47,7 @@ def chat(model, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         monkeypatch.setattr(interactive_chat, "_load", lambda *_: engine)
         flags = flags or ("--data.input_template", "User: {}\nAssistant: ")
-        argv = ["--model.model_name_or_path", model, "--data.max_len", "128", *flags]
-        interactive_chat.run(parse(CHAT, argv).config)
+        interactive_chat.main(["--model.model_name_or_path", model, "--data.max_len", "128", *flags])
 
     return run
 
@@ -91,7 +88,26 @@ def test_prompts_ask_for_a_reward(chat):
     assert engine.asked == ["<|user|>Hi <rm_score>: 5.00 <|end|><|assistant|>"]
 
 
-def test_more_than_the_model_reads_is_refused(chat):
-    with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value=600) as refusal:
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        ((), "<|user|>Hi<|end|><|assistant|>"),
+        (("--data.apply_chat_template", "false"), "Hi"),
+        (("--data.input_template", "Q: {} A:"), "Q: Hi A:"),
+        (("--data.tokenizer_chat_template", "{{ messages[0].content }}!"), "Hi!"),
+    ],
+)
+def test_the_chat_template_is_used_unless_a_flag_says_otherwise(chat, capsys, flags, asked):
+    engine = Engine()
+    chat(engine, "Hi\n", "--rollout.greedy", *flags)
+    assert engine.asked == [asked]
+    by_itself = not flags or flags[0] == "--data.tokenizer_chat_template"
+    assert ("note: messages are in the chat template" in capsys.readouterr().err) == by_itself
+
+
+def test_more_than_the_model_reads_is_refused(chat, capsys):
+    with pytest.raises(SystemExit) as end:
         chat(Engine(), "Hi\n", "--data.max_len", "600")
-    assert "--data.max_len 512" in refusal.value.text
+    (refusal,) = printed(capsys.readouterr().err)
+    assert end.value.code == 2 and refusal.code == ErrorCode.TOO_LONG
+    assert refusal.place == "--data.max_len 600" and "--data.max_len 512" in refusal.text

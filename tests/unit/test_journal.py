@@ -1,4 +1,5 @@
 import errno
+import json
 import math
 import os
 import queue
@@ -10,6 +11,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import records
@@ -159,6 +161,30 @@ def test_labels_come_back(tmp_path, label):
         write(tmp_path, 1, [replace(FAILED, prompt=Prompt(prompt_id=0, text="", label=label))])
     )
     assert found.prompt.label == label and type(found.prompt.label) is type(label)
+
+
+def test_pandas_reads_the_label_that_the_dataset_has(tmp_path):
+    labels = ["14", 'a "b"', "", None, 14, ["14"], "null", "\ud800"]
+    ts = [replace(FAILED, prompt=Prompt(prompt_id=0, text="", label=label)) for label in labels]
+    frame = pd.read_parquet(write(tmp_path, 1, ts))
+    assert frame.label.isna().tolist() == [label is None for label in labels]
+    assert frame.label.dropna().tolist() == ["14", 'a "b"', "", "14", '["14"]', "null", '"\\ud800"']
+    assert frame.label_is_json.tolist() == [False, False, False, False, True, True, False, True]
+
+
+def test_labels_of_earlier_journals_are_read_in_the_form_of_today(tmp_path):
+    """Earlier versions wrote each label as JSON, and no column `label_is_json`."""
+    labels = ["14", None, 14, {"a": "b"}]
+    ts = [replace(FAILED, prompt=Prompt(prompt_id=0, text="", label=label)) for label in labels]
+    path = write(tmp_path, 1, ts)
+    now, table = read_table(path), pq.read_table(path).drop_columns(["label_is_json"])
+    written = pa.array([json.dumps(label) for label in labels])
+    old = table.set_column(table.column_names.index("label"), "label", written)
+    pq.write_table(old.replace_schema_metadata(now.schema.metadata), path)
+    assert read_table(path, ["label", "label_is_json"]).equals(now.select(["label", "label_is_json"]))
+    assert read_table(path, ["label"])["label"].to_pylist() == ["14", None, "14", '{"a": "b"}']
+    assert [row["label_is_json"] for row in read_rows(path, [0, 2])] == [False, True]
+    assert [t.prompt.label for t in read_journal(path)] == labels
 
 
 def test_labels_that_json_does_not_know(tmp_path):

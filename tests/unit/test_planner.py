@@ -190,7 +190,7 @@ def test_what_is_chosen_is_shown_as_flags_that_choose_the_same(capsys: pytest.Ca
     flags = "--algo.advantage.estimator rloo --rollout.n_samples_per_prompt 2 --train.async_enable"
     code, out, err = printed(capsys, f"{flags} --placement auto --print_plan 2x4")
     assert code == 0 and re.findall(r"\d+", out.splitlines()[-1]) == ["8", "8", "2"]
-    (chosen,) = re.findall("note: auto-selected for this hardware: (.*)\n", err)
+    (chosen,) = re.findall("note: auto-selected for this hardware or model: (.*)\n", err)
     assert "--vllm.num_engines 4" in chosen and "The run needs" not in err
     assert printed(capsys, f"{flags} {chosen} --print_plan 2x4")[1] == out
 

@@ -1,19 +1,22 @@
 """The predicted memory of a row, compared with what passes keep."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import transformers as hf
 from architectures import ALL, tiny_config
+from refusals import refused
 from test_logprobs import Work
 from torch import Tensor
 
 from openrlhf.algorithms.logprobs import linear_log_probs, logits_bytes, sum_of_log_probs
 from openrlhf.backends.deepspeed.memory import row_memory
-from openrlhf.backends.row_memory import ModelShape, RowMemory, layer_bytes, most_tokens
+from openrlhf.backends.row_memory import ModelShape, RowMemory, layer_bytes, memory_of_rows, most_tokens
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import TrainConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import hidden_states
 from openrlhf.types import PackedRow, Sample
@@ -171,3 +174,31 @@ def test_how_long_a_row_may_be() -> None:
     assert most_tokens(by_tokens, 300, 2) == 2000
     assert most_tokens(by_tokens, 5000, 2) == 5000
     assert most_tokens(TrainConfig(micro_batch_size=4), 300, 2) == 1200
+    few = TrainConfig(dynamic_batch_enable=True, max_tokens_per_gpu=1000, batch_size=2)
+    assert most_tokens(few, 300, 1) == 600  # all sequences of a step
+
+
+@pytest.mark.parametrize(
+    ("train", "longest", "sharing", "flag", "fitting"),
+    [
+        ({"dynamic_batch_enable": True, "max_tokens_per_gpu": 16192}, 300, 1, "max_tokens_per_gpu", 900),
+        ({"dynamic_batch_enable": True, "max_tokens_per_gpu": 16192}, 300, 2, "max_tokens_per_gpu", 450),
+        ({"dynamic_batch_enable": True, "max_tokens_per_gpu": 16192}, 901, 1, "max_tokens_per_gpu", None),
+        ({"micro_batch_size": 8}, 300, 1, "micro_batch_size", 3),
+        ({"micro_batch_size": 8}, 301, 1, "micro_batch_size", 2),
+        ({"micro_batch_size": 8}, 901, 1, "micro_batch_size", None),
+    ],
+)
+def test_rows_that_exceed_the_memory_are_refused_with_what_fits(
+    train: dict, longest: int, sharing: int, flag: str, fitting: int | None
+) -> None:
+    """Weights of 100 bytes and one byte a token, on a device of 1,000 bytes: rows of 900 tokens fit."""
+    estimate = lambda tokens: RowMemory(weights=100, gradients=0, optimizer=0, activations=tokens)
+    config = TrainConfig(**train)
+    with refused(ErrorCode.RESOURCES, flag=f"--train.{flag}", value=getattr(config, flag)) as refusal:
+        memory_of_rows(estimate, config, longest, sharing, 1000)
+    remedy = refusal.value.text.partition("\n")[2]
+    assert remedy.startswith("Even a row") if fitting is None else remedy == f"Use --train.{flag} {fitting}."
+    if fitting:
+        fits = replace(config, **{flag: fitting})
+        assert "tokens" in memory_of_rows(estimate, fits, longest, sharing, 1000)

@@ -16,6 +16,9 @@ import pytest
 from refusals import refused
 from transformers import Qwen3Config
 
+from openrlhf.config.command import Command
+from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.parse import parse
 from openrlhf.config.ppo import (
     ActorConfig,
     AdvantageConfig,
@@ -44,6 +47,7 @@ from openrlhf.training.start import (
     check_output,
     check_places,
     check_space,
+    continuing,
     day_of,
     move_old_checkpoints,
     origin_of,
@@ -244,3 +248,29 @@ def test_a_resumed_run_writes_the_date_of_its_start(
         (folder / "origin.json").write_text(origin if isinstance(origin, str) else json.dumps(origin))
     assert day_of(config) == date(2100, 1, 1)
     assert day_of(replace(config, ckpt=replace(config.ckpt, load_enable=False))) == date(2100, 1, 2)
+
+
+@pytest.mark.parametrize(("command", "folder"), [(SFT, "ckpt"), (PPO, "ckpt/_actor")])
+def test_a_resume_goes_on_in_the_run_folder_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command, folder: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flag = "--actor" if command is PPO else "--model"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"input": "a", "output": "b"}\n')
+    model, tag = "model", Path(folder, "global_step3")
+    given = f"{flag}.model_name_or_path {model} --ckpt.output_dir ckpt --ckpt.path ckpt"
+    given += " --data.prompt_dataset rows.jsonl --reward.remote_url http://localhost:1" * (command is PPO)
+    given += " --data.dataset rows.jsonl --data.output_key output" * (command is SFT)
+    run_dir = lambda more="": continuing(parse(command, f"{given} {more}".split())).run_dir
+    own = run_dir("--ckpt.load_enable")
+    assert own not in (run_dir("--ckpt.load_enable"), "ckpt/runs/first")  # no checkpoint: a name of its own
+    tag.mkdir(parents=True)
+    origin = {"command": command.name, "flags": {"logger.wandb.run_name": "first"}, "contents": {}}
+    (tag / "origin.json").write_text(json.dumps({"origin": origin, "written": ""}))
+    assert run_dir("--ckpt.load_enable") == "ckpt/runs/first"
+    assert run_dir() != "ckpt/runs/first"
+    assert run_dir("--ckpt.load_enable --logger.wandb.run_name mine") == "ckpt/runs/mine"
+    assert run_dir("--ckpt.load_enable --logger.run_dir here") == "here"
+    (tag / "origin.json").write_text("{")  # damaged: told when it is loaded
+    assert run_dir("--ckpt.load_enable") != "ckpt/runs/first"

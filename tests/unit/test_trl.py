@@ -1,7 +1,7 @@
 """The same batches through TRL: metrics of the same name have the same value."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
     KTOConfig,
     KTOTrainer,
     RewardConfig,
@@ -25,6 +26,7 @@ from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 from trl.trainer.reward_trainer import DataCollatorForPreference as DataCollatorForScores
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
+from openrlhf.config.old_flags import OTHER_NAMES
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
@@ -342,3 +344,11 @@ def test_distillation(folders, kind, beta, temperature):
     assert expected > 0.05
     assert metrics["kd/kl"].item() == pytest.approx(expected, abs=1e-5)
     assert loss.item() == pytest.approx(temperature**2 * expected, abs=1e-5)
+
+
+def test_hints_translate_names_that_trl_has() -> None:
+    """The hints begin with TRL's names, up to that of LoRA."""
+    names = list(OTHER_NAMES)
+    of_trl = set(names[: names.index("lora_r")])
+    known = {field.name for config in (GRPOConfig, SFTConfig) for field in fields(config)} | {"reward_funcs"}
+    assert of_trl <= known and len(of_trl) > 10

@@ -236,6 +236,20 @@ def test_long_curves_keep_their_extremes():
     assert headlines(["eval/x_pass1", "rollout/reward_mean", "z"]) == ["eval/x_pass1", "rollout/reward_mean"]
 
 
+def test_equal_curves_are_one_tile(tmp_path, viewer_of):
+    """The score is the reward in both runs, and the length is in one of them."""
+    runs = [written(tmp_path, name) for name in ("a", "b")]
+    for factor, run in enumerate(runs, start=1):
+        rows = [{"step": i, "rollout/reward_mean": i, "rollout/score_mean": i} for i in (1, 2)]
+        rows = [{**row, "rollout/response_length_mean": factor * row["step"]} for row in rows]
+        (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    client = client_of(viewer_of(*runs))
+    client.get("api/state")  # reads the files
+    shown = client.get("api/metrics").json()
+    assert shown["headlines"] == ["rollout/reward_mean", "rollout/response_length_mean"]
+    assert "rollout/score_mean" in shown["names"]
+
+
 def test_only_this_machine_with_the_token_gets_answers(tmp_path, viewer_of):
     viewer = viewer_of(written(tmp_path))
     client = client_of(viewer)
@@ -357,8 +371,13 @@ def test_runs_are_compared(tmp_path, viewer_of):
 def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
     run = written(tmp_path, "runs/one")
     assert view.runs_of([run, tmp_path / "runs"]) == [run]
-    with refused("not-found", value=tmp_path):
-        view.runs_of([tmp_path])
+    other = written(tmp_path, "ckpt/deep/runs/two")
+    written(tmp_path, "runs/previous/001")  # what a run of the same name has set aside
+    assert view.runs_of([tmp_path]) == [other, run]
+    assert view.runs_of([tmp_path / "runs/previous"]) == [tmp_path / "runs/previous/001"]
+    (tmp_path / "empty").mkdir()
+    with refused("not-found", value=tmp_path / "empty"):
+        view.runs_of([tmp_path / "empty"])
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("cluster", flag="--port"):
         bind(taken.getsockname()[1])
     monkeypatch.setattr(view, "find_spec", lambda name: None if name == "duckdb" else 1)

@@ -423,6 +423,10 @@ class VLLMEngine:
             raise RuntimeError(f"an engine was called while its {' and '.join(sorted(missing))} slept")
 
     def shutdown(self) -> None:
+        from vllm.utils.async_utils import cancel_task_threadsafe
+
+        if (handler := self.llm.output_handler) is not None:
+            cancel_task_threadsafe(handler)  # else it reports the end of the core as an error
         self.llm.shutdown()
         del self.llm  # its destructor would fail at interpreter exit
         gc.collect()

@@ -210,10 +210,10 @@ function drawChart(plot, curves) {
   }
   const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true, tickfont: { size: 11 } };
   Plotly.react(plot, traces, {
-    margin: { l: 44, r: 12, t: 8, b: 28 }, showlegend: false, hovermode: "x unified", dragmode: "zoom", uirevision: "kept",
+    margin: { l: 44, r: 12, t: 30, b: 28 }, modebar: { bgcolor: "transparent" }, showlegend: false, hovermode: "x unified", dragmode: "zoom", uirevision: "kept",
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", font: { color: css("--text"), size: 12 },
     hoverlabel: { namelength: 40, bgcolor: css("--card"), bordercolor: css("--line"), font: { color: css("--text"), size: 12 } },
-    xaxis: { ...axis, hoverformat: ",d", dtick: few ? 1 : undefined }, yaxis: { ...axis, type: state.log ? "log" : "linear" },
+    xaxis: { ...axis, title: { text: "step", standoff: 4, font: { size: 11 } }, hoverformat: ",d", dtick: few ? 1 : undefined }, yaxis: { ...axis, type: state.log ? "log" : "linear" },
   }, { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d"] });
   if (!plot.dataset.clicks) {
     plot.dataset.clicks = "1";
@@ -396,7 +396,7 @@ async function showDetail(place) {
   if (!same(state.selected, place)) return;
   const where = `${state.runs.length > 1 ? `${state.runs[place.run].name} · ` : ""}${listed.kind ?? ""} ${listed.step ?? ""} · prompt ${content.prompt_id} sample ${content.sample_index}`;
   const visits = (content.optimizer_steps || []).map((step, i) => `${step} on rank ${content.ranks[i]}`).join(", ");
-  const label = content.label && content.label !== "null" ? content.label : "";
+  const label = content.label ?? "";
   openDetail(
     h("div", { className: "bar" }, h("h2", { textContent: where }),
       h("button", { className: "right", textContent: "this prompt at every step", onclick: guarded(() => {
