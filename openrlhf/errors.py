@@ -92,14 +92,16 @@ class ErrorCode(StrEnum):
 
 
 REDACTED = "<redacted>"
-_URL, _USER = re.compile(r"\w://[^\s\"']+"), re.compile(r"(?<=://)[^/?#]+(?=@)")
+_URL = re.compile(r"\w+://[^\s\"']+")
+# In s3://bucket@folder the bucket is no user.
+_USER = re.compile(r"(?i)((?:https?|ftp)://|://(?=[^/?#@]*:))[^/?#]+(?=@)")
 _KEY = r"(?i)([?&;#][\w.-]*(key|token|sig|secret|pass|pwd|credential|auth)[\w.-]*=)"
 _PARAMETER = re.compile(_KEY + r"[^&#,]+?(?=:?$|[&#,])")
 
 
 def without_secrets(text: str) -> str:
     """Replaces the user and password of every URL in `text`, and its parameters that are named like keys."""
-    hidden = lambda url: _PARAMETER.sub(rf"\1{REDACTED}", _USER.sub(REDACTED, url[0]))
+    hidden = lambda url: _PARAMETER.sub(rf"\1{REDACTED}", _USER.sub(rf"\1{REDACTED}", url[0]))
     return _URL.sub(hidden, text)
 
 

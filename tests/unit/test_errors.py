@@ -71,6 +71,7 @@ def test_an_expected_error_is_compared_by_its_parts() -> None:
         ("http://u:p@a/x,http://v:q@b/y?sig=1", "http://<redacted>@a/x,http://<redacted>@b/y?sig=<redacted>"),
         ("{'url': 'http://h/x?api_key=abc'}", "{'url': 'http://h/x?api_key=<redacted>'}"),
         ("hf://datasets/org/name@folder?", "hf://datasets/org/name@folder?"),
+        ("s3://bucket@folder,s3://key:word@bucket", "s3://bucket@folder,s3://<redacted>@bucket"),
         ('["http://host","me@place?token=1"]', '["http://host","me@place?token=1"]'),
         ("http://h/x?size=5&seed=1 to me@h", "http://h/x?size=5&seed=1 to me@h"),
         ("http://<redacted>@h/x?token=<redacted>", "http://<redacted>@h/x?token=<redacted>"),

@@ -146,7 +146,7 @@ def test_a_policy_that_differs_from_its_own_reference_stops_its_first_step(tmp_p
         fit(trainer)
 
 
-@pytest.mark.parametrize(("lr", "grad_norm"), [(1e-7, 0.5), (0.99e-7, 0.5), (1e-7, 0.0)])
+@pytest.mark.parametrize(("lr", "grad_norm"), [(1e-4, 0.5), (0.99e-4, 0.5), (1e-4, 0.0)])
 def test_a_policy_that_an_update_changed_is_not_its_reference(tmp_path, lr, grad_norm):
     trainer = trainer_of(tmp_path, config_of(tmp_path), total_steps=2, eval_prompts=[])
     trainer.reference.log_prob, update = LOG_PROB, trainer.policy.update
@@ -156,8 +156,8 @@ def test_a_policy_that_an_update_changed_is_not_its_reference(tmp_path, lr, grad
         return Done(updated._replace(metrics=updated.metrics | {"lr": lr, "grad_norm": grad_norm}))
 
     trainer.policy.update = measured
-    if lr < 1e-7 or grad_norm == 0:
-        fit(trainer)  # its weights may still be those of the reference
+    if lr < 1e-4 or grad_norm == 0:
+        fit(trainer)  # in bf16 its log-probs may still be those of the reference
         return
     with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
         fit(trainer)
