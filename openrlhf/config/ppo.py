@@ -263,8 +263,8 @@ class VllmConfig(EngineMemoryConfig):
     """Compare the log-probs of engines and policy on the same tokens after every N weight syncs. They are
     always compared after the first sync of a run, and where engines sleep."""
     lora_sync: LoraSync = "merged"
-    """Content of a weight sync with LoRA (ds.lora.rank). merged: all weights with the adapters added.
-    adapter: only the adapters, since the base weights are sent once; sends less and samples more slowly."""
+    """Content of a weight sync with LoRA (ds.lora.rank). merged: all weights with the adapters added; bf16
+    and fp16 round small updates away. adapter: only the adapters; sends less and samples more slowly."""
     keep_cache: bool = False
     """With train.partial_rollout_enable: requests that a weight sync pauses keep the KV cache of the old
     weights, instead of computing it again with the new ones. Faster, but log-probs of later tokens then come

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 import numpy as np
 
 from openrlhf.errors import ErrorCode, RunError
-from openrlhf.types import Batch, Metrics, Schedule, Trajectory
+from openrlhf.types import Batch, Metrics, Schedule, Trajectory, present
 
 SAME_POLICY = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
 """Largest mean difference in nats, by `--ds.param_dtype`, between log-probs that the same weights computed in
@@ -212,9 +212,8 @@ def equals_reference(batch: Batch) -> bool:
     """Returns True if the policy's log-probs are exactly those of the reference. False without either, or if
     all actions are certain, as they may be in both."""
     policy, reference = batch.log_probs, batch.ref_log_probs
-    if policy is None or reference is None or not policy.any():
-        return False
-    return np.array_equal(policy, reference)
+    is_known = policy is not None and reference is not None and policy.any()
+    return bool(is_known) and np.array_equal(present(policy), present(reference))
 
 
 def check_other_than_reference(batch: Batch, step: int) -> None:

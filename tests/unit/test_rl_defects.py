@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.corrections import CORRECTIONS
 from openrlhf.algorithms.kl import KLController
+from openrlhf.algorithms.mismatch import MERGED
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
@@ -69,6 +70,7 @@ from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
+from openrlhf.observability.health import Health
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -128,6 +130,7 @@ class Engine:
 
     slope: float = 0.0
     shares_prefixes = trains_on_prefixes = False
+    merged_fraction: float | None = None
     asked: list[list[PackedRow]] = field(default_factory=list)
     """Rows of each forward."""
     learned: list[list[ExperienceRow]] = field(default_factory=list)
@@ -572,6 +575,17 @@ def test_an_update_tells_log_probs_of_the_policy_before_it():
     assert told([[[3], []], [[1], [2]]]) == [3]
     known = batch_of([sample_of(3)] * 4, log_probs=0.0)
     assert policy.update(known, [[[3, 1], [0, 2]]], 0.0).result().log_probs is None
+
+
+def test_an_update_tells_what_rounding_left_of_the_adapters_in_the_engines():
+    policy = group_of(PolicyRanks, config_of(), 2)
+    batch = batch_of([sample_of(3)] * 4)
+    assert MERGED not in policy.update(batch, [[[3, 1], [0, 2]]], 0.0).result().metrics
+    for engine in engines_of(policy):
+        engine.merged_fraction = 0.25
+    metrics = policy.update(batch, [[[3], [0]], [[1], [2]]], 0.0).result().metrics
+    assert metrics[MERGED] == 0.25
+    assert any("--vllm.lora_sync adapter" in text for text in Health().check(metrics))
 
 
 # ---- rewards
