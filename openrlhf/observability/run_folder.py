@@ -167,7 +167,7 @@ class RunFolder:
         for path in (self.metrics_path, self.health_path):
             if path.exists():
                 rows = read_jsonl(path)
-                write_atomically(path, (to_json(row) + "\n" for row in rows if row["step"] <= step))
+                write_atomically(path, (to_json(row) + "\n" for row in rows if row.get("step", 0) <= step))
         for path in self.rollouts_path.glob("*"):
             journal = JOURNAL_FILE.fullmatch(path.name)
             if path.match(".*.tmp") or (journal and int(journal["step"]) > step):
@@ -214,8 +214,8 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
-                yield json.loads(line)
-            except ValueError as error:
+                yield dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError) as error:
                 if not line.endswith(b"\n"):
                     return
                 text = f"not JSON: {error}. Delete the line to read the rest."

@@ -187,3 +187,14 @@ def test_a_damaged_record_of_an_earlier_start_is_kept_beside_the_new_one(tmp_pat
     assert RunFolder(tmp_path).read_config() == {"seed": 1}
     stem, _, ending = name.partition(".")
     assert os.path.lexists(tmp_path / f"{stem}.1.{ending}") and (tmp_path / name).is_file()
+
+
+@pytest.mark.parametrize("line", ["7", "[1, 2]", "[" * 100_000, '"text"'])
+def test_a_line_that_is_no_row_is_told_by_its_number(tmp_path, line) -> None:
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["run"], resume=False)
+    folder.health_path.write_text('{"text": "of no step"}\n{"step": 3, "text": "later"}\n')
+    folder.rewind(2)
+    assert folder.health_path.read_text() == '{"text": "of no step"}\n'
+    folder.health_path.write_text(f'{{"step": 1}}\n{line}\n')
+    with refused(ErrorCode.UNREADABLE, value=folder.health_path, row=2):
+        folder.rewind(2)
