@@ -945,7 +945,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
             teacher=None,
             peak_memory=run.trainer.peak_memory,
         )
-        tokenizer = SimpleNamespace(decode=lambda ids, **options: str(ids))
+        tokenizer = SimpleNamespace(chat_template=None, decode=lambda ids, **options: str(ids))
         checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, origin=origin)
         tag, _ = checkpoints.choose()
         return build_trainer(config, [], roles, RLData(prompts, [], None, tokenizer), checkpoints, tag)
