@@ -146,7 +146,7 @@ class TrainedRank(ModelRank):
         # mode.
         self.plain_training = dropout or not has_noise(module.model.config)
         if checkpointing:
-            on_host = self.ds.offloading.activations_on_host
+            on_host = self.ds.activation_offload
             enable_checkpointing(
                 module.model, reentrant=reentrant, dropout=self.plain_training, on_host=on_host
             )
@@ -417,8 +417,8 @@ def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None
     if mesh.sequence_group is not None:
         reading_of(module.model).sharing = SequenceParallel(
             group=mesh.sequence_group,
-            mode=ds.parallel.mode,
-            heads_at_a_time=ds.parallel.heads_at_a_time,
+            mode=ds.sequence_parallel_mode,
+            heads_at_a_time=ds.ring_attn_head_stride,
         )
 
 

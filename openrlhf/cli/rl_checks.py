@@ -49,7 +49,7 @@ def problems_outside(config: PPOConfig) -> list[ValueError]:
 
 
 def _note_offloading(config: PPOConfig) -> None:
-    asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.offloading.sleeps}
+    asked = {"--vllm.enable_sleep": config.engines_sleep, "--ds.enable_sleep": config.ds.enable_sleep}
     if flags := " and ".join(flag for flag, is_asked in asked.items() if is_asked):
         print(
             f"note: {flags}: has no effect, because nothing is offloaded without a GPU",
@@ -86,7 +86,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         ask(REWARD_FLAG, check_reward_model, path, REWARD_FLAG, config.ds.value_head_prefix)
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
-    if (size := config.ds.parallel.tensor) > 1:
+    if (size := config.ds.tensor_parallel_size) > 1:
         from openrlhf.models.tensor_parallel import check_tensor_parallel
 
         models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
@@ -194,7 +194,7 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
         model_config,
         flag=ACTOR_FLAG,
         path=path,
-        dtype=config.ds.precision.dtype,
+        dtype=config.ds.param_dtype,
         max_len=config.data.max_len,
         on_cpu=on_cpu,
         tensor_parallel_size=config.vllm.tensor_parallel_size,

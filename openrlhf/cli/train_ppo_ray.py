@@ -261,7 +261,7 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
     from openrlhf.cluster.planner import least_tensor_parallel_size
     from openrlhf.models.loading import weight_bytes
 
-    path, dtype = config.actor.model_name_or_path, config.ds.precision.dtype
+    path, dtype = config.actor.model_name_or_path, config.ds.param_dtype
     try:
         weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
     except ValueError:  # there is no such model; the checks report it
@@ -290,7 +290,7 @@ def checkpoints_of(config: PPOConfig, origin: "Origin | None" = None) -> "Checkp
 
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
-    universal = config.ds.zero.universal_checkpoint
+    universal = config.ds.use_universal_ckpt
     return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
 
 
@@ -354,7 +354,7 @@ def build_trainer(
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
         rollouts=config.logger.rollouts,
-        mismatch=MismatchWatch(dtype=config.ds.precision.dtype),
+        mismatch=MismatchWatch(dtype=config.ds.param_dtype),
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
     kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))

@@ -60,7 +60,7 @@ class RewardModelTask(PairTask[RMConfig]):
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ScoreModel":
         from openrlhf.training.models import load_reward_model
 
-        config, in_4bit = self.config, self.config.ds.precision.in_4bit
+        config, in_4bit = self.config, self.config.ds.load_in_4bit
         path = config.model.model_name_or_path
         return load_reward_model(config, path, task.MODEL_FLAG, tokenizer=tokenizer, in_4bit=in_4bit)
 

@@ -139,7 +139,7 @@ def _checks(
     from openrlhf.verification.subjects import PolicySubject
     from openrlhf.verification.trainer import number_of_checks, trainer_checks
 
-    dtype, continued = subject.config.ds.precision.dtype, scratch / "continuing"
+    dtype, continued = subject.config.ds.param_dtype, scratch / "continuing"
     total = number_of_checks(dtype) + (len(stages_of(subject)) if ranks else 0) + 2
     job = scratch / "ranks" if ranks else None
     parts = [trainer_checks(subject, dtype, job), continuing_checks(subject, dtype, continued)]

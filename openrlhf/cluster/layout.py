@@ -263,7 +263,7 @@ def _split_groups(layout: Layout) -> Iterator[UsageError]:
 
 
 def _offload(config: PPOConfig, role: str) -> str:
-    sleeps = "--ds.enable_sleep" if config.ds.offloading.sleeps else ""
+    sleeps = "--ds.enable_sleep" if config.ds.enable_sleep else ""
     return {
         "actor": sleeps,
         "critic": sleeps,

@@ -80,7 +80,7 @@ class _Planner:
         if not (config.engines_colocated and any(self.gpus)):
             return config
         config = self.set(config, {"vllm.enable_sleep": True})
-        asleep = self.set(config, {"ds.enable_sleep": not config.ds.zero.adam_offload})
+        asleep = self.set(config, {"ds.enable_sleep": not config.ds.adam_offload})
         return config if any(optimizer_sleep(asleep)) else asleep
 
     def actor_shapes(self, config: PPOConfig) -> Iterator[tuple[int, int]]:

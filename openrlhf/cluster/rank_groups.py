@@ -61,7 +61,7 @@ class RankGroup(Generic[WorkerT]):
 
     def forward(self, batch: Batch, method: str = "forward") -> Gathered[np.ndarray]:
         """Returns the model's output for each action, (A,). `method`: the worker method that computes it."""
-        if self.config.ds.kernels.share_prefixes == "false":
+        if self.config.ds.share_prefixes == "false":
             ranks = partition(batch.lengths.tolist(), self.data_parallel_size)
         else:
             routing = batch.routing if self.replays_routing else None

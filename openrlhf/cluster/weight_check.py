@@ -59,7 +59,7 @@ class WeightCheck:
     @cached_property
     def limit(self) -> Limit:
         experts = has_experts(self.config.actor.model_name_or_path, ACTOR_FLAG)
-        return Limit(dtype=self.config.ds.precision.dtype, on_gpu=self.on_gpu, has_experts=experts)
+        return Limit(dtype=self.config.ds.param_dtype, on_gpu=self.on_gpu, has_experts=experts)
 
     @cached_property
     def probe(self) -> Probe:

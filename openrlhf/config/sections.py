@@ -9,7 +9,7 @@ import os
 import secrets
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from openrlhf.config.choices import (
     FLASH_PACKAGES,
@@ -274,50 +274,6 @@ class BatchesConfig(SeedConfig):
 # ---- training models: precision, sharding, kernels
 
 
-class Precision(NamedTuple):
-    """Data types of a model's weights."""
-
-    dtype: ParamDtype
-    in_4bit: bool
-    """Whether the frozen weights below adapters are quantised to NF4."""
-
-
-class Kernels(NamedTuple):
-    """Kernels of a model, by their names in transformers, and whether its rows share prefixes."""
-
-    attention: str
-    experts: ExpertsImplementation | None
-    """None: transformers chooses."""
-    liger: bool
-    share_prefixes: SharePrefixes
-
-
-class Parallelism(NamedTuple):
-    """Sizes of sequence and tensor parallelism, and the mode of sequence parallelism."""
-
-    sequence: int
-    tensor: int
-    mode: SequenceParallelMode
-    heads_at_a_time: int
-
-
-class Zero(NamedTuple):
-    """ZeRO sharding of weights, gradients and optimizer states."""
-
-    stage: int
-    adam_offload: bool
-    universal_checkpoint: bool
-
-
-class Offloading(NamedTuple):
-    """Offloading of states that the GPU does not need at the moment."""
-
-    sleeps: bool
-    """Whether optimizer states leave the GPU while other models use it."""
-    activations_on_host: bool
-    """Whether the inputs of checkpointed layers stay on the CPU until the backward pass."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedConfig:
     """Precision, sharding and kernels of the training models."""
@@ -393,32 +349,11 @@ class DeepSpeedConfig:
     GPU. For RL on shared GPUs."""
 
     @property
-    def precision(self) -> Precision:
-        return Precision(self.param_dtype, self.load_in_4bit)
-
-    @property
-    def kernels(self) -> Kernels:
-        """Kernels of models. With sequence parallelism, auto replaces flash attention."""
+    def attention(self) -> str:
+        """Attention of models, by its name in transformers. With sequence parallelism, auto replaces flash
+        attention."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
-        attention = "auto" if shared else self.attn_implementation
-        return Kernels(attention, self.experts_implementation, self.use_liger_kernel, self.share_prefixes)
-
-    @property
-    def parallel(self) -> Parallelism:
-        return Parallelism(
-            sequence=self.ring_attn_size,
-            tensor=self.tensor_parallel_size,
-            mode=self.sequence_parallel_mode,
-            heads_at_a_time=self.ring_attn_head_stride,
-        )
-
-    @property
-    def zero(self) -> Zero:
-        return Zero(self.zero_stage, self.adam_offload, self.use_universal_ckpt)
-
-    @property
-    def offloading(self) -> Offloading:
-        return Offloading(self.enable_sleep, self.activation_offload)
+        return "auto" if shared else self.attn_implementation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -85,7 +85,7 @@ def ppo_batches(config: PPOConfig, lengths: Lengths, rows: int | None) -> Batche
         batch_size=batch,
         ranks=ranks,
         samples_per_rank=batch / ranks,
-        row_tokens=most_tokens(config.train, config.data.max_len, config.ds.parallel.sequence),
+        row_tokens=most_tokens(config.train, config.data.max_len, config.ds.ring_attn_size),
         rows_per_rank=_rows(config, batch / ranks, lengths.total),
         steps=None if steps is None else len(steps),
         rows=rows,
@@ -96,7 +96,7 @@ def supervised_batches(
     config: SupervisedConfig, cluster: Cluster, lengths: Lengths, rows: int | None, *, sequences: int
 ) -> Batches:
     ds, batch = config.ds, min(config.train.batch_size, rows or config.train.batch_size)
-    ranks = max(1, cluster.devices // (ds.parallel.sequence * ds.parallel.tensor))
+    ranks = max(1, cluster.devices // (ds.ring_attn_size * ds.tensor_parallel_size))
     steps = None if rows is None else math.ceil(rows / batch) * config.train.max_epochs
     if steps is not None and config.train.max_steps is not None:
         steps = min(steps, config.train.max_steps)
@@ -107,7 +107,7 @@ def supervised_batches(
         batch_size=batch,
         ranks=ranks,
         samples_per_rank=batch / ranks,
-        row_tokens=most_tokens(config.train, sequences * config.data.max_len, ds.parallel.sequence),
+        row_tokens=most_tokens(config.train, sequences * config.data.max_len, ds.ring_attn_size),
         rows_per_rank=_rows(config, batch / ranks, sequences * lengths.total),
         steps=steps,
         rows=rows,
@@ -118,7 +118,7 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
     """Returns ceil(samples * tokens / budget) with a token budget, else ceil(samples / micro-batch)."""
     if not config.train.dynamic_batch_enable:
         return math.ceil(samples / config.train.micro_batch_size)
-    budget = config.train.max_tokens_per_gpu * config.ds.parallel.sequence
+    budget = config.train.max_tokens_per_gpu * config.ds.ring_attn_size
     return math.ceil(samples / max(1, budget // tokens))
 
 

@@ -101,7 +101,7 @@ def training_memory(
     if backend == "torch":
         shape = replace(shape, weight_bytes=shape.weight_bytes // ITEM_BYTES[ds.param_dtype] * 4)
     whole, item = estimate(shape, ds, **options), ITEM_BYTES[ds.param_dtype]
-    on_host = gpu is not None and ds.offloading.activations_on_host
+    on_host = gpu is not None and ds.activation_offload
     passes, headless = (
         activations(some, tokens, item, checkpointing, gpu, on_host=on_host)
         for some in (shape, replace(shape, vocabulary=0))
@@ -148,13 +148,13 @@ def supervised_memory(
     size of the model, and of the reference or teacher if the run has one. `sequences`: number of sequences of
     an item."""
     ds, gpu = config.ds, _gpu(cluster)
-    ranks = max(1, cluster.devices // ds.parallel.tensor)
-    row = most_tokens(config.train, sequences * config.data.max_len, ds.parallel.sequence)
+    ranks = max(1, cluster.devices // ds.tensor_parallel_size)
+    row = most_tokens(config.train, sequences * config.data.max_len, ds.ring_attn_size)
     trained = training_memory(
         sizes["model"].shape_of_rank(ds, trained=True),
         ds,
         config.train.backend,
-        -(-row // ds.parallel.sequence),
+        -(-row // ds.ring_attn_size),
         config.model.gradient_checkpointing_enable,
         ranks=ranks,
         gpu=gpu,
@@ -278,7 +278,7 @@ class _Group:
                 is_away=getattr(self.config, role).offload and self.gpu is not None,
             )
         parts = self.update(role)
-        sleeps = self.ds.offloading.sleeps and self.gpu is not None
+        sleeps = self.ds.enable_sleep and self.gpu is not None
         return {"weights": parts["weights"], "optimizer": 0 if sleeps else parts["optimizer"]}
 
     def update(self, role: str) -> dict[str, float]:
@@ -286,7 +286,7 @@ class _Group:
         checkpointing = config.actor.gradient_checkpointing_enable
         if role == "critic" and config.critic.gradient_checkpointing_enable is not None:
             checkpointing = config.critic.gradient_checkpointing_enable
-        sequence = self.ds.parallel.sequence
+        sequence = self.ds.ring_attn_size
         row = most_tokens(config.train, config.data.max_len, sequence)
         return training_memory(
             self.sizes[role].shape_of_rank(self.ds, trained=True),
@@ -300,7 +300,7 @@ class _Group:
 
     def forward(self, role: str) -> dict[str, float]:
         """Returns the memory of a pass without gradients, weights included."""
-        config, sequence = self.config, self.ds.parallel.sequence
+        config, sequence = self.config, self.ds.ring_attn_size
         row = config.data.max_len * config.rollout.micro_batch_size
         if config.train.dynamic_batch_enable:
             row = max(config.data.max_len, config.rollout_tokens_per_gpu * sequence)

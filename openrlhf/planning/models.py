@@ -69,9 +69,9 @@ class ModelSize:
     def shape_of_rank(self, ds: DeepSpeedConfig, *, trained: bool) -> ModelShape:
         """Returns the sizes of one rank's tensor-parallel shard, from which its memory follows. `trained`:
         True for a trained model, which has the adapters and 4-bit weights that the flags ask for."""
-        item, ranks = ITEM_BYTES[ds.param_dtype], ds.parallel.tensor
+        item, ranks = ITEM_BYTES[ds.param_dtype], ds.tensor_parallel_size
         adapters = self.adapted * ds.lora.rank if trained else 0
-        in_4bit = trained and ds.precision.in_4bit
+        in_4bit = trained and ds.load_in_4bit
         return replace(
             self.shape,
             weight_bytes=(self.weight_bytes(item, in_4bit=in_4bit) + adapters * item) // ranks,

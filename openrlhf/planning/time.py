@@ -154,7 +154,7 @@ class _Trainer:
         """Returns the bytes that a rank sends in a step: 2 P elements of the weights' dtype per optimizer
         step (per row with ds.overlap_comm). At stage 3 it is 3 P per row, because weights are gathered for
         both passes and gradients are scattered (ZeRO, section 7)."""
-        size = self.size.weight_bytes(ITEM_BYTES[self.ds.param_dtype]) / self.ds.parallel.tensor
+        size = self.size.weight_bytes(ITEM_BYTES[self.ds.param_dtype]) / self.ds.tensor_parallel_size
         if self.ds.lora.rank:
             size = self.size.adapted * self.ds.lora.rank * ITEM_BYTES[self.ds.param_dtype]
         rows = self.batches.rows_per_rank * self.batches.updates

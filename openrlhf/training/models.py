@@ -27,10 +27,10 @@ def load_reward_model(
 def _options(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
     ds = config.ds
     return {
-        "dtype": ds.precision.dtype,
-        "attention": ds.kernels.attention,
-        "experts": ds.kernels.experts,
-        "liger": ds.kernels.liger,
+        "dtype": ds.param_dtype,
+        "attention": ds.attention,
+        "experts": ds.experts_implementation,
+        "liger": ds.use_liger_kernel,
         "max_len": config.data.max_len,
         "images": config.data.reads_images,
     }

@@ -287,7 +287,7 @@ class PPOTrainer(Generic[PolicyT]):
     ) -> dict[str, Schedule]:
         """Returns a schedule of `train.max_epochs` passes over the sequences `trained_on` for each learner.
         Each learner has its own random order. `groups`: see `training_schedule`."""
-        train, shares = self.config.train, self.config.ds.kernels.share_prefixes != "false"
+        train, shares = self.config.train, self.config.ds.share_prefixes != "false"
         return {
             name: training_schedule(
                 batch.lengths.tolist(),

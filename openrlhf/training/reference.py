@@ -93,7 +93,7 @@ def _cached_log_probs(
     if not data.cache_enable:
         return compute()
     folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
-    precision = (ds.precision.dtype, ds.precision.in_4bit)
+    precision = (ds.param_dtype, ds.load_in_4bit)
     read = [arrays_digest(dataset.arrays()), dataset.images_digest]
     key = digest([model_digest(path, REF_FLAG), *read, precision])
     return cached_array(folder / "reference" / f"{key}.npy", compute)

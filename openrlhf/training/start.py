@@ -198,16 +198,16 @@ def _sizes(config: Config) -> dict[str, _Sizes]:
     else:
         models = {"policy": ("--model.model_name_or_path", config.model.model_name_or_path)}
         images, has_average = config.data.reads_images, False
-    in_float32 = config.train.backend == "torch" or (ds.zero.stage == 0 and ds.precision.dtype == "fp32")
-    state_bytes = STATE_BYTES["torch" if in_float32 else ds.precision.dtype]
+    in_float32 = config.train.backend == "torch" or (ds.zero_stage == 0 and ds.param_dtype == "fp32")
+    state_bytes = STATE_BYTES["torch" if in_float32 else ds.param_dtype]
     sizes = {}
     for role, (flag, path) in models.items():
-        whole = weight_bytes(path, flag=flag, dtype=ds.precision.dtype, images=images)
+        whole = weight_bytes(path, flag=flag, dtype=ds.param_dtype, images=images)
         if rank := ds.lora.rank:
             trained = adapter_parameters(path, flag=flag, rank=rank, images=images)
             export = 4 * trained
         else:
-            trained = whole // (4 if ds.precision.dtype == "fp32" else 2)
+            trained = whole // (4 if ds.param_dtype == "fp32" else 2)
             export = whole
         average = 4 * trained * (role == "policy" and has_average)
         sizes[role] = _Sizes(state_bytes * trained + average, export)

@@ -85,14 +85,14 @@ class StepChecks:
         self.mismatch(metrics, step)
         check_staleness(metrics, self.config.largest_staleness, step)
         if step <= self.config.train.verify_steps and version == 0:  # loaded from the reference's place
-            check_own_reference(metrics, self.config.ds.precision.dtype, step)
+            check_own_reference(metrics, self.config.ds.param_dtype, step)
         if self.moved and equals_reference(batch):
             self._check_change(batch, step)
 
     def _check_change(self, batch: Batch, step: int) -> None:
         """Checks an updated policy whose log-probs are those of the reference. Prints a note if its updates
         were so small that the precision may hide them."""
-        dtype, lora = self.config.ds.precision.dtype, self.config.ds.lora
+        dtype, lora = self.config.ds.param_dtype, self.config.ds.lora
         scale = lora.alpha / lora.rank if lora.rank else 1.0
         if self.moved * scale >= SHOWS[dtype]:
             check_other_than_reference(batch, step)
@@ -107,7 +107,7 @@ class StepChecks:
 
     def mismatch(self, metrics: Metrics, step: int) -> None:
         config = self.config
-        check_mismatch(metrics, config.ds.precision.dtype, config.largest_mismatch, step)
+        check_mismatch(metrics, config.ds.param_dtype, config.largest_mismatch, step)
 
     def scheduled(
         self,

@@ -75,7 +75,7 @@ class SupervisedTrainer(Generic[RowT]):
                 metrics = self.engine.train_step(window, objective)
             expected = plain_learning_rate(self.config, self.step, self.total_steps)
             self.step += 1
-            check_learning_rate(metrics, expected, self.config.ds.precision.dtype, self.step)
+            check_learning_rate(metrics, expected, self.config.ds.param_dtype, self.step)
             if self.eval_rows and self._is_eval_due():
                 metrics |= self.evaluate()
             if self.observer:

@@ -88,7 +88,7 @@ class Task(ABC, Generic[ConfigT]):
             from openrlhf.models.experts import check_experts
 
             check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
-        if (size := self.config.ds.parallel.tensor) > 1:
+        if (size := self.config.ds.tensor_parallel_size) > 1:
             from openrlhf.models.tensor_parallel import check_tensor_parallel
 
             for flag, path in self.models().items():
@@ -133,7 +133,7 @@ class Task(ABC, Generic[ConfigT]):
     def load_causal_lm(self) -> "PreTrainedModel":
         from openrlhf.training.models import load_language_model
 
-        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.precision.in_4bit
+        path, in_4bit = self.config.model.model_name_or_path, self.config.ds.load_in_4bit
         return load_language_model(self.config, path, MODEL_FLAG, in_4bit=in_4bit)
 
     @abstractmethod
@@ -179,7 +179,7 @@ class Run(Generic[ConfigT]):
             heap.freeze()
             init_distributed(timeout_minutes=task.config.train.rank_timeout / 60 + 1)
             self.mesh = ProcessMesh.joined(
-                sequence=task.config.ds.parallel.sequence, tensor=task.config.ds.parallel.tensor
+                sequence=task.config.ds.ring_attn_size, tensor=task.config.ds.tensor_parallel_size
             )
         self.task, self.config, self.argv = task, task.config, argv
         config = task.config
@@ -339,7 +339,7 @@ class Run(Generic[ConfigT]):
     def _checkpoints(self) -> "CheckpointFolder":
         from openrlhf.training.checkpoints import CheckpointFolder
 
-        ckpt, universal = self.config.ckpt, self.config.ds.zero.universal_checkpoint
+        ckpt, universal = self.config.ckpt, self.config.ds.use_universal_ckpt
         origin = self._origin() if ckpt.is_used else None
         return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
 

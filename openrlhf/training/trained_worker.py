@@ -87,7 +87,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         done = self.model.steps
         metrics = self.model.train_step(rows, objective, *self.auxiliary_objectives())
         expected = plain_learning_rate(self.optim, done, self.total_steps)
-        check_learning_rate(metrics, expected, self.config.ds.precision.dtype, done + 1)
+        check_learning_rate(metrics, expected, self.config.ds.param_dtype, done + 1)
         return metrics
 
     def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
@@ -140,7 +140,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def memory_of_rows(self) -> str:
         """See `memory_of_rows` of backends/row_memory.py."""
         config, estimate = self.config, self.model.row_memory
-        sharing = config.ds.parallel.sequence
+        sharing = config.ds.ring_attn_size
         return memory_of_rows(estimate, config.train, config.data.max_len, sharing, own_bytes())
 
     def export(self, folder: str) -> None:
@@ -171,7 +171,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         )
 
     def _optimizer_present(self) -> AbstractContextManager[None]:
-        return optimizer_loaded(self.model, self.config.ds.offloading.sleeps)
+        return optimizer_loaded(self.model, self.config.ds.enable_sleep)
 
     @property
     def _checkpoint_folder(self) -> str:
@@ -221,11 +221,11 @@ class PolicyWorker(TrainedWorker):
         if texts is not None:
             self.text_windows = self._windows_of(texts)
         self._seek_texts()
-        offload_optimizer(self.model, self.config.ds.offloading.sleeps)
+        offload_optimizer(self.model, self.config.ds.enable_sleep)
 
     def build_model(self, path: str, flag: str) -> RowModel:
         ds = self.config.ds
-        model = load_language_model(self.config, path, flag, in_4bit=ds.precision.in_4bit)
+        model = load_language_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
         if self.config.algo.router_replay:
             reading_of(model).replay = Replay(model)
         model = prepare_for_training(model, ds)
@@ -257,7 +257,7 @@ class PolicyWorker(TrainedWorker):
         if first.log_probs is None:
             return steps, log_probs
         if self.config.ds.lora.dropout == 0:
-            dtype = self.config.ds.precision.dtype
+            dtype = self.config.ds.param_dtype
             check_first_pass(first.log_probs, log_probs, dtype, self.model.steps - len(windows) + 1)
         return steps, None
 
@@ -268,7 +268,7 @@ class PolicyWorker(TrainedWorker):
                 PackedRow.of_batch(sequences),
                 torch.from_numpy(sequences.log_probs),
                 temperature=self.config.rollout.temperature,
-                dtype=self.config.ds.precision.dtype,
+                dtype=self.config.ds.param_dtype,
                 step=step,
             )
 
@@ -364,13 +364,13 @@ class CriticWorker(TrainedWorker):
             total_steps,
             config.actor.gradient_checkpointing_enable if checkpointing is None else checkpointing,
         )
-        offload_optimizer(self.model, config.ds.offloading.sleeps)
+        offload_optimizer(self.model, config.ds.enable_sleep)
 
     def build_model(self, path: str, flag: str) -> ValueModel:
         """Builds the critic from a reward model, whose head it keeps, or from a plain language model, which
         gets a new head."""
         ds = self.config.ds
-        scorer = load_reward_model(self.config, path, flag, in_4bit=ds.precision.in_4bit)
+        scorer = load_reward_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
         return ValueModel(prepare_for_training(scorer.model, ds))
 
     def read(self, model: Callable, row: PackedRow) -> Tensor:
@@ -388,7 +388,7 @@ class CriticWorker(TrainedWorker):
             self.model.module.model,
             PackedRow.of_batch(sequences),
             torch.from_numpy(present(sequences.values)),
-            dtype=self.config.ds.precision.dtype,
+            dtype=self.config.ds.param_dtype,
             step=step,
         )
 

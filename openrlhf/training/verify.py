@@ -134,7 +134,7 @@ def verify_step(
     `mesh`: the mesh of the model's ranks. `temperature`: that of a policy's log-probs. Raises RunError for a
     violated invariant.
     """
-    dtype = ds.precision.dtype
+    dtype = ds.param_dtype
     if ds.lora.rank > 0:
         check_adapters(engine.module.model, ds.lora, step)
     if isinstance(engine.module, PolicyModel) and is_whole(engine.module.model, mesh):

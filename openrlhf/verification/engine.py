@@ -115,7 +115,7 @@ class SyncedPair:
         config = worker.config
         self.probe: Probe = make_probe(policy_tokenizer(config), None, config.data.max_len - 1)
         experts = has_experts(config.actor.model_name_or_path, ACTOR_FLAG)
-        self.limit = Limit(dtype=config.ds.precision.dtype, on_gpu=options.on_gpu, has_experts=experts)
+        self.limit = Limit(dtype=config.ds.param_dtype, on_gpu=options.on_gpu, has_experts=experts)
         worker.open_weight_sync(engine, options.transfer_backend, "127.0.0.1", free_port())
 
     def trainer(self) -> Tensor:

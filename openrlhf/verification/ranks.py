@@ -29,7 +29,7 @@ def stages_of(subject: Subject) -> list[int]:
     """Returns the ZeRO stages to try: the run's own, the lowest one of the backend, and 3."""
     config = subject.config
     unsharded = 0 if config.train.backend == "deepspeed" else 2
-    return sorted({unsharded, config.ds.zero.stage, 3})
+    return sorted({unsharded, config.ds.zero_stage, 3})
 
 
 def rank_checks(

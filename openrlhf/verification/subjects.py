@@ -128,7 +128,7 @@ class Subject:
             return "the plain model has no adapters; layouts are compared with one another"
         if self.config.data.reads_images:
             return "the rows have images"
-        return "weights are in 4 bits" if ds.precision.in_4bit else ""
+        return "weights are in 4 bits" if ds.load_in_4bit else ""
 
 
 class SupervisedSubject(Subject):

@@ -1078,7 +1078,7 @@ def test_a_mistake_is_refused_once_with_its_flag_and_remedy(command, line, code,
 def test_flash_attention_of_a_package_gives_way_where_ranks_share_rows() -> None:
     def of(**flags) -> tuple[str, list[bool]]:
         ds = DeepSpeedConfig(**flags)
-        return ds.kernels.attention, [p.fatal for p in sequence_parallel(ds, {"run": 2}, reads_images=False)]
+        return ds.attention, [p.fatal for p in sequence_parallel(ds, {"run": 2}, reads_images=False)]
 
     assert of(attn_implementation="flash_attention_2") == ("flash_attention_2", [])
     assert of(attn_implementation="flash_attention_2", ring_attn_size=2) == ("auto", [False])

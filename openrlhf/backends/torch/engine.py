@@ -78,8 +78,8 @@ class TorchEngine(TrainedRank):
         assert not reentrant and ema_beta is None  # config/checks.py rejects them
         super().__init__(mesh)
         self.skips_nonfinite = skip_nonfinite
-        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.precision.dtype]
-        self.is_sharded = self.mesh.size > 1 or ds.precision.dtype != "fp32"
+        self.ds, self.optim, self.dtype = ds, optim, DTYPES[ds.param_dtype]
+        self.is_sharded = self.mesh.size > 1 or ds.param_dtype != "fp32"
         self._module = build_model()
         self._prepare_layers(
             self._module, checkpointing=gradient_checkpointing, reentrant=False, dropout=dropout
@@ -247,7 +247,7 @@ class TorchFrozen(ModelRank):
         assert not offload  # config/checks.py rejects it
         super().__init__(mesh)
         self._module = build_model().eval().requires_grad_(False)
-        place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero.stage == 3)
+        place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero_stage == 3)
 
     @property
     def caller(self) -> Callable:
@@ -272,9 +272,9 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
     if shard:
         options: dict[str, Any] = {
             "mesh": init_device_mesh(DEVICE_TYPE, (mesh.size,)),
-            "reshard_after_forward": ds.zero.stage == 3,
+            "reshard_after_forward": ds.zero_stage == 3,
             "mp_policy": MixedPrecisionPolicy(
-                param_dtype=DTYPES[ds.precision.dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
+                param_dtype=DTYPES[ds.param_dtype], reduce_dtype=torch.float32, cast_forward_inputs=False
             ),
         }
         for layer in reversed([m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]):
@@ -283,7 +283,7 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
     else:
         module.to(current_device())
     reading_of(module.model).gathers = shard
-    reading_of(module.model).share_prefixes = ds.kernels.share_prefixes
+    reading_of(module.model).share_prefixes = ds.share_prefixes
     resolve_reading(module, module, zero_stage=3 if shard else None)
     reshard(module)
 

@@ -10,12 +10,12 @@ def row_memory(
     """Estimates the peak memory of an optimizer step from the documentation of `fully_shard`: float32 shards,
     plus the parameters and gradients that are gathered at a time. `shape.weight_bytes`: of the float32
     weights. `tokens`: tokens of the longest row. `gpu`: the GPU's memory in bytes; None: on a CPU."""
-    size, is_sharded = ITEM_BYTES[ds.precision.dtype], ranks > 1 or ds.precision.dtype != "fp32"
+    size, is_sharded = ITEM_BYTES[ds.param_dtype], ranks > 1 or ds.param_dtype != "fp32"
     own, layer = shape.trainable // ranks, shape.trainable // max(shape.layers, 1)
     gathered = shape.weight_bytes // 4 * size
-    if ds.zero.stage == 3:  # at a time: two layers, and the parameters outside of layers
+    if ds.zero_stage == 3:  # at a time: two layers, and the parameters outside of layers
         gathered = min(gathered, (2 * layer + 2 * shape.vocabulary * shape.hidden) * size)
-    on_host = ds.offloading.activations_on_host and gpu is not None
+    on_host = ds.activation_offload and gpu is not None
     return RowMemory(
         weights=shape.weight_bytes // ranks + (gathered if is_sharded else 0),
         gradients=4 * own + (4 * layer if is_sharded else 0),

@@ -18,8 +18,8 @@ def simulate(config: Any, plan: RunPlan) -> Iterator[str]:
         meshes = {role: place.mesh for role, place in config.placements.items()}
         ranks = config.data_parallel_size
     else:
-        parallel = config.ds.parallel
-        whole = Mesh.within(plan.cluster.devices, sequence=parallel.sequence, tensor=parallel.tensor)
+        ds = config.ds
+        whole = Mesh.within(plan.cluster.devices, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
         meshes, ranks = {"model": whole}, whole.data
     for role, mesh in meshes.items():
         check_mesh(mesh)
@@ -67,7 +67,7 @@ def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
     """Distributes the items of one optimizer step over the ranks. Returns the largest and the smallest number
     of tokens of a rank."""
     train, lengths = config.train, _lengths(plan, config.train.batch_size)
-    budget = train.max_tokens_per_gpu * config.ds.parallel.sequence
+    budget = train.max_tokens_per_gpu * config.ds.ring_attn_size
     collate: Any = list
     windows: Windows = Windows(
         _Items(lengths),

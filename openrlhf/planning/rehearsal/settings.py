@@ -59,11 +59,11 @@ class Scale:
 def scale_of(config: Any, ranks: int) -> Scale:
     """Returns the scale with which a run of this number of ranks is rehearsed: one or two ranks. Two ranks
     are sequence parallel if the run is, else tensor parallel if the run is, else data parallel."""
-    parallel, rl = config.ds.parallel, isinstance(config, PPOConfig)
+    ds, rl = config.ds, isinstance(config, PPOConfig)
     engine = 2 if rl and config.vllm.tensor_parallel_size > 1 else 1
-    few = min(2, max(ranks, parallel.sequence * parallel.tensor))
-    sequence = min(few, parallel.sequence)
-    tensor = min(few // sequence, parallel.tensor)
+    few = min(2, max(ranks, ds.ring_attn_size * ds.tensor_parallel_size))
+    sequence = min(few, ds.ring_attn_size)
+    tensor = min(few // sequence, ds.tensor_parallel_size)
     return Scale(ranks=few, sequence=sequence, tensor=tensor, engine_tensor=engine)
 
 
@@ -267,6 +267,6 @@ def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
         if key in before and before[key] != after[key]:
             shown = "" if key in SECRETS else f" {' '.join(to_words(before[key]))}"
             yield f"--{key}{shown}: {reason}"
-    sleeps = isinstance(config, PPOConfig) and (config.engines_sleep or config.ds.offloading.sleeps)
+    sleeps = isinstance(config, PPOConfig) and (config.engines_sleep or config.ds.enable_sleep)
     if sleeps:
         yield "--vllm.enable_sleep, --ds.enable_sleep: nothing is offloaded without a GPU"
