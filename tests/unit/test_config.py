@@ -1,6 +1,5 @@
 """Command lines and YAML files become configurations, or messages that say why they cannot."""
 
-import ast
 import dataclasses
 import math
 import os
@@ -11,7 +10,6 @@ import string
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import refusals
@@ -20,7 +18,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import printed
 
-import openrlhf
 from openrlhf.config.checks import (
     COMMON_UNREAD,
     IMAGE_ROWS,
@@ -1497,25 +1494,6 @@ def test_every_reason_is_tested(say):
     reasons = [f"has no effect {row.why}" for row in COMMON_UNREAD + supervised + PPO_UNREAD]
     reasons += [rule.text for rule in rules if isinstance(rule.text, str)]
     assert not [reason for reason in reasons if reason not in told]
-
-
-VIEWED = {name for name in fields_of(DeepSpeedConfig) if "." not in name}
-INFERENCE = ("batch_inference.py", "interactive_chat.py", "lora_combiner.py", "serve_rm.py")
-"""Modules of the inference commands, which read only precision and kernels of ds.*."""
-
-
-def test_training_code_reads_the_views_of_ds():
-    """Training code names no flag of `ds.*`, except in DeepSpeed's folder and where flags are checked or
-    suggested."""
-    root = Path(openrlhf.__file__).parent
-    for path in root.rglob("*.py"):
-        apart = any(path.is_relative_to(root / f) for f in ("config", "planning", "backends/deepspeed"))
-        if apart or path.name in INFERENCE or path == root / "backends" / "rollout.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute) and node.attr in VIEWED:
-                section = getattr(node.value, "attr", getattr(node.value, "id", ""))
-                assert section != "ds", f"{path}:{node.lineno}: ds.{node.attr}"
 
 
 def test_ranks_come_from_the_launcher(say, monkeypatch):
