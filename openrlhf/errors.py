@@ -3,6 +3,7 @@
 `OPENRLHF_DEBUG=1` shows the whole traceback.
 """
 
+import logging
 import os
 import re
 import select
@@ -13,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import StrEnum
+from functools import cache
 from types import FrameType
+from typing import Any
 
 EXIT_USAGE = 2
 EXIT_FAILURE = 1
@@ -307,6 +310,18 @@ def notify(text: str) -> None:
     """Prints a line on stderr, in the first process of each machine."""
     if is_first_of_machine():
         print(without_secrets(text), file=sys.stderr, flush=True)
+
+
+@cache
+def notify_once(text: str, about: Any = None) -> None:
+    """Like `notify`, once for each text, and for each object that it is about."""
+    notify(text)
+
+
+@cache
+def warn_once(logger: logging.Logger, text: str, about: Any = None) -> None:
+    """Like `notify_once`, with a logger."""
+    logger.warning(text)
 
 
 def _rank() -> int:

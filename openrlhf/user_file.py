@@ -169,7 +169,7 @@ def source_of(place: str) -> str | None:
         return place
     try:
         spec = importlib.util.find_spec(place)  # imports the module's parent packages
-    except ModuleNotFoundError:
+    except (ModuleNotFoundError, ValueError):  # ValueError: without a spec, such as __main__
         return None
     return spec.origin if spec and spec.has_location else None
 
@@ -200,11 +200,8 @@ def import_file(path: str, name: str) -> ModuleType:
 
 def _origin(name: str) -> str | None:
     """Returns the path of the file from which `import name` takes its module; None without one."""
-    try:
-        spec = importlib.util.find_spec(name) if "." not in name else None
-    except ValueError:  # a module without a spec, such as __main__
-        return None
-    return os.path.realpath(spec.origin) if spec and spec.origin and spec.has_location else None
+    source = None if "." in name else source_of(name)
+    return source and os.path.realpath(source)
 
 
 def run_file(path: str, name: str) -> ModuleType:

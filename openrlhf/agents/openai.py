@@ -20,7 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -29,6 +29,7 @@ from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
 from openrlhf.agents.tool_calls import find_calls
 from openrlhf.completions import Completion, SamplingParams
+from openrlhf.errors import warn_once
 from openrlhf.text import decode, token_ids_within
 
 if TYPE_CHECKING:
@@ -201,7 +202,8 @@ class Session:
             raise BadRequest(text, "context_length_exceeded")
         params = copy.copy(self.sampling_params)
         if other := [k for k in SAMPLING_FIELDS if request.get(k) not in (None, getattr(params, k))]:
-            _warn_once(", ".join(other))
+            ignored = f"{', '.join(other)}, which is ignored: the run's flags apply"
+            warn_once(logger, f"an agent's requests set {ignored}")
         asked = request.get("max_completion_tokens") or request.get("max_tokens") or params.max_tokens
         params.max_tokens = min(room, asked or room)
         params.n = request.get("n") or 1
@@ -288,11 +290,6 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
     if others := [name for name in NOT_OFFERED if request.get(name)]:
         raise BadRequest(f"{', '.join(others)}: not supported")
     return messages
-
-
-@cache
-def _warn_once(names: str) -> None:
-    logger.warning("an agent's requests set %s, which is ignored: the run's flags apply", names)
 
 
 BODY_SECONDS = 60.0

@@ -56,9 +56,9 @@ class ModelRank(ABC):
         self.mesh, self.device = mesh or ProcessMesh.joined(), current_device()
 
     @property
-    @abstractmethod
     def caller(self) -> Callable:
         """The callable that runs the model on a row. It is collective if weights are sharded."""
+        return self.module
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from itertools import takewhile
 from operator import eq
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from openrlhf.data.templates import (
     render_messages,
     tools_of,
 )
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, warn_once
 
 if TYPE_CHECKING:
     from openrlhf.data.image_rows import ImageColumn
@@ -132,18 +132,15 @@ def mark_answer(
         if len(prompt) < len(ended) and (content or calls):
             spans.append((len(prompt), len(ended)))
             if turn != turns[-1] and words[0] and ended.endswith(words[0]):
-                _tell_endless(str(tokenizer.chat_template))
+                warn_once(logger, ENDLESS, str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans), is_chat=True)
 
 
-@cache
-def _tell_endless(template: str) -> None:
-    """Warns once per chat template."""
-    logger.warning(
-        "--data.apply_chat_template: the template writes no end after an answer that is not the last, so the "
-        "model\nlearns to stop only at the last answer. Use a template that ends every turn "
-        "(--data.tokenizer_chat_template),\nor one row for each reply without --data.multiturn."
-    )
+ENDLESS = (
+    "--data.apply_chat_template: the template writes no end after an answer that is not the last, so the "
+    "model\nlearns to stop only at the last answer. Use a template that ends every turn "
+    "(--data.tokenizer_chat_template),\nor one row for each reply without --data.multiturn."
+)
 
 
 def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError:

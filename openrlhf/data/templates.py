@@ -5,7 +5,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import cache
 from itertools import takewhile
 from operator import eq
@@ -26,7 +25,7 @@ from openrlhf.data.messages import (
     text_of,
     without_nulls,
 )
-from openrlhf.errors import EXIT_USAGE, ErrorCode, UsageError, notify, shortened
+from openrlhf.errors import EXIT_USAGE, ErrorCode, UsageError, notify, notify_once, shortened
 from openrlhf.text import Calendar
 
 Tools = Sequence[Mapping[str, Any]]
@@ -55,7 +54,8 @@ class PromptTemplate:
         if self.apply_chat_template:
             _note_missing_header(self.tokenizer)
             if "strftime_now" in str(self.tokenizer.chat_template):
-                _note_day(Calendar.today)
+                day = f"the date, {Calendar.today}: the day on which the run started, also once resumed"
+                notify_once(f"note: the chat template writes {day}")
         if self.input_template is None:
             return
         try:
@@ -165,17 +165,12 @@ def _rendered(
     if len(text) > MAX_TEXT:
         raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
     if tools and not reads(tokenizer, str(tokenizer.chat_template)).tools:
-        _tell_unread_tools(str(tokenizer.chat_template))
+        note = (
+            "note: --data.tools_key: the chat template writes no tools, so the model does not read those of"
+        )
+        note += " the\nrows. Use a template that does (--data.tokenizer_chat_template)."
+        notify_once(note, str(tokenizer.chat_template))
     return text
-
-
-@cache
-def _tell_unread_tools(template: str) -> None:
-    """Prints a note once per chat template."""
-    notify(
-        "note: --data.tools_key: the chat template writes no tools, so the model does not read those of the\n"
-        "rows. Use a template that does (--data.tokenizer_chat_template)."
-    )
 
 
 _REFUSALS = (TemplateError, TypeError, ValueError, OverflowError, RecursionError, MemoryError)
@@ -273,13 +268,6 @@ def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
     if wrong := next((answer for answer in answers if answer.rstrip().endswith(ends)), ""):
         text = f"the answer {shortened(wrong, 80)!r} ends itself, and the chat template ends it again."
         raise BadRow(f"{text}\nTake the end out of the row.", ErrorCode.CHAT_TEMPLATE)
-
-
-@cache
-def _note_day(day: date) -> None:
-    notify(
-        f"note: the chat template writes the date, {day}: the day on which the run started, also once resumed"
-    )
 
 
 @cache

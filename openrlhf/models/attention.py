@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import traceback
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from openrlhf.config.checks import row_attention
 from openrlhf.config.choices import FLASH_PACKAGES
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, warn_once
 from openrlhf.models.prefixes import Branches
 from openrlhf.models.ring import ring_attention
 from openrlhf.models.sequence_parallel import Packing, RowShard, SequenceParallel
@@ -165,7 +165,8 @@ def packed_attention(
         if not reason:
             return _by_ring(query, key, value, scaling, packing.shard), None
         if sharing.mode == "ring" and sharing.rank == 0:
-            _warn_of_allgather(reason)
+            mode = "--ds.sequence_parallel_mode ring"
+            warn_once(logger, f"{mode}: layers with {reason} use mode allgather")
     return _over_gathered_keys(attend, query, key, value, s_aux, packing.shard), None
 
 
@@ -194,12 +195,6 @@ def why_no_ring(
         "no FlashAttention on the GPU": query.is_cuda and not has_varlen_kernel(query, value, dropout),
     }
     return next((reason for reason, is_so in reasons.items() if is_so), "")
-
-
-@cache
-def _warn_of_allgather(reason: str) -> None:
-    """Warns, once per reason, that layers use the mode allgather instead of ring."""
-    logger.warning("--ds.sequence_parallel_mode ring: layers with %s use mode allgather", reason)
 
 
 def _over_whole_row(

@@ -29,7 +29,6 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TextIO, TypeVar
 
@@ -38,7 +37,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, 
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from openrlhf.errors import is_first_of_machine
+from openrlhf.errors import is_first_of_machine, warn_once
 from openrlhf.files import cache_folder, write_atomically
 
 if TYPE_CHECKING:
@@ -460,12 +459,7 @@ def _remember(name: str, seconds: float) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, [json.dumps(dict(newest), indent=0)], shared=True)
     except OSError as error:
-        _warn_once(f"durations of starts cannot be stored in {path}: {error.strerror or error}")
-
-
-@cache
-def _warn_once(text: str) -> None:
-    logger.warning(text)
+        warn_once(logger, f"durations of starts cannot be stored in {path}: {error.strerror or error}")
 
 
 def _durations_path() -> Path:

@@ -3,12 +3,12 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
 
 from openrlhf.agents.base import RewardError
+from openrlhf.errors import warn_once
 from openrlhf.rewards.values import named, read_floats, read_texts
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns
@@ -98,7 +98,7 @@ def _turns_at_ranges(
             "or leave them out."
         )
     if not read:
-        _warn_of_changed_context(source)
+        warn_once(logger, f"{source} {CHANGED_CONTEXT}")
     return chosen
 
 
@@ -112,12 +112,8 @@ def _token_ids(value: Any, source: str) -> np.ndarray:
     return token_ids.astype(np.int32)
 
 
-@cache
-def _warn_of_changed_context(source: str) -> None:
-    """Warns, once per process and source, that actions had another context when they were sampled."""
-    logger.warning(
-        "%s returned observation_tokens whose tokens before an action differ from those that the policy read "
-        "when it sampled the action. The action's log-prob belongs to the tokens that the policy read. Build "
-        "observation_tokens from the prompts and answers of llm_engine.generate.",
-        source,
-    )
+CHANGED_CONTEXT = (
+    "returned observation_tokens whose tokens before an action differ from those that the policy read when "
+    "it sampled the action. The action's log-prob belongs to the tokens that the policy read. Build "
+    "observation_tokens from the prompts and answers of llm_engine.generate."
+)

@@ -10,10 +10,9 @@ from refusals import refused
 
 from openrlhf.cli.rl_checks import check_files
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, warn_once
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import UserExecutor, check_agent_file
-from openrlhf.rollout.results import _warn_of_changed_context
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 from openrlhf.user_file import ImportTimeout
@@ -214,7 +213,7 @@ def test_an_executor_that_fails_runs_again(tmp_path: Path) -> None:
 
 def test_a_changed_context_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Such files return generated tokens behind a prompt of their own."""
-    _warn_of_changed_context.cache_clear()
+    warn_once.cache_clear()
     body = f"{ASK}return {{'reward': 1, 'observation_tokens': [4, *tokens], 'action_ranges': [(1, 2)]}}"
     trajectories = run(agent_file(tmp_path, body), Engine([65]), num_samples=2)
     assert all(t.ok and t.token_ids.tolist() == [4, 65] for t in trajectories)

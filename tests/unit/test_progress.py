@@ -430,7 +430,7 @@ def durations(tmp_path, monkeypatch):
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(progress_module, "WAIT_PATIENCE", 0.05)
     monkeypatch.setattr(progress_module, "LINE_EVERY", 0.1)
-    progress_module._warn_once.cache_clear()
+    progress_module.warn_once.cache_clear()
     return tmp_path / "cache" / "durations.json"
 
 

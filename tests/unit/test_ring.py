@@ -129,7 +129,7 @@ def test_ring_attention_is_the_attention_of_the_whole_row(
 def test_a_layer_that_cannot_use_the_ring_is_logged_once(
     threads: Callable, caplog, options: dict, reason: str
 ) -> None:
-    attention._warn_of_allgather.cache_clear()
+    attention.warn_once.cache_clear()
 
     def attend() -> None:
         qkv = (torch.zeros(1, heads, 4, SIZE) for heads in (HEADS, KV_HEADS, KV_HEADS))

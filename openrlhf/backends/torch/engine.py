@@ -94,10 +94,6 @@ class TorchEngine(TrainedRank):
         self.is_offloaded, self._steps = False, 0
 
     @property
-    def caller(self) -> Callable:
-        return self._module
-
-    @property
     def module(self) -> RowModel:
         return self._module
 
@@ -248,10 +244,6 @@ class TorchFrozen(ModelRank):
         super().__init__(mesh)
         self._module = build_model().eval().requires_grad_(False)
         place(self._module, self.mesh, ds, shard=self.mesh.size > 1 and ds.zero_stage == 3)
-
-    @property
-    def caller(self) -> Callable:
-        return self._module
 
     @property
     def module(self) -> RowModel:
