@@ -54,8 +54,9 @@ def _signs(run: RunRecord) -> Iterator[Finding]:
     """Yields the mistakes that single steps show but for truncation, whose whole course is a finding."""
     found, told = {}, next((w for w in run.warnings if str(w.get("text")).startswith(TEMPLATE)), None)
     evidence = "" if told is None else str(told["text"]).partition(": ")[2].partition(". Remedy")[0]
-    for i, row in enumerate(run.numbers):
-        for sign in signs_of(run.numbers[: i + 1], evidence):
+    rows = run.numbers
+    for i, row in enumerate(rows):
+        for sign in signs_of(rows[: min(8, i + 1)] + rows[max(8, i - 5) : i + 1], evidence):  # all it reads
             found.setdefault(sign.cause, (row["step"], sign))
     supervised = () if run.names("rollout/") else run.names("")
     losses = [run.series(name) for name in supervised if name.endswith("/loss")]

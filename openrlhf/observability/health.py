@@ -2,6 +2,7 @@
 unhealthy."""
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -162,6 +163,13 @@ def succeeds(rows: Sequence[Metrics]) -> bool:
     return False
 
 
+_KEPT = re.compile(
+    r"^rollout/(reward_(mean|std|max)|truncated_rate|response_length_mean|num_samples)$|^teacher/kl_mean$|^lr$"
+    r"|/loss$|^eval/.*_score_mean$"
+)
+"""Metrics of earlier steps that `Health` needs."""
+
+
 class Sign(NamedTuple):
     """A mistake that a step shows and that explains what looks unhealthy, with the fields of a finding."""
 
@@ -254,7 +262,9 @@ class Health:
         """Returns messages about metrics that became unhealthy with this step. A rule fires when its
         condition has held for its number of steps, and again only after the metric was healthy. A step
         without the metric, or with NaN, neither counts nor interrupts. The first new sign explains others."""
-        self.rows.append(metrics)
+        self.rows.append({name: value for name, value in metrics.items() if _KEPT.search(name)})
+        if "rollout/reward_mean" not in metrics and any(name.endswith("/loss") for name in metrics):
+            del self.rows[8:-2]  # supervised runs have many steps, of which the first and the last count
         signs = [*signs_of(self.rows, self.missing_template)]
         signs = [sign for sign in signs if not {sign.cause, "destroyed-model"} & self.told][:1]
         self.told |= {sign.cause for sign in signs}
@@ -271,7 +281,7 @@ class Health:
                 values = [f"{value:.3g}", *(f"{name} {metrics[name]:.6g}" for name in names)]
                 messages.append(f"{rule.condition} (last {', '.join(values)}): {rule.text}")
         same = self._equal_rewards()
-        if len(same) == 1 and same[0] is metrics:
+        if len(same) == 1 and same[0] is self.rows[-1]:
             messages.append(f"all rewards of the step are {metrics['rollout/reward_mean']:g}: {SAME_REWARD}")
         return messages
 
