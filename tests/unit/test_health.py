@@ -285,3 +285,12 @@ def test_a_run_ends_with_a_few_samples_of_its_last_evaluation(tmp_path, capsys, 
         re.findall(r"--- reward (\d+)", text) == ["19", "13", "7", "0"]
         and "answer: says [2] after [1]" in text
     )
+
+
+def test_long_supervised_runs_keep_few_rows_and_still_find_a_destroyed_model():
+    health = Health()
+    for step in range(1000):
+        assert health.check({"sft/loss": 2.0, "lr": step, "throughput/tokens": 1.0}) == []
+    assert len(health.rows) <= 11 and all(row.keys() == {"sft/loss", "lr"} for row in health.rows)
+    (line,) = health.check({"sft/loss": 9.0, "lr": 0.0})
+    assert "sft/loss 2 -> 9" in line and "(it was 1e+03)" in line
