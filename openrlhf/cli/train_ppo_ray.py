@@ -358,7 +358,7 @@ def build_trainer(
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
     kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))
-    total_steps, samples = len(steps), max(steps, default=0) * config.rollout.n_samples_per_prompt
+    total_steps, samples = len(steps), max(steps) * config.rollout.n_samples_per_prompt
     trainer = PPOTrainer(
         config=config,
         rollout=roles.rollout,

@@ -13,6 +13,7 @@ from openrlhf.data.answers import scored_answer
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.encode import Encoder, Text, with_end
 from openrlhf.data.inference import score_last
+from openrlhf.data.messages import text_of
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import reads_the_tokens_of
 from openrlhf.text import decode
@@ -86,7 +87,8 @@ def _answered(messages: Sequence[Mapping[str, Any]], response: str) -> tuple[lis
     continues the assistant's last message becomes one message with it."""
     *before, last = map(dict, messages)
     if last["role"] == "assistant":
-        return [*before, last | {"content": last["content"] + response.rstrip()}], len(before)
+        begun = text_of(last["content"]) or ""
+        return [*before, last | {"content": begun + response.rstrip()}], len(before)
     return [*before, last, {"role": "assistant", "content": response.strip()}], len(messages)
 
 

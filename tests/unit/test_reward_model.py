@@ -131,8 +131,9 @@ def test_another_template_reads_the_conversation_and_none_of_the_policys_markup(
     assert decode(same_words, sample.token_ids.tolist()) == shown.rstrip("\n") + "<|end|>"
 
 
-def test_an_answer_that_continues_the_assistant_is_one_message_with_it():
-    policy, begun = tiny_tokenizer(), {"role": "assistant", "content": "I count"}
+@pytest.mark.parametrize("content", ["I count", [{"type": "text", "text": "I count"}]])
+def test_an_answer_that_continues_the_assistant_is_one_message_with_it(content):
+    policy, begun = tiny_tokenizer(), {"role": "assistant", "content": content}
     t = sampled(policy, " 3 apples<|end|>", PROMPT + "I count", messages=[*MESSAGES, begun])
     shown = "SYSTEM: Count.\nUSER: How many?\nASSISTANT: I count 3 apples[EOS]"
     assert read_text(policy, letters(PEOPLE), t) == shown
