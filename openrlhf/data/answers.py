@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, value_of
 from openrlhf.data.encode import Text
 from openrlhf.data.files import Row
-from openrlhf.data.messages import calls_of, read_text
+from openrlhf.data.messages import calls_of, read_text, text_of
 from openrlhf.data.templates import (
     Message,
     PromptTemplate,
@@ -122,16 +122,15 @@ def mark_answer(
         prompt = render(messages[:turn], add_generation_prompt=True)
         ended = render(messages[: turn + 1], add_generation_prompt=False).rstrip()
         content, calls = messages[turn].get("content"), calls_of(messages[turn])
-        words = [
-            content.strip() if isinstance(content, str) else "",
-            *(str(call.get("name")) for call in calls),
-        ]
-        is_shown = all(word in text[len(prompt) : len(ended)] for word in words)
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        words = [(text_of([part]) or "").strip() for part in parts]
+        names = [str(call.get("name")) for call in calls]
+        is_shown = all(word in text[len(prompt) : len(ended)] for word in words + names)
         if not (whole.startswith(prompt) and text.startswith(ended) and is_shown):
             raise _rewritten(turn, len(messages), has_several=len(turns) > 1)
         if len(prompt) < len(ended) and (content or calls):
             spans.append((len(prompt), len(ended)))
-            if turn != turns[-1] and words[0] and ended.endswith(words[0]):
+            if turn != turns[-1] and words and words[-1] and ended.endswith(words[-1]):
                 warn_once(logger, ENDLESS, str(tokenizer.chat_template))
     return Text(text=text, spans=tuple(spans), is_chat=True)
 

@@ -256,6 +256,16 @@ def test_a_part_that_is_no_text_is_refused_where_the_template_takes_text():
         build_sft_samples(Rows.of([{"messages": talk}]), with_template(CHATML), **SFT_OPTIONS)
 
 
+def test_an_answer_of_parts_must_be_written_whole():
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    talk = [{"role": "user", "content": "x"}, {"role": "assistant", "content": parts}]
+    rows = Rows.of([{"messages": talk}])
+    first_part = TAKES_PARTS.replace("in m['content'] %", "in m['content'][:1] %")
+    assert len(build_sft_samples(rows, with_template(TAKES_PARTS), **SFT_OPTIONS)) == 1
+    with refused(ErrorCode.CHAT_TEMPLATE, flag="--data.apply_chat_template"):
+        build_sft_samples(rows, with_template(first_part), **SFT_OPTIONS)
+
+
 def test_text_that_is_no_conversation_stays_text():
     for text in ("[1]", "[]", "[", '[{"role": "cook"}]', '{"role": "user", "content": "x"}', "plain"):
         assert as_messages(text) == [{"role": "user", "content": text}]
