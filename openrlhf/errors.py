@@ -95,10 +95,11 @@ class ErrorCode(StrEnum):
 
 
 REDACTED = "<redacted>"
-_URL = re.compile(r"\w+://[^\s\"']+")
+# The bounds keep the search linear in long texts without a URL.
+_URL = re.compile(r"\w{1,20}://[^\s\"']+")
 # In s3://bucket@folder the bucket is no user.
 _USER = re.compile(r"(?i)((?:https?|ftp)://|://(?=[^/?#@]*:))[^/?#]+(?=@)")
-_KEY = r"(?i)([?&;#][\w.-]*(key|token|sig|secret|pass|pwd|credential|auth)[\w.-]*=)"
+_KEY = r"(?i)([?&;#][\w.-]{0,64}(key|token|sig|secret|pass|pwd|credential|auth)[\w.-]{0,64}=)"
 _PARAMETER = re.compile(_KEY + r"[^&#,]+?(?=:?$|[&#,])")
 
 

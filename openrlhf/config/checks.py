@@ -47,7 +47,6 @@ def check_launcher(*, alone: bool = False) -> None:
         "the command starts all other processes itself": alone and (rank or local),
         f"{', '.join(missing)} must be set, too": missing and not alone,
         "RANK must be below WORLD_SIZE": rank >= size and not alone,
-        "LOCAL_RANK must be below LOCAL_WORLD_SIZE": local >= number.get("LOCAL_WORLD_SIZE", local + 1),
         "MASTER_PORT must be 1 to 65535": not 0 < number.get("MASTER_PORT", 1) < 1 << 16,
     }
     if reason := next((reason for reason, is_so in wrong.items() if is_so), None):
