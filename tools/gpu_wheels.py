@@ -2,7 +2,7 @@
 
     python3 tools/gpu_wheels.py --python 3.12 DIR
 
-Writes about 5 MB of wheels for Linux on x86-64 to DIR. If vLLM is installed here, one wheel contains its file
+Writes about 6 MB of wheels for Linux on x86-64 to DIR. If vLLM is installed here, one wheel contains its file
 that packs weights. Copy DIR and the project to the other machine, and run there
 
     python3 -m pip install --no-index --no-deps --target DIR/site DIR/*.whl
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 PACKED_TENSOR = "vllm/distributed/weight_transfer/packed_tensor.py"
 """File of vLLM that packs weights. It needs only torch."""
-PURE = ("annotated-types", "typing-inspection")
-"""Packages that pydantic needs besides pydantic-core, whose version it pins."""
+SMALL = ("annotated-types", "typing-inspection", "dill", "multiprocess", "xxhash")
+"""What pydantic needs besides pydantic-core, which it pins, and datasets besides pyarrow and pandas."""
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def gather(folder: Path, python: str, also: list[str]) -> None:
     parts; DeepSpeed compiles these at first use."""
     for name in ("hjson", requirement("deepspeed")):
         pip("wheel", "--no-deps", "--wheel-dir", str(folder), name)
-    download(folder, python, "pydantic", *PURE, *also)
+    download(folder, python, "pydantic", requirement("datasets"), *SMALL, *also)
     (pydantic,) = folder.glob("pydantic-*.whl")
     download(folder, python, pinned_by(pydantic, "pydantic-core"))
 

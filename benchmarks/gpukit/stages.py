@@ -4,7 +4,7 @@ from typing import Any
 
 from gpukit.stage import Stage
 
-ENGINE = ("transformers", "deepspeed")
+ENGINE = ("transformers", "deepspeed", "datasets")
 STACK = (*ENGINE, "ray", "vllm")
 PYTEST = (*ENGINE, "pytest")
 
@@ -109,7 +109,7 @@ STAGES = {
     "prefixes": Stage(
         shows="common prefixes of rows read once, beside rows read whole",
         work="gpukit.training:prefixes",
-        packages=("transformers",),
+        packages=ENGINE,
         seconds=60,
     ),
     "sft-0.6B-checkpointing": sft("packed SFT with checkpointing", "0.6B", checkpointing=True, seconds=60),

@@ -176,12 +176,13 @@ def needed_by(*names: str) -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_machine_with_torch_and_six_wheels(tmp_path: Path) -> None:
+def test_a_machine_with_torch_and_the_wheels(tmp_path: Path) -> None:
     """Neither an index, make, an installed openrlhf, Ray nor vLLM is there: the kit runs with any Python
     whose packages are torch, transformers and those wheels."""
     site = tmp_path / "site"
     site.mkdir()
-    for name in needed_by("torch", "transformers", "deepspeed", "peft", "jinja2", "cloudpickle", "pillow"):
+    packages = ("torch", "transformers", "deepspeed", "datasets", "peft", "jinja2", "cloudpickle", "pillow")
+    for name in needed_by(*packages):
         for file in distribution(name).files or []:
             top = file.parts[0]
             source = Path(str(distribution(name).locate_file(top)))
