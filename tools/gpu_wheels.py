@@ -25,7 +25,7 @@ PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 PACKED_TENSOR = "vllm/distributed/weight_transfer/packed_tensor.py"
 """File of vLLM that packs weights. It needs only torch."""
 SMALL = ("annotated-types", "typing-inspection", "dill", "multiprocess", "xxhash")
-"""What pydantic needs besides pydantic-core, which it pins, and datasets besides pyarrow and pandas."""
+"""Needs of pydantic besides pydantic-core, which it pins, and of datasets besides pyarrow and pandas."""
 
 
 def main() -> None:

@@ -181,8 +181,8 @@ def test_a_machine_with_torch_and_the_wheels(tmp_path: Path) -> None:
     whose packages are torch, transformers and those wheels."""
     site = tmp_path / "site"
     site.mkdir()
-    packages = ("torch", "transformers", "deepspeed", "datasets", "peft", "jinja2", "cloudpickle", "pillow")
-    for name in needed_by(*packages):
+    packages = ("torch", "transformers", "deepspeed", "datasets", "aiohttp", "peft", "jinja2")
+    for name in needed_by(*packages, "cloudpickle", "pillow"):
         for file in distribution(name).files or []:
             top = file.parts[0]
             source = Path(str(distribution(name).locate_file(top)))
