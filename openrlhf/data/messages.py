@@ -21,6 +21,20 @@ MARK = "\u241fanswer\u241f"
 """Placeholder of a text in a rendered conversation."""
 
 
+SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
+"""Roles by the names of ShareGPT."""
+
+
+def with_role(message: Any) -> Any:
+    """Returns a message in ShareGPT's form, {"from": "human", "value": ...}, with a role and a content;
+    others as they are."""
+    sender = message.get("from") if isinstance(message, dict) and not message.get("role") else None
+    if not isinstance(sender, str) or sender not in SENDERS:
+        return message
+    return message | {"role": SENDERS[sender], "content": message.get("value"), "from": None, "value": None}
+
+
 def without_nulls(value: Any) -> Any:
     """Leaves out the keys that are null, in objects at any depth."""
     if isinstance(value, Mapping):
