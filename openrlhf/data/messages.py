@@ -54,7 +54,8 @@ def read_text(value: Any) -> Any:
     """Returns the messages whose JSON text the value is, else the value."""
     found, contents = decoded(value), {"content", "tool_calls", "function_call"}
     is_message = lambda part: isinstance(part, dict) and "role" in part and contents & part.keys()
-    return found if isinstance(found, list) and found and all(map(is_message, found)) else value
+    is_talk = isinstance(found, list) and found and all(is_message(with_role(part)) for part in found)
+    return found if is_talk else value
 
 
 def text_of(content: Any) -> str | None:
