@@ -149,6 +149,21 @@ def check_columns(
             _check_columns_exist(part, len(part.columns), flag, required_columns)
 
 
+def first_row(spec: str, *, flag: str, split: str = "train") -> Row | None:
+    """Returns the first row that `spec` names; None for a name on the hub. Reads as little as
+    `check_columns`, and raises the same."""
+    for item in split_spec(spec):
+        if is_gym(item):
+            gym_dataset(item, flag)
+            return dict.fromkeys(COLUMNS, "")
+        for file in _files_of(item, split, flag) or ():
+            read = READERS[".parquet"] if file.path.suffix == ".parquet" else peek
+            part = _read_saved(file, split) if file.path.is_dir() else read(file, "error")
+            _check_columns_exist(part, len(part.rows), flag, {})
+            return cast(Row, part.rows[0])
+    return None
+
+
 def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:
     """Returns a digest of everything that `load_rows` would read: equal for equal files, wherever they are. A
     hub dataset contributes its fingerprint."""
