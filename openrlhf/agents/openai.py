@@ -319,6 +319,8 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
         raise BadRequest("messages: a list with at least one message is needed")
     if others := [name for name in NOT_OFFERED if request.get(name)]:
         raise BadRequest(f"{', '.join(others)}: not supported")
+    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        raise BadRequest("messages: the last one is an answer, which is not continued; end with a question")
     return messages
 
 
