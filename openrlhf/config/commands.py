@@ -8,50 +8,38 @@ from openrlhf.config.lora_combiner import LoraCombinerConfig, lora_combiner_prob
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
 from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
-from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
+from openrlhf.config.supervised import (
+    DPOConfig,
+    KDConfig,
+    KTOConfig,
+    PRMConfig,
+    RMConfig,
+    SFTConfig,
+    SupervisedConfig,
+)
 
-SFT = Command(
-    name="sft",
-    config_type=SFTConfig,
-    summary="Supervised fine-tuning: trains a model on prompts and responses.",
-    old_flags=old_flags.SFT,
-    problems=supervised_checks.sft_problems,
+
+def _supervised(name: str, config_type: type[SupervisedConfig], summary: str) -> Command:
+    """Declares a supervised command, with the earlier flags and the checks that are named after it."""
+    return Command(
+        name=name,
+        config_type=config_type,
+        summary=summary,
+        old_flags=getattr(old_flags, name.upper()),
+        problems=getattr(supervised_checks, f"{name}_problems"),
+    )
+
+
+SFT = _supervised("sft", SFTConfig, "Supervised fine-tuning: trains a model on prompts and responses.")
+RM = _supervised("rm", RMConfig, "Reward model: learns from pairs of answers to score the better one higher.")
+PRM = _supervised("prm", PRMConfig, "Process reward model: learns to score every step of a solution.")
+DPO = _supervised(
+    "dpo", DPOConfig, "Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers."
 )
-RM = Command(
-    name="rm",
-    config_type=RMConfig,
-    summary="Reward model: learns from pairs of answers to score the better one higher.",
-    old_flags=old_flags.RM,
-    problems=supervised_checks.rm_problems,
+KTO = _supervised(
+    "kto", KTOConfig, "Kahneman-Tversky optimization: trains a policy on single answers that are good or bad."
 )
-PRM = Command(
-    name="prm",
-    config_type=PRMConfig,
-    summary="Process reward model: learns to score every step of a solution.",
-    old_flags=old_flags.PRM,
-    problems=supervised_checks.prm_problems,
-)
-DPO = Command(
-    name="dpo",
-    config_type=DPOConfig,
-    summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
-    old_flags=old_flags.DPO,
-    problems=supervised_checks.dpo_problems,
-)
-KTO = Command(
-    name="kto",
-    config_type=KTOConfig,
-    summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
-    old_flags=old_flags.KTO,
-    problems=supervised_checks.kto_problems,
-)
-KD = Command(
-    name="kd",
-    config_type=KDConfig,
-    summary="Knowledge distillation: trains a student model to imitate a teacher.",
-    old_flags=old_flags.KD,
-    problems=supervised_checks.kd_problems,
-)
+KD = _supervised("kd", KDConfig, "Knowledge distillation: trains a student model to imitate a teacher.")
 PPO = Command(
     name="ppo",
     config_type=PPOConfig,

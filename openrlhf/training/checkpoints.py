@@ -92,14 +92,6 @@ class CheckpointFolder:
             skipped.append(f"{tag}: {reason}")
         return Found(None, skipped)
 
-    def run_name(self) -> str | None:
-        """Returns the name of the run that wrote the newest checkpoint; None if it is not recorded."""
-        tags = self._tags_of_pointers()[0] or sorted(self._complete(), key=_step, reverse=True)
-        try:
-            return self._saved(tags[0])["origin"].flags.get("logger.wandb.run_name")
-        except (IndexError, KeyError, ValueError):  # no checkpoint, an old one, or damage that `find` reports
-            return None
-
     def choose(self, found: "Found | None" = None) -> tuple[str | None, list[str]]:
         """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
         `found`: the result of `find`, if another rank has called it. Raises UsageError if all checkpoints are
