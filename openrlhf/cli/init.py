@@ -259,8 +259,6 @@ def _model(answer: str, flag: str = "--model") -> str:
             raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=answer)
     elif looks_local(answer):
         raise UsageError(ErrorCode.NOT_FOUND, missing(answer, answer), flag=flag, value=answer)
-    elif not config_json(answer):
-        _look_up(answer, "model", flag)
     return answer
 
 
@@ -271,24 +269,8 @@ def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
 
     row = None
     for item in split_spec(answer):
-        if (row := first_row(item, flag="--data")) is None:
-            _look_up(item.partition("@")[0], "dataset", "--data")
+        row = first_row(item, flag="--data")
     return answer, row or {}
-
-
-def _look_up(name: str, kind: str, flag: str) -> None:
-    """Raises UsageError for a name that the Hugging Face hub does not have. A hub that does not answer says
-    nothing about the name."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        HfApi().repo_info(name, repo_type=kind, timeout=5)
-    except (HFValidationError, RepositoryNotFoundError) as error:
-        text = "neither here nor, for this account, on the Hugging Face hub (not asked with HF_HUB_OFFLINE=1)"
-        raise UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=name) from error
-    except Exception:  # of several packages: there is no network, or the hub is down
-        return
 
 
 def _reward(answer: str) -> str:
