@@ -206,7 +206,7 @@ class UserExecutor(AgentExecutorBase):
     async def execute(self, *args: Any, images: Any = None) -> Any:
         """`args`: the first of PARAMETERS, in order."""
         limits = {"max_turns": self.setting.max_turns, "step_timeout": self.setting.step_timeout}
-        given = dict(zip(PARAMETERS, args, strict=False)) | limits | {"images": images}
+        given: dict[str, Any] = dict(zip(PARAMETERS, args, strict=False)) | limits | {"images": images}
         try:
             return await self.executor.execute(**{name: given[name] for name in self._accepted})
         except (RewardError, StepTimeout):
