@@ -126,9 +126,10 @@ class RunFolder:
         """Returns what `parse` makes of the text of a file, which is "" if there is none. Raises UsageError
         if the file is unreadable."""
         path = self.path / name
-        with suppress(FileNotFoundError, NotADirectoryError), reading(path):
-            return parse(path.read_text(encoding="utf-8", errors="replace"))
-        return parse("")
+        if not os.path.lexists(path):
+            return parse("")
+        with reading(path):
+            return parse(read_small(path).decode(errors="replace"))
 
     def read_config(self) -> dict[str, Any]:
         """Returns the tree of config.yaml; {} if there is no such file. Raises UsageError if it is not

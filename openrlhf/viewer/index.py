@@ -284,7 +284,7 @@ def _journals(folder: Path) -> dict[str, FileState]:
     for path in folder.glob("*"):
         if JOURNAL_FILE.fullmatch(path.name):
             with suppress(FileNotFoundError):  # a resumed run has just removed it
-                stat = path.stat()
+                stat = path.stat(follow_symlinks=path.exists())  # a loop of links is told when it is read
                 states[path.name] = FileState(stat.st_mtime_ns, stat.st_size)
     return states
 
