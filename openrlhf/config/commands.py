@@ -1,7 +1,5 @@
 """The commands of `openrlhf`, declared for `parse`."""
 
-from typing import Any
-
 from openrlhf.config import old_flags, supervised_checks
 from openrlhf.config.command import Command
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
@@ -12,28 +10,48 @@ from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
 from openrlhf.config.serve_rm import ServeRMConfig, serve_rm_problems
 from openrlhf.config.supervised import DPOConfig, KDConfig, KTOConfig, PRMConfig, RMConfig, SFTConfig
 
-
-def _command(name: str, config_type: Any, summary: str, problems: Any = None) -> Command:
-    """Declares a command with the earlier flags, and unless given the checks, that are named after it."""
-    return Command(
-        name=name,
-        config_type=config_type,
-        summary=summary,
-        old_flags=getattr(old_flags, name.upper()),
-        problems=problems or getattr(supervised_checks, f"{name}_problems"),
-    )
-
-
-SFT = _command("sft", SFTConfig, "Supervised fine-tuning: trains a model on prompts and responses.")
-RM = _command("rm", RMConfig, "Reward model: learns from pairs of answers to score the better one higher.")
-PRM = _command("prm", PRMConfig, "Process reward model: learns to score every step of a solution.")
-DPO = _command(
-    "dpo", DPOConfig, "Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers."
+SFT = Command(
+    name="sft",
+    config_type=SFTConfig,
+    summary="Supervised fine-tuning: trains a model on prompts and responses.",
+    old_flags=old_flags.SFT,
+    problems=supervised_checks.sft_problems,
 )
-KTO = _command(
-    "kto", KTOConfig, "Kahneman-Tversky optimization: trains a policy on single answers that are good or bad."
+RM = Command(
+    name="rm",
+    config_type=RMConfig,
+    summary="Reward model: learns from pairs of answers to score the better one higher.",
+    old_flags=old_flags.RM,
+    problems=supervised_checks.rm_problems,
 )
-KD = _command("kd", KDConfig, "Knowledge distillation: trains a student model to imitate a teacher.")
+PRM = Command(
+    name="prm",
+    config_type=PRMConfig,
+    summary="Process reward model: learns to score every step of a solution.",
+    old_flags=old_flags.PRM,
+    problems=supervised_checks.prm_problems,
+)
+DPO = Command(
+    name="dpo",
+    config_type=DPOConfig,
+    summary="Direct preference optimization (DPO, IPO, cDPO): trains a policy on pairs of answers.",
+    old_flags=old_flags.DPO,
+    problems=supervised_checks.dpo_problems,
+)
+KTO = Command(
+    name="kto",
+    config_type=KTOConfig,
+    summary="Kahneman-Tversky optimization: trains a policy on single answers that are good or bad.",
+    old_flags=old_flags.KTO,
+    problems=supervised_checks.kto_problems,
+)
+KD = Command(
+    name="kd",
+    config_type=KDConfig,
+    summary="Knowledge distillation: trains a student model to imitate a teacher.",
+    old_flags=old_flags.KD,
+    problems=supervised_checks.kd_problems,
+)
 PPO = Command(
     name="ppo",
     config_type=PPOConfig,
@@ -48,23 +66,33 @@ PPO = Command(
     },
     has_plan=True,
 )
-BATCH_INFERENCE = _command(
-    "batch_inference",
-    BatchInferenceConfig,
-    "Batch inference: answers the prompts of a dataset, or scores its answers, and writes one file.",
-    batch_inference_problems,
+BATCH_INFERENCE = Command(
+    name="batch_inference",
+    config_type=BatchInferenceConfig,
+    summary="Batch inference: answers the prompts of a dataset, or scores its answers, and writes one file.",
+    old_flags=old_flags.BATCH_INFERENCE,
+    problems=batch_inference_problems,
 )
-CHAT = _command(
-    "chat",
-    ChatConfig,
-    "Chat with a model, on a terminal or through a pipe with one message per line.",
-    chat_problems,
+CHAT = Command(
+    name="chat",
+    config_type=ChatConfig,
+    summary="Chat with a model, on a terminal or through a pipe with one message per line.",
+    old_flags=old_flags.CHAT,
+    problems=chat_problems,
 )
-SERVE_RM = _command(
-    "serve_rm", ServeRMConfig, "Serve a reward model over HTTP, for --reward.remote_url.", serve_rm_problems
+SERVE_RM = Command(
+    name="serve_rm",
+    config_type=ServeRMConfig,
+    summary="Serve a reward model over HTTP, for --reward.remote_url.",
+    old_flags=old_flags.SERVE_RM,
+    problems=serve_rm_problems,
 )
-LORA_COMBINER = _command(
-    "lora_combiner", LoraCombinerConfig, "Merge a LoRA adapter into its base model.", lora_combiner_problems
+LORA_COMBINER = Command(
+    name="lora_combiner",
+    config_type=LoraCombinerConfig,
+    summary="Merge a LoRA adapter into its base model.",
+    old_flags=old_flags.LORA_COMBINER,
+    problems=lora_combiner_problems,
 )
 
 COMMANDS = (SFT, RM, PRM, DPO, KTO, KD, PPO, BATCH_INFERENCE, CHAT, SERVE_RM, LORA_COMBINER)
