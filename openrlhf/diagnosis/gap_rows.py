@@ -151,6 +151,8 @@ def _ratio(values: np.ndarray, inside: np.ndarray) -> float:
 
 
 def _explained(x: np.ndarray, y: np.ndarray) -> float:
+    finite = np.isfinite(x) & np.isfinite(y)  # a side may call a token impossible
+    x, y = x[finite], y[finite]
     if len(x) < 8 or x.std() == 0 or y.std() == 0:
         return 0.0
     scaled = (x - x.mean()) / x.std()
