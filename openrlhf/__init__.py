@@ -3,6 +3,7 @@ first."""
 
 import logging
 import os
+from typing import Any
 
 from openrlhf import cuda_builds
 
@@ -25,3 +26,17 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 logging.getLogger("vllm.triton_utils.importing").setLevel(logging.ERROR)
 
 cuda_builds.mend()
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name of `openrlhf.api`, which imports large libraries, when it is first used."""
+    if name.startswith("_"):
+        raise AttributeError(name)
+    from importlib import import_module
+
+    try:
+        return getattr(import_module("openrlhf.api"), name)
+    except AttributeError:
+        raise AttributeError(
+            f"module 'openrlhf' has no name {name!r}; openrlhf.api lists the public ones"
+        ) from None

@@ -87,9 +87,11 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
             raise KeyError(name)
         return reference
 
-    def __getitem__(self, name: str) -> type[KindT]:
-        """Returns the class. Raises KeyError for an unknown name, UnusableFile if a reference leads to no
-        subclass of `base`."""
+    def __getitem__(self, name: str | type[KindT]) -> type[KindT]:
+        """Returns the class, which may be given itself. Raises KeyError for an unknown name, UnusableFile if
+        a reference leads to no subclass of `base`."""
+        if inspect.isclass(name):
+            return name
         reference = self.reference(name)
         if reference is None:
             return self.ours[name]

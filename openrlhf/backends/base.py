@@ -123,6 +123,16 @@ class TrainEngine(Protocol):
         """
         ...
 
+    def forward_backward(self, *streams: tuple[Sequence, Objective]) -> Metrics:
+        """Adds the gradients of the streams' losses, each a pair (rows, objective), to those since the last
+        optimizer step. Returns the objectives' metrics. Raises UsageError where the backend can add up only
+        the gradients of one call."""
+        ...
+
+    def optim_step(self) -> Metrics:
+        """Takes one optimizer step with the gradients since the last one; `lr` and `grad_norm` of it."""
+        ...
+
     def gradients(self) -> dict[str, Tensor]:
         """Returns a copy of the unsharded gradient of each trained weight, by its name in the model. Call it
         from `before_step`."""

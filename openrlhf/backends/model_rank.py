@@ -117,6 +117,10 @@ class TrainedRank(ModelRank):
     """Whether the run goes on after a step whose loss or gradient is not finite."""
     skipped = 0
     """Number of steps that were skipped in a row."""
+    adds_gradients = True
+    """True if several calls of `forward_backward` may precede an optimizer step."""
+    has_gradients = False
+    """True between `forward_backward` and the optimizer step."""
     before_step: Callable[[], None] | None = None
     """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
@@ -229,12 +233,45 @@ class TrainedRank(ModelRank):
         rank, or returns the finite metrics where such steps are skipped: `skipped` is 1 for them and 0 for
         others. Raises NotFiniteError on every rank where the weights are not finite after the step.
         """
+        contributions, num_tokens = self._accumulate((window, objective), *also)
+        return self.optim_step(contributions) | {"num_tokens": num_tokens}
+
+    def forward_backward(self, *streams: tuple[Sequence, Objective]) -> Metrics:
+        """Adds the gradients of the streams' losses to those since the last optimizer step. `streams`: pairs
+        (rows, objective) as in `train_step`. Returns the objectives' metrics over all ranks, and
+        `num_tokens`. Raises UsageError where the backend cannot add to gradients that are complete."""
+        if self.has_gradients and not self.adds_gradients:
+            text = (
+                "DeepSpeed reduces gradients once per optimizer step, so one forward_backward precedes each "
+                "optim_step;\npass several (batch, loss) to one call, or use --train.backend torch"
+            )
+            raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--train.backend", value="deepspeed")
+        contributions, num_tokens = self._accumulate(*streams)
+        self.has_gradients = True
+        return self._sum_over_ranks(contributions) | {"num_tokens": num_tokens}
+
+    def optim_step(self, contributions: dict[str, Tensor] | None = None) -> Metrics:
+        """Takes one optimizer step with the gradients of all losses since the last one. Returns `lr`,
+        `grad_norm` and the sums of `contributions` to metrics over all ranks; see `train_step` for those that
+        are not finite."""
+        self.has_gradients = False
+        if self.before_step is not None:
+            self.before_step()
+        lr, grad_norm = self._step()
+        if fault("step.weights"):
+            next(weight for _, weight in self._weights() if weight.numel()).view(-1)[0] = math.nan
+        metrics = self._sum_over_ranks(contributions or {}) | {"grad_norm": grad_norm}
+        self.check_finite(states=False)
+        return self._finite(metrics) | {"lr": lr}
+
+    def _accumulate(self, *streams: tuple[Sequence, Objective]) -> tuple[dict[str, Tensor], float]:
+        """Runs forward and backward over the rows of all streams. Returns this rank's contributions to the
+        metrics, and the number of tokens with a loss in the first stream on all ranks."""
         self._check_present()
-        rows, norm = self._agree(window)
-        passes: list[tuple[Any, Objective, LossNorm]] = [(row, objective, norm) for row in rows]
-        for more, own_objective in also:
-            rows, own_norm = self._agree(more)
-            passes += [(row, own_objective, own_norm) for row in rows]
+        passes: list[tuple[Any, Objective, LossNorm]] = []
+        for own, objective in streams:
+            rows, norm = self._agree(own)
+            passes += [(row, objective, norm) for row in rows]
         set_training(self.module, dropout=self.plain_training)
         contributions: dict[str, Tensor] = {}
         for i, (row, minimise, totals) in enumerate(passes):
@@ -250,15 +287,7 @@ class TrainedRank(ModelRank):
             self._backward(loss * self.mesh.data * poison.to(loss.dtype))
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
-        if self.before_step is not None:
-            self.before_step()
-        lr, grad_norm = self._step()
-        if fault("step.weights"):
-            next(weight for _, weight in self._weights() if weight.numel()).view(-1)[0] = math.nan
-        metrics = self._sum_over_ranks(contributions) | {"grad_norm": grad_norm}
-        self.check_finite(states=False)
-        metrics = self._finite(metrics)
-        return metrics | {"lr": lr, "num_tokens": norm.num_tokens}
+        return contributions, passes[0][2].num_tokens
 
     def _finite(self, metrics: Metrics) -> Metrics:
         """Returns the metrics of a step; see `train_step` for those that are not finite."""

@@ -68,16 +68,20 @@ def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
 def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int) -> None:
     """Loads the checkpoint of step `start` (0: none) and trains on the recorded samples of the steps up to
     `step`. All models are in this process."""
-    from openrlhf.replay.local_roles import start_local_roles
+    from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.training.checkpoints import Found
     from openrlhf.training.rl_data import build_data
+    from openrlhf.training.schedule import num_updates
 
     checkpoints = checkpoints_of(config)
     found = checkpoints.find() if start else Found(None, [])
     if found.skipped:
         raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(found.skipped), value=source.path)
     data = build_data(config)
-    roles = start_local_roles(config, len(data.prompts), data.texts)
+    check_one_process(config)
+    prompts = len(data.prompts)
+    updates, of_critic = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
+    roles = start_local_roles(config, updates, of_critic, data.texts, NoEngines())
     trainer = build_trainer(config, [], cast(Any, roles), data, checkpoints, found.tag)
     trainer.collector = JournalCollector(source, trainer.collector.admission, step)
     trainer.total_steps = step
@@ -85,6 +89,22 @@ def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int)
         trainer.fit()
     finally:
         trainer.observer.close()
+
+
+def check_one_process(config: PPOConfig) -> None:
+    """Raises UsageError if one process cannot compute what the run's processes computed."""
+    sizes = {role: own.mesh.size for role, own in config.placements.items() if role != "reward"}
+    if several := [f"{role} {size}" for role, size in sizes.items() if size > 1]:
+        text = (
+            f"a replay has one rank of each model, but the run had {', '.join(several)}; replay another run"
+        )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--actor.num_gpus_per_node")
+    if config.uses_critic and config.ds.lora.dropout > 0:
+        text = (
+            "policy and critic would draw dropout from one random generator instead of two, so the replay "
+            "would differ; runs with a critic can be replayed without dropout of adapters"
+        )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.lora.dropout", value=config.ds.lora.dropout)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from ray.actor import ActorHandle
 from torch import Tensor
 
 from openrlhf.backends.offload import DeviceMemory
+from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
-from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.in_process import InProcess
 from openrlhf.cluster.pending import Gathered, Handle, actor_names, first, results
 from openrlhf.cluster.placement import Bundles
@@ -22,9 +22,9 @@ from openrlhf.data.packing import partition
 from openrlhf.data.prefixes import identities, parts_of_related
 from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.training.schedule import mean_metrics
-from openrlhf.training.trained_worker import CriticWorker, Learned, PolicyWorker, TrainedWorker
+from openrlhf.training.trained_worker import CriticWorker, Learned, Loss, PolicyWorker, TrainedWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker, Worker
-from openrlhf.types import Batch, PromptGroup, Schedule, Trajectory, Updated
+from openrlhf.types import Batch, Metrics, PromptGroup, Schedule, Trajectory, Updated
 from openrlhf.user_file import UserFiles
 
 WorkerT = TypeVar("WorkerT", bound=Worker)
@@ -78,13 +78,13 @@ class RankGroup(Generic[WorkerT]):
         """Returns the answers of one rank per data-parallel group, out of those of all ranks."""
         return [answers[rank] for rank in self.mesh.leaders]
 
-    def run(self, method: str, arguments: Sequence[tuple]) -> list[ray.ObjectRef]:
+    def run(self, method: str, arguments: Sequence[tuple], **named: Any) -> list[ray.ObjectRef]:
         """Calls `method` on every rank with the arguments of its data-parallel rank. The calls run after the
         current calls on the same devices."""
         own = [arguments[self.mesh.coordinates(rank).data] for rank in range(self.mesh.size)]
         return self.bundles.devices.run(
             lambda after: [
-                worker.call.remote(method, len(args), *args, *after)
+                worker.call.remote(method, len(args), *args, *after, **named)
                 for worker, args in zip(self.workers, own, strict=True)
             ]
         )
@@ -184,6 +184,23 @@ class TrainedRanks(RankGroup[TrainedT]):
 
         return Gathered(self.run("update", arguments), combine)
 
+    def forward_backward(self, *streams: tuple[Batch, Loss], kl_coef: float = 0.0) -> Gathered[Metrics]:
+        """Adds the gradients of the losses of whole batches to those since the last optimizer step. Each loss
+        is divided by the totals of its own batch."""
+        parts = [partition(batch.lengths.tolist(), self.data_parallel_size) for batch, _ in streams]
+        arguments = [
+            tuple(
+                (self.select(batch, ranks[rank]), loss)
+                for (batch, loss), ranks in zip(streams, parts, strict=True)
+            )
+            for rank in range(self.data_parallel_size)
+        ]
+        return Gathered(self.run("forward_backward", arguments, kl_coef=kl_coef), first)
+
+    def optim_step(self) -> Gathered[Metrics]:
+        """Takes one optimizer step with the gradients since the last one."""
+        return Gathered(self.run("optim_step", [()] * self.data_parallel_size), first)
+
     def save_checkpoint(self, tag: str, state: dict) -> Gathered[None]:
         state = state | {"num_updates": self.num_updates}
         self.bundles.devices.release()
@@ -218,7 +235,7 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
     worker_class = PolicyWorker
     replays_routing = True
 
-    def open_weight_sync(self, client: RayEngineClient, backend: str) -> Gathered[None]:
+    def open_weight_sync(self, client: EngineClient, backend: str) -> Gathered[None]:
         address, port = self.meeting_point()
         return self.on_all(lambda worker: worker.open_weight_sync.remote(client, backend, address, port))
 

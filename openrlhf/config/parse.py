@@ -41,6 +41,7 @@ def parse(
     resolve: Resolve[ConfigT] = lambda config, explicit, cluster: {},
     inspect: Callable[[ConfigT], Sequence[ValueError]] = lambda config: [],
     plan: Plan[ConfigT] = lambda config, cluster: "",
+    raises: bool = False,
 ) -> Invocation[ConfigT]:
     """Parses the command line (default: sys.argv). Exits with 0 after `--help`, `--print_config`,
     `--print_command` and `--print_plan`, with 2 if there are problems.
@@ -49,6 +50,8 @@ def parse(
     returns problems beyond the flags. Both may import libraries, so they are called only if the flags are
     valid.
     `plan` returns the text of `--print_plan` and raises ValueError if the run does not fit.
+
+    `raises`: raise UsageError for problems instead of exiting.
 
     `resolve` and `plan` get the number of GPUs of each node of the cluster described to `--print_plan`; an
     empty sequence stands for the actual cluster."""
@@ -73,7 +76,7 @@ def parse(
     only_prints = line.print_config or line.print_command or line.print_plan
     refused = _refusals(found, config, explicit)
     if problems or (refused and not only_prints):
-        _refuse([*problems, *refused], command, notes + _remarks(found, config, explicit))
+        _refuse([*problems, *refused], command, notes + _remarks(found, config, explicit), raises)
     resolved = resolve(config, explicit, line.cluster)
     config = with_values(config, resolved)
     found = command.problems(config, explicit) + command.placed(config, explicit)
@@ -91,7 +94,7 @@ def parse(
     if not unfit and not only_prints:
         unfit = inspect(config)
     if unfit:
-        _refuse(unfit, command, notes)
+        _refuse(unfit, command, notes, raises)
     for note in notes:
         notify(f"note: {note}")
     if only_prints:
@@ -540,7 +543,12 @@ def _show(*words: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _refuse(problems: Sequence[ValueError], command: Command, notes: Sequence[str] = ()) -> NoReturn:
+def _refuse(
+    problems: Sequence[ValueError], command: Command, notes: Sequence[str] = (), raises: bool = False
+) -> NoReturn:
+    if raises:
+        code = getattr(problems[0], "code", ErrorCode.INVALID_VALUE)
+        raise UsageError(code, readable("\n".join(describe(problem) for problem in problems)))
     count = "one problem" if len(problems) == 1 else f"{len(problems)} problems"
     lines = [*(f"note: {note}" for note in notes), *(f"error: {describe(problem)}" for problem in problems)]
     end = f"{count}; nothing was started. `openrlhf {command.name} --help WORD` explains flags."

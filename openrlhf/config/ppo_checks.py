@@ -58,6 +58,13 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     )
 
 
+def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
+    """Lists the problems of a user's own loop, which may bring prompts and rewards itself."""
+    own = "data.prompt_dataset", "reward.remote_url"
+    found = ppo_problems(config, explicit)
+    return [p for p in found if not (p.key in own and p.code is ErrorCode.MISSING_FLAG)]
+
+
 def ppo_placement_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems that depend on the number of ranks, which may follow from the cluster."""
     ranks = _ranks(config)

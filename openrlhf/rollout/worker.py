@@ -16,6 +16,7 @@ from openrlhf.config.sections import LoraConfig
 from openrlhf.config.serve_rm import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.data.pictures import decoded
+from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.loading import policy_processor, stop_token_ids
 from openrlhf.models.lora import adapted_layers
 from openrlhf.rewards.function import NoReward, RewardFunction
@@ -150,6 +151,14 @@ def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False)
         speculation=None if (text := config.vllm.speculative) is None else parse_speculation(text),
         float32_head=on_gpu,  # on CPUs vLLM converts the whole head at every step: 7 times slower
     )
+
+
+def local_options(config: PPOConfig) -> EngineOptions:
+    """Builds the options of an engine that loads the model's files in the trainer's process."""
+    options = replace(engine_options(config, DEVICE_TYPE == "cuda", from_files=True), enable_sleep=True)
+    if options.transfer_backend == "nccl":  # NCCL needs a GPU for each process
+        return replace(options, transfer_backend="ipc")
+    return options
 
 
 def separate_adapters(config: PPOConfig) -> LoraConfig | None:

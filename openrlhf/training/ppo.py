@@ -12,7 +12,6 @@ from openrlhf.backends.base import ModelRanks, Pending, Rollout, TrainableRanks
 from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
-from openrlhf.data.prefixes import identities
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.journal import Trained
@@ -24,7 +23,7 @@ from openrlhf.training.credit import assign_credit, credit_arguments, log_prob_m
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
 from openrlhf.training.invariants import check_epochs
-from openrlhf.training.schedule import num_batches, training_schedule
+from openrlhf.training.schedule import schedule_of
 from openrlhf.training.step_checks import StepChecks
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Schedule, Trajectory, Updated
 
@@ -286,25 +285,10 @@ class PPOTrainer(Generic[PolicyT]):
         groups: Sequence[tuple[int, int]] | None = None,
     ) -> dict[str, Schedule]:
         """Returns a schedule of `train.max_epochs` passes over the sequences `trained_on` for each learner.
-        Each learner has its own random order. `groups`: see `training_schedule`."""
-        train, shares = self.config.train, self.config.ds.share_prefixes != "false"
+        See `schedule_of`."""
         return {
-            name: training_schedule(
-                batch.lengths.tolist(),
-                trained_on,
-                num_batches=num_batches(num_sampled, train.batch_size),
-                epochs=train.max_epochs,
-                num_ranks=model.data_parallel_size,
-                seed=(train.seed, model.num_updates),
-                token_ids=identities(
-                    batch.token_ids,
-                    batch.lengths,
-                    images=batch.images,
-                    routing=batch.routing if name == "policy" else None,
-                )
-                if shares
-                else None,
-                groups=groups,
+            name: schedule_of(
+                self.config, model, batch, trained_on, num_sampled, groups, routed=name == "policy"
             )
             for name, model in self.learners.items()
         }

@@ -81,6 +81,14 @@ def build_prompt_datasets(
     return prompts, eval_prompts, tokenizer
 
 
+def read_prompts(config: PPOConfig, source: str, tokenizer: "PreTrainedTokenizerBase") -> "PromptDataset":
+    """Returns the prompts of a file, folder or hub dataset, with the columns and the template of the flags
+    `data.*`."""
+    data = config.data
+    rows = _prompt_rows(config, source, flag="prompts", split=data.prompt_split, max_samples=data.max_samples)
+    return _prompts(config, tokenizer, rows, images_of(config, tokenizer), "prompts")
+
+
 def data_notes(
     config: PPOConfig, num_prompts: int, prompts: "PromptDataset", eval_prompts: "PromptDataset"
 ) -> "Iterator[str]":

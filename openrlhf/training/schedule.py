@@ -5,10 +5,11 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
+from openrlhf.backends.base import TrainableRanks
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
-from openrlhf.data.prefixes import parts_of_related
-from openrlhf.types import Metrics, Schedule
+from openrlhf.data.prefixes import identities, parts_of_related
+from openrlhf.types import Batch, Metrics, Schedule
 
 
 def prompts_of_steps(config: PPOConfig, num_prompts: int) -> list[int]:
@@ -74,6 +75,35 @@ def training_schedule(
                 parts = parts_of_related(of_tokens, sizes, num_ranks)
             steps.append([[of_step[i] for i in part] for part in parts])
     return steps
+
+
+def schedule_of(
+    config: PPOConfig,
+    model: TrainableRanks,
+    batch: Batch,
+    trained_on: Sequence[int],
+    num_sampled: int,
+    groups: Sequence[Hashable] | None = None,
+    *,
+    routed: bool,
+) -> Schedule:
+    """Returns the schedule of `train.max_epochs` passes of a model over the sequences `trained_on`. Each
+    model has its own random order. `num_sampled`: number of samples, with failed ones. `groups`: see
+    `training_schedule`. `routed`: whether the model replays the batch's routing of experts."""
+    token_ids = None
+    if config.ds.share_prefixes != "false":
+        routing = batch.routing if routed else None
+        token_ids = identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)
+    return training_schedule(
+        batch.lengths.tolist(),
+        trained_on,
+        num_batches=num_batches(num_sampled, config.train.batch_size),
+        epochs=config.train.max_epochs,
+        num_ranks=model.data_parallel_size,
+        seed=(config.train.seed, model.num_updates),
+        token_ids=token_ids,
+        groups=groups,
+    )
 
 
 def passes_of(

@@ -4,6 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.algorithms.mismatch import MERGED
+from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.base import Objective, TrainEngine
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import (
@@ -42,13 +44,17 @@ from openrlhf.training.invariants import check_first_pass, check_learning_rate
 from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import PolicyObjective
+from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
 from openrlhf.training.plain import plain_learning_rate
 from openrlhf.training.verify import check_log_probs, check_values, is_whole, verify_step
 from openrlhf.training.verify_rl import check_policy_loss, check_value_loss
 from openrlhf.training.worker import ModelWorker, row_groups
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, present
+
+Loss = str | type[PolicyLoss] | GivenGradient | None
+"""The loss of a batch: a policy loss by its name or class; a gradient with respect to the log-probs; None:
+the loss that the flags say."""
 
 
 class TrainedWorker(ModelWorker[TrainEngine], ABC):
@@ -89,6 +95,24 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         expected = plain_learning_rate(self.optim, done, self.total_steps)
         check_learning_rate(metrics, expected, self.config.ds.param_dtype, done + 1)
         return metrics
+
+    def forward_backward(self, *streams: tuple[Batch, Loss], kl_coef: float) -> Metrics:
+        """Adds the gradients of the losses of these batches; see `TrainEngine.forward_backward`."""
+        with self._optimizer_present():
+            pairs = [
+                (self.rows(batch, range(len(batch))), self.objective_of(loss, kl_coef))
+                for batch, loss in streams
+            ]
+            return self.model.forward_backward(*pairs)
+
+    def objective_of(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
+        """Returns the objective of a `Loss`. Only a policy has losses other than its own."""
+        return self.objective(kl_coef)
+
+    def optim_step(self) -> Metrics:
+        """Takes one optimizer step; see `TrainEngine.optim_step`."""
+        with self._optimizer_present():
+            return self.model.optim_step()
 
     def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
         """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
@@ -241,6 +265,14 @@ class PolicyWorker(TrainedWorker):
 
     def objective(self, kl_coef: float, seen: list[Tensor] | None = None) -> Objective[ExperienceRow]:
         objective = PolicyObjective.from_config(self.config, kl_coef, seen)
+        return balanced(objective, self.config.actor.aux_loss_coef, "policy")
+
+    def objective_of(self, loss: Loss, kl_coef: float) -> Objective[ExperienceRow]:
+        if isinstance(loss, GivenGradient):
+            return loss
+        objective = PolicyObjective.from_config(self.config, kl_coef)
+        if loss is not None:
+            objective = replace(objective, loss_type=loss)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:

@@ -45,7 +45,10 @@ from openrlhf.types import Batch, PackedRow, Trajectory
 
 ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
 
-PHASES = {"forward": "logprobs", "forward_unadapted": "logprobs", "update": "update"}
+PHASES = {
+    **dict.fromkeys(("forward", "forward_unadapted"), "logprobs"),
+    **dict.fromkeys(("update", "forward_backward", "optim_step"), "update"),
+}
 """Maps a worker's method to the phase that its peak memory is booked under."""
 
 
@@ -69,11 +72,11 @@ class Worker:
         self.config, self.rank, self.mesh = config, rank, ProcessMesh.of(mesh, rank)
         self.peaks = PeakMemory()
 
-    def call(self, method: str, count: int, *arguments: Any) -> Any:
+    def call(self, method: str, count: int, *arguments: Any, **named: Any) -> Any:
         """Calls `method` with the first `count` arguments. The remaining arguments are results of other
         workers; passing them makes Ray wait for these workers first."""
         with self.peaks.during(PHASES[method]) if method in PHASES else nullcontext():
-            return getattr(self, method)(*arguments[:count])
+            return getattr(self, method)(*arguments[:count], **named)
 
     def peak_memory(self) -> Peaks:
         """Returns the peak memory of each phase since the previous call."""

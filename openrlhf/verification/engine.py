@@ -1,20 +1,15 @@
 """Checks a rollout engine against the trainer: log-probs, seeds, weight syncs and sleep."""
 
-import asyncio
 import math
-import os
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from openrlhf.backends.distributed import free_port
-from openrlhf.backends.rollout import EngineOptions, engine_class
+from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.weight_sync.stored_weights import (
     Limit,
     Probe,
@@ -25,25 +20,21 @@ from openrlhf.backends.weight_sync.stored_weights import (
 )
 from openrlhf.completions import SamplingParams
 from openrlhf.config.ppo import ACTOR_FLAG
-from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import RunError
 from openrlhf.models.loading import has_experts, policy_tokenizer
-from openrlhf.rollout.worker import engine_options
+from openrlhf.rollout.local import LocalEngine
+from openrlhf.rollout.worker import local_options
 from openrlhf.training.trained_worker import PolicyWorker
 from openrlhf.types import Batch, present
 from openrlhf.verification.report import Finding, judged, not_checked
 from openrlhf.verification.subjects import PolicySubject, batch_of, policy_learned, prompts_of
 from openrlhf.verification.timing import Clock
 
-ResultT = TypeVar("ResultT")
-
 SYNCS = 10
 ANSWERS, ANSWER_TOKENS = 4, 24
 """Number of sampled answers, and number of tokens of each."""
 MOST_STEPS = 20
 """Maximum number of optimizer steps before a sync."""
-TIMEOUT = 900.0
-"""Maximum time of a call to the engine in seconds. The start of an engine may compile kernels."""
 NAMES = ("engine", "sampled log-probs", "engine seeds", "one sync", "several syncs", "sleep and wake")
 CLAIMS = {
     "engine": "Engine and trainer compute the same log-probs with the weights of the model's files",
@@ -54,57 +45,6 @@ CLAIMS = {
     "sleep and wake": "The engine computes with the new weights after it slept, woke and received them again",
 }
 REPORT = "Report it with the file of this verification; samples of this setup are not those of the policy."
-
-
-class LocalEngine:
-    """A rollout engine in this process. It has the methods of `EngineClient`, through which a trainer
-    controls weight syncs."""
-
-    num_engines = 1
-
-    def __init__(self, options: EngineOptions) -> None:
-        made = engine_class(options)
-        os.environ.update(made.environment(options))
-        self.version, self.workers_per_engine, self.ends_with_first = 0, options.num_workers, False
-        self.failures: dict[int, str] = {}
-        self.dead: set[int] = set()
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        self.engine = self.call(_made(made, options))
-        free = None
-        if options.on_gpu:
-            left, total = torch.cuda.mem_get_info()
-            free = left / total
-        self.call(self.engine.start(free))
-
-    def call(self, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-        """Runs a coroutine of the engine and returns its result. Raises TimeoutError after `TIMEOUT`."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(TIMEOUT)
-
-    def close(self) -> None:
-        self.engine.shutdown()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self.call(self.engine.init_weight_transfer_engine(init_info))
-
-    def start_weight_update(self) -> None:
-        self.call(self.engine.start_weight_update())
-
-    def update_weights(self, update_info: dict | list[dict]) -> None:
-        self.call(self.engine.update_weights(update_info))
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.call(
-            self.engine.finish_weight_update(str(self.version) if weight_version is None else weight_version)
-        )
-
-    def checksums(self) -> dict[int, list[int]]:
-        return {0: self.call(self.engine.loaded_checksums())}
-
-
-async def _made(engine_type: Callable[[EngineOptions], Any], options: EngineOptions) -> Any:
-    return engine_type(options)
 
 
 class SyncedPair:
@@ -172,10 +112,7 @@ def why_no_engine(subject: PolicySubject) -> str:
 @contextmanager
 def started(subject: PolicySubject, worker: PolicyWorker) -> Iterator[SyncedPair]:
     """Starts the run's engine with the weights of the model's files."""
-    on_gpu = DEVICE_TYPE == "cuda"
-    options = replace(engine_options(worker.config, on_gpu, from_files=True), enable_sleep=True)
-    if options.transfer_backend == "nccl":  # NCCL needs a GPU for each process
-        options = replace(options, transfer_backend="ipc")
+    options = local_options(worker.config)
     engine = LocalEngine(options)
     try:
         yield SyncedPair(worker, engine, options)

@@ -4,7 +4,7 @@ import logging
 import math
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
-from openrlhf.backends.base import Objective, Row, RowT
+from openrlhf.backends.base import Row
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.checkpoint_files import DeepSpeedFiles
 from openrlhf.backends.deepspeed.config import inference_config, training_config
@@ -63,6 +63,8 @@ class DeepSpeedEngine(TrainedRank):
     `build_model` returns a module whose `.model` is a Hugging Face model (see models/policy.py). The engine
     calls it itself, so that at stage 3 no rank ever has the whole model in memory.
     """
+
+    adds_gradients = False
 
     def __init__(
         self,
@@ -178,10 +180,8 @@ class DeepSpeedEngine(TrainedRank):
         if self.average is not None:
             yield from ((f"{name} (moving average)", part) for name, part in self.average.parts.items())
 
-    def train_step(
-        self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
-    ) -> Metrics:
-        metrics = super().train_step(window, objective, *also)
+    def optim_step(self, contributions: dict[str, Tensor] | None = None) -> Metrics:
+        metrics = super().optim_step(contributions)
         if self.average is not None and not metrics.get("skipped"):
             self.average.update()
         return metrics

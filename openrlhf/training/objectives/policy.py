@@ -11,7 +11,7 @@ from openrlhf.algorithms.corrections.base import SamplerGap
 from openrlhf.algorithms.kl import approx_kl
 from openrlhf.algorithms.log_ratio import LOG_RATIOS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
-from openrlhf.algorithms.policy_losses.base import RowView
+from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS, token_mean
 from openrlhf.algorithms.staleness import staleness_weights
@@ -42,7 +42,7 @@ class PolicyObjective:
     update, in which pi_prox equals the policy.
     """
 
-    loss_type: PolicyLossType = "ppo"
+    loss_type: PolicyLossType | type[PolicyLoss] = "ppo"
     aggregation: LossAggregation | None = None
     """Aggregation of the actions' losses. None: the default of `loss_type`."""
     longest_response: float = 1.0
@@ -173,3 +173,18 @@ class PolicyObjective:
                 STALENESS_METRICS,
                 staleness_weights(batch.staleness, counts, self.staleness_decay, self.max_staleness, ratio),
             )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GivenGradient:
+    """The loss sum(g * log_probs), whose gradient with respect to the log-probs is g, the batch's column
+    `advantages`. So a loss that was computed elsewhere, from the log-probs of the whole batch, reaches the
+    weights however batch and model are distributed over ranks."""
+
+    temperature: float
+
+    def __call__(
+        self, model: Callable, batch: ExperienceRow, norm: LossNorm
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
+        return (batch.advantages * model(batch.row, temperature=self.temperature).log_probs).sum(), {}

@@ -1,0 +1,102 @@
+"""Work that verbs submit: it runs in the order of submission, and its result can be awaited."""
+
+import asyncio
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Event
+from typing import Any, Generic, Literal, TypeVar
+
+# bounded .result(): submitted work ends.
+
+ResultT = TypeVar("ResultT")
+
+
+class Result(Generic[ResultT]):
+    """The result of a verb, which returned at once. Other verbs take it in the place of the value."""
+
+    def __init__(self, future: "Future[ResultT]") -> None:
+        self._future, self._is_read = future, False
+
+    def result(self, timeout: float | None = None) -> ResultT:
+        """Waits for the work and returns its result, or raises its exception. Raises TimeoutError after
+        `timeout` seconds."""
+        self._is_read = True
+        return self._future.result(timeout)
+
+    def done(self) -> bool:
+        """True if `result` would not wait."""
+        return self._future.done()
+
+    def __await__(self) -> Generator[Any, None, ResultT]:
+        self._is_read = True
+        return asyncio.wrap_future(self._future).__await__()
+
+    def when_done(self, call: Callable[[], Any]) -> None:
+        """Calls `call` when the work has ended or was cancelled."""
+        self._future.add_done_callback(lambda _: call())
+
+    def unread_error(self) -> BaseException | None:
+        """Returns the exception of work that has failed while nobody asked for its result."""
+        failed = self._future.done() and not self._is_read and not self._future.cancelled()
+        return self._future.exception() if failed else None
+
+
+def value_of(value: Any) -> Any:
+    """Waits for a `Result`, also inside of a list; returns other values unchanged."""
+    if isinstance(value, Result):
+        return value.result()
+    return [value_of(item) for item in value] if isinstance(value, list) else value
+
+
+Lane = Literal["engines", "models"]
+
+
+class Lanes:
+    """One thread for the engines and one for the models, so that both can work at the same time.
+
+    Work on a lane runs in the order of submission. An error whose result nobody reads is raised by the next
+    verb, so that no loop goes on after it.
+    """
+
+    def __init__(self) -> None:
+        self._threads = {
+            name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("engines", "models")
+        }
+        self._submitted: list[Result] = []
+
+    def on(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
+        """Submits `work`. It gets the values of arguments that are results."""
+        self.raise_unread()
+        result = Result(self._threads[lane].submit(lambda: work(*map(value_of, arguments))))
+        self._submitted.append(result)
+        return result
+
+    def on_both(self, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
+        """Submits work that starts when all earlier work of both lanes is done, and before all later work."""
+        arrived, done = Event(), Event()
+
+        def hold() -> None:
+            arrived.set()
+            done.wait()  # bounded: by the work, which ends
+
+        def run(*values: Any) -> ResultT:
+            arrived.wait()  # bounded: by the work of the other lane, which ends
+            return work(*values)
+
+        self.raise_unread()
+        self._threads["engines"].submit(hold)
+        result = self.on("models", run, *arguments)
+        result.when_done(done.set)
+        return result
+
+    def raise_unread(self) -> None:
+        """Raises the first error of work whose result nobody has read."""
+        errors = [error for result in self._submitted if (error := result.unread_error())]
+        self._submitted = [result for result in self._submitted if not result.done()]
+        if errors:
+            raise errors[0]
+
+    def close(self, *, cancel: bool) -> None:
+        """Waits until the submitted work is done. `cancel`: leaves out work that has not begun."""
+        for name in ("models", "engines"):
+            self._threads[name].shutdown(wait=True, cancel_futures=cancel)

@@ -1,0 +1,160 @@
+"""The engine and the models of an RL run in one process, without Ray."""
+
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Generic, NoReturn, TypeVar
+
+from openrlhf.algorithms.mismatch import PROBE
+from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, check_stored, make_probe
+from openrlhf.cluster.in_process import InProcess
+from openrlhf.cluster.pending import Answer, Gathered, first
+from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks, Unadapted
+from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.data.store import SampleStore
+from openrlhf.device import DEVICE_TYPE
+from openrlhf.models.loading import has_experts, policy_tokenizer
+from openrlhf.models.vision import image_reader
+from openrlhf.rollout.dispatch import Dispatcher
+from openrlhf.rollout.local import LocalEngine
+from openrlhf.rollout.worker import RolloutWorker, local_options
+from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
+from openrlhf.user_file import UserFiles
+
+# bounded .result(): calls run at once, in this process.
+
+
+class NoEngines:
+    """Replaces the engines in a process that samples nothing."""
+
+    def sync(self, policy: Any, version: int) -> Gathered[Metrics]:
+        """Does nothing."""
+        return Gathered([Answer({})], first)
+
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> NoReturn:
+        raise RuntimeError("nothing can be sampled without engines")
+
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> NoReturn:
+        raise RuntimeError("nothing can be sampled without engines")
+
+
+class LocalRollout(LocalEngine):
+    """One engine in this process, with the agent and the rewards of the flags: implements `Rollout`."""
+
+    def __init__(self, config: PPOConfig, reward: RewardRanks | None) -> None:
+        """Starts the engine with the weights of the model's files."""
+        self.config, self.options = config, local_options(config)
+        self.policy: PolicyRanks | None = None
+        """The policy whose weights the engine receives; None before the first sync."""
+        files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
+        super().__init__(self.options, lambda options: RolloutWorker(config, options, files))
+        self.num_samples: dict[Purpose, int] = {
+            "train": config.rollout.n_samples_per_prompt,
+            "eval": config.eval.n_samples_per_prompt,
+        }
+        self.dispatcher = Dispatcher(
+            [self],
+            self.num_samples,
+            memory=self,
+            longest=config.longest_response,
+            score=reward.score if reward else None,
+        )
+
+    def run_group(
+        self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
+    ) -> Future[Sampled]:
+        samples = range(self.num_samples[purpose]) if samples is None else samples
+        work = self.engine.run_group(prompt, purpose, samples)
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
+        self.dispatcher.submit(prompts, purpose)
+
+    def next_group(self, purpose: Purpose, timeout: float | None = None) -> PromptGroup:
+        return self.dispatcher.next_group(purpose, timeout)
+
+    def wake(self) -> None:
+        """Does nothing: models and engine are in memory together."""
+
+    def sleep(self) -> None:
+        """Does nothing, like `wake`."""
+
+    @cached_property
+    def limit(self) -> Limit:
+        """The difference between the log-probs of trainer and engine that rounding explains."""
+        experts = has_experts(self.config.actor.model_name_or_path, ACTOR_FLAG)
+        return Limit(dtype=self.config.ds.param_dtype, on_gpu=DEVICE_TYPE == "cuda", has_experts=experts)
+
+    @cached_property
+    def probe(self) -> Probe:
+        """The tokens on which trainer and engine are compared after each sync."""
+        config = self.config
+        reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
+        return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
+
+    def sync(self, policy: PolicyRanks, version: int) -> Gathered[Metrics]:
+        if self.policy is None:
+            policy.open_weight_sync(self, self.options.transfer_backend).result()
+            self.policy = policy
+        trainer = present(policy.send_weights(version, self.probe).result())
+        answer = self.call(self.engine.answer(self.probe))
+        return Gathered([Answer({PROBE: check_stored(trainer, 0, answer, self.limit)})], first)
+
+    def close(self) -> None:
+        self.dispatcher.close()
+        self.call(self.engine.close())
+        self._end_loop()
+
+
+RolloutT = TypeVar("RolloutT")
+
+
+@dataclass(kw_only=True)
+class LocalRoles(Generic[RolloutT]):
+    """Engine and models of a run. A role that the run does not have is None."""
+
+    rollout: RolloutT
+    policy: PolicyRanks
+    critic: CriticRanks | None = None
+    reference: FrozenRanks | Unadapted | None = None
+    teacher: FrozenRanks | None = None
+
+    def peak_memory(self) -> Gathered[Metrics]:
+        """Returns no metrics, because one process with all models needs other memory than the run's."""
+        return Gathered([Answer({})], first)
+
+
+def start_local_roles(
+    config: PPOConfig, updates: int, critic_updates: int, texts: SampleStore | None, rollout: RolloutT
+) -> LocalRoles[RolloutT]:
+    """Loads the models. `updates`, `critic_updates`: optimizer steps of the whole run, which determine the
+    schedules of learning rates. `texts`: pre-training texts of PPO-ptx."""
+    roles = LocalRoles(rollout=rollout, policy=PolicyRanks(config, InProcess()))
+    roles.policy.start(updates, texts).result()
+    if config.uses_critic:
+        roles.critic = CriticRanks(config, InProcess())
+        roles.critic.start(critic_updates).result()
+    path = config.actor.model_name_or_path
+    if config.uses_reference and config.ds.lora.rank:
+        roles.reference = Unadapted(roles.policy)
+    elif config.uses_reference:
+        roles.reference = _frozen(config, path, ACTOR_FLAG, config.ref.offload)
+    if path := config.teacher.model_name_or_path:
+        roles.teacher = _frozen(config, path, TEACHER_FLAG, config.teacher.offload)
+    return roles
+
+
+def start_local_rollout(config: PPOConfig) -> LocalRollout:
+    """Starts an engine, and loads the reward models."""
+    reward = RewardRanks(config, InProcess()) if config.uses_reward_model else None
+    if reward:
+        reward.start().result()
+    return LocalRollout(config, reward)
+
+
+def _frozen(config: PPOConfig, path: str, flag: str, offload: bool) -> FrozenRanks:
+    ranks = FrozenRanks(config, InProcess(), path=path, flag=flag, offload=offload)
+    ranks.start().result()
+    return ranks

@@ -1,0 +1,412 @@
+"""A run whose loop is the user's program: its verbs sample, score, train, sync, save and log.
+
+    with rl.Run(actor="model", lr=1e-6) as run:
+        for prompts in run.prompts("problems.jsonl", batch_size=16):
+            groups = run.reward(run.sample(prompts, n=8), reward)
+            run.forward_backward(run.batch(groups))
+            metrics = run.optim_step()
+            run.sync()
+            run.log(metrics, groups)
+
+Each verb returns a `Result` at once, and takes results in the place of values. Sampling, rewards and
+evaluation work on one lane, the models on another, each in the order of submission; `sync` waits for both.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import count
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
+from openrlhf.algorithms.kl import KLController
+from openrlhf.algorithms.mismatch import MismatchWatch
+from openrlhf.algorithms.policy_losses import PolicyLoss
+from openrlhf.backends.distributed import leave_distributed
+from openrlhf.config.parse import to_yaml
+from openrlhf.data.prompt_sampler import PromptSampler
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.loop.lanes import Lanes, Result
+from openrlhf.loop.local import start_local_roles, start_local_rollout
+from openrlhf.loop.settings import read_settings
+from openrlhf.models.loading import policy_tokenizer
+from openrlhf.observability.journal import response_of
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.rewards.values import read_rewards
+from openrlhf.text import decode
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.collect import check_failures
+from openrlhf.training.credit import assign_credit, credit_arguments
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.evaluate import evaluation_metrics
+from openrlhf.training.objectives.policy import GivenGradient
+from openrlhf.training.rl_data import read_prompts
+from openrlhf.training.schedule import schedule_of
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
+
+# bounded .result(): each call in this process ends.
+
+Groups = Sequence[PromptGroup] | Result[list[PromptGroup]]
+RewardFunction = Callable[[list[str], list[str], list[Any]], Any]
+"""A function (queries, prompts, labels) of the samples' texts, which returns what a reward file returns."""
+LossFunction = Callable[[Tensor, Batch], tuple[Tensor, Mapping[str, Any]]]
+"""A function (log_probs, batch) -> (loss, metrics) of a whole batch. `log_probs` (A,): those of the policy
+for each action, through which gradients flow."""
+STEPS = 1 << 30
+"""Length of the schedule of a loop of unknown length, whose learning rate is constant."""
+
+
+class Run:
+    """Models and an engine in this process, and the verbs that work with them."""
+
+    def __init__(
+        self, config: str | os.PathLike | None = None, *, steps: int | None = None, **flags: Any
+    ) -> None:
+        """Loads the models and starts the engine.
+
+        config: a YAML file with flags of `openrlhf ppo`. `flags` override it, such as
+            `**{"rollout.temperature": 0.7}`; `actor` is the policy's model and `lr` its learning rate.
+        steps: number of optimizer steps of the whole loop, for the schedule of the learning rate. None: the
+            learning rate is constant.
+
+        Unless flags say otherwise, the engine is that of transformers and the training backend that of torch:
+        both start in seconds. Raises UsageError that lists all problems of the flags.
+        """
+        self.config = read_settings(config, flags, steps=steps)
+        self.tokenizer = policy_tokenizer(self.config)
+        total = STEPS if steps is None else steps
+        rollout = start_local_rollout(self.config)
+        self._roles = start_local_roles(self.config, total, total, None, rollout)
+        kl = self.config.algo.kl
+        self.kl = KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
+        self.version = 0
+        """Version of the engine's weights: the number of syncs."""
+        self.step = 0
+        """Number of logged steps."""
+        self._lanes, self._numbers, self._is_closed = Lanes(), count(), False
+        self._measured: Metrics = {}
+        """Metrics since the last `log`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(cancel=kind is not None)
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Finishes the submitted work, writes the report and frees models and engine. `cancel`: leave out
+        work that has not begun. Raises the first error of work whose result nobody has read. A second call
+        does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._lanes.close(cancel=cancel)
+        if "_observer" in vars(self):
+            self._observer.close()
+        self._roles.rollout.close()
+        leave_distributed()
+        if not cancel:
+            self._lanes.raise_unread()
+
+    # Prompts and samples
+
+    def prompts(
+        self, source: str, *, batch_size: int | None = None, epochs: int = 1
+    ) -> Iterator[list[Prompt]]:
+        """Yields the prompts of a file, folder or hub dataset in batches, shuffled anew in each epoch.
+        `batch_size`: None: all prompts of an epoch. The flags `data.*` name the columns and the template."""
+        prompts = read_prompts(self.config, source, self.tokenizer)
+        sampler = PromptSampler(prompts, seed=self.config.train.seed, num_epochs=epochs)
+        while batch := sampler.next_batch(batch_size or len(prompts)):
+            yield batch
+
+    def sample(
+        self, prompts: Sequence[Prompt | str] | Result, *, n: int | None = None
+    ) -> Result[list[PromptGroup]]:
+        """Samples `n` answers to each prompt (None: `rollout.n_samples_per_prompt`) at the flags'
+        temperature. A text is a prompt as the policy reads it. Groups come in the order of the prompts, with
+        the rewards of the flags if there are any."""
+        return self._lanes.on("engines", self._sample, prompts, "train", n)
+
+    def reward(self, groups: Groups, reward: RewardFunction) -> Result[list[PromptGroup]]:
+        """Sets the rewards of all samples by one call of `reward`, in the order of the groups. Errors of the
+        function are raised: a loop that goes on without rewards would train on nothing."""
+        return self._lanes.on("engines", self._reward, groups, reward)
+
+    def evaluate(
+        self, prompts: Sequence[Prompt | str], reward: RewardFunction | None = None, *, n: int | None = None
+    ) -> Result[Metrics]:
+        """Samples `n` answers to each prompt at `eval.temperature`, and returns the metrics `eval/...` of
+        their scores. `reward`: None: the rewards of the flags."""
+
+        def work() -> Metrics:
+            groups = self._sample(prompts, "eval", n)
+            return evaluation_metrics(_all(groups if reward is None else self._reward(groups, reward)))
+
+        return self._lanes.on("engines", work)
+
+    def sync(self) -> Result[int]:
+        """Sends the policy's weights to the engine, and checks that it computes with them. Returns the
+        version of the weights."""
+        return self._lanes.on_both(self._sync)
+
+    # Training
+
+    def batch(
+        self, groups: Groups, *, advantages: str | type[AdvantageEstimator] | np.ndarray | None = None
+    ) -> Result[Batch]:
+        """Joins the samples to a batch: their tokens, the log-probs and values of the flags' models, and
+        advantages. Failed samples are left out.
+
+        advantages: an estimator by its name or class, or numbers (A,). None: `algo.advantage.estimator`.
+        """
+        return self._lanes.on("models", self._batch, groups, advantages)
+
+    def log_probs(self, batch: Batch | Result[Batch]) -> Result[np.ndarray]:
+        """Returns the policy's log-probs of the actions, (A,), at the flags' temperature."""
+        return self.forward(batch, "policy")
+
+    def forward(self, batch: Batch | Result[Batch], model: str = "reference") -> Result[np.ndarray]:
+        """Returns a number for each action, (A,): log-probs of the models `policy`, `reference`, `teacher`,
+        values of the `critic`."""
+        return self._lanes.on("models", lambda batch: self._model(model).forward(batch).result(), batch)
+
+    def forward_backward(
+        self,
+        batch: Batch | Result[Batch],
+        loss: str | type[PolicyLoss] | LossFunction | None = None,
+        *more: tuple[Batch | Result[Batch], str | type[PolicyLoss] | LossFunction | None],
+    ) -> Result[Metrics]:
+        """Adds the gradient of a loss to the policy's gradients since the last `optim_step`.
+
+        loss: a policy loss by its name or class, with the KL and entropy terms of the flags; or a function
+            of the policy's log-probs (A,) and the batch, whose gradient is that of a forward pass more. None:
+            `actor.policy_loss_type`.
+        more: further pairs (batch, loss). Each loss is divided by the totals of its own batch.
+
+        Several calls add up with the backend torch; DeepSpeed takes one call a step.
+        """
+        pairs = [(batch, loss), *more]
+        return self._lanes.on(
+            "models",
+            lambda *batches: self._backward(batches, [loss for _, loss in pairs]),
+            *(b for b, _ in pairs),
+        )
+
+    def optim_step(self) -> Result[Metrics]:
+        """Takes one optimizer step of the policy with the gradients since the last one. Returns `lr` and
+        `grad_norm`, the norm before clipping. Raises NotFiniteError for a gradient that is not finite, which
+        changes no weights."""
+        return self._lanes.on("models", lambda: self._roles.policy.optim_step().result())
+
+    def update(self, batch: Batch | Result[Batch]) -> Result[Metrics]:
+        """Takes all optimizer steps that the flags say for a batch (`train.max_epochs`, `train.batch_size`),
+        of the critic and the policy, as a step of `openrlhf ppo` does."""
+        return self._lanes.on("models", self._update, batch)
+
+    # State
+
+    def save_state(self, state: Mapping[str, Any] | None = None) -> Result[str]:
+        """Saves a checkpoint `global_step{N}` of models, optimizers, schedules and the loop's own `state` of
+        numbers and texts to `ckpt.path`. Returns its name."""
+        return self._lanes.on("models", self._save, dict(state or {}))
+
+    def load_state(self) -> dict[str, Any] | None:
+        """Loads the newest undamaged checkpoint of `ckpt.path`, syncs, and returns the loop's own state; None
+        if there is no checkpoint."""
+        found = self._lanes.on("models", self._load).result()
+        if found is not None:
+            self.sync().result()
+        return found
+
+    def export(self, folder: str | os.PathLike) -> Result[None]:
+        """Writes the policy in the format of Hugging Face; of a policy with adapters, the adapters."""
+        return self._lanes.on("models", lambda: self._roles.policy.export(os.fspath(folder)).result())
+
+    def log(self, metrics: Mapping[str, float] | Result[Metrics], groups: Groups = ()) -> None:
+        """Ends a step: prints its line, and writes `metrics`, what the verbs measured since the last call and
+        the samples of `groups` to the run folder and the trackers."""
+        self._lanes.raise_unread()
+        own = metrics.result() if isinstance(metrics, Result) else dict(metrics)
+        samples = _all(groups.result() if isinstance(groups, Result) else groups)
+        self.step += 1
+        measured, self._measured = self._measured, {}
+        if samples:
+            self._observer.log_rollouts(self.step, samples)
+        self._observer.log_step(self.step, measured | own)
+
+    # The work of the verbs, on their lanes
+
+    def _sample(self, prompts: Sequence[Prompt | str], purpose: Purpose, n: int | None) -> list[PromptGroup]:
+        known = [self._prompt(p) if isinstance(p, str) else p for p in prompts]
+        rollout, evaluation = self.config.rollout, self.config.eval
+        default = {"train": rollout.n_samples_per_prompt, "eval": evaluation.n_samples_per_prompt}[purpose]
+        self._roles.rollout.num_samples[purpose] = default if n is None else n
+        self._roles.rollout.submit(known, purpose)
+        groups = {}
+        for _ in known:
+            group = self._roles.rollout.next_group(purpose, rollout.timeout)
+            groups[group.prompt.epoch, group.prompt.prompt_id] = group
+        return [groups[p.epoch, p.prompt_id] for p in known]
+
+    def _prompt(self, text: str) -> Prompt:
+        """Returns a prompt with a number that no row has, so that it has seeds of its own."""
+        return Prompt(prompt_id=-1 - next(self._numbers), text=text)
+
+    def _reward(self, groups: Sequence[PromptGroup], reward: RewardFunction) -> list[PromptGroup]:
+        samples = {t.sample: t for group in groups for t in group.trajectories if t.ok}
+        if not samples:
+            return list(groups)
+        last = list(samples.values())  # of an episode with several sequences, the last one
+        prompts = [t.prompt.text for t in last]
+        queries = [t.prompt.text + response_of(t, self._decode) for t in last]
+        answer = reward(queries, prompts, [t.prompt.label for t in last])
+        name = getattr(reward, "__name__", "the reward function")
+        rewards = dict(zip(samples, read_rewards(answer, len(last), name), strict=True))
+
+        def scored(t: Trajectory) -> Trajectory:
+            if t.sample not in rewards:
+                return t
+            own = rewards[t.sample]
+            logs = {"extra_logs": own.extra_logs, "extra_texts": own.extra_texts}
+            return replace(t, reward=own.reward, score=own.score, **logs)
+
+        return [replace(group, trajectories=[scored(t) for t in group.trajectories]) for group in groups]
+
+    def _sync(self) -> int:
+        self._measured |= self._roles.rollout.sync(self._roles.policy, self.version + 1).result()
+        self.version += 1
+        return self.version
+
+    def _batch(self, groups: Sequence[PromptGroup], advantages: Any) -> Batch:
+        trajectories = _all(groups)
+        check_failures(trajectories, 1.0, self.step + 1)
+        finished = [t for t in trajectories if t.ok]
+        batch, config = Batch.of(finished, self.version), self.config
+        names = {
+            "log_probs": "policy",
+            "ref_log_probs": "reference",
+            "teacher_log_probs": "teacher",
+            "values": "critic",
+        }
+        if config.skips_old_log_probs:
+            del names["log_probs"]
+        present = {column: model for column, model in names.items() if getattr(self._roles, model)}
+        batch = replace(batch, **{c: self._model(m).forward(batch).result() for c, m in present.items()})
+        self._measured |= rollout_metrics(trajectories, self.version)
+        if isinstance(advantages, np.ndarray):
+            given = advantages.astype(np.float32)
+            return replace(batch, advantages=given, returns=given)
+        estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(config.algo.options)
+        batch, metrics = assign_credit(
+            batch, finished, estimator=estimator, **credit_arguments(config, self.kl.coef)
+        )
+        self._measured |= metrics
+        return batch
+
+    def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
+        metrics: Metrics = {}
+        pairs = []
+        for batch, loss in zip(batches, losses, strict=True):
+            if callable(loss) and not isinstance(loss, type):
+                log_probs = torch.from_numpy(self._roles.policy.forward(batch).result()).requires_grad_()
+                value, more = loss(log_probs, batch)
+                (gradient,) = torch.autograd.grad(value, log_probs)
+                batch = replace(batch, advantages=gradient.numpy(), returns=gradient.numpy())
+                metrics |= {"policy/loss": float(value)} | {name: float(x) for name, x in more.items()}
+                loss = GivenGradient(temperature=self.config.rollout.temperature)
+            pairs.append((batch, loss))
+        return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
+
+    def _update(self, batch: Batch) -> Metrics:
+        config, metrics = self.config, {}
+        for model in filter(None, (self._roles.critic, self._roles.policy)):
+            routed = model is self._roles.policy
+            schedule = schedule_of(config, model, batch, range(len(batch)), len(batch), routed=routed)
+            metrics |= model.update(batch, schedule, self.kl.coef).result().metrics
+        self.kl = self.kl.update(self._measured.get("kl/mean", 0.0), len(batch))
+        return metrics
+
+    def _save(self, state: dict[str, Any]) -> str:
+        tag, models = f"global_step{self.step}", [m for m in (self._roles.critic, self._roles.policy) if m]
+        own = {
+            "step": self.step,
+            "kl_coef": self.kl.coef,
+            "estimator": self._estimator.state_dict(),
+            "loop": state,
+        }
+        with self._checkpoints.saving(tag):
+            for model in models:
+                model.save_checkpoint(tag, own).result()
+            for model in models:
+                model.finish_checkpoint().result()
+        return tag
+
+    def _load(self) -> dict[str, Any] | None:
+        tag, skipped = self._checkpoints.find()
+        if tag is None and skipped:
+            raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(skipped), value=self._checkpoints.path)
+        if tag is None:
+            return None
+        if self._roles.critic:
+            self._roles.critic.load_checkpoint(tag).result()
+        state = self._roles.policy.load_checkpoint(tag).result()
+        self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
+        self._estimator.load_state_dict(state["estimator"])
+        return state["loop"]
+
+    def _model(self, name: str) -> Any:
+        known = {
+            role: model
+            for role in ("policy", "reference", "teacher", "critic")
+            if (model := getattr(self._roles, role))
+        }
+        if name not in known:
+            raise UsageError(
+                ErrorCode.INVALID_VALUE, f"this run has the models {', '.join(known)}", value=name
+            )
+        return known[name]
+
+    @cached_property
+    def _estimator(self) -> AdvantageEstimator:
+        return self.config.algo.build_estimator()
+
+    @cached_property
+    def _checkpoints(self) -> CheckpointFolder:
+        ckpt = self.config.ckpt
+        others = [f"{ckpt.folder}/_critic"] if self._roles.critic else []
+        return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others)
+
+    @cached_property
+    def _decode(self) -> Callable:
+        return partial(decode, self.tokenizer)
+
+    @cached_property
+    def _observer(self) -> Observer:
+        config = self.config
+        folder = RunFolder.create(
+            config.run_dir, config_yaml=to_yaml(config), argv=["python"], resume=self.step > 1
+        )
+        observer = Observer(
+            folder,
+            config.logger,
+            resume_step=self.step - 1 if self.step > 1 else None,
+            decode=self._decode,
+            rollouts=config.logger.rollouts,
+            mismatch=MismatchWatch(dtype=config.ds.param_dtype),
+        )
+        observer.progress.start(None, done=self.step - 1)
+        return observer
+
+
+def _all(groups: Sequence[PromptGroup]) -> list[Trajectory]:
+    return [t for group in groups for t in group.trajectories]

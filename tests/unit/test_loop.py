@@ -1,0 +1,290 @@
+"""A user's own loop: its verbs against the trainer's own losses, orders, errors and resumes."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+
+import numpy as np
+import pytest
+import torch
+
+import openrlhf as rl
+from openrlhf.loop.lanes import Lanes
+from openrlhf.tasks.tiny_model import tiny_chat_model
+
+QUESTIONS = ["Sam has 4 limes", "Tom has 7 pears, drops 2", "Max has 9 kiwis"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    return tiny_chat_model(tmp_path_factory.mktemp("loop") / "model")
+
+
+@pytest.fixture
+def start(model: Path, tmp_path: Path):
+    """Returns a function that starts a run with flags; the run ends with the test."""
+    runs: list[rl.Run] = []
+
+    def started(**flags) -> rl.Run:
+        defaults = {
+            "rollout.n_samples_per_prompt": 4,
+            "rollout.max_new_tokens": 6,
+            "data.max_len": 64,
+            "ds.param_dtype": "fp32",
+            "algo.advantage.estimator": "group_norm",
+            "algo.kl.init_coef": 0,
+            "ckpt.output_dir": tmp_path / "out",
+        }
+        runs.append(rl.Run(actor=model, lr=1e-3, **defaults | flags))
+        return runs[-1]
+
+    yield started
+    for run in runs:
+        run.close(cancel=True)
+
+
+def by_length(queries: list[str], prompts: list[str], labels: list) -> list[float]:
+    return [float(len(query) - len(prompt)) for query, prompt in zip(queries, prompts, strict=True)]
+
+
+def gradients(run: rl.Run) -> torch.Tensor:
+    """Returns the policy's gradients as one vector, and clears them."""
+    engine = run._roles.policy.workers[0].worker.model
+    found = torch.cat([gradient.flatten() for _, gradient in sorted(engine.gradients().items())])
+    engine.optimizer.zero_grad()
+    return found
+
+
+def policy_gradient(log_probs: torch.Tensor, batch: rl.Batch) -> tuple[torch.Tensor, dict]:
+    """PPO's loss where the ratio is 1, as a mean over all actions."""
+    ratio = (log_probs - log_probs.detach()).exp()
+    return -(torch.from_numpy(batch.advantages) * ratio).mean(), {"ratio": ratio.mean()}
+
+
+def test_a_function_has_the_gradient_of_the_built_in_loss(start):
+    run = start()
+    batch = run.batch(run.reward(run.sample(QUESTIONS), by_length)).result(60)
+    built_in = run.forward_backward(batch, "ppo").result(60)
+    expected = gradients(run)
+    own = run.forward_backward(batch, policy_gradient).result(60)
+    assert own["policy/loss"] == pytest.approx(built_in["policy/loss"], abs=1e-6)
+    assert own["ratio"] == pytest.approx(1)
+    assert expected.norm() > 0
+    assert (gradients(run) - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_a_class_is_a_loss(start):
+    class Surrogate(rl.PolicyLoss):
+        def __call__(self, row: rl.RowView):
+            bound = torch.zeros_like(row.log_probs, dtype=torch.bool)
+            return -row.log_ratio.exp() * row.advantages, bound, bound
+
+    run = start()
+    batch = run.batch(run.reward(run.sample(QUESTIONS), by_length)).result(60)
+    run.forward_backward(batch, Surrogate).result(60)
+    found = gradients(run)
+    run.forward_backward(batch, policy_gradient).result(60)
+    expected = gradients(run)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_calls_add_up_and_each_loss_has_its_own_denominator(start):
+    run = start()
+    groups = run.reward(run.sample(QUESTIONS), by_length).result(60)
+    one, other = run.batch(groups[:1]).result(60), run.batch(groups[1:]).result(60)
+    parts = []
+    for batch in (one, other):
+        run.forward_backward(batch).result(60)
+        parts.append(gradients(run))
+    run.forward_backward(one).result(60)
+    run.forward_backward(other).result(60)
+    two_calls = gradients(run)
+    run.forward_backward(one, None, (other, "ppo")).result(60)
+    one_call = gradients(run)
+    for found in (two_calls, one_call):
+        assert (found - sum(parts)).norm() <= 1e-6 * sum(parts).norm()
+
+
+def test_a_step_without_a_finite_gradient_changes_no_weights(start):
+    run = start()
+    batch = run.batch(run.sample(QUESTIONS)).result(60)
+    wrong = np.full(len(batch.rollout_log_probs), np.nan, np.float32)
+    batch = replace(batch, advantages=wrong, returns=wrong)
+    before = run.log_probs(batch).result(60)
+    run.forward_backward(batch).result(60)
+    with pytest.raises(rl.RunError, match="grad_norm is nan"):
+        run.optim_step().result(60)
+    assert (run.log_probs(batch).result(60) == before).all()
+
+
+def test_numbers_are_advantages(start):
+    run = start()
+    groups = run.sample(QUESTIONS).result(60)
+    count = sum(t.num_actions for group in groups for t in group.trajectories)
+    given = np.linspace(-1, 1, count)
+    batch = run.batch(groups, advantages=given).result(60)
+    assert batch.advantages == pytest.approx(given)
+
+
+def test_the_engine_samples_with_the_weights_of_the_last_sync(start):
+    run = start()
+    groups = run.reward(run.sample(QUESTIONS), by_length)
+    batch = run.batch(groups).result(60)
+    for _ in range(3):
+        run.forward_backward(batch, policy_gradient)
+        run.optim_step()
+    assert run.sync().result(60) == 1
+    batch = run.batch(run.reward(run.sample(QUESTIONS), by_length)).result(60)
+    assert batch.rollout_log_probs == pytest.approx(run.log_probs(batch).result(60), abs=1e-5)
+    assert batch.staleness is None  # of the newest weights
+    old = run.batch(groups.result(60)).result(60)
+    assert (old.staleness == 1).all()
+
+
+def test_a_loop_continues_from_its_checkpoint(start, tmp_path):
+    def steps(run: rl.Run, count: int) -> list[list[int]]:
+        seen = []
+        for _ in range(count):
+            prompts = [
+                rl.Prompt(prompt_id=i, epoch=run.step, text=text) for i, text in enumerate(QUESTIONS)
+            ]
+            groups = run.reward(run.sample(prompts), by_length).result(60)
+            run.update(run.batch(groups)).result(60)
+            run.sync().result(60)
+            run.log({}, groups)
+            seen.append([int(x) for group in groups for t in group.trajectories for x in t.token_ids])
+        return seen
+
+    whole = start()
+    steps(whole, 2)
+    assert whole.save_state({"seen": 2, "note": "text"}).result(60) == "global_step2"
+    rest = steps(whole, 2)
+    whole.close()
+    again = start()
+    assert again.load_state() == {"seen": 2, "note": "text"}
+    assert again.step == 2
+    assert steps(again, 2) == rest
+    again.close()
+    rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all("reward/mean" in row and "policy/loss" in row for row in rows)
+
+
+def test_nothing_is_loaded_where_nothing_was_saved(start):
+    assert start().load_state() is None
+
+
+def test_the_export_is_a_model_with_the_trained_weights(start, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    run = start()
+    groups = run.reward(run.sample(QUESTIONS), by_length)
+    run.update(run.batch(groups))
+    run.export(tmp_path / "policy").result(60)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "policy").state_dict()
+    trained = run._roles.policy.workers[0].worker.model.module.model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in trained.items())
+
+
+def test_an_evaluation_scores_its_own_samples(start):
+    run = start(**{"eval.temperature": 1.0})
+    metrics = run.evaluate(QUESTIONS, lambda queries, prompts, labels: [1.0, 0.0] * 3, n=2).result(60)
+    assert metrics["eval/default_score_mean"] == 0.5
+    assert metrics["eval/default_pass2"] == 1
+
+
+def test_an_error_that_nobody_reads_ends_the_loop(start):
+    run = start()
+    run.reward(run.sample(QUESTIONS), lambda queries, prompts, labels: [1.0])
+    with pytest.raises(Exception, match="1 rewards for 12 samples"):
+        for _ in range(100):
+            run.log_probs(run.batch(run.sample(QUESTIONS))).done()
+            run._lanes.on("engines", lambda: None).result(60)
+
+
+def test_an_error_that_was_read_is_over(start):
+    run = start()
+    with pytest.raises(Exception, match="1 rewards for 12 samples"):
+        run.reward(run.sample(QUESTIONS), lambda queries, prompts, labels: [1.0]).result(60)
+    assert len(run.sample(QUESTIONS).result(60)) == 3
+
+
+@pytest.mark.parametrize(
+    "flags, told",
+    [
+        ({"lr": "fast", "rollout.temperatur": 1.0}, ["lr fast", "did you mean --rollout.temperature"]),
+        ({"actor": "no/such/folder/"}, ["no/such/folder"]),
+        ({"actor.num_gpus_per_node": 2}, ["one rank and one engine"]),
+        ({"actor.lr_scheduler": "cosine"}, ["Run(..., steps=N)"]),
+    ],
+)
+def test_all_problems_of_the_flags_are_told(model, flags, told):
+    with pytest.raises(rl.UsageError) as error:
+        rl.Run(**{"actor": model} | flags)
+    assert all(text in str(error.value) for text in told)
+
+
+def test_another_name_of_a_model(start):
+    run = start()
+    batch = run.batch(run.sample(QUESTIONS)).result(60)
+    with pytest.raises(rl.UsageError, match="this run has the models policy"):
+        run.forward(batch, "reference").result(60)
+
+
+class TestLanes:
+    def test_work_of_both_lanes_surrounds_a_sync(self):
+        lanes, seen, go = Lanes(), [], Event()
+        slow = lanes.on("engines", lambda: (go.wait(10), seen.append("sampled")))
+        both = lanes.on_both(lambda: seen.append("synced"))
+        later = [lanes.on(lane, seen.append, lane) for lane in ("engines", "models")]
+        assert not both.done()
+        go.set()
+        for result in (slow, both, *later):
+            result.result(10)
+        assert seen[:2] == ["sampled", "synced"]
+        assert sorted(seen[2:]) == ["engines", "models"]
+        lanes.close(cancel=False)
+
+    def test_lanes_work_at_the_same_time(self):
+        lanes, trained = Lanes(), Event()
+        sampled = lanes.on("engines", lambda: trained.wait(10))
+        lanes.on("models", trained.set).result(10)
+        assert sampled.result(10)
+        lanes.close(cancel=False)
+
+    def test_a_sync_that_is_cancelled_holds_no_lane(self):
+        lanes, go = Lanes(), Event()
+        lanes.on("models", go.wait, 10)
+        lanes.on_both(lambda: None)
+        go.set()
+        lanes.close(cancel=True)  # returns
+
+    def test_results_can_be_awaited(self):
+        lanes = Lanes()
+
+        async def both() -> int:
+            one, two = lanes.on("engines", lambda: 1), lanes.on("models", lambda: 2)
+            return await one + await two
+
+        assert asyncio.run(both()) == 3
+        lanes.close(cancel=False)
+
+
+def test_the_public_names_are_loaded_when_they_are_used():
+    program = (
+        "import openrlhf as rl, sys\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert rl.Prompt.__module__ == 'openrlhf.types'\n"
+        "import openrlhf.api\n"
+        "assert all(getattr(rl, name) for name in openrlhf.api.__all__)\n"
+        "try: rl.Rum\n"
+        "except AttributeError as error: print(error)\n"
+    )
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert made.stdout.strip() == (
+        "module 'openrlhf' has no name 'Rum'; openrlhf.api lists the public ones"
+    ), made.stderr
