@@ -3,9 +3,13 @@ first."""
 
 import logging
 import os
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from openrlhf import cuda_builds
+
+if TYPE_CHECKING:
+    from openrlhf.api import *  # noqa: F403
 
 __version__ = "0.1.0"
 
@@ -29,14 +33,5 @@ cuda_builds.mend()
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name of `openrlhf.api`, which imports large libraries, when it is first used."""
-    if name.startswith("_"):
-        raise AttributeError(name)
-    from importlib import import_module
-
-    try:
-        return getattr(import_module("openrlhf.api"), name)
-    except AttributeError:
-        raise AttributeError(
-            f"module 'openrlhf' has no name {name!r}; openrlhf.api lists the public ones"
-        ) from None
+    """Returns a public name of `openrlhf.api` when it is first used: large libraries are imported with it."""
+    return getattr(import_module("openrlhf.api"), name)

@@ -295,8 +295,8 @@ class RolloutConfig:
     """Sampling of responses."""
 
     engine: EngineName = "vllm"
-    """Library that samples. transformers: one request at a time and without vLLM, for small models and tests;
-    weights are sent through Ray's object store."""
+    """Library that samples. transformers: without vLLM, for small models and tests; weights are sent through
+    Ray's object store."""
     batch_size: Count = 1024
     """Prompts in one RL step."""
     n_samples_per_prompt: Count = 1

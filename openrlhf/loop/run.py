@@ -29,6 +29,7 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
+from openrlhf.config.fields import with_values
 from openrlhf.config.parse import to_yaml
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, UsageError
@@ -79,7 +80,8 @@ class Run:
         Unless flags say otherwise, the engine is that of transformers and the training backend that of torch:
         both start in seconds. Raises UsageError that lists all problems of the flags.
         """
-        self.config = read_settings(config, flags, steps=steps)
+        invocation = read_settings(config, flags, steps=steps)
+        self.config, self._explicit = invocation.config, invocation.explicit
         self.tokenizer = policy_tokenizer(self.config)
         total = STEPS if steps is None else steps
         rollout = start_local_rollout(self.config)
@@ -165,7 +167,7 @@ class Run:
         self, groups: Groups, *, advantages: str | type[AdvantageEstimator] | np.ndarray | None = None
     ) -> Result[Batch]:
         """Joins the samples to a batch: their tokens, the log-probs and values of the flags' models, and
-        advantages. Failed samples are left out.
+        advantages. Failed samples are left out, and truncated ones with `rollout.mask_truncated`.
 
         advantages: an estimator by its name or class, or numbers (A,). None: `algo.advantage.estimator`.
         """
@@ -311,6 +313,8 @@ class Run:
             batch, finished, estimator=estimator, **credit_arguments(config, self.kl.coef)
         )
         self._measured |= metrics
+        if config.rollout.mask_truncated:
+            return batch.select([i for i, t in enumerate(finished) if not t.truncated])
         return batch
 
     def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
@@ -322,7 +326,9 @@ class Run:
                 value, more = loss(log_probs, batch)
                 (gradient,) = torch.autograd.grad(value, log_probs)
                 batch = replace(batch, advantages=gradient.numpy(), returns=gradient.numpy())
-                metrics |= {"policy/loss": float(value)} | {name: float(x) for name, x in more.items()}
+                metrics |= {"policy/loss": float(value.detach())} | {
+                    name: float(torch.as_tensor(x).detach()) for name, x in more.items()
+                }
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
             pairs.append((batch, loss))
         return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
@@ -342,6 +348,7 @@ class Run:
             "step": self.step,
             "kl_coef": self.kl.coef,
             "estimator": self._estimator.state_dict(),
+            "run_name": self.config.logger.wandb.run_name,
             "loop": state,
         }
         with self._checkpoints.saving(tag):
@@ -362,6 +369,8 @@ class Run:
         state = self._roles.policy.load_checkpoint(tag).result()
         self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
         self._estimator.load_state_dict(state["estimator"])
+        if (flag := "logger.wandb.run_name") not in self._explicit:  # its run folder goes on
+            self.config = with_values(self.config, {flag: state["run_name"]})
         return state["loop"]
 
     def _model(self, name: str) -> Any:

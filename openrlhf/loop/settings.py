@@ -8,7 +8,7 @@ from typing import Any
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import to_words, values_of
-from openrlhf.config.parse import parse
+from openrlhf.config.parse import Invocation, parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import loop_problems
 
@@ -31,7 +31,7 @@ CONSTANT = {"actor.lr_scheduler": "constant", "actor.lr_warmup_ratio": 0.0}
 
 def read_settings(
     config: str | os.PathLike | None, flags: Mapping[str, Any], *, steps: int | None
-) -> PPOConfig:
+) -> Invocation[PPOConfig]:
     """Returns the configuration of a run in one process. `config`: a YAML file; `flags` override it. `steps`:
     see `Run`. Raises UsageError that lists all problems."""
     argv = [] if config is None else ["--config", os.fspath(config)]
@@ -44,7 +44,7 @@ def read_settings(
         return {key: value for key, value in unset.items() if values_of(config)[key] != value}
 
     command = replace(PPO, problems=loop_problems, placed=_placed(steps))
-    return parse(command, argv, resolve=resolve, raises=True).config
+    return parse(command, argv, resolve=resolve, raises=True)
 
 
 def _placed(steps: int | None) -> Callable[[PPOConfig, Explicit], list[Problem]]:

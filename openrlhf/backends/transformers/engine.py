@@ -1,14 +1,13 @@
-"""A rollout engine that samples with transformers, one request at a time.
+"""A rollout engine that samples with transformers: requests whose prompts are equally long share a batch.
 
-It is for machines without vLLM, and for tests of code that uses rollout engines.
+It is for machines without vLLM, for loops in one process, and for tests of code that uses rollout engines.
 """
 
 import asyncio
 import os
 import secrets
-import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,9 +22,10 @@ from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch, sk
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
-from openrlhf.models.generation import generate
+from openrlhf.models.generation import Generated, generate
 from openrlhf.models.loading import load_generator, load_tokenizer
 from openrlhf.text import decode
+from openrlhf.types import present
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -37,8 +37,28 @@ UNKNOWN = {
     *("min_tokens", "prompt_logprobs"),
 }
 """Sampling parameters that this engine does not support."""
+GATHER = 0.005
+"""Seconds in which further requests join the first one of a batch: those of a step arrive together."""
+LARGEST_BATCH = 64
 PLAIN = vars(SamplingParams())
 """Default sampling parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Request:
+    """An answer that is waited for."""
+
+    prompt: list[int]
+    params: SamplingParams
+    """With a seed of its own, and as many tokens as there is room for."""
+    answer: "asyncio.Future[Completion]"
+
+    def shares(self, other: "_Request") -> bool:
+        """Tells whether both can be answered in one batch without padding."""
+        alike = replace(self.params, seed=None, max_tokens=0) == replace(
+            other.params, seed=None, max_tokens=0
+        )
+        return alike and len(self.prompt) == len(other.prompt) and not self.params.stop
 
 
 class TransformersEngine:
@@ -59,7 +79,10 @@ class TransformersEngine:
         self.options, self.version = options, 0
         self.device = "cuda" if options.on_gpu else "cpu"
         self.turn = asyncio.Lock()
-        """Lock of the model, held during a request, a probe or a weight update."""
+        """Lock of the model, held during a batch of requests, a probe or a weight update."""
+        self.waiting: list[_Request] = []
+        self.serving: asyncio.Task[None] | None = None
+        """Task that answers the waiting requests; None before the first one."""
         self.num_tokens, self.num_running, self.num_requests = 0, 0, 0
         """Number of sampled tokens; of requests that are being answered; of those and the waiting ones."""
         self.received: dict[str, Tensor] = {}
@@ -94,8 +117,9 @@ class TransformersEngine:
         sampling_params: SamplingParams,
         multi_modal_data: dict | None = None,
     ) -> Completions:
-        """Answers one request. A cancelled request stops at its next token. Raises UsageError for parameters
-        that this engine does not support, and for prompts as long as `max_len`."""
+        """Answers one request. A cancelled one stops at its next token, unless others of its batch go on.
+        Raises UsageError for parameters that this engine does not support, and for prompts as long as
+        `max_len`."""
         length, params = len(prompt_token_ids), vars(sampling_params).items()
         known = PLAIN.keys() - UNKNOWN
         given = [name for name, value in params if name not in known and value != PLAIN.get(name)]
@@ -106,20 +130,55 @@ class TransformersEngine:
                 f"a prompt of {length} tokens leaves no room for an answer in {self.options.max_len} tokens"
             )
             raise UsageError(ErrorCode.TOO_LONG, text)
-        stopped = threading.Event()
-        arguments = list(prompt_token_ids), sampling_params, room, stopped
+        seed = secrets.randbits(62) if sampling_params.seed is None else sampling_params.seed
+        most, loop = min(room, sampling_params.max_tokens or room), asyncio.get_running_loop()
+        asked = [
+            _Request(
+                prompt=list(prompt_token_ids),
+                params=replace(sampling_params, seed=seed + i, max_tokens=most, n=1),
+                answer=loop.create_future(),
+            )
+            for i in range(sampling_params.n)
+        ]
+        self.waiting += asked
         self.num_requests += 1
+        if self.serving is None or self.serving.done():
+            self.serving = asyncio.create_task(self._serve())
         try:
-            async with self.turn:
-                answering = asyncio.create_task(asyncio.to_thread(self._answers, *arguments))
-                try:
-                    return await asyncio.shield(answering)
-                except asyncio.CancelledError:
-                    stopped.set()
-                    await asyncio.wait({answering})  # bounded: one token
-                    raise
+            answers = await asyncio.gather(*(request.answer for request in asked))
         finally:
             self.num_requests -= 1
+        outputs = [replace(answer, index=i) for i, answer in enumerate(answers)]
+        return Completions(prompt_token_ids=list(prompt_token_ids), outputs=outputs)
+
+    async def _serve(self) -> None:
+        """Answers the waiting requests, batch by batch. Cancelled ones are left out, and end a batch if no
+        other request is in it."""
+        await asyncio.sleep(GATHER)
+        while self.waiting:
+            async with self.turn:
+                batch = self._next_batch()
+                self.num_running = len(batch)
+                try:
+                    answers = await asyncio.to_thread(self._answers, batch) if batch else []
+                except Exception as error:
+                    for request in batch:
+                        if not request.answer.done():
+                            request.answer.set_exception(error)
+                else:
+                    for request, answer in zip(batch, answers, strict=True):
+                        if not request.answer.done():
+                            request.answer.set_result(answer)
+                finally:
+                    self.num_running = 0
+
+    def _next_batch(self) -> list[_Request]:
+        waiting = [request for request in self.waiting if not request.answer.done()]
+        first = waiting[:1]
+        alike = [r for r in waiting[1:] if r.shares(waiting[0])][: LARGEST_BATCH - 1]
+        batch = [*first, *alike]
+        self.waiting = [request for request in waiting if request not in batch]
+        return batch
 
     def progress(self) -> tuple[int, bool]:
         return self.num_tokens, self.num_running > 0
@@ -128,21 +187,8 @@ class TransformersEngine:
         running = self.num_running
         return running, max(0, self.num_requests - running)
 
-    def _answers(
-        self, prompt: list[int], params: SamplingParams, room: int, stopped: threading.Event
-    ) -> Completions:
-        seed = secrets.randbits(62) if params.seed is None else params.seed
-        self.num_running += 1
-        try:
-            answers = [self._answer(prompt, params, room, seed + i, stopped) for i in range(params.n)]
-        finally:
-            self.num_running -= 1
-        outputs = [replace(answer, index=i) for i, answer in enumerate(answers)]
-        return Completions(prompt_token_ids=prompt, outputs=outputs)
-
-    def _answer(
-        self, prompt: list[int], params: SamplingParams, room: int, seed: int, stopped: threading.Event
-    ) -> Completion:
+    def _answers(self, batch: Sequence[_Request]) -> list[Completion]:
+        prompt, params = batch[0].prompt, batch[0].params
         ids: list[int] = []
         stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
         own = self.model.config.get_text_config().eos_token_id
@@ -151,26 +197,39 @@ class TransformersEngine:
 
         def sampled(token: int) -> None:
             ids.append(token)
-            self.num_tokens += 1
+            self.num_tokens += len(batch)
 
-        def text() -> str:
-            return decode(self.tokenizer, ids, after=prompt, skip_special_tokens=params.skip_special_tokens)
+        def stop() -> bool:
+            return all(request.answer.cancelled() for request in batch) or any(
+                stop in self._text(prompt, ids, params) for stop in stops
+            )
 
-        (answer,) = generate(
+        generated = generate(
             self.model,
-            [prompt],
-            [seed],
+            [request.prompt for request in batch],
+            [present(request.params.seed) for request in batch],
             replace(
                 params,
-                max_tokens=min(room, params.max_tokens or room),
+                max_tokens=max(present(request.params.max_tokens) for request in batch),
                 stop_token_ids=[*(params.stop_token_ids or ()), *eos],
             ),
-            pad_token_id=0,  # unused: one prompt needs no padding
+            pad_token_id=0,  # unused: equally long prompts need no padding
             on_token=sampled,
-            stop=lambda: stopped.is_set() or any(stop in text() for stop in stops),
+            stop=stop,
             likely=max(count or 0, params.max_kept_tokens) or count,
         )
-        whole, likely = text() if params.detokenize else "", answer.likely
+        return [self._completion(r, answer, stops) for r, answer in zip(batch, generated, strict=True)]
+
+    def _text(self, prompt: list[int], ids: list[int], params: SamplingParams) -> str:
+        return decode(self.tokenizer, ids, after=prompt, skip_special_tokens=params.skip_special_tokens)
+
+    def _completion(self, request: _Request, answer: Generated, stops: Sequence[str]) -> Completion:
+        params = request.params
+        ids, likely = answer.token_ids[: params.max_tokens], answer.likely
+        if likely is not None:
+            likely = likely[: len(ids)]
+        is_cut = len(ids) < len(answer.token_ids)
+        whole = self._text(request.prompt, ids, params) if params.detokenize else ""
         sets = None
         if params.max_kept_tokens and likely is not None:
             sets = kept_sets(likely.ids.int().cpu().numpy(), likely.log_probs.cpu().numpy())
@@ -179,7 +238,7 @@ class TransformersEngine:
             index=0,
             token_ids=ids,
             text=whole[: min(ends)[params.include_stop_str_in_output]] if ends else whole,
-            finish_reason="stop" if ends else answer.finish_reason,
+            finish_reason="stop" if ends else "length" if is_cut else answer.finish_reason,
             logprobs=likely,
             log_probs=None if likely is None else likely.log_probs[:, 0].cpu().numpy(),
             versions=np.array([[self.version, len(ids)]], np.int32),

@@ -1,0 +1,40 @@
+"""PPO with a critic: a value for each action, generalized advantage estimation, several passes over a batch.
+
+    python recipes/ppo_with_critic.py MODEL PROMPTS FOLDER
+
+The loop is that of recipes/grpo.py; `batch` computes values, and `update` trains the critic, too. For a task
+of your own change what recipes/grpo.py names.
+
+High-Dimensional Continuous Control Using Generalized Advantage Estimation, https://arxiv.org/abs/1506.02438
+"""
+
+import sys
+
+from grpo import FLAGS, reward
+
+import openrlhf as rl
+
+WITH_CRITIC = {
+    **FLAGS,
+    "algo.advantage.estimator": "gae",
+    "critic.adam.lr": 1e-3,
+    "critic.lr_scheduler": "constant",
+    "critic.lr_warmup_ratio": 0.0,
+    "train.max_epochs": 2,
+}
+
+
+def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
+    with rl.Run(actor=model, **WITH_CRITIC, **{"ckpt.output_dir": folder}) as run:
+        for questions in run.prompts(prompts, batch_size=16, epochs=100):
+            groups = run.reward(run.sample(questions), reward)
+            metrics = run.update(run.batch(groups))
+            run.sync()
+            run.log(metrics, groups)
+            if run.step == steps:
+                break
+        run.export(folder)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])
