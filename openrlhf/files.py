@@ -87,14 +87,6 @@ def holds_model(folder: str | os.PathLike) -> bool:
     return os.path.isdir(folder) and any(any(Path(folder).glob(pattern)) for pattern in patterns)
 
 
-def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
-    """Prepares a folder for a model, or for an adapter with `adapter`: removes files of the other kind, which
-    loaders would read as part of the new one."""
-    for pattern in MODEL_FILES if adapter else ADAPTER_FILES:
-        for file in Path(folder).glob(pattern):
-            file.unlink()
-
-
 EXPORT = ".export"
 """Folder in which a model is written before its files move to the folder around it."""
 

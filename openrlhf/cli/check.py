@@ -53,8 +53,7 @@ class Check:
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
-        """Prints a title. A ValueError that is raised inside is kept as a problem, which `_verdict` prints,
-        and ends only this part."""
+        """Prints a title. A ValueError inside is kept for `_verdict`, and ends only this part."""
         self.screen.line(f"\n{title}")
         before = len(self.problems)
         try:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,14 +175,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ask(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the answers to all questions, each checked when it is given: from flags, else from the user, or
-    with --yes the defaults."""
-    question = Questions(asks=not options.yes)
+    """Returns checked answers to all questions: from flags, else from the user, or with --yes defaults."""
+    ask_for = partial(question, not options.yes)
     what = options.what
     if not what:
         shown = [f"  {name:<6} {recipe.summary}" for name, recipe in RECIPES.items() if not recipe.settings]
         shown.append(f"  {', '.join(ALGORITHMS)}: rl with this algorithm")
-        what = question("--what", "\n".join([*shown, "What do you want to train?"]), "", _recipe)
+        what = ask_for("--what", "\n".join([*shown, "What do you want to train?"]), "", _recipe)
     recipe = RECIPES[what]
     asked: dict[str, tuple[str, str, Callable[[str], Any]]] = {
         "model": ("Which model (a Hugging Face name, or a folder)?", "", _model),
@@ -201,38 +201,31 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
     for name, (text, default, check) in asked.items():
         if name not in answers:
             default = str(gpus_here()) if name == "gpus" else default
-            answers[name] = question(f"--{name}", text, default, check)
+            answers[name] = ask_for(f"--{name}", text, default, check)
     data, row = answers.pop("data")
     return {"what": what, "data": data, "row": row, "reward": ""} | answers
 
 
-class Questions:
-    """Asks the user on the terminal."""
-
-    def __init__(self, *, asks: bool) -> None:
-        """`asks`: False takes the defaults without asking."""
-        self._asks = asks
-
-    def __call__(self, flag: str, text: str, default: str, check: Callable[[str], Any]) -> Any:
-        """Returns the checked answer. On a terminal a wrong one is told and asked for again; elsewhere, where
-        the next line answers the next question, it raises UsageError, as does a question without answer and
-        default."""
-        while self._asks:
-            try:
-                answer = input(f"{text} [{default}] " if default else f"{text} ").strip()
-            except EOFError:
-                print()
-                break
-            try:
-                if answer or default:
-                    return check(answer or default)
-            except UsageError as error:
-                if not sys.stdin.isatty():
-                    raise
-                print(f"  {readable(' '.join(describe(error).split()))}")
-        if default:
-            return check(default)
-        raise UsageError(ErrorCode.MISSING_FLAG, "required, but not set", flag=flag)
+def question(asks: bool, flag: str, text: str, default: str, check: Callable[[str], Any]) -> Any:
+    """Returns the user's checked answer, or without `asks` the default. On a terminal a wrong one is told and
+    asked for again; elsewhere, where the next line answers the next question, it raises UsageError, as does
+    a question without answer and default."""
+    while asks:
+        try:
+            answer = input(f"{text} [{default}] " if default else f"{text} ").strip()
+        except EOFError:
+            print()
+            break
+        try:
+            if answer or default:
+                return check(answer or default)
+        except UsageError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"  {readable(' '.join(describe(error).split()))}")
+    if default:
+        return check(default)
+    raise UsageError(ErrorCode.MISSING_FLAG, "required, but not set", flag=flag)
 
 
 def _named(answer: str) -> str:

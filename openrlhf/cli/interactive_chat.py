@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING
 
 from openrlhf.cli.arguments import fitting_lengths
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from openrlhf.backends.rollout import AnswerStream
     from openrlhf.data.conversation import Conversation
 
+_lengths = partial(fitting_lengths, flag=MODEL_FLAG, keys=["data.max_len"])
 HELP = "type clear to start a new conversation, exit or Ctrl-D to quit; Ctrl-C stops an answer"
 
 
@@ -29,10 +31,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         invocation = parse(CHAT, argv, resolve=_lengths)
         run(invocation.config, invocation.explicit)
-
-
-def _lengths(config: ChatConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
-    return fitting_lengths(config, explicit, config.model.model_name_or_path, MODEL_FLAG, "data.max_len")
 
 
 def run(config: ChatConfig, explicit: Explicit) -> None:

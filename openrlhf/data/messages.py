@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 MARK = "\u241fanswer\u241f"
 """Placeholder of a text in a rendered conversation."""
-
-
 SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT."""
 
 
 def with_role(message: Any) -> Any:
-    """Returns a message in ShareGPT's form, {"from": "human", "value": ...}, with a role and a content;
-    others as they are."""
+    """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content; else itself."""
     sender = message.get("from") if isinstance(message, dict) and not message.get("role") else None
     if not isinstance(sender, str) or sender not in SENDERS:
         return message

@@ -144,8 +144,7 @@ def check_columns(
 
 
 def first_row(spec: str, *, flag: str, split: str = "train") -> Row | None:
-    """Returns the first row that `spec` names; None for a name on the hub. Reads as little as
-    `check_columns`, and raises the same."""
+    """Returns the first row that `spec` names; None for a name on the hub. Raises like `check_columns`."""
     read = lambda file: (READERS[".parquet"] if file.path.suffix == ".parquet" else peek)(file, "error")
     for part in _heads(spec, flag, split, read):
         _check_columns_exist(part, len(part.rows), flag, {})

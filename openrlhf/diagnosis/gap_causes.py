@@ -138,8 +138,7 @@ class Examined:
 
     @cached_property
     def expected(self) -> np.ndarray:
-        """Log-probs that both sides should have, (2, A): recomputed ones, or the trainer's own if its weights
-        are not available."""
+        """Log-probs that both sides should have, (2, A): recomputed, or without weights the trainer's."""
         if not self.is_trainers:
             return np.array([self.trainer] * 2)
         return np.array([self.over(self.support), self.over(self.support if self.keeps_support else None)])
@@ -149,8 +148,7 @@ class Examined:
         return float(np.abs(self.trainer - self.sampler).mean())
 
     def left(self, cases: np.ndarray) -> float:
-        """Returns the fraction of the gap that remains if both sides have the log-probs of one of `cases`,
-        (N, 2, A)."""
+        """Returns the fraction of the gap that remains if both sides are as in one of `cases`, (N, 2, A)."""
         far = np.abs(np.array([self.sampler, self.trainer]) - cases)
         return float(far.mean(-1).sum(-1).min()) / self.size
 

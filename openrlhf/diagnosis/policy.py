@@ -1,5 +1,4 @@
-"""Finds problems of the policy (a destroyed policy, entropy collapse, truncated answers), a rising loss, and
-the run's own warnings."""
+"""Finds problems of the policy, such as entropy collapse, a rising loss, and the run's own warnings."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet

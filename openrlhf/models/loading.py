@@ -96,8 +96,7 @@ def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False)
 
 
 def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
-    """Builds the model from its configuration on torch's meta device. Raises UsageError for sizes that no
-    model can have."""
+    """Builds the model on torch's meta device. Raises UsageError for sizes that no model can have."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     config = load_config(path, flag)
     with loading("model", path, flag, (RuntimeError,)), torch.device("meta"):

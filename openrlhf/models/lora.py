@@ -162,8 +162,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
 
 @torch.no_grad()
 def merge_rounded(model: nn.Module) -> Merge:
-    """Merges peft's adapters into the layers below them, one layer at a time in float32, and rounds the
-    result to the layer's dtype."""
+    """Merges peft's adapters into the layers below them, in float32, and rounds to the layers' dtypes."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merge = Merge()

@@ -70,8 +70,7 @@ def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:
 
 
 def eight_bit(folder: str | Path) -> str:
-    """Returns the type of 8 bits of a tensor in a local model's readable safetensors files; "" without
-    one."""
+    """Returns the type of a tensor of 8 bits in a local model's safetensors files; "" without one."""
     for file in Path(folder).glob("[!.]*.safetensors"):
         with suppress(OSError, *UNREADABLE):
             for about in _header(file)[1]:

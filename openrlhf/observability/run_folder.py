@@ -123,8 +123,7 @@ class RunFolder:
         return self.path / "rollouts"
 
     def read(self, name: str, parse: Callable[[str], Any] = str) -> Any:
-        """Returns what `parse` makes of the text of a file, which is "" if there is none. Raises UsageError
-        if the file is unreadable."""
+        """Returns what `parse` makes of a file's text, "" without one. Raises UsageError if unreadable."""
         path = self.path / name
         if not os.path.lexists(path):
             return parse("")
@@ -251,8 +250,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file of metrics or warnings; none without the file. Raises UsageError with file
-    and number for a row without a step."""
+    """Yields the rows of a file; none without the file. Raises UsageError for a row without a step."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for number, row in enumerate(read_jsonl(path), start=1):
             if type(row.get("step")) is not int:

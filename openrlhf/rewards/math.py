@@ -37,8 +37,7 @@ def grade_answer(prediction: str | None, truth: str) -> bool:
 
 
 def final_answer(label: str) -> str:
-    r"""Returns the answer in a label: what follows the last ####, as in GSM8K, else the content of the last
-    \boxed{...}, else the label."""
+    r"""Returns a label's answer: after the last ####, as in GSM8K, else the last \boxed{...}, else all."""
     _, mark, answer = label.rpartition("####")
     return answer.strip() if mark else extract_boxed_answer(label) or label.strip()
 

@@ -260,8 +260,7 @@ def _call(
     labels: list[Any],
     runner: asyncio.Runner,
 ) -> Any:
-    """Calls the function. Returns the rewards, a WrongNumber, or the message of another error, because it may
-    not be picklable."""
+    """Calls the function. Returns rewards, a WrongNumber, or another error's message, which is picklable."""
     try:
         with _forks_end():
             answer = function(queries, prompts, labels)

@@ -38,9 +38,8 @@ from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
 AssignCredit = Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]]
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
-"""`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number. A weight of
-0.02 has neighbours 1e-4 away in bf16, and the sum of a layer's output and that of a small adapter is rounded
-to the former."""
+"""`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of
+0.02 has neighbours 1e-4 away in bf16, and a small adapter's output is lost beside a layer's."""
 MADE_UP = "made-up samples"
 """Name of the samples of `made_up_samples` in errors."""
 

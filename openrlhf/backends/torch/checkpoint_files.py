@@ -1,5 +1,4 @@
-"""Makes torch.distributed.checkpoint write its files with a `CheckpointWriter`, and unpickle only known
-types and tensors."""
+"""Makes torch.distributed.checkpoint write files with a `CheckpointWriter`, and unpickle only known types."""
 
 import os
 import pickle
