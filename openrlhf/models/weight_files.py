@@ -30,18 +30,19 @@ def _damages(place: Path) -> Iterator[str]:
     files, index = sorted(place.glob("[!.]*.safetensors")), place / "model.safetensors.index.json"
     for file in files or sorted(place.glob("pytorch_model*.bin")):
         try:
-            size, expected = file.stat().st_size, None
             if file.suffix == ".bin":
                 torch.load(file, map_location="meta", weights_only=True)
-            elif (expected := _expected_bytes(file)) is None:
-                yield f"{file.name} has an unreadable header"
-            elif size != expected:
-                yield f"{file.name} has {size:,} bytes instead of {expected:,}"
+            else:
+                length, tensors = _header(file)
+                expected = 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
+                if (size := file.stat().st_size) != expected:
+                    yield f"{file.name} has {size:,} bytes instead of {expected:,}"
         except OSError as error:
             yield f"{file.name} cannot be read: {error.strerror}"
         except Exception as error:  # a damaged pickle can raise any error
             reason = next((x.strip() for x in str(error).splitlines() if "GLOBAL" in x), first_line(error))
-            yield f"{file.name} is damaged, or holds objects that could run code: {reason[:200]}"
+            pickled = f"is damaged, or holds objects that could run code: {reason[:200]}"
+            yield f"{file.name} {pickled if file.suffix == '.bin' else 'has an unreadable header'}"
     try:
         listed = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ()
         missing = [name for name in sorted(set(listed)) if not (place / name).exists()]
@@ -49,15 +50,6 @@ def _damages(place: Path) -> Iterator[str]:
         yield f"{index.name} cannot be read, or lists no weights"
     else:
         yield from (f"{index.name} lists {name}, which is missing" for name in missing)
-
-
-def _expected_bytes(file: Path) -> int | None:
-    """Returns the size of the file by its header; None if the header cannot be read."""
-    try:
-        length, tensors = _header(file)
-        return 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
-    except UNREADABLE:
-        return None
 
 
 def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:

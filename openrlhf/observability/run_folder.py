@@ -58,11 +58,6 @@ LABEL_FORM = "label_is_json"
 """Column that says whether a label is JSON or text."""
 
 
-DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
-DAMAGED += (ArithmeticError, RecursionError, yaml.YAMLError)
-"""Errors of reading a file whose content is not what a run writes."""
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises UsageError with the path of a file of a run that is no regular file or closed, or whose content
@@ -71,9 +66,9 @@ def reading(path: Path) -> Iterator[None]:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is no regular file")
         yield
-    except (FileNotFoundError, NotADirectoryError, UsageError):
+    except (FileNotFoundError, NotADirectoryError, MemoryError, UsageError):
         raise
-    except DAMAGED as error:
+    except Exception as error:  # damaged content can raise any error
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         text = f"cannot be read: {reason}. Repair it, or move it away to read the rest of the run."
         raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error
