@@ -53,8 +53,8 @@ def fitting_lengths(
 
 
 def _context_of(path: str, flag: str) -> int | None:
-    """Returns the model's maximum length in tokens; None if it has none. Imports transformers, which takes
-    seconds, only if config.json alone does not tell."""
+    """Returns the model's maximum length; None without one. Imports transformers only if config.json does
+    not tell."""
     settings = config_json(path)
     text = settings.get("text_config") or settings
     room = text.get("max_position_embeddings")

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.cli.batch_inference import check_answering_model, load_answering_model, sampling_params_of
@@ -43,7 +43,7 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
     from openrlhf.models.loading import tell_stops
 
     tokenizer = load_tokenizer_of(config)
-    config = _with_template(config, explicit, tokenizer)
+    config = _with_template(config, explicit, tokenizer.chat_template)
     tell_stops(config, tokenizer)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
@@ -57,12 +57,10 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
                 _answer(config, tokenizer, model, conversation, message)
 
 
-def _with_template(
-    config: ChatConfig, explicit: Explicit, tokenizer: "PreTrainedTokenizerBase"
-) -> ChatConfig:
+def _with_template(config: ChatConfig, explicit: Explicit, template: Any) -> ChatConfig:
     """Turns the tokenizer's chat template on if no flag says how messages become text."""
     flag = "data.apply_chat_template"
-    if flag in explicit or "data.input_template" in explicit or not tokenizer.chat_template:
+    if flag in explicit or "data.input_template" in explicit or not template:
         return config
     model = config.model.model_name_or_path
     notify(f"note: messages are in the chat template of {model}; --{flag} false leaves it out")

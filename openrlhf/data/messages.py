@@ -73,19 +73,16 @@ def calls_of(message: Message) -> list[dict[str, Any]]:
 def render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, tools: Any = None, **options: Any
 ) -> str:
-    """Applies the chat template to messages without nulls. In OpenAI's format arguments of calls are JSON
-    text and contents may be lists of parts: the template gets what it can read. Raises ValueError for a part
-    that it cannot read, and whatever the template raises."""
+    """Applies the chat template to messages without nulls, with arguments of calls and parts of contents in a
+    form that it reads. Raises ValueError for a part that it cannot read, and whatever it raises."""
     form = reads(tokenizer, str(tokenizer.chat_template))
-    fitted, clock = [_fitted(message, form) for message in messages], Calendar.today.strftime
-    return str(
-        tokenizer.apply_chat_template(fitted, tools=tools, tokenize=False, strftime_now=clock, **options)
-    )
+    fitted = [_fitted(message, form) for message in messages]
+    options |= {"tools": tools, "tokenize": False, "strftime_now": Calendar.today.strftime}
+    return str(tokenizer.apply_chat_template(fitted, **options))
 
 
 class Reads(NamedTuple):
-    """Whether a chat template reads tools, and what others would write as Python does: parts, objects as
-    arguments of calls, null as a content."""
+    """Whether a chat template reads tools, parts, objects as arguments of calls, and null as a content."""
 
     tools: bool
     parts: bool

@@ -117,9 +117,8 @@ def tools_of(row: Row, key: str | None) -> Tools | None:
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(
-            f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
-        )
+        text = f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
+        raise BadRow(text)
     return without_nulls(tools)
 
 
@@ -212,9 +211,9 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 @cache
 def _find_ending(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
-    """Returns the text behind the last answer: the end of its turn, and the header of another answer if the
-    template (the tokenizer's) writes one that is not asked for. The end also stands between an answer and a
-    question, before the header of a question. Raises UsageError if end and header cannot be told apart."""
+    """Returns the end of the last answer's turn, and the header of another answer if the template writes one
+    unasked. The end also stands between an answer and the header of a question. Raises UsageError if end and
+    header cannot be told apart."""
     turns = zip(("user", "assistant", "user"), _MARKS, strict=True)
     talk = [{"role": role, "content": mark} for role, mark in turns]
     try:

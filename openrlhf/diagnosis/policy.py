@@ -142,8 +142,7 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
-    """Yields a finding for each health rule that fired. Leaves out rules that are explained by one of
-    `causes`, the causes that other checks found, or by success."""
+    """Yields a finding for each health rule that fired and that neither `causes` nor success explain."""
     explained = health.SURE if succeeds(run.numbers) else set()
     for rule in (rule for rule in health.RULES if rule.metric not in explained):
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]

@@ -60,8 +60,8 @@ LABEL_FORM = "label_is_json"
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises UsageError with the path of a file of a run that is no regular file or closed, or whose content
-    raises an error inside. A missing file's error is passed on."""
+    """Raises UsageError for a file of a run that cannot be read or whose content raises an error inside.
+    A missing file's error is passed on."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is no regular file")

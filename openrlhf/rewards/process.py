@@ -130,8 +130,7 @@ class RewardProcess:
         return process.exitcode
 
     async def ready(self) -> None:
-        """Starts the process if needed, and waits until it takes calls. Raises RewardError if the import
-        fails, and ImportTimeout if it does not end."""
+        """Starts the process if needed, and waits for its import. Raises RewardError or ImportTimeout."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
@@ -220,15 +219,15 @@ def _forks_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if os.getpid() == process:
+            raise
         status = error.code if isinstance(error, SystemExit) else 1
-        if os.getpid() != process and not isinstance(error, SystemExit):
+        if not isinstance(error, SystemExit):
             traceback.print_exc()
-        raise
-    finally:
-        if os.getpid() != process:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status & 0xFF if isinstance(status, int) else status is not None)
+    if os.getpid() != process:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status & 0xFF if isinstance(status, int) else status is not None)
 
 
 def _die_with_parent() -> None:
