@@ -75,14 +75,13 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
+MODEL_FILES += ("adapter_config.json", "adapter_model.*")
 """Patterns of the files that transformers writes for a model, and peft for an adapter."""
 
 
 def holds_model(folder: str | os.PathLike) -> bool:
     """Tells whether a folder has files of a model or an adapter."""
-    patterns = (*MODEL_FILES, *ADAPTER_FILES)
-    return os.path.isdir(folder) and any(any(Path(folder).glob(pattern)) for pattern in patterns)
+    return os.path.isdir(folder) and any(any(Path(folder).glob(pattern)) for pattern in MODEL_FILES)
 
 
 EXPORT = ".export"
@@ -103,7 +102,7 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
             file.chmod(made.stat().st_mode & 0o666)  # as the umask says: safetensors shuts others out
         _flush(made)
         fault("export.before_move")
-        for pattern in (*MODEL_FILES, *ADAPTER_FILES):
+        for pattern in MODEL_FILES:
             for file in place.glob(pattern):
                 if not (made / file.name).exists():
                     file.unlink()

@@ -350,8 +350,7 @@ class DeepSpeedConfig:
 
     @property
     def attention(self) -> str:
-        """Attention of models, by its name in transformers. With sequence parallelism, auto replaces flash
-        attention."""
+        """Attention of models, as transformers names it. Sequence parallelism replaces flash attention."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
         return "auto" if shared else self.attn_implementation
 

@@ -1,8 +1,5 @@
-"""Conversations and tools as chat templates read them: those of rows and of agents' requests.
-
-A table gives each object the keys of all its rows, with null for those that the row lacks. So that a row has
-the same tokens in every format, keys that are null are left out, whatever the format.
-"""
+"""Conversations and tools as chat templates read them: those of rows and of agents' requests. Keys that are
+null are left out, because a table gives each object the keys of all its rows, with null for the others."""
 
 import json
 import re

@@ -125,8 +125,8 @@ def tools_of(row: Row, key: str | None) -> Tools | None:
 def joined(
     prompt: list[Message], answer: list[Message], prompt_key: str, answer_key: str, remedy: str
 ) -> list[Message]:
-    """Returns the messages of two columns as one conversation. Raises BadRow if the answer repeats the end of
-    the prompt, apart from white space, or if both are turns of the assistant."""
+    """Joins the messages of two columns. Raises BadRow if the second repeats the end of the first, apart from
+    white space, or if both are turns of the assistant."""
     plain = lambda content: content if (text := text_of(content)) is None else text
     squeezed = lambda m: (m["role"], "".join(str(plain(m.get("content"))).split()), calls_of(m))
     ours, theirs = [*map(squeezed, prompt)], [*map(squeezed, answer)]

@@ -115,9 +115,8 @@ class Examined:
         return log_probs(self.logits, self.targets, self.temperature, support)
 
     def either(self, logits: Tensor | None = None, temperature: float | None = None) -> np.ndarray:
-        """Returns the log-probs of sampler and trainer, (2, 2, A), if the sampler has these logits and this
-        temperature, and if the trainer has them. A trainer that normalises over the recorded support takes
-        over what the sampler made of it."""
+        """Returns the log-probs of both sides, (2, 2, A), if the sampler has these logits and temperature, or
+        if the trainer has them. A trainer over the recorded support takes over the sampler's."""
         changed = self.logits if logits is None else logits, temperature or self.temperature
         support = self.support_of(*changed)
         lp = lambda of: log_probs(changed[0], self.targets, changed[1], of)

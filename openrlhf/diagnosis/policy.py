@@ -10,7 +10,6 @@ from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
 from openrlhf.observability import health
-from openrlhf.observability.health import Rule, succeeds
 from openrlhf.observability.selection import evenly
 
 COLLAPSED = 0.02
@@ -51,7 +50,7 @@ def _signs(run: RunRecord) -> Iterator[Finding]:
             found.setdefault(sign.cause, (row["step"], sign))
     supervised = () if run.names("rollout/") else run.names("")
     losses = [run.series(name) for name in supervised if name.endswith("/loss")]
-    recovered = succeeds(run.numbers) or any(s.end < first for s in losses for first in s.values[:1])
+    recovered = health.succeeds(run.numbers) or any(s.end < first for s in losses for first in s.values[:1])
     for step, (cause, title, evidence, remedy) in found.values():
         if cause == "missing-template" or (cause == "destroyed-model" and not recovered):
             shown = (f"step {step:.0f}: {evidence}",)
@@ -66,7 +65,7 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
     if len(entropy) < 2:
         return
     start, end = float(entropy.values[0]), entropy.last(max(1, len(entropy) // 10))
-    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED or succeeds(run.numbers):
+    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED or health.succeeds(run.numbers):
         return  # the entropy of a policy that succeeds falls too
     first = next(i for i, value in enumerate(entropy.values) if value < max(COLLAPSED, LOST * start))
     duplicates = run.series("rollout/duplicate_ratio")
@@ -143,14 +142,14 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
     """Yields a finding for each health rule that fired and that neither `causes` nor success explain."""
-    explained = health.SURE if succeeds(run.numbers) else set()
+    explained = health.SURE if health.succeeds(run.numbers) else set()
     for rule in (rule for rule in health.RULES if rule.metric not in explained):
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
         if fired and EXPLAINED_BY.get(rule.metric) not in causes:
             yield _of_rule(run, rule, fired)
 
 
-def _of_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
+def _of_rule(run: RunRecord, rule: health.Rule, fired: list[int]) -> Finding:
     series = run.series(rule.metric)
     still = len(series) > 0 and rule.holds(float(series.values[-1]))
     evidence = [f"warned at step {', '.join(map(str, fired[:5]))}: {rule.condition}"]

@@ -208,7 +208,7 @@ def check_nf4(model: PreTrainedModel) -> None:
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     states = {w.shape[-1]: w for p in model.parameters() if (w := getattr(p, "quant_state", None))}
-    errors: dict[int, float] = {}
+    wrong: dict[int, float] = {}
     for size, state in states.items():
         random = torch.randn(128, size, generator=torch.Generator().manual_seed(0))
         weight = random.to(state.absmax.device, state.dtype)
@@ -216,10 +216,10 @@ def check_nf4(model: PreTrainedModel) -> None:
             weight, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
         )
         change = dequantize_4bit(packed, of_packed).float() - weight.float()
-        errors[size] = float(change.norm() / weight.float().norm())
-    wrong = [(size, error) for size, error in sorted(errors.items()) if not error < NF4_ERROR]
+        if not (error := float(change.norm() / weight.float().norm())) < NF4_ERROR:
+            wrong[size] = error
     if wrong:
-        sizes = ", ".join(f"{size} inputs (relative error {error:.2f})" for size, error in wrong)
+        sizes = ", ".join(f"{size} inputs (relative error {e:.2f})" for size, e in sorted(wrong.items()))
         text = (
             f"bitsandbytes computes wrong 4-bit weights on this machine for layers of {sizes}, where NF4 has "
             "0.09.\nUse a GPU, a model whose sizes are multiples of 64, or remove the flag."
@@ -436,8 +436,7 @@ def _check_counts(settings: Mapping[str, Any]) -> None:
 
 
 def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
-    """Like `load_config`. Raises UsageError for a model whose files are quantized: its weights could neither
-    be trained nor be saved in its format."""
+    """Like `load_config`. Raises UsageError for quantized files, whose weights cannot be trained or saved."""
     config = load_config(path, flag)
     parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config())]
     names = [part.get("quant_method", part) for part in parts if part]

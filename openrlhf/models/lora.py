@@ -75,8 +75,7 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Merge:
-    """The fraction of the adapters' change of the weights that is left after rounding the merged weights:
-    <merged - base, change> / <change, change> over all merged layers."""
+    """The fraction of the adapters' change left by rounding: <merged - base, change> / <change, change>."""
 
     wanted: Tensor | float = 0.0
     kept: Tensor | float = 0.0

@@ -126,14 +126,9 @@ class RunFolder:
             return parse(read_small(path).decode(errors="replace"))
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the tree of config.yaml; {} if there is no such file. Raises UsageError if it is not
-        YAML."""
+        """Returns the tree of config.yaml; {} without one. Raises UsageError if it is not YAML."""
         tree = self.read("config.yaml", yaml.safe_load)
         return tree if isinstance(tree, dict) else {}
-
-    def read_warnings(self) -> list[dict[str, Any]]:
-        """Returns the rows of health.jsonl; none without the file."""
-        return [*read_steps(self.health_path)]
 
     def check_metrics(self) -> None:
         """Raises UsageError if the folder has no metrics.jsonl."""

@@ -43,10 +43,9 @@ def final_answer(label: str) -> str:
 
 
 def grade_response(response: str, label: str) -> bool:
-    r"""Returns True if the final answer of a whole response equals that of a label. The final answer of a
-    response is its last \boxed{...}. Without one it is, for a label with a digit, the number or formula that
-    math-verify finds: after "answer is", or the last one. For other labels the response must end with the
-    label, in upper or lower case. Call this where `grade_answer` may be called."""
+    r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
+    a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
+    else its end, in upper or lower case. Call this where `grade_answer` may be called."""
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth)

@@ -213,8 +213,7 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memo
 
 @contextmanager
 def _forks_end() -> Iterator[None]:
-    """Ends a process that users' code forks when it leaves that code, as a script's would end. It must not
-    answer in the place of the process that was asked."""
+    """Ends a process that users' code forks when it leaves that code: only the one asked must answer."""
     process, status = os.getpid(), None
     try:
         yield
