@@ -72,7 +72,7 @@ class AnswerColumns:
         if self.output_key is not None:
             first += 1
             answer = as_messages(value_of(row, self.output_key, str, list), role="assistant")
-            remedy = "remove --data.output_key to learn the last message of --data.input_key."
+            remedy = "name a column with whole conversations by --data.input_key, without --data.output_key."
             messages = joined(messages, answer, self.input_key, self.output_key, remedy)
         if self.images is not None:
             messages = self.images.place(row, messages)

@@ -218,15 +218,15 @@ def _forks_end() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if os.getpid() == process:
-            raise
         status = error.code if isinstance(error, SystemExit) else 1
-        if not isinstance(error, SystemExit):
+        if os.getpid() != process and not isinstance(error, SystemExit):
             traceback.print_exc()
-    if os.getpid() != process:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status & 0xFF if isinstance(status, int) else status is not None)
+        raise
+    finally:
+        if os.getpid() != process:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status & 0xFF if isinstance(status, int) else status is not None)
 
 
 def _die_with_parent() -> None:
