@@ -7,6 +7,7 @@ with a verifier as the only reward then teaches it that reasoning pays."""
 import argparse
 import os
 import shlex
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,7 +139,9 @@ def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
 def _words(folder: Path, command: str, flags: str) -> list[str]:
     """Prints a command as a shell reads it, and returns its arguments. `flags`: with paths in `folder`."""
     words = shlex.split(flags.replace(str(folder), shlex.quote(str(folder))))
-    print("$", shlex.join(["openrlhf", command, *words]), flush=True)
+    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in ("openrlhf", command, *words))
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    print("$ " + " \\\n    ".join(lines).replace("\0", " "), flush=True)
     return words
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -198,13 +199,10 @@ def keep_nf4(model: PreTrainedModel) -> None:
         check_nf4(model)
 
 
-NF4_ERROR = 0.1
-"""Largest relative error of normal numbers in NF4; that of blocks of 64 is 0.092, of 128 it is 0.096."""
-
-
 def check_nf4(model: PreTrainedModel) -> None:
     """Raises UsageError if bitsandbytes computes wrong 4-bit weights for a layer's input size on this
-    machine, as its kernel for CPUs with AVX-512 does for some. Tries random weights of each size."""
+    machine, as its kernel for CPUs with AVX-512 does for some. Compares random weights of each input size
+    with an NF4 of our own."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     states = {w.shape[-1]: w for p in model.parameters() if (w := getattr(p, "quant_state", None))}
@@ -215,9 +213,10 @@ def check_nf4(model: PreTrainedModel) -> None:
         packed, of_packed = quantize_4bit(
             weight, blocksize=state.blocksize, quant_type=state.quant_type, compress_statistics=state.nested
         )
-        change = dequantize_4bit(packed, of_packed).float() - weight.float()
-        if not (error := float(change.norm() / weight.float().norm())) < NF4_ERROR:
-            wrong[size] = error
+        weight, found = weight.float(), dequantize_4bit(packed, of_packed).float()
+        right = nf4_of(weight, state.blocksize)
+        if not (found - right).norm() < 0.5 * (right - weight).norm():
+            wrong[size] = float((found - weight).norm() / weight.norm())
     if wrong:
         sizes = ", ".join(f"{size} inputs (relative error {e:.2f})" for size, e in sorted(wrong.items()))
         text = (
@@ -225,6 +224,17 @@ def check_nf4(model: PreTrainedModel) -> None:
             "0.09.\nUse a GPU, a model whose sizes are multiples of 64, or remove the flag."
         )
         raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.load_in_4bit")
+
+
+def nf4_of(weight: torch.Tensor, blocksize: int) -> torch.Tensor:
+    """Returns a float32 weight rounded to NF4 (https://arxiv.org/abs/2305.14314, appendix E): quantiles of
+    the normal distribution, scaled to the largest absolute value of each block."""
+    quantiles = lambda n: torch.special.ndtri(torch.linspace(0.9677083, 0.5, n, dtype=torch.float64)[:-1])
+    code = torch.cat([-quantiles(8), torch.zeros(1), quantiles(9).flip(0)]).to(weight) / quantiles(9).max()
+    blocks = nn.functional.pad(weight.flatten(), (0, -weight.numel() % blocksize)).view(-1, blocksize)
+    scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-30)
+    rounded = code[torch.bucketize(blocks / scale, (code[1:] + code[:-1]) / 2)] * scale
+    return rounded.flatten()[: weight.numel()].view_as(weight)
 
 
 def load_tokenizer(

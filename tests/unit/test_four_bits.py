@@ -14,7 +14,7 @@ from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator
+from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, nf4_of
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 
@@ -128,6 +128,23 @@ def test_its_package_must_be_there(command, flags: list[str], monkeypatch, capsy
     with pytest.raises(SystemExit):
         parse(command, [*flags, "--ds.load_in_4bit"])
     assert 'pip install "openrlhf[qlora]"' in capsys.readouterr().err
+
+
+CODE = [
+    *(-1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.09105004, 0.0),
+    *(0.0795803, 0.1609302, 0.24611230, 0.33791524, 0.44070983, 0.56261700, 0.72295684, 1.0),
+]
+"""The values that the paper lists."""
+
+
+def test_our_own_nf4() -> None:
+    """Two blocks with other scales, and one that is not full."""
+    weight = torch.tensor([*CODE, *(3 * value for value in CODE), 0.5, -0.1])
+    assert torch.allclose(
+        nf4_of(weight, 16), torch.tensor([*CODE, *(3 * v for v in CODE), 0.5, -0.5 * 0.18477343])
+    )
+    middle = torch.tensor([1.0, 0.5, 0.51])  # 0.5 is nearer to 0.4407, and 0.51 to 0.5626
+    assert nf4_of(middle, 64).tolist() == pytest.approx([1.0, CODE[12], CODE[13]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
