@@ -39,6 +39,7 @@ from openrlhf.training.start import (
     choose_checkpoint,
     continuing,
     day_of,
+    fork_run,
     grace_of,
     lock_folders,
     move_old_checkpoints,
@@ -128,7 +129,9 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, _origin(config, data) if config.ckpt.is_used else None)
             lock_folders(config, checkpoints, held)
-            check_space(config, checkpoints, len(prompts_of_steps(config, len(data.prompts))))
+            total_steps = len(prompts_of_steps(config, len(data.prompts)))
+            check_space(config, checkpoints, total_steps)
+            fork_run(config, checkpoints, total_steps)
             tag = choose_checkpoint(config, checkpoints)
             train(config, argv, layout, places, data, checkpoints, tag, clock)
     finally:
@@ -341,7 +344,8 @@ def build_trainer(
         config.run_dir,
         config_yaml=to_yaml(config),
         argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
-        resume=tag is not None,
+        resume=tag is not None and not checkpoints.has_forked,
+        fork=checkpoints.fork,
     )
     restored = None
     if tag is not None:

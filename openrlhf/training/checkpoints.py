@@ -52,7 +52,7 @@ BEST = "best_"
 COPY = "_hf"
 """Suffix of the Hugging Face copies that `ckpt.save_hf` writes to the checkpoint folder."""
 _TAG = re.compile(r"global_step\d+")
-_NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
+NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
 """Tags that the file LATEST may name."""
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
@@ -79,13 +79,21 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.ckpt, self.origin = Path(path), ckpt, origin
         self.folders = (self.path, *map(Path, others))
+        self.fork: dict[str, Any] | None = None
+        """The record of the fork by which this run began (fork.py); None if it began otherwise."""
+        self.has_forked = False
+        """True if this start made the fork."""
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
-    def find(self) -> "Found":
+    def find(self, tag: str | None = None) -> "Found":
         """Finds the checkpoint to resume from: the one that LATEST names, or else the newest. Damaged ones
-        are skipped. With `ckpt.verify` full, the hash of every file is compared."""
+        are skipped. With `ckpt.verify` full, the hash of every file is compared. `tag`: the only one to look
+        at."""
+        if tag is not None:
+            reason = self._damage(tag)
+            return Found(None if reason else tag, [f"{tag}: {reason}"] if reason else [])
         names, skipped = self._tags_of_pointers()
-        others = sorted(self._complete() - set(names), key=_step, reverse=True)
+        others = sorted(self._complete() - set(names), key=step_of, reverse=True)
         for tag in [*names, *others]:
             if (reason := self._damage(tag)) is None:
                 return Found(tag, skipped)
@@ -94,17 +102,32 @@ class CheckpointFolder:
 
     def run_name(self) -> str | None:
         """Returns the name of the run that wrote the newest checkpoint; None if it is not recorded."""
-        tags = self._tags_of_pointers()[0] or sorted(self._complete(), key=_step, reverse=True)
         try:
-            return self._saved(tags[0])["origin"].flags.get("logger.wandb.run_name")
-        except (IndexError, KeyError, ValueError):  # no checkpoint, an old one, or damage that `find` reports
+            return self.saved(self.newest() or "")["origin"].flags.get("logger.wandb.run_name")
+        except (KeyError, ValueError):  # no checkpoint, an old one, or damage that `find` reports
             return None
+
+    def newest(self) -> str | None:
+        """Returns the tag of the newest checkpoint, damaged or not; None without any."""
+        return next(iter(self._tags_of_pointers()[0]), None) or max(
+            self._complete(), key=step_of, default=None
+        )
+
+    @property
+    def data_from(self) -> int:
+        """Step at which the data began at its first row; 0 unless a fork changed them."""
+        return self.fork["data_from"] if self.fork else 0
+
+    def changed_at(self, step: int) -> list[str] | None:
+        """Returns the flags that the fork at this step changed; None if the run did not fork there."""
+        at = self.fork if self.fork and self.fork["step"] == step else None
+        return [change["flag"] for change in at["changed"]] if at else None
 
     def choose(self, found: "Found | None" = None) -> tuple[str | None, list[str]]:
         """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
         `found`: the result of `find`, if another rank has called it. Raises UsageError if all checkpoints are
         damaged, or if the checkpoint belongs to a run that this one cannot continue."""
-        if not self.ckpt.load_enable:
+        if not self.ckpt.loads:
             return None, self._found()
         tag, skipped = found or self.find()
         if tag is None and skipped:
@@ -118,8 +141,9 @@ class CheckpointFolder:
             )
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
-        resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
-        origin = self._saved(tag).get("origin")
+        resuming = f"resuming from {self.path / tag}: step {step_of(tag)}, written {self._written(tag)}"
+        saved = self.saved(tag)
+        origin, self.fork = saved.get("origin"), saved.get("fork")
         if origin is None:
             unknown = "an older release wrote it: it records no flags and models, so they are not compared"
             return tag, [resuming, unknown]
@@ -145,10 +169,9 @@ class CheckpointFolder:
     def _found(self) -> list[str]:
         """Returns a line about the newest checkpoint, if there is one, for a run that starts from the
         beginning."""
-        names, _ = self._tags_of_pointers()
-        if not (tags := names or sorted(self._complete(), key=_step, reverse=True)):
+        if (tag := self.newest()) is None:
             return []
-        found = f"{self.path} has a checkpoint of step {_step(tags[0])}, written {self._written(tags[0])}"
+        found = f"{self.path} has a checkpoint of step {step_of(tag)}, written {self._written(tag)}"
         return [f"{found}; --ckpt.load_enable would resume from it"]
 
     def _tags_of_pointers(self) -> tuple[list[str], list[str]]:
@@ -163,7 +186,7 @@ class CheckpointFolder:
                 names.append(tag)
         if not names and not reasons and self._complete():
             reasons.append(f"the file {LATEST} is missing")
-        return sorted(names, key=_step, reverse=True), reasons
+        return sorted(names, key=step_of, reverse=True), reasons
 
     def _complete(self) -> set[str]:
         """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
@@ -171,22 +194,22 @@ class CheckpointFolder:
         names. One that cannot be looked into counts, so that it is told."""
         tags = {name for name in _folders_in(self.path) if _TAG.fullmatch(name)}
         named, _ = self._named()
-        last = _step(named) if named else -1
+        last = step_of(named) if named else -1
         closed = lambda tag: not os.access(self.path / tag, os.R_OK | os.X_OK)
         listed = lambda tag: any(os.path.lexists(self.path / tag / name) for name in (MANIFEST, ORIGIN))
-        return {tag for tag in tags if closed(tag) or listed(tag) or _step(tag) <= last}
+        return {tag for tag in tags if closed(tag) or listed(tag) or step_of(tag) <= last}
 
     def _damage(self, tag: str) -> str | None:
         """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
         folder, hashes, place = self.path / tag, self.ckpt.verify == "full", ""
         try:
-            saved = self._saved(tag)
+            saved = self.saved(tag)
             if tag.endswith(UNIVERSAL):
                 return None if (folder / "zero").is_dir() else "it has no folder `zero`"
             if not (folder / MANIFEST).exists() and FORMAT not in saved:  # of an older release
                 return None if any(folder.iterdir()) else "its folder is empty"
             listed = Manifest.read(folder)
-            if listed.step != _step(tag):
+            if listed.step != step_of(tag):
                 return f"{MANIFEST} is of step {listed.step}"
             if reason := listed.damage(folder, hashes=hashes) or forged(folder):
                 return reason
@@ -212,7 +235,7 @@ class CheckpointFolder:
             tag = read_small(self.path / name).decode(errors="replace").strip()
         except ValueError as error:
             return "", f"the file {error}"
-        if not _NAMED.fullmatch(tag):
+        if not NAMED.fullmatch(tag):
             return "", f"the file {name} names no checkpoint"
         missing = f"the file {name} names {tag}, which does not exist"
         return tag, "" if os.path.isdir(self.path / tag) else missing
@@ -239,7 +262,7 @@ class CheckpointFolder:
             f"the checkpoints of an earlier run were moved to {place}: read them with --ckpt.path {place}"
         ]
 
-    def _saved(self, tag: str) -> dict[str, Any]:
+    def saved(self, tag: str) -> dict[str, Any]:
         """Returns the content of the file ORIGIN; {} without one. Raises ValueError for a damaged one."""
         if not os.path.lexists(file := self.path / tag / ORIGIN):
             return {}
@@ -255,7 +278,7 @@ class CheckpointFolder:
         """Returns the recorded time at which the checkpoint was completed, or else its folder's modification
         time."""
         try:
-            return self._saved(tag)["written"]
+            return self.saved(tag)["written"]
         except (KeyError, ValueError):
             return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
 
@@ -307,6 +330,15 @@ class CheckpointFolder:
                 shutil.rmtree(place, ignore_errors=True)  # ranks that are stopping may still write
         return lines
 
+    def take_over(self, source: "CheckpointFolder", tag: str) -> None:
+        """Commits a copy of another run's checkpoint `tag`, with this run's origin. Files are linked where
+        the disk allows it: none of them is ever written again."""
+        new = tag.removeprefix(BEST)
+        with self.saving(new):
+            for theirs, own in zip(source.folders, self.folders, strict=True):
+                beside = shutil.ignore_patterns(MANIFEST, ORIGIN, METRIC)
+                shutil.copytree(theirs / tag, own / UNFINISHED / new, ignore=beside, copy_function=_linked)
+
     def _commit(self, tag: str, metric: float | None) -> None:
         """Moves the checkpoint from UNFINISHED to `tag` in the folders of all models. The first model's
         folder comes last, which commits the checkpoint."""
@@ -315,11 +347,12 @@ class CheckpointFolder:
             return
         if self.origin is not None:
             about = {"written": _time(datetime.now(UTC)), FORMAT: manifest.FORMAT}
+            about |= {"fork": self.fork} if self.fork else {}
             (made / ORIGIN).write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]
-        step, complete = _step(tag), manifest.complete
+        step, complete = step_of(tag), manifest.complete
         parts = {folder.name: complete(folder / UNFINISHED / tag, step=step) for folder in others}
         complete(made, step=step, parts=parts)
         fault("save.before_rename")
@@ -351,7 +384,7 @@ class CheckpointFolder:
         tags = list(self._tags(_TAG) - {newest})
         # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
         metrics = {tag: _metric(self.path / tag) for tag in tags}
-        tags.sort(key=lambda tag: (metrics[tag], _step(tag)))
+        tags.sort(key=lambda tag: (metrics[tag], step_of(tag)))
         best = max(tags, key=lambda tag: metrics[tag], default=newest)
         for tag in [tag for tag in tags if self._is_old(tag)]:
             if tag != best or metrics[tag] == -float("inf"):
@@ -424,6 +457,13 @@ def _folders_in(place: Path) -> list[str]:
         raise UsageError(ErrorCode.UNREADABLE, text, flag="--ckpt.path", value=place) from error
 
 
+def _linked(file: str, to: str) -> None:
+    try:
+        os.link(file, to)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, to)
+
+
 def _removed(place: Path) -> bool:
     """Removes a folder. If that fails, prints the reason and returns False."""
     try:
@@ -438,7 +478,7 @@ def _move_aside(place: Path) -> None:
     notify(f"{place} was moved to {beside}")
 
 
-def _step(tag: str) -> int:
+def step_of(tag: str) -> int:
     return int(tag.removesuffix(UNIVERSAL).rpartition("global_step")[2])
 
 

@@ -86,12 +86,17 @@ class PPOTrainer(Generic[PolicyT]):
         self.estimator = self.config.algo.build_estimator()
         if restored is not None:
             check_version(restored)
-            self.step, self.best_metric = restored["step"], restored["best_metric"]
-            self.saved_step = self.step
+            self.step = self.saved_step = restored["step"]
             self.optimizer_steps = restored.get("optimizer_steps", 0)
-            self.collector.load_state_dict(restored["collector"])
-            self.kl = replace(self.kl, coef=restored["kl_coef"])
-            if state := restored.get("estimator"):  # older checkpoints have none
+            changed = self.checkpoints.changed_at(self.step)
+            if changed is None:  # the best checkpoint of a fork is one of its own
+                self.best_metric = restored["best_metric"]
+            if self.checkpoints.data_from != self.step:
+                self.collector.load_state_dict(restored["collector"], again=bool(changed))
+            if not any(flag.startswith("--algo.kl.") for flag in changed or ()):
+                self.kl = replace(self.kl, coef=restored["kl_coef"])
+            state = restored.get("estimator")  # older checkpoints have none
+            if state and "--algo.advantage.estimator" not in (changed or ()):
                 self.estimator.load_state_dict(state)
 
     def fit(self) -> None:

@@ -50,17 +50,30 @@ def origin_of(
 
 DAY = "the date that chat templates write"
 """Key in `Origin.contents`."""
+ORIGIN = "origin.json"
 
 
 def day_of(config: Config) -> date:
     """Returns the date that chat templates write: the day on which the run started, which its checkpoints
     record, or today."""
-    root = Path(config.ckpt.folder, "_actor" if isinstance(config, PPOConfig) else "")
-    found = root.glob("global_step*/origin.json") if config.ckpt.load_enable else ()
+    root = Path(main_folder(config))
+    found = list(root.glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    if not found and config.ckpt.fork_from:
+        place = Path(config.ckpt.fork_from)
+        found = [
+            file
+            for at in ("", "*global_step*/", "_actor/global_step*/")
+            for file in place.glob(f"{at}{ORIGIN}")
+        ]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
         with suppress(OSError, ValueError, LookupError, TypeError):  # damage is told when one is chosen
             return date.fromisoformat(read_object(file)["origin"]["contents"][DAY])
     return Calendar.today
+
+
+def main_folder(config: Config) -> str:
+    """Returns the folder of the checkpoints of the policy, or of the only model."""
+    return f"{config.ckpt.folder}/_actor" if isinstance(config, PPOConfig) else config.ckpt.folder
 
 
 def continuing(invocation: Invocation[ConfigT]) -> ConfigT:
@@ -71,8 +84,7 @@ def continuing(invocation: Invocation[ConfigT]) -> ConfigT:
     config, flag = invocation.config, "logger.wandb.run_name"
     if not config.ckpt.load_enable or flag in invocation.explicit:
         return config
-    folder = f"{config.ckpt.folder}/_actor" if isinstance(config, PPOConfig) else config.ckpt.folder
-    name = CheckpointFolder(folder, config.ckpt).run_name()
+    name = CheckpointFolder(main_folder(config), config.ckpt).run_name()
     return with_values(config, {flag: name}) if name else config
 
 
@@ -81,6 +93,12 @@ def check_places(config: Config) -> None:
     if armed := faults(os.environ.get(VARIABLE, "")):
         notify(f"{VARIABLE} is set: {len(armed)} faults are injected into this run")
     ckpt = config.ckpt
+    if ckpt.fork_from is not None:
+        from openrlhf.training.checkpoints import CheckpointFolder
+        from openrlhf.training.fork import forks, source_of
+
+        if forks(config, CheckpointFolder(main_folder(config), ckpt)):
+            source_of(config, verify="structure")
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
         places["--ckpt.path"] = ckpt.folder
@@ -220,7 +238,7 @@ def choose_checkpoint(
     """Returns the tag of the checkpoint to resume from (None: start from the beginning), and prints lines
     about it. Call it on rank 0 only. `found`: the result of `checkpoints.find()`, if already known. Raises
     UsageError if all checkpoints are damaged, or if the checkpoint belongs to another run."""
-    if config.ckpt.load_enable and found is None:
+    if config.ckpt.loads and found is None:
         found = checkpoints.find()
     tag, lines = checkpoints.choose(found)
     check_output(config, resumes=tag is not None)
@@ -229,6 +247,16 @@ def choose_checkpoint(
     for line in lines:
         print(line, flush=True)
     return tag
+
+
+def fork_run(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
+    """Forks the run that `ckpt.fork_from` names, unless this run has checkpoints to resume from. Call it on
+    rank 0 only."""
+    from openrlhf.training.fork import fork, forks
+
+    if forks(config, checkpoints):
+        check_output(config, resumes=False)
+        fork(config, checkpoints, total_steps)
 
 
 def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:

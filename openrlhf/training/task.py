@@ -30,6 +30,7 @@ from openrlhf.training.start import (
     choose_checkpoint,
     continuing,
     day_of,
+    fork_run,
     grace_of,
     lock_folders,
     move_old_checkpoints,
@@ -294,7 +295,7 @@ class Run(Generic[ConfigT]):
                 trainer.resume(self.tag)
         if self.mesh.is_first:
             move_old_checkpoints(config, self.checkpoints, self.tag)
-            trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
+            trainer.observer = self._observer(resumes=self.tag is not None, step=trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
@@ -354,7 +355,8 @@ class Run(Generic[ConfigT]):
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
             lock_folders(self.config, self.checkpoints, held)
-        found = from_first(self.checkpoints.find) if ckpt.load_enable else None
+            fork_run(self.config, self.checkpoints, self.total_steps)
+        found = from_first(self.checkpoints.find) if ckpt.loads else None
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)
             return choose_checkpoint(self.config, self.checkpoints, found)
@@ -375,7 +377,7 @@ class Run(Generic[ConfigT]):
             if self.mesh.is_first:
                 reader_of(self.config, self.tokenizer).save_pretrained(made)
 
-    def _observer(self, resume_step: int | None) -> "Observer":
+    def _observer(self, resumes: bool, step: int) -> "Observer":
         from openrlhf.observability.observer import Observer
         from openrlhf.observability.run_folder import RunFolder
 
@@ -383,9 +385,10 @@ class Run(Generic[ConfigT]):
             self.config.run_dir,
             config_yaml=to_yaml(self.config),
             argv=["python", "-m", f"openrlhf.cli.train_{self.task.command.name}", *self.argv],
-            resume=resume_step is not None,
+            resume=resumes and not self.checkpoints.has_forked,
+            fork=self.checkpoints.fork,
         )
-        return Observer(folder, self.config.logger, resume_step=resume_step)
+        return Observer(folder, self.config.logger, resume_step=step if resumes else None)
 
 
 def main(task_type: type[Task], argv: Sequence[str] | None) -> None:

@@ -1,0 +1,202 @@
+"""A fork of a run: what it copies, records and refuses."""
+
+import json
+import os
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from fake_trainer import config_of, fit
+from fake_trainer import trainer_of as rl_trainer_of
+from refusals import refused
+from test_checkpoints import save
+from test_supervised_trainer import trainer_of
+
+from openrlhf.config.commands import PPO, SFT
+from openrlhf.config.fields import with_values
+from openrlhf.config.ppo import KLConfig, PPOConfig
+from openrlhf.config.supervised import SFTConfig
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.observability.run_folder import RunFolder
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.fork import fork
+from openrlhf.training.origin import Origin
+from openrlhf.training.start import DAY, check_places, day_of, fork_run, main_folder
+
+DATA = {"--data.dataset": "8 samples", "--data.prompt_dataset": "8 prompts"}
+
+
+def config(path: Path, type_: type = SFTConfig, **flags) -> SFTConfig | PPOConfig:
+    values = {"ckpt.output_dir": str(path), "ckpt.save_steps": 2}
+    return with_values(type_(), values | {key.replace("__", "."): value for key, value in flags.items()})
+
+
+def checkpoints(of: SFTConfig | PPOConfig, contents: dict[str, str] = DATA) -> CheckpointFolder:
+    command = PPO if isinstance(of, PPOConfig) else SFT
+    others = [f"{of.ckpt.folder}/_critic"] if isinstance(of, PPOConfig) and of.uses_critic else []
+    return CheckpointFolder(main_folder(of), of.ckpt, others, Origin.of(command.name, of, contents))
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A run's checkpoint folder, with steps 2 and 4."""
+    for step in (2, 4):
+        save(checkpoints(config(tmp_path / "other")), f"global_step{step}", metric=0.5)
+    return tmp_path / "other/checkpoints"
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_fork_is_a_checkpoint_of_the_new_run(tmp_path: Path, other: Path, capsys) -> None:
+    before = snapshot(other)
+    new = config(tmp_path / "new", ckpt__fork_from=str(other), adam__lr=0.5)
+    fork(new, own := checkpoints(new), total_steps=8)
+    assert capsys.readouterr().out.splitlines() == [
+        f"note: a fork of {other}/global_step4, step 4:",
+        "  --adam.lr was 5e-06, is 0.5",
+    ]
+    assert own.choose()[0] == "global_step4" and own.has_forked
+    record = {
+        "folder": str(other),
+        "tag": "global_step4",
+        "step": 4,
+        "data_from": 0,
+        "changed": [{"flag": "--adam.lr", "was": "5e-06", "now": "0.5"}],
+    }
+    saved = json.loads((own.path / "global_step4/origin.json").read_text())
+    assert saved["fork"] == record and saved["origin"]["flags"]["adam.lr"] == 0.5
+    assert snapshot(other) == before
+    folder = RunFolder.create(tmp_path / "run", config_yaml="", argv=["test"], resume=False, fork=own.fork)
+    assert json.loads((folder.path / "fork.json").read_text()) == record
+
+
+def test_a_resume_of_a_fork_continues_it(tmp_path: Path, other: Path) -> None:
+    """Also without --ckpt.fork_from, and if the folder that was forked is gone."""
+    new = config(tmp_path / "new", ckpt__fork_from=str(other), adam__lr=0.5)
+    fork(new, own := checkpoints(new), total_steps=8)
+    save(own, "global_step6")
+    os.rename(other, tmp_path / "moved")
+    for flags in ({"ckpt__fork_from": str(other)}, {}):
+        again = config(tmp_path / "new", ckpt__load_enable=True, adam__lr=0.5, **flags)
+        check_places(again)
+        fork_run(again, resumed := checkpoints(again), 8)
+        assert resumed.choose()[0] == "global_step6" and not resumed.has_forked
+        assert resumed.fork == own.fork
+
+
+def test_a_fork_without_a_resume_sets_own_checkpoints_aside(tmp_path: Path, other: Path) -> None:
+    save(checkpoints(config(tmp_path / "new")), "global_step7")
+    new = config(tmp_path / "new", ckpt__fork_from=str(other))
+    fork(new, own := checkpoints(new), total_steps=8)
+    assert own.choose()[0] == "global_step4"
+    assert (own.path / "previous/001/global_step7").is_dir()
+
+
+def test_the_newest_sound_checkpoint_is_forked_or_the_one_named(tmp_path: Path, other: Path, capsys) -> None:
+    save(checkpoints(config(tmp_path / "other")), "best_global_step3")
+    for name, step in (("best_global_step3", 3), ("global_step2", 2)):
+        new = config(tmp_path / name, ckpt__fork_from=str(other / name))
+        fork(new, own := checkpoints(new), total_steps=8)
+        assert own.choose()[0] == f"global_step{step}"
+    (other / "global_step4/weights").write_bytes(b"1" * 10_000)
+    new = config(tmp_path / "new", ckpt__fork_from=str(other))
+    fork(new, own := checkpoints(new), total_steps=8)
+    assert own.choose()[0] == "global_step2"
+    assert "global_step4: weights has changed" in capsys.readouterr().err
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.fork_from", value=other / "global_step4"):
+        fork(new := config(tmp_path, ckpt__fork_from=f"{other}/global_step4"), checkpoints(new), 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({"optim": "muon", "max_norm": 0.0}, "--optim was adam, is muon"),
+        ({"ds.lora.rank": 4}, "--ds.lora.rank was 0, is 4"),
+        ({"train.backend": "torch"}, "--train.backend was deepspeed, is torch"),
+        ({"ckpt.fork_from": "{other}/nothing"}, "--ckpt.path"),
+        ({"ckpt.path": "{other}"}, "--ckpt.load_enable"),
+    ],
+)
+def test_what_cannot_be_forked_is_refused_before_anything_starts(
+    tmp_path: Path, other: Path, flags: dict, named: str
+) -> None:
+    values = {"ckpt.fork_from": "{other}"} | flags
+    filled = {k: v.format(other=other) if isinstance(v, str) else v for k, v in values.items()}
+    with pytest.raises(UsageError) as told:
+        check_places(config(tmp_path / "new", **filled))
+    assert told.value.flag == "--ckpt.fork_from" and named in told.value.text
+    assert not (tmp_path / "new").exists()
+
+
+def test_other_models_and_commands_are_refused(tmp_path: Path, other: Path) -> None:
+    new = config(tmp_path / "new", ckpt__fork_from=str(other))
+    own = checkpoints(new)
+    own.origin = replace(own.origin, command="dpo")
+    with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=other) as told:
+        fork(new, own, total_steps=8)
+    assert "openrlhf dpo" in told.value.text
+    model = "--model.model_name_or_path"
+    save(checkpoints(config(tmp_path / "other"), {model: "checksum 1"}), "global_step6")
+    with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=other) as told:
+        fork(new, checkpoints(new, {model: "checksum 2"}), total_steps=8)
+    assert f"{model} was checksum 1, is checksum 2" in told.value.text
+    with refused(ErrorCode.INVALID_VALUE, flag="--ckpt.fork_from", value=other) as told:
+        fork(new, checkpoints(new), total_steps=6)
+    assert "step 6" in told.value.text
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(("before", "now"), [("gae", "rloo"), ("rloo", "gae")])
+def test_a_critic_is_neither_gained_nor_lost(tmp_path: Path, before: str, now: str) -> None:
+    of = partial(config, type_=PPOConfig)
+    save(checkpoints(of(tmp_path / "other", algo__advantage__estimator=before)), "global_step2")
+    forked = {"ckpt__fork_from": f"{tmp_path}/other/checkpoints"}
+    same = of(tmp_path / "same", algo__advantage__estimator=before, **forked)
+    fork(same, own := checkpoints(same), total_steps=8)
+    assert own.choose()[0] == "global_step2"
+    with pytest.raises(UsageError) as told:
+        check_places(of(tmp_path / "new", algo__advantage__estimator=now, **forked))
+    assert told.value.flag == "--ckpt.fork_from" and "critic" in told.value.text
+
+
+def test_templates_write_the_date_of_the_run_that_is_forked(tmp_path: Path) -> None:
+    save(checkpoints(config(tmp_path / "other"), {DAY: "2020-02-20"}), "global_step2")
+    for place in ("checkpoints", "checkpoints/global_step2"):
+        new = config(tmp_path / "new", ckpt__fork_from=str(tmp_path / "other" / place))
+        assert str(day_of(new)) == "2020-02-20"
+
+
+@pytest.mark.parametrize(("data", "first"), [("10 samples", 4), ("10 other samples", 0)])
+def test_other_data_begins_at_its_first_row(tmp_path: Path, data: str, first: int) -> None:
+    """Steps are counted on, and a second fork and a resume stay at their rows."""
+    whole, disk = trainer_of(tmp_path / "whole", {}), {}
+    whole.fit()
+    trainer_of(tmp_path / "other", disk, save_steps=4, max_steps=4).fit()
+    source = tmp_path / "other/ckpt"
+    new = trainer_of(tmp_path / "new", disk, save_steps=1, data=data, fork_from=str(source))
+    fork(new.config, new.checkpoints, total_steps=9)
+    new = trainer_of(tmp_path / "new", disk, save_steps=1, load_enable=True, max_steps=6, data=data)
+    assert new.checkpoints.choose()[0] and new.step == 4
+    new.fit()
+    later = trainer_of(tmp_path / "new", disk, save_steps=1, load_enable=True, data=data)
+    later.checkpoints.choose()
+    later.fit()
+    assert new.engine.windows + later.engine.windows == whole.engine.windows[first : first + 5]
+    assert later.step == 9
+
+
+@pytest.mark.parametrize("flags", [[], ["--actor.adam.lr"], ["--algo.kl.init_coef"], ["--data.prompt_dataset"]])
+def test_a_fork_samples_with_its_own_settings(tmp_path: Path, flags: list[str]) -> None:
+    """Samples of the other run that wait for their step are sampled again, of the same prompts; with other
+    prompts the first one comes first. Without a difference nothing does."""
+    of = config_of(tmp_path, save_steps=2, best_metric_key="none")
+    of = replace(of, rollout=replace(of.rollout, vllm_generate_batch_size=4))
+    of = replace(of, algo=replace(of.algo, kl=KLConfig(init_coef=0.1, target=0.01)))
+    first = rl_trainer_of(tmp_path / "other", of, total_steps=3)
+    first.fit_ = fit(first)
+    state = first.policy.saved["global_step2"]
+    print(state)
