@@ -94,10 +94,10 @@ class CheckpointFolder:
             return Found(None if reason else tag, [f"{tag}: {reason}"] if reason else [])
         names, skipped = self._tags_of_pointers()
         others = sorted(self._complete() - set(names), key=step_of, reverse=True)
-        for tag in [*names, *others]:
-            if (reason := self._damage(tag)) is None:
-                return Found(tag, skipped)
-            skipped.append(f"{tag}: {reason}")
+        for name in [*names, *others]:
+            if (reason := self._damage(name)) is None:
+                return Found(name, skipped)
+            skipped.append(f"{name}: {reason}")
         return Found(None, skipped)
 
     def run_name(self) -> str | None:

@@ -135,7 +135,7 @@ def test_what_cannot_be_forked_is_refused_before_anything_starts(
 def test_other_models_and_commands_are_refused(tmp_path: Path, other: Path) -> None:
     new = config(tmp_path / "new", ckpt__fork_from=str(other))
     own = checkpoints(new)
-    own.origin = replace(own.origin, command="dpo")
+    own.origin = Origin.of("dpo", new, DATA)
     with refused(ErrorCode.OTHER_RUN, flag="--ckpt.fork_from", value=other) as told:
         fork(new, own, total_steps=8)
     assert "openrlhf dpo" in told.value.text
@@ -189,14 +189,27 @@ def test_other_data_begins_at_its_first_row(tmp_path: Path, data: str, first: in
     assert later.step == 9
 
 
-@pytest.mark.parametrize("flags", [[], ["--actor.adam.lr"], ["--algo.kl.init_coef"], ["--data.prompt_dataset"]])
-def test_a_fork_samples_with_its_own_settings(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize("flag", [None, "--actor.adam.lr", "--algo.kl.init_coef", "--data.prompt_dataset"])
+def test_a_fork_samples_with_its_own_settings(tmp_path: Path, flag: str | None) -> None:
     """Samples of the other run that wait for their step are sampled again, of the same prompts; with other
     prompts the first one comes first. Without a difference nothing does."""
-    of = config_of(tmp_path, save_steps=2, best_metric_key="none")
+    of = config_of(tmp_path, save_steps=1, best_metric_key="none")
     of = replace(of, rollout=replace(of.rollout, vllm_generate_batch_size=4))
     of = replace(of, algo=replace(of.algo, kl=KLConfig(init_coef=0.1, target=0.01)))
-    first = rl_trainer_of(tmp_path / "other", of, total_steps=3)
-    first.fit_ = fit(first)
-    state = first.policy.saved["global_step2"]
-    print(state)
+    fit(first := rl_trainer_of(tmp_path / "other", of, total_steps=1))
+    saved = first.policy.saved
+    saved["global_step1"]["best_metric"] = 0.75
+    waiting = [group.prompt.prompt_id for group in saved["global_step1"]["collector"]["groups"]]
+    assert len(waiting) == 2
+    record = {"step": 1, "data_from": int(flag == "--data.prompt_dataset")}
+    record["changed"] = [{"flag": flag}] if flag else []
+    new = rl_trainer_of(
+        tmp_path / "new", of, total_steps=2, resume="global_step1", saved=saved, fork=record, eval_prompts=()
+    )
+    assert new.best_metric is None
+    assert (new.kl.coef == 0.1) is (flag == "--algo.kl.init_coef")
+    fit(new)
+    sampled = [call for call in new.policy.calls if call.startswith("generate")]
+    beginning = [call for call in first.policy.calls if call.startswith("generate")]
+    again = beginning if record["data_from"] else [f"generate {waiting}"]
+    assert sampled == ([] if flag is None else again)
