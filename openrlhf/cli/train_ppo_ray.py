@@ -39,7 +39,6 @@ from openrlhf.training.start import (
     choose_checkpoint,
     continuing,
     day_of,
-    fork_run,
     grace_of,
     lock_folders,
     move_old_checkpoints,
@@ -111,6 +110,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
+    from openrlhf.training.fork import fork
     from openrlhf.training.schedule import prompts_of_steps
 
     clock = clock or StartClock()
@@ -131,7 +131,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
             lock_folders(config, checkpoints, held)
             total_steps = len(prompts_of_steps(config, len(data.prompts)))
             check_space(config, checkpoints, total_steps)
-            fork_run(config, checkpoints, total_steps)
+            fork(config, checkpoints, total_steps)
             tag = choose_checkpoint(config, checkpoints)
             train(config, argv, layout, places, data, checkpoints, tag, clock)
     finally:

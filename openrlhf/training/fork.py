@@ -4,16 +4,15 @@ settings."""
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume import SHAPES, reorders
 from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.files import check_owner
 from openrlhf.training.checkpoints import NAMED, CheckpointFolder, step_of
 from openrlhf.training.origin import Origin, changes, is_of_generation
-
-if TYPE_CHECKING:
-    from openrlhf.training.start import Config
+from openrlhf.training.start import Config, check_output, main_folder
 
 
 class Source(NamedTuple):
@@ -24,14 +23,23 @@ class Source(NamedTuple):
     origin: Origin
 
 
-def forks(config: "Config", own: CheckpointFolder) -> bool:
-    """Returns whether this start forks. One that resumes from a checkpoint of its own does not."""
-    return config.ckpt.fork_from is not None and not (config.ckpt.load_enable and own.newest())
+def check_fork(config: Config) -> bool:
+    """Returns whether this start forks a run. One that resumes from a checkpoint of its own does not. Raises
+    UsageError if there is nothing to fork, or if a flag that shapes its tensors differs."""
+    ckpt = config.ckpt
+    if ckpt.fork_from is None or (ckpt.load_enable and CheckpointFolder(main_folder(config), ckpt).newest()):
+        return False
+    source_of(config, verify="structure")
+    return True
 
 
-def fork(config: "Config", own: CheckpointFolder, total_steps: int) -> None:
-    """Forks the run that `ckpt.fork_from` names: afterwards the newest checkpoint of `own` is a copy of its
-    checkpoint. Prints the settings that differ. Call it on rank 0, which has locked the folders."""
+def fork(config: Config, own: CheckpointFolder, total_steps: int) -> None:
+    """Forks the run that `ckpt.fork_from` names, if this start does: afterwards the newest checkpoint of
+    `own` is a copy of its checkpoint. Prints the settings that differ. Call it on rank 0, which has locked
+    the folders."""
+    if not check_fork(config):
+        return
+    check_output(config, resumes=False)
     source, now = source_of(config), own.origin
     before = source.origin
     assert now is not None  # set in every run that loads a checkpoint
@@ -62,7 +70,7 @@ def fork(config: "Config", own: CheckpointFolder, total_steps: int) -> None:
     print(f"note: a fork of {source.checkpoints.path / source.tag}, step {step}:\n{text}", flush=True)
 
 
-def source_of(config: "Config", verify: Literal["structure"] | None = None) -> Source:
+def source_of(config: Config, verify: Literal["structure"] | None = None) -> Source:
     """Finds the checkpoint to fork; `verify` replaces `ckpt.verify`. Raises UsageError without one, or if a
     flag that shapes its tensors differs."""
     place, is_rl = Path(os.path.abspath(str(config.ckpt.fork_from))), isinstance(config, PPOConfig)
@@ -89,6 +97,8 @@ def source_of(config: "Config", verify: Literal["structure"] | None = None) -> S
         raise refused(config, ErrorCode.NOT_FOUND, f"{text}folder `checkpoints` in its --ckpt.output_dir.")
     if skipped and verify is None:
         notify(f"--ckpt.fork_from: in {folder.path}:\n{reasons}")
+    for part in folder.folders:  # the copy is this user's
+        check_owner(part / tag, "--ckpt.fork_from")
     if (origin := folder.saved(tag).get("origin")) is None:
         text = "an older release wrote it: it records no settings.\nResume it, and fork its next checkpoint."
         raise refused(config, ErrorCode.OTHER_RUN, text)
@@ -98,12 +108,12 @@ def source_of(config: "Config", verify: Literal["structure"] | None = None) -> S
     return Source(folder, tag, origin)
 
 
-def _check_shapes(config: "Config", differences: list[str]) -> None:
+def _check_shapes(config: Config, differences: list[str]) -> None:
     if differences:
         lines = "\n".join(f"  {difference}" for difference in differences)
         text = f"these shape the checkpoint's tensors, so a fork must keep them:\n{lines}"
         raise refused(config, ErrorCode.OTHER_RUN, text)
 
 
-def refused(config: "Config", code: ErrorCode, text: str) -> UsageError:
+def refused(config: Config, code: ErrorCode, text: str) -> UsageError:
     return UsageError(code, text, flag="--ckpt.fork_from", value=config.ckpt.fork_from)

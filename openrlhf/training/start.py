@@ -50,7 +50,6 @@ def origin_of(
 
 DAY = "the date that chat templates write"
 """Key in `Origin.contents`."""
-ORIGIN = "origin.json"
 
 
 def day_of(config: Config) -> date:
@@ -60,11 +59,8 @@ def day_of(config: Config) -> date:
     found = list(root.glob("global_step*/origin.json")) if config.ckpt.load_enable else []
     if not found and config.ckpt.fork_from:
         place = Path(config.ckpt.fork_from)
-        found = [
-            file
-            for at in ("", "*global_step*/", "_actor/global_step*/")
-            for file in place.glob(f"{at}{ORIGIN}")
-        ]
+        names = ("origin.json", "global_step*/origin.json", "_actor/global_step*/origin.json")
+        found = [file for name in names for file in place.glob(name)]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
         with suppress(OSError, ValueError, LookupError, TypeError):  # damage is told when one is chosen
             return date.fromisoformat(read_object(file)["origin"]["contents"][DAY])
@@ -94,11 +90,9 @@ def check_places(config: Config) -> None:
         notify(f"{VARIABLE} is set: {len(armed)} faults are injected into this run")
     ckpt = config.ckpt
     if ckpt.fork_from is not None:
-        from openrlhf.training.checkpoints import CheckpointFolder
-        from openrlhf.training.fork import forks, source_of
+        from openrlhf.training.fork import check_fork
 
-        if forks(config, CheckpointFolder(main_folder(config), ckpt)):
-            source_of(config, verify="structure")
+        check_fork(config)
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
         places["--ckpt.path"] = ckpt.folder
@@ -247,16 +241,6 @@ def choose_checkpoint(
     for line in lines:
         print(line, flush=True)
     return tag
-
-
-def fork_run(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
-    """Forks the run that `ckpt.fork_from` names, unless this run has checkpoints to resume from. Call it on
-    rank 0 only."""
-    from openrlhf.training.fork import fork, forks
-
-    if forks(config, checkpoints):
-        check_output(config, resumes=False)
-        fork(config, checkpoints, total_steps)
 
 
 def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:

@@ -30,7 +30,6 @@ from openrlhf.training.start import (
     choose_checkpoint,
     continuing,
     day_of,
-    fork_run,
     grace_of,
     lock_folders,
     move_old_checkpoints,
@@ -348,6 +347,7 @@ class Run(Generic[ConfigT]):
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
         beginning. Rank 0 also locks the folders and prints."""
         from openrlhf.backends.distributed import from_first, machines_without
+        from openrlhf.training.fork import fork
 
         ckpt = self.config.ckpt
         if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
@@ -355,7 +355,7 @@ class Run(Generic[ConfigT]):
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
             lock_folders(self.config, self.checkpoints, held)
-            fork_run(self.config, self.checkpoints, self.total_steps)
+            fork(self.config, self.checkpoints, self.total_steps)
         found = from_first(self.checkpoints.find) if ckpt.loads else None
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)

@@ -22,7 +22,7 @@ from openrlhf.observability.run_folder import RunFolder
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.fork import fork
 from openrlhf.training.origin import Origin
-from openrlhf.training.start import DAY, check_places, day_of, fork_run, main_folder
+from openrlhf.training.start import DAY, check_places, day_of, main_folder
 
 DATA = {"--data.dataset": "8 samples", "--data.prompt_dataset": "8 prompts"}
 
@@ -83,7 +83,7 @@ def test_a_resume_of_a_fork_continues_it(tmp_path: Path, other: Path) -> None:
     for flags in ({"ckpt__fork_from": str(other)}, {}):
         again = config(tmp_path / "new", ckpt__load_enable=True, adam__lr=0.5, **flags)
         check_places(again)
-        fork_run(again, resumed := checkpoints(again), 8)
+        fork(again, resumed := checkpoints(again), 8)
         assert resumed.choose()[0] == "global_step6" and not resumed.has_forked
         assert resumed.fork == own.fork
 
@@ -130,6 +130,22 @@ def test_what_cannot_be_forked_is_refused_before_anything_starts(
         check_places(config(tmp_path / "new", **filled))
     assert told.value.flag == "--ckpt.fork_from" and named in told.value.text
     assert not (tmp_path / "new").exists()
+
+
+def test_a_checkpoint_of_another_user_is_not_copied(tmp_path: Path, other: Path, monkeypatch) -> None:
+    """Its copy would belong to this user, and be read."""
+    owner = os.stat(other).st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    monkeypatch.setattr("openrlhf.files.os.stat", foreign(os.stat, owner + 1000))
+    with refused(ErrorCode.UNREADABLE, flag="--ckpt.fork_from", value=other / "global_step4"):
+        check_places(config(tmp_path / "new", ckpt__fork_from=str(other)))
+
+
+def foreign(stat, owner: int):
+    """Returns `os.stat` with another owner."""
+    return lambda *args, **options: os.stat_result(
+        (*(found := stat(*args, **options))[:4], owner, *found[5:])
+    )
 
 
 def test_other_models_and_commands_are_refused(tmp_path: Path, other: Path) -> None:
