@@ -340,7 +340,7 @@ def test_a_fork_continues_both_models_with_its_own_settings(
             assert same[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-7), (name, step)
     assert (half[3]["lr"], whole[3]["lr"]) == pytest.approx((5e-4, 1e-3))
     assert half[3]["critic/grad_norm"] == pytest.approx(whole[3]["critic/grad_norm"], rel=1e-4)
-    assert half[4]["kl/mean"] != pytest.approx(whole[4]["kl/mean"], rel=1e-2)
+    assert half[4]["kl/mean"] != pytest.approx(whole[4]["kl/mean"], rel=1e-4)
     runs = ("whole", "same", "half", "data")
     tokens = [tokens_of(read_journal(tmp_path / f"{run}/run/rollouts/step_000003.parquet")) for run in runs]
     assert tokens[0] == tokens[1] == tokens[2] != tokens[3]
