@@ -44,12 +44,16 @@ def write_atomically(path: Path, parts: Iterable[str], *, shared: bool = False) 
         file.writelines(parts)
 
 
+def unwaiting(path: str, flags: int) -> int:
+    """Opens a file for `open(opener=...)`: a FIFO that nobody writes to at once, instead of never."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_small(file: Path, largest: int = 64 << 20) -> bytes:
     """Returns the content of a small file of a checkpoint or a run. Raises ValueError with the file's name
     and the reason if it is missing, has more than `largest` bytes, is no regular file, or is closed."""
     try:
-        # The flag opens a FIFO that nobody writes to at once, instead of never.
-        with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        with open(file, "rb", opener=unwaiting) as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise ValueError(f"{file.name} is unreadable: it is no regular file")
             content = opened.read(largest + 1)

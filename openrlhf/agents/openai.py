@@ -17,10 +17,10 @@ import resource
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -280,6 +280,36 @@ def _same(known: Message, given: Message) -> bool:
     return json.dumps(plain(known), sort_keys=True) == json.dumps(plain(given), sort_keys=True)
 
 
+class SessionExecutor(AgentExecutorBase, ABC):
+    """Base class of executors whose episodes send messages to the policy in sessions."""
+
+    writes_messages = True
+    tool_parser: str | None = None
+
+    @abstractmethod
+    async def play(
+        self, prompt: str, label: Any, session: Callable[[], Session], step_timeout: float | None
+    ) -> dict:
+        """Runs one episode, with the result of AgentExecutorBase.execute. `session()` begins a session within
+        the limits of the run."""
+
+    async def execute(
+        self,
+        prompt: str,
+        label: Any,
+        sampling_params: SamplingParams,
+        max_length: int,
+        hf_tokenizer: "PreTrainedTokenizerBase",
+        llm_engine: Engine,
+        *,
+        max_turns: int | None = None,
+        step_timeout: float | None = None,
+    ) -> dict:
+        limits = max_length, self.tool_parser, max_turns
+        session = partial(Session, llm_engine, hf_tokenizer, sampling_params, *limits)
+        return await self.play(prompt, label, session, step_timeout)
+
+
 NOT_OFFERED = ("response_format", "logit_bias", "functions", "audio", "prediction")
 
 
@@ -289,6 +319,8 @@ def _messages(request: Mapping[str, Any]) -> list[Message]:
         raise BadRequest("messages: a list with at least one message is needed")
     if others := [name for name in NOT_OFFERED if request.get(name)]:
         raise BadRequest(f"{', '.join(others)}: not supported")
+    if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+        raise BadRequest("messages: the last one is an answer, which is not continued; end with a question")
     return messages
 
 

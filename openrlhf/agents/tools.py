@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from openrlhf.agents.base import AgentExecutorBase, Engine, called, within
+from openrlhf.agents.base import called, within
 from openrlhf.agents.chat_stream import TOOL, ChatStream, Message, probe
-from openrlhf.agents.openai import BadRequest, Session
-from openrlhf.completions import SamplingParams
+from openrlhf.agents.openai import BadRequest, Session, SessionExecutor
 from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
@@ -98,11 +97,11 @@ def _read(hint: TypeAdapter, name: str, value: Any) -> Any:
         raise ToolError("; ".join(f"{place}: {problem}" for place, problem in places)) from error
 
 
-class ToolAgentExecutor(AgentExecutorBase, ABC):
+class ToolAgentExecutor(SessionExecutor, ABC):
     """Runs the tool calls of the policy's answers and appends their results, until an answer calls no tool.
     An episode is one token stream."""
 
-    writes_messages = calls_tools = True
+    calls_tools = True
 
     def __init__(
         self,
@@ -142,24 +141,13 @@ class ToolAgentExecutor(AgentExecutorBase, ABC):
         """Returns the messages that the policy reads first."""
         return [{"role": "user", "content": prompt}]
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: SamplingParams,
-        max_length: int,
-        hf_tokenizer: "PreTrainedTokenizerBase",
-        llm_engine: Engine,
-        *,
-        max_turns: int | None = None,
-        step_timeout: float | None = None,
+    async def play(
+        self, prompt: str, label: Any, session: Callable[[], Session], step_timeout: float | None
     ) -> dict:
-        limits = max_length, self.tool_parser, max_turns
-        session = Session(llm_engine, hf_tokenizer, sampling_params, *limits)
         async with AsyncExitStack() as servers:
             toolbox = Toolbox(await self._open(servers, step_timeout), self, step_timeout)
             messages = self.messages(prompt, label)
-            ending = await self._converse(session, toolbox, messages)
+            ending = await self._converse(session(), toolbox, messages)
             if ending == "abort":
                 return {"reward": None}
             result = await self.reward(prompt, label, messages)

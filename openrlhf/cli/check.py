@@ -3,6 +3,7 @@ chat template, the reward function, disks, ports and memory. Shows in colour whi
 what the run takes: a command with its flags, or a YAML file of flags."""
 
 import asyncio
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -269,8 +270,8 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokenizerBase | None") -> None:
-    """Calls the reward function with a right, a wrong and an empty answer of the first prompt, and if it is
-    called with batches, once more in the same and once in the opposite order."""
+    """Calls the reward function with answers that a model could give to the first prompt, and if it is called
+    with batches, once more in the same and once in the opposite order."""
     config = check.config
     if config.train.agent:
         check.say("not tried: the agent gives the rewards. `openrlhf agent try` plays one of its episodes")
@@ -286,23 +287,24 @@ def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokeni
         check.say("not tried: there are no prompts")
         return
     prompt = prompts[0]
-    label = "" if prompt.label is None else str(prompt.label)
-    answers = {"right": label, "right, boxed": f"\\boxed{{{label}}}", "wrong": "I do not know.", "empty": ""}
-    if not label:
-        answers = {name: answers[name] for name in ("wrong", "empty")}
-    in_order = list(answers.values())
+    answers = _answers("" if prompt.label is None else str(prompt.label))
+    end = tokenizer.eos_token if tokenizer is not None and tokenizer.eos_token else ""
+    in_order = [answer + end for answer in answers.values()]
     batches = [in_order, in_order, in_order[::-1]] if config.reward.batch > 1 else [in_order]
     rewards, *others = asyncio.run(_called(config, prompt, batches))
     for (name, answer), reward in zip(answers.items(), rewards, strict=True):
         check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
-    best, limit = max(reward.reward for reward in rewards), config.rollout.max_new_tokens
-    if all(reward.reward == best for reward in rewards):
+    found, limit = [reward.reward for reward in rewards], config.rollout.max_new_tokens
+    best, best_right = max(found), max(found[:-2], default=None)
+    if min(found) == best:
         check.note(
             "all answers have the same reward. This is a problem unless a right answer must look different "
             "from the label."
         )
+    elif best_right is not None and max(found[-2:]) >= best_right:
+        check.note(f"no right answer has a larger reward ({best_right:g}) than a wrong one")
     elif tokenizer is not None and limit:
-        texts = [answer for answer, r in zip(in_order, rewards, strict=True) if r.reward == best]
+        texts = [answer for answer, r in zip(answers.values(), found, strict=True) if r == best]
         if (least := min(len(tokenizer.tokenize(text)) for text in texts)) > limit:
             check.note(f"the right answer has {least} tokens, more than --rollout.max_new_tokens {limit}")
     if others:
@@ -326,6 +328,19 @@ def _compare(
             "opposite one. Unless the function compares the answers of a batch, it does not return rewards "
             "in the order of the answers."
         )
+
+
+def _answers(label: str) -> dict[str, str]:
+    """Returns answers of a model to a question with this label."""
+    from openrlhf.rewards.math import final_answer
+
+    truth, wrong = final_answer(label), "I do not know."
+    if not truth:
+        return {"wrong": wrong, "empty": ""}
+    if re.fullmatch(r"[-+$]?[\d.,/]+%?", truth):
+        wrong = "The answer is {}.".format(re.sub("[0-9]", r"1\g<0>", truth, count=1))
+    right = {"right": f"The answer is {truth}.", "right, boxed": f"\\boxed{{{truth}}}", "right, alone": truth}
+    return right | {"wrong": wrong, "empty": ""}
 
 
 async def _called(

@@ -68,22 +68,25 @@ def run(folder: Path, seed: int, steps: int) -> None:
         files = prepare(folder / "task", seed=seed)
     with _phase("pretrain: SFT on worked problems as plain text", seconds):
         _sft(
+            folder,
             f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
             f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} --train.seed {seed} "
-            f"{PRETRAIN} {SFT_FLAGS}"
+            f"{PRETRAIN} {SFT_FLAGS}",
         )
     with _phase("chat: SFT on answers with and without reasoning", seconds):
         _sft(
+            folder,
             f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} "
             f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'sft'} "
-            f"--train.seed {seed} {CHAT} {SFT_FLAGS}"
+            f"--train.seed {seed} {CHAT} {SFT_FLAGS}",
         )
     with _phase("rl: GRPO with a verifier", seconds):
         _ppo(
+            folder,
             f"--actor.model_name_or_path {folder / 'sft'} --data.prompt_dataset {files.prompts} "
             f"--reward.remote_url {files.reward} --eval.dataset {files.eval} --eval.steps {steps} "
             f"--train.max_steps {steps} --ckpt.output_dir {folder / 'policy'} "
-            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}{_engine_memory()}"
+            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}{_engine_memory()}",
         )
     question = _show_result(folder, steps)
     phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
@@ -91,8 +94,9 @@ def run(folder: Path, seed: int, steps: int) -> None:
     print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
     print(f"curves, samples {folder / 'run' / 'report.html'}")
     if question:
+        model = str(folder / "policy")
         print("\nAsk it yourself, for example one of the problems that it solves:")
-        print(f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {folder / 'policy'}")
+        print(f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {shlex.quote(model)}")
 
 
 def _check_packages() -> None:
@@ -132,28 +136,30 @@ def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
     seconds[title.partition(":")[0]] = time.monotonic() - started
 
 
-def _print_command(text: str) -> None:
+def _words(folder: Path, command: str, flags: str) -> list[str]:
+    """Prints a command as a shell reads it, and returns its arguments. `flags`: with paths in `folder`."""
+    words = shlex.split(flags.replace(str(folder), shlex.quote(str(folder))))
+    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in ("openrlhf", command, *words))
     lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
-    print("$ " + " \\\n    ".join(lines), flush=True)
+    print("$ " + " \\\n    ".join(lines).replace("\0", " "), flush=True)
+    return words
 
 
-def _sft(flags: str) -> None:
+def _sft(folder: Path, flags: str) -> None:
     from openrlhf.cli.train_sft import SFTTask
     from openrlhf.config.parse import parse
     from openrlhf.training.task import run
 
-    _print_command(f"openrlhf sft {flags}")
-    argv = shlex.split(flags)
+    argv = _words(folder, "sft", flags)
     run(SFTTask(parse(SFTTask.command, argv).config), argv)
 
 
-def _ppo(flags: str) -> None:
+def _ppo(folder: Path, flags: str) -> None:
     from openrlhf.cli.train_ppo_ray import run
     from openrlhf.config.commands import PPO
     from openrlhf.config.parse import parse
 
-    _print_command(f"openrlhf ppo {flags}")
-    argv = shlex.split(flags)
+    argv = _words(folder, "ppo", flags)
     run(parse(PPO, argv).config, argv)
 
 

@@ -2,16 +2,19 @@
 commented configuration for `openrlhf plan`, `openrlhf check` and the run."""
 
 import argparse
+import difflib
 import json
+import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from openrlhf.cli.arguments import ArgumentParser
-from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.errors import ErrorCode, UsageError, describe, readable, short_errors
 
 GPUS_OF_NODE = 8
 """Number of GPUs of a node; more GPUs are on several nodes."""
@@ -19,13 +22,16 @@ SAMPLES, SAMPLES_ON_CPU = 128, 8
 """Samples of an optimizer step, or prompts of an RL step. On GPUs they are rounded down to a multiple of the
 number of GPUs, with at least one per GPU."""
 REWARD_FUNCTION = '''\
+from openrlhf.utils import grade_response
+
+
 def reward_func(queries, prompts, labels):
-    """Returns 1 for a response that contains the label, else 0. Replace this rule by your own.
+    """Returns 1 for a response with the label's final answer, else 0. Replace this rule by your own.
 
     queries: prompt and response as text; labels: the column --data.label_key. Lists of the same length.
     """
     responses = [query.removeprefix(prompt) for query, prompt in zip(queries, prompts)]
-    rewards = [float(str(label) in response) for response, label in zip(responses, labels)]
+    rewards = [float(grade_response(response, str(label))) for response, label in zip(responses, labels)]
     return {"rewards": rewards, "scores": rewards}
 '''
 
@@ -44,9 +50,11 @@ class Recipe:
     reward: str = ""
     """Question for the source of rewards; empty for supervised commands."""
     default_reward: str = ""
+    settings: tuple[str, ...] = ()
+    """Lines of the configuration that select a named algorithm; empty: those of the template."""
 
 
-CHATS = ("messages", "context_messages")
+CHATS = ("messages", "conversations", "context_messages")
 """Usual names of columns with a whole chat."""
 _PAIRS = {"chosen": ("chosen",), "rejected": ("rejected",)}
 _INPUTS = ("prompt", "problem", "question", "instruction", "input", *CHATS)
@@ -104,18 +112,43 @@ RECIPES = {
 }
 """Recipes by name. `openrlhf/recipes` has their templates."""
 
+ALGORITHMS = {
+    "ppo": "gae",
+    "grpo": "group_norm, actor.loss_aggregation: sample_mean, algo.kl.init_coef: 0.04, "
+    "algo.kl.use_loss: true, algo.kl.estimator: k3",
+    "dr_grpo": "dr_grpo, actor.loss_aggregation: constant_length, algo.kl.init_coef: 0",
+    "dapo": "group_norm, actor.eps_clip_low_high: [0.2, 0.28], algo.dynamic_filtering_enable: true, "
+    "algo.kl.init_coef: 0",
+    "gspo": "group_norm, actor.policy_loss_type: gspo, actor.eps_clip_low_high: [0.0003, 0.0004], "
+    "algo.kl.init_coef: 0",
+    "cispo": "group_norm, actor.policy_loss_type: cispo, actor.eps_clip_low_high: [1.0, 4.0], "
+    "algo.kl.init_coef: 0",
+    "rloo": "rloo",
+    "reinforce++": "reinforce",
+    "reinforce++-baseline": "reinforce_baseline, algo.kl.use_loss: true, algo.kl.estimator: k2",
+}
+"""Named algorithms of docs/algorithms.md -> estimator, and the other settings."""
+RECIPES |= {
+    name: replace(
+        RECIPES["rl"],
+        summary=f"reinforcement learning with a verifier: {name}, as docs/algorithms.md defines it",
+        settings=tuple(re.split(r", (?=[a-z]+\.)", f"algo.advantage.estimator: {settings}")),
+    )
+    for name, settings in ALGORITHMS.items()
+}
+
 
 def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="openrlhf init", description=__doc__, epilog="A question whose flag is given is not asked."
     )
-    parser.add_argument("--what", choices=RECIPES, help="what to train")
+    parser.add_argument("--what", type=_named, choices=RECIPES, help="what to train")
     parser.add_argument("--model", help="model to start from: a Hugging Face name or a folder")
     parser.add_argument("--data", help="dataset: a file, a folder, a URL or a Hugging Face name")
-    parser.add_argument("--gpus", type=_gpus, metavar="N", help="GPUs of all nodes together; 0: only a CPU")
+    parser.add_argument("--gpus", metavar="N", help="GPUs of all nodes together; 0: only a CPU")
     parser.add_argument("--output", help="output folder (default: ckpt/WHAT)")
     parser.add_argument(
-        "--reward", help="with --what rl: file of the reward function; with rl_rm: reward model"
+        "--reward", help="with rl_rm: reward model; with other RL: file of the reward function"
     )
     parser.add_argument(
         "--file", type=Path, default=Path("run.yaml"), help="file to write (default: run.yaml)"
@@ -130,40 +163,47 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.file.exists():
             text = "exists already; name another file with --file, or remove it"
             raise UsageError(ErrorCode.CONFLICT, text, flag="--file", value=options.file)
+        if not options.file.parent.is_dir():
+            text = "its folder does not exist"
+            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--file", value=options.file)
         answers = ask(options)
         recipe = RECIPES[answers["what"]]
-        reward = Path(answers["reward"]) if answers["what"] == "rl" else None
+        reward = Path(answers["reward"]) if recipe.default_reward else None
         write(options.file, recipe, render(**answers), reward)
         print(next_steps(options.file, recipe, answers["gpus"]))
 
 
 def ask(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the answers to all questions: from flags, else from the user, or with --yes the defaults."""
+    """Returns the answers to all questions, each checked when it is given: from flags, else from the user, or
+    with --yes the defaults."""
     question = Questions(asks=not options.yes)
     what = options.what
     if not what:
-        listed = "\n".join(f"  {name:<6} {recipe.summary}" for name, recipe in RECIPES.items())
-        what = question("--what", f"{listed}\nWhat do you want to train?", "", _recipe)
+        shown = [f"  {name:<6} {recipe.summary}" for name, recipe in RECIPES.items() if not recipe.settings]
+        shown.append(f"  {', '.join(ALGORITHMS)}: rl with this algorithm")
+        what = question("--what", "\n".join([*shown, "What do you want to train?"]), "", _recipe)
     recipe = RECIPES[what]
-    model = options.model or question("--model", "Which model (a Hugging Face name, or a folder)?", "")
-    data = options.data or question(
-        "--data", f"Which dataset ({recipe.data}; a file, folder, URL or Hugging Face name)?", ""
-    )
-    reward = options.reward or ""
-    if recipe.reward and not reward:
-        reward = question("--reward", f"Which {recipe.reward}?", recipe.default_reward)
-    gpus = options.gpus
-    if gpus is None:
-        gpus = question("--gpus", "How many GPUs on all nodes (0: only a CPU)?", str(gpus_here()), _gpus)
-    output = options.output or question("--output", "Which output folder?", f"ckpt/{what}")
-    return {
-        "what": what,
-        "model": model,
-        "data": data,
-        "reward": reward,
-        "gpus": gpus,
-        "output": output,
+    asked: dict[str, tuple[str, str, Callable[[str], Any]]] = {
+        "model": ("Which model (a Hugging Face name, or a folder)?", "", _model),
+        "data": (f"Which dataset ({recipe.data}; a file, folder, URL or Hugging Face name)?", "", _data),
+        "reward": (
+            f"Which {recipe.reward}?",
+            recipe.default_reward,
+            _reward if recipe.default_reward else lambda answer: _model(answer, "--reward"),
+        ),
+        "gpus": ("How many GPUs on all nodes (0: only a CPU)?", "", _gpus),
+        "output": ("Which output folder?", f"ckpt/{what}", _output),
     }
+    if not recipe.reward:
+        del asked["reward"]
+    flags = {name: value for name in asked if (value := getattr(options, name)) is not None}
+    answers = {name: asked[name][2](value) for name, value in flags.items()}
+    for name, (text, default, check) in asked.items():
+        if name not in answers:
+            default = str(gpus_here()) if name == "gpus" else default
+            answers[name] = question(f"--{name}", text, default, check)
+    data, row = answers.pop("data")
+    return {"what": what, "data": data, "row": row, "reward": ""} | answers
 
 
 class Questions:
@@ -173,38 +213,93 @@ class Questions:
         """`asks`: False takes the defaults without asking."""
         self._asks = asks
 
-    def __call__(self, flag: str, text: str, default: str, convert: Callable[[str], Any] = str) -> Any:
-        """Returns the converted answer, and asks again if it cannot be converted. Raises UsageError if there
-        is neither an answer nor a default."""
+    def __call__(self, flag: str, text: str, default: str, check: Callable[[str], Any]) -> Any:
+        """Returns the checked answer. On a terminal a wrong one is told and asked for again; elsewhere, where
+        the next line answers the next question, it raises UsageError, as does a question without answer and
+        default."""
         while self._asks:
             try:
-                answer = input(f"{text} [{default}] " if default else f"{text} ").strip() or default
+                answer = input(f"{text} [{default}] " if default else f"{text} ").strip()
             except EOFError:
                 print()
                 break
             try:
-                if answer:
-                    return convert(answer)
-            except (ValueError, argparse.ArgumentTypeError) as error:
-                print(f"  {error}")
+                if answer or default:
+                    return check(answer or default)
+            except UsageError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"  {readable(' '.join(describe(error).split()))}")
         if default:
-            return convert(default)
+            return check(default)
         raise UsageError(ErrorCode.MISSING_FLAG, "required, but not set", flag=flag)
 
 
+def _named(answer: str) -> str:
+    """Returns the recipe of this name, written in any way, such as "Dr. GRPO"; else the answer."""
+    plain = lambda name: re.sub(r"[^a-z+]", "", name.lower())
+    return next((name for name in RECIPES if plain(name) == plain(answer)), answer)
+
+
 def _recipe(answer: str) -> str:
-    if answer not in RECIPES:
-        raise ValueError(f"please answer one of {', '.join(RECIPES)}")
+    if (name := _named(answer)) in RECIPES:
+        return name
+    near = difflib.get_close_matches(answer, RECIPES, n=1)
+    text = f"did you mean {near[0]}?" if near else f"please answer one of {', '.join(RECIPES)}"
+    raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--what", value=answer)
+
+
+def _model(answer: str, flag: str = "--model") -> str:
+    from openrlhf.config.checks import looks_local, missing
+    from openrlhf.hub import config_json
+
+    if os.path.isdir(answer):
+        if not config_json(answer):
+            text = "the folder has no config.json that can be read, so it holds no model"
+            raise UsageError(ErrorCode.INVALID_MODEL, text, flag=flag, value=answer)
+    elif looks_local(answer):
+        raise UsageError(ErrorCode.NOT_FOUND, missing(answer, answer), flag=flag, value=answer)
     return answer
 
 
-def _gpus(text: str) -> int:
-    gpus = int(text) if text.isdecimal() else -1
+def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
+    """Returns the answer, and the first row of the last dataset that it names; {} for one on the hub."""
+    from openrlhf.config.checks import split_spec
+    from openrlhf.data.sources import first_row
+
+    row = None
+    for item in split_spec(answer):
+        row = first_row(item, flag="--data")
+    return answer, row or {}
+
+
+def _reward(answer: str) -> str:
+    from openrlhf.config.checks import reward_function
+    from openrlhf.rewards.function import check_reward_file
+
+    if is_new_function(Path(answer)) or answer.startswith(("http://", "https://")):
+        return answer
+    for problem in reward_function("reward", answer, alone="," not in answer):
+        raise UsageError(problem.code, problem.text, flag="--reward", value=answer)
+    check_reward_file(answer, "--reward")
+    return answer
+
+
+def _gpus(answer: str) -> int:
+    gpus = int(answer) if answer.isdecimal() else -1
     if gpus < 0 or (gpus > GPUS_OF_NODE and gpus % GPUS_OF_NODE):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a number from 0 to {GPUS_OF_NODE} nor a multiple of {GPUS_OF_NODE}"
-        )
+        text = f"neither a number from 0 to {GPUS_OF_NODE} nor a multiple of {GPUS_OF_NODE}"
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--gpus", value=answer)
     return gpus
+
+
+def _output(answer: str) -> str:
+    from openrlhf.files import holds_model, unwritable
+
+    if reason := "it holds a model already" if holds_model(answer) else unwritable(answer):
+        text = f"cannot be written to: {reason}; name another folder"
+        raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--output", value=answer)
+    return answer
 
 
 def gpus_here() -> int:
@@ -213,8 +308,10 @@ def gpus_here() -> int:
     return len(gpu_names())
 
 
-def render(*, what: str, model: str, data: str, reward: str, gpus: int, output: str) -> str:
-    """Returns the configuration as YAML with comments."""
+def render(
+    *, what: str, model: str, data: str, reward: str, gpus: int, output: str, row: Mapping[str, Any]
+) -> str:
+    """Returns the configuration as YAML with comments. `row`: the first one of the data; {}: unknown."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
     environment = Environment(
@@ -229,8 +326,10 @@ def render(*, what: str, model: str, data: str, reward: str, gpus: int, output: 
     values: dict[str, Any] = {"model": model, "data": data, "reward": reward, "gpus": gpus, "output": output}
     values["nodes"] = max(1, gpus // GPUS_OF_NODE)
     values["batch"] = max(1, SAMPLES // gpus) * gpus if gpus else SAMPLES_ON_CPU
-    values["columns"] = columns_of(RECIPES[what], data)
-    return environment.get_template(f"{what}.yaml.j2").render(values).strip() + "\n"
+    recipe = RECIPES[what]
+    values |= {"columns": columns_of(recipe, row), "what": what, "settings": recipe.settings}
+    template = "rl" if recipe.settings else what
+    return environment.get_template(f"{template}.yaml.j2").render(values).strip() + "\n"
 
 
 def quoted(text: str) -> str:
@@ -241,10 +340,9 @@ def quoted(text: str) -> str:
     return text if is_plain else json.dumps(text)
 
 
-def columns_of(recipe: Recipe, data: str) -> dict[str, Any]:
+def columns_of(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the column for each role; `chat`, True if answers are lists of messages; and `guess`, a remark
-    for the comments that is empty if the first row of a local file has the columns."""
-    row = first_row(Path(data))
+    for the comments that is empty if the dataset's first row has the columns. An empty row is not known."""
     found: dict[str, Any] = {
         role: next((name for name in names if name in row), names[0])
         for role, names in recipe.columns.items()
@@ -254,7 +352,8 @@ def columns_of(recipe: Recipe, data: str) -> dict[str, Any]:
     if is_chat or (is_answered and "output" in found):
         found["output"] = ""  # the last message is the response
     is_known = all(name in row for name in found.values() if name)
-    found["guess"] = "" if is_known else "; a guess: see your data"
+    seen = f"the data has {', '.join(row)}" if row else "see your data"
+    found["guess"] = "" if is_known else f"; a guess: {seen}"
     if is_answered and recipe.command == "ppo":
         found["guess"] = "; its last message is an answer, which the policy would continue: take it out"
     found["prompt"] = "prompt" if "prompt" in row else ""
@@ -263,21 +362,10 @@ def columns_of(recipe: Recipe, data: str) -> dict[str, Any]:
 
 
 def _ends_with_answer(messages: Any) -> bool:
-    last = messages[-1] if isinstance(messages, list) and messages else None
+    from openrlhf.data.messages import with_role
+
+    last = with_role(messages[-1]) if isinstance(messages, list) and messages else None
     return isinstance(last, dict) and last.get("role") == "assistant"
-
-
-def first_row(path: Path) -> dict[str, Any]:
-    """Returns the first row of a .jsonl file; {} for other data."""
-    if path.suffix != ".jsonl" or not path.is_file():
-        return {}
-    with open(path, encoding="utf-8", errors="replace") as file:
-        line = file.readline()
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return {}
-    return row if isinstance(row, dict) else {}
 
 
 def write(file: Path, recipe: Recipe, text: str, reward: Path | None = None) -> None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module, metadata
 
-from openrlhf.errors import ErrorCode, UsageError, short_errors, while_read
+from openrlhf.errors import ErrorCode, UsageError, short_errors
 
 COMMANDS = {
     "init": ("init", "ask a few questions and write a commented configuration for a training run"),
@@ -39,17 +39,19 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    with while_read():
-        _run(*((sys.argv[1:] if argv is None else argv) or ["--help"]))
+    name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in COMMANDS:
+        import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main(rest)
+        return
+    with short_errors():
+        _tell(name)
 
 
-def _run(name: str, *rest: str) -> None:
+def _tell(name: str) -> None:
     if name in ("--help", "-h", "help"):
         print(_usage())
     elif name == "--version":
         print(f"openrlhf {metadata.version('openrlhf')}")
-    elif name in COMMANDS:
-        import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main(rest)
     else:
         modules = {module: command for command, (module, _) in COMMANDS.items()}
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
@@ -57,8 +59,7 @@ def _run(name: str, *rest: str) -> None:
         remedy = f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else ""
         remedy = remedy or f"the commands are {', '.join(COMMANDS)}, see `openrlhf --help`"
         text = f"there is no such command; {remedy}"
-        with short_errors():
-            raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="openrlhf", value=repr(name))
+        raise UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="openrlhf", value=repr(name))
 
 
 def _usage() -> str:

@@ -52,6 +52,7 @@ def run(options: argparse.Namespace) -> None:
     from openrlhf.cli.data import shows_colours
     from openrlhf.observability.journal import read_rows
     from openrlhf.observability.rollout_view import show
+    from openrlhf.observability.run_folder import reading
 
     coloured = shows_colours()
     console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
@@ -59,8 +60,9 @@ def run(options: argparse.Namespace) -> None:
     step = options.step if options.step is not None else max(steps)
     if step not in steps:
         raise _not_found(f"there is no such step; the run has {_listed(list(steps))}", "--step", step)
-    found, total = choose(steps, step, options)
-    rows = read_rows(steps[step], found[: options.limit])
+    with reading(steps[step]):
+        found, total = choose(steps, step, options)
+        rows = read_rows(steps[step], found[: options.limit])
     pieces = pieces_of(options.run, rows) if coloured and rows else None
     show(console, f"{options.name} {step}", rows, pieces)
     tail = f"\n{len(rows)} of {len(found)} samples; {options.name} {step} had {total}"

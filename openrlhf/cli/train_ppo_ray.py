@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from openrlhf import heap
-from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
+from openrlhf.cli.rl_checks import adapts_apart, check_policy_learns, problems_outside
 from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Explicit
 from openrlhf.config.commands import PPO
@@ -230,11 +230,13 @@ def _nodes(cluster: Sequence[int]) -> "Nodes":
 
 
 def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
-    """Returns values for unset placement flags, chosen for the available resources. `cluster`: as in
+    """Returns values for unset flags, chosen for the available resources and the model. `cluster`: as in
     `plan`."""
-    if config.placement == "auto":
-        return _suitable(config, explicit, cluster)
-    return rank_counts(config, explicit, cluster)
+    suitable = _suitable if config.placement == "auto" else rank_counts
+    chosen: dict[str, Any] = dict(suitable(config, explicit, cluster))
+    if "vllm.lora_sync" not in explicit and adapts_apart(config):
+        chosen["vllm.lora_sync"] = "adapter"
+    return chosen
 
 
 def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:

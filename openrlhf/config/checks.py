@@ -193,7 +193,7 @@ def local_models(config: Any, *keys: str) -> Iterator[Problem]:
     values = values_of(config)
     for key in keys:
         for name in (values[key] or "").split(","):
-            if _looks_local(name) and not os.path.isdir(name):
+            if looks_local(name) and not os.path.isdir(name):
                 remedy = "" if name.startswith("~") else "; give the folder of a model, or a name on the hub"
                 text = f"{missing(name, values[key])}{remedy}"
                 yield Problem(key, text, ErrorCode.NOT_FOUND)
@@ -204,7 +204,7 @@ def local_datasets(config: Any, *keys: tuple[str, str | None]) -> Iterator[Probl
     for key, probs in keys:
         items = split_spec(values[key] or "")
         for item in items:
-            if _looks_local(item) and not os.path.exists(path := _dataset_path(item)):
+            if looks_local(item) and not os.path.exists(path := _dataset_path(item)):
                 yield Problem(key, missing(path, values[key]), ErrorCode.NOT_FOUND)
         if probs and values[probs] is not None:
             try:
@@ -255,7 +255,7 @@ def parse_probabilities(text: str, count: int, dataset_key: str) -> list[float]:
 _FILE_ENDINGS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".py", ".gz")
 
 
-def _looks_local(name: str) -> bool:
+def looks_local(name: str) -> bool:
     """Returns whether a name cannot be one of the hub, which is `name` or `owner/name`."""
     name = name.partition("@")[0]
     local = name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith(_FILE_ENDINGS)

@@ -264,7 +264,9 @@ class VllmConfig(EngineMemoryConfig):
     always compared after the first sync of a run, and where engines sleep."""
     lora_sync: LoraSync = "merged"
     """Content of a weight sync with LoRA (ds.lora.rank). merged: all weights with the adapters added; bf16
-    and fp16 round small updates away. adapter: only the adapters; sends less and samples more slowly."""
+    and fp16 round small updates away. adapter: only the adapters; sends less and samples more slowly. If
+    unset: adapter in bf16 and fp16 where vLLM has LoRA layers for the model (text, no experts, rank 512 at
+    most, no speculative decoding)."""
     keep_cache: bool = False
     """With train.partial_rollout_enable: requests that a weight sync pauses keep the KV cache of the old
     weights, instead of computing it again with the new ones. Faster, but log-probs of later tokens then come

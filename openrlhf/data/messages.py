@@ -21,6 +21,20 @@ MARK = "\u241fanswer\u241f"
 """Placeholder of a text in a rendered conversation."""
 
 
+SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
+SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
+"""Roles by the names of ShareGPT."""
+
+
+def with_role(message: Any) -> Any:
+    """Returns a message in ShareGPT's form, {"from": "human", "value": ...}, with a role and a content;
+    others as they are."""
+    sender = message.get("from") if isinstance(message, dict) and not message.get("role") else None
+    if not isinstance(sender, str) or sender not in SENDERS:
+        return message
+    return message | {"role": SENDERS[sender], "content": message.get("value"), "from": None, "value": None}
+
+
 def without_nulls(value: Any) -> Any:
     """Leaves out the keys that are null, in objects at any depth."""
     if isinstance(value, Mapping):
@@ -40,7 +54,8 @@ def read_text(value: Any) -> Any:
     """Returns the messages whose JSON text the value is, else the value."""
     found, contents = decoded(value), {"content", "tool_calls", "function_call"}
     is_message = lambda part: isinstance(part, dict) and "role" in part and contents & part.keys()
-    return found if isinstance(found, list) and found and all(map(is_message, found)) else value
+    is_talk = isinstance(found, list) and found and all(is_message(with_role(part)) for part in found)
+    return found if is_talk else value
 
 
 def text_of(content: Any) -> str | None:

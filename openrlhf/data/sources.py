@@ -3,7 +3,7 @@
 import difflib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path, PurePath
@@ -139,14 +139,29 @@ def check_columns(
     """Raises what `load_rows` would raise for missing files, splits and columns, reading only the first rows
     or the schema of each file (a .json list is read whole). Names on the hub are not looked up; URLs are
     fetched."""
+    for part in _heads(spec, flag, split, lambda file: peek(file, bad_rows)):
+        _check_columns_exist(part, len(part.columns), flag, required_columns)
+
+
+def first_row(spec: str, *, flag: str, split: str = "train") -> Row | None:
+    """Returns the first row that `spec` names; None for a name on the hub. Reads as little as
+    `check_columns`, and raises the same."""
+    read = lambda file: (READERS[".parquet"] if file.path.suffix == ".parquet" else peek)(file, "error")
+    for part in _heads(spec, flag, split, read):
+        _check_columns_exist(part, len(part.rows), flag, {})
+        return cast(Row, part.rows[0])
+    return None
+
+
+def _heads(spec: str, flag: str, split: str, read: Callable[[File], Part]) -> Iterator[Part]:
+    """Yields what `read` returns for each file that `spec` names. Names on the hub are left out."""
     for item in split_spec(spec):
         if is_gym(item):
             gym_dataset(item, flag)
-            _check_columns_exist(Part(name=item, rows=[], columns=COLUMNS), 1, flag, required_columns)
+            yield Part(name=item, rows=[dict.fromkeys(COLUMNS, "")], columns=COLUMNS)
             continue
         for file in _files_of(item, split, flag) or ():
-            part = _read_saved(file, split) if file.path.is_dir() else peek(file, bad_rows)
-            _check_columns_exist(part, len(part.columns), flag, required_columns)
+            yield _read_saved(file, split) if file.path.is_dir() else read(file)
 
 
 def rows_digest(spec: str, *, flag: str, split: str = "train") -> str:

@@ -23,6 +23,7 @@ from openrlhf.data.messages import (
     reads,
     render,
     text_of,
+    with_role,
     without_nulls,
 )
 from openrlhf.errors import EXIT_USAGE, ErrorCode, UsageError, notify, notify_once, shortened
@@ -97,14 +98,16 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
         return [{"role": role, "content": value}]
     if not value:
         raise BadRow("the list of messages is empty.")
+    value = [with_role(message) for message in value]
     for i, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise BadRow(f'message {i} is not of the form {{"role": …, "content": …}}.')
+            form = '{"role": …, "content": …} or {"from": "human" or "gpt", "value": …}'
+            raise BadRow(f"message {i} is not of the form {form}.")
         if message.get("content") is None and not calls_of(message):
             raise BadRow(f"message {i} ({message['role']}) has no content.")
         if i > 1 and message["role"] == value[i - 2]["role"] == "assistant":
             raise BadRow(f"messages {i - 1} and {i} are answers in a row; join them, or remove one.")
-    return without_nulls(list(value))
+    return without_nulls(value)
 
 
 def tools_of(row: Row, key: str | None) -> Tools | None:

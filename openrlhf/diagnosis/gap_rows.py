@@ -1,6 +1,7 @@
 """Reads sequences with the log-probs of sampler and trainer, and computes statistics of their gap that hint
 at its cause."""
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import numpy as np
 
 from openrlhf.diagnosis.record import RunRecord
 from openrlhf.observability.journal import read_table
+from openrlhf.observability.run_folder import reading
 
 MOST_ROWS = 64
 MOST_TOKENS = 1024
@@ -75,7 +77,8 @@ def rows_of(path: Path) -> list[GapRow]:
         *("prompt", "response", "images"),
     ]
     table = read_table(path, columns).slice(0, MOST_ROWS).to_pylist()
-    return [_row(row) for row in table if row["log_probs"] and not row["images"]]
+    with reading(path):
+        return [_row(row) for row in table if row["log_probs"] and not row.get("images")]
 
 
 def fresh(rows: Sequence[GapRow]) -> list[GapRow]:
@@ -139,10 +142,17 @@ def signs_of(rows: Sequence[GapRow]) -> Signs:
 
 
 def _ratio(values: np.ndarray, inside: np.ndarray) -> float:
-    return float(values[inside].mean() / values[~inside].mean()) if 0 < inside.sum() < len(values) else 1.0
+    """Returns the mean of the values inside divided by that of the others; 1 if either is empty or both are
+    0."""
+    if not 0 < inside.sum() < len(values) or not values.any():
+        return 1.0
+    others = float(values[~inside].mean())
+    return float(values[inside].mean()) / others if others else math.inf
 
 
 def _explained(x: np.ndarray, y: np.ndarray) -> float:
+    finite = np.isfinite(x) & np.isfinite(y)  # a side may call a token impossible
+    x, y = x[finite], y[finite]
     if len(x) < 8 or x.std() == 0 or y.std() == 0:
         return 0.0
     scaled = (x - x.mean()) / x.std()

@@ -17,7 +17,7 @@ import psutil
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
 from openrlhf.observability.lock import LOCK
-from openrlhf.observability.run_folder import RunFolder, read_jsonl
+from openrlhf.observability.run_folder import RunFolder, read_steps
 
 FEWEST = 8
 """Number of steps below which a series has no trend."""
@@ -115,13 +115,12 @@ class RunRecord:
         if not folder.is_run:
             text = f"is no run folder; {folder.runs_inside('metrics.jsonl')}"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
-        metrics, health, config = folder.metrics_path, folder.health_path, folder.read_config()
         return cls(
             path=path,
-            rows=list(read_jsonl(metrics)) if metrics.exists() else [],
-            warnings=list(read_jsonl(health)) if health.exists() else [],
-            config=config,
-            owner=_owner(path / LOCK),
+            rows=[*read_steps(folder.metrics_path)],
+            warnings=folder.read_warnings(),
+            config=folder.read_config(),
+            owner=_owner(folder.read(LOCK)),
         )
 
     def series(self, name: str) -> Series:
@@ -168,9 +167,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
 
 
-def _owner(lock: Path) -> Owner | None:
-    match = _OWNER.match(lock.read_text(encoding="utf-8")) if lock.exists() else None
-    if match is None:
+def _owner(text: str) -> Owner | None:
+    """Returns the owner that the text of a lock names."""
+    if (match := _OWNER.match(text)) is None:
         return None
     since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
     return Owner(int(match[1]), match[2], since)

@@ -1,29 +1,14 @@
 """Conversations with the policy as one token stream in its chat template."""
 
-from typing import TYPE_CHECKING
-
-from openrlhf.agents.base import Engine
 from openrlhf.agents.openai import BadRequest, Message, Session
-from openrlhf.completions import SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class Conversation:
     """Sends texts to the policy as user messages, rendered by its chat template, and keeps answers as
     sampled."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        tokenizer: "PreTrainedTokenizerBase",
-        sampling_params: SamplingParams,
-        max_length: int,
-        max_turns: int | None = None,
-    ) -> None:
-        """`max_length`: tokens of the whole stream. `max_turns`: number of answers; None: as many as fit."""
-        self.session = Session(engine, tokenizer, sampling_params, max_length, max_turns=max_turns)
+    def __init__(self, session: Session) -> None:
+        self.session = session
         self.messages: list[Message] = []
         self.token_ids: list[int] = []
         """Tokens of the stream, including the last answer."""

@@ -2,16 +2,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
-from openrlhf.completions import SamplingParams
+from openrlhf.agents.base import call_in_time
+from openrlhf.agents.openai import Session, SessionExecutor
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.randomness import GlobalRandom
 from openrlhf.errors import ErrorCode, UsageError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class TextEnvironment(Protocol):
@@ -26,11 +23,10 @@ class TextEnvironment(Protocol):
         ...
 
 
-class GymExecutor(AgentExecutorBase, ABC):
+class GymExecutor(SessionExecutor, ABC):
     """Runs one environment per episode, whose observations become user messages. The reward is the sum over
     the turns; the metric `rollout/turns` is their number."""
 
-    writes_messages = True
     draws_globally = True
     """True: the environment draws from the global random generators of Python or numpy; each episode gets
     states of its own, and calls of environments run one at a time. False: calls run concurrently, and methods
@@ -44,21 +40,12 @@ class GymExecutor(AgentExecutorBase, ABC):
         """Returns the seed of `reset` and of the global random generators; by default the label."""
         return seed_of(label)
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: SamplingParams,
-        max_length: int,
-        hf_tokenizer: "PreTrainedTokenizerBase",
-        llm_engine: Engine,
-        *,
-        max_turns: int | None = None,
-        step_timeout: float | None = None,
+    async def play(
+        self, prompt: str, label: Any, session: Callable[[], Session], step_timeout: float | None
     ) -> dict:
         """Runs one episode with the limits of MultiTurnAgentExecutor. The episode is truncated if one of them
         or the environment truncates it."""
-        talk = Conversation(llm_engine, hf_tokenizer, sampling_params, max_length, max_turns)
+        talk = Conversation(session())
         seed = self.seed(label)
         own = GlobalRandom(seed).within if self.draws_globally else lambda method: method
 

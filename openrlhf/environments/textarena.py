@@ -1,27 +1,22 @@
 """Games of TextArena, played by the policy alone, against an opponent, or against itself."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from openrlhf.agents.base import AgentExecutorBase, Engine, call_in_time
-from openrlhf.completions import SamplingParams
+from openrlhf.agents.base import call_in_time
+from openrlhf.agents.openai import Session, SessionExecutor
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import seed_of
 from openrlhf.environments.packages import package
 from openrlhf.environments.randomness import GlobalRandom
 from openrlhf.errors import ErrorCode, RunError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 textarena = package("textarena")
 
 
-class TextArenaExecutor(AgentExecutorBase):
+class TextArenaExecutor(SessionExecutor):
     """Plays one game per episode. The prompt is the game's name, such as GuessTheNumber-v0, the label its
     seed. The trained player is number `seed % num_players`; its reward in the game is the episode's."""
-
-    writes_messages = True
 
     def __init__(
         self,
@@ -37,26 +32,14 @@ class TextArenaExecutor(AgentExecutorBase):
         self.num_players, self.opponent = num_players, opponent
         self.unfinished, self.options = unfinished, options
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: SamplingParams,
-        max_length: int,
-        hf_tokenizer: "PreTrainedTokenizerBase",
-        llm_engine: Engine,
-        *,
-        max_turns: int | None = None,
-        step_timeout: float | None = None,
+    async def play(
+        self, prompt: str, label: Any, session: Callable[[], Session], step_timeout: float | None
     ) -> dict:
         """Runs one game with the limits of GymExecutor. Raises RunError if the game ends before the trained
         player has moved."""
         seed = seed_of(label)
         own, trained = GlobalRandom(seed), seed % self.num_players
-        talks = [
-            Conversation(llm_engine, hf_tokenizer, sampling_params, max_length, max_turns)
-            for _ in range(self.num_players)
-        ]
+        talks = [Conversation(session()) for _ in range(self.num_players)]
 
         async def call(method: Callable, *arguments: Any) -> Any:
             return await call_in_time(own.within(method), *arguments, seconds=step_timeout)

@@ -39,7 +39,7 @@ from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.vision import image_reader
-from openrlhf.models.weight_files import check_weight_files
+from openrlhf.models.weight_files import check_weight_files, eight_bit
 from openrlhf.text import decode
 
 logger = logging.getLogger(__name__)
@@ -454,9 +454,9 @@ def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
     config = load_config(path, flag)
     parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config())]
     names = [part.get("quant_method", part) for part in parts if part]
-    if names:
+    if name := names[0] if names else eight_bit(path):
         text = (
-            f"its weights are quantized ({names[0]}), and only ordinary ones can be trained and saved.\n"
+            f"its weights are quantized ({name}), and only ordinary ones can be trained and saved.\n"
             "Name the model from which it was made, or dequantize it first (docs/models.md). To save memory, "
             "--ds.load_in_4bit quantizes ordinary weights as they are loaded."
         )

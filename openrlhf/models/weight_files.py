@@ -1,8 +1,10 @@
 """Checks the files of a model's weights before they are loaded."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -51,13 +53,28 @@ def _damages(place: Path) -> Iterator[str]:
 
 def _expected_bytes(file: Path) -> int | None:
     """Returns the size of the file by its header; None if the header cannot be read."""
+    try:
+        length, tensors = _header(file)
+        return 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
+    except UNREADABLE:
+        return None
+
+
+def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:
+    """Returns the length of the header, and what it says about each tensor. Raises UNREADABLE."""
     with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        if length > LARGEST_HEADER:
-            return None
-        try:
-            header = json.loads(opened.read(length))
-            ends = [int(about["data_offsets"][1]) for name, about in header.items() if name != "__metadata__"]
-        except UNREADABLE:
-            return None
-    return 8 + length + max(ends, default=0)
+        if (length := int.from_bytes(opened.read(8), "little")) > LARGEST_HEADER:
+            raise ValueError("the header is too long")
+        header = json.loads(opened.read(length))
+    return length, [about for name, about in header.items() if name != "__metadata__"]
+
+
+def eight_bit(folder: str | Path) -> str:
+    """Returns the type of 8 bits of a tensor in a local model's readable safetensors files; "" without
+    one."""
+    for file in Path(folder).glob("[!.]*.safetensors"):
+        with suppress(OSError, *UNREADABLE):
+            for about in _header(file)[1]:
+                if about["dtype"].startswith("F8_"):
+                    return about["dtype"]
+    return ""

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.files import unwaiting
 from openrlhf.observability.lock import LOCK
-from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder
+from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder, reading
 from openrlhf.observability.selection import best_to_worst
 from openrlhf.observability.trackers.metrics_file import RENAMED
 
@@ -52,7 +53,7 @@ class Tail:
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
         """Returns True if the file was replaced or cut since the last call, and its new complete rows."""
         try:
-            with open(self._path, "rb") as file:
+            with reading(self._path), open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())
                 is_new = status.st_ino != self._inode or status.st_size < self._offset
                 if is_new:
@@ -213,7 +214,7 @@ class FollowedRun:
         self.samples_file = newest.name
         try:
             self.samples, self.samples_error = read_samples(newest), ""
-        except (OSError, ValueError) as error:
+        except (FileNotFoundError, UsageError) as error:
             self.samples, self.samples_error = [], str(error)
 
     def _read_queues(self) -> list[tuple[int, int] | None]:
@@ -250,7 +251,7 @@ def is_locked(folder: Path) -> bool | None:
     """Returns True if a living process holds the lock of a run folder; None if there is no lock file, or the
     file system has no locks. The probe holds a shared lock for some microseconds."""
     try:
-        with open(folder / LOCK, "rb") as file:
+        with open(folder / LOCK, "rb", opener=unwaiting) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -264,7 +265,7 @@ def read_samples(path: Path) -> list[Sample]:
     failed ones."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(path) as file:
+    with reading(path), pq.ParquetFile(path) as file:
         columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
         rewards = file.read(["reward"])["reward"].to_pylist()
         chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from openrlhf.config.choices import JournalMode
 from openrlhf.files import replacing
 from openrlhf.observability.rollout_table import (
+    ADDED,
     FACTS,
     OF_ACTIONS,
     SCHEMA,
@@ -27,7 +28,7 @@ from openrlhf.observability.rollout_table import (
     to_table,
     to_trajectories,
 )
-from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS
+from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, reading
 from openrlhf.observability.selection import best_to_worst
 from openrlhf.types import Batch, Schedule, Trajectory
 
@@ -192,25 +193,29 @@ _ENCODING: dict[str, Any] = {
 def read_journal(path: str | Path) -> list[Trajectory]:
     """Returns the trajectories of a step, from Parquet or JSON lines. A label that JSON does not know is
     returned as its repr."""
-    return to_trajectories(read_table(path))
+    with reading(Path(path)):
+        return to_trajectories(read_table(path))
 
 
 def read_table(path: str | Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Returns the table of a step with all columns, or the given ones."""
     path = Path(path)
     if path.suffix == ".jsonl":
-        table = table_of_json(path)
+        with reading(path):
+            table = table_of_json(path)
         return table.select(columns or SCHEMA.names).replace_schema_metadata({_NUM_SAMPLES: str(len(table))})
-    with pq.ParquetFile(path) as file:
+    with reading(path), pq.ParquetFile(path) as file:
         before = {new: old for old, new in RENAMED_COLUMNS.items() if old in file.schema_arrow.names}
         written = file.schema_arrow.names
         table = as_of_today(file.read(columns and [before.get(name, name) for name in columns]), written)
+        if lost := [n for n in columns or () if n not in table.column_names and n not in ADDED]:
+            raise ValueError(f"it has no column {lost[0]}")
         return table.select([name for name in columns or table.column_names if name in table.column_names])
 
 
 def num_samples(table: pa.Table) -> int:
     """Returns the number of samples of a table's step, including those that the journal left out."""
-    return int(table.schema.metadata[_NUM_SAMPLES])
+    return int((table.schema.metadata or {}).get(_NUM_SAMPLES, len(table)))
 
 
 def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
@@ -218,7 +223,7 @@ def read_rows(path: str | Path, indices: Sequence[int]) -> list[dict[str, Any]]:
     path = Path(path)
     if path.suffix == ".jsonl":
         return read_table(path).take(list(indices)).to_pylist()
-    with pq.ParquetFile(path) as file:
+    with reading(path), pq.ParquetFile(path) as file:
         read_group = cache(file.read_row_group)
         size = file.metadata.row_group(0).num_rows if indices else 1
         written = file.schema_arrow.names

@@ -31,7 +31,7 @@ from openrlhf.observability.journal import (
 )
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
-from openrlhf.observability.run_folder import RunFolder, flat, label_of, read_jsonl
+from openrlhf.observability.run_folder import RunFolder, flat, label_of
 from openrlhf.observability.selection import best_to_worst, thinned
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
@@ -100,7 +100,7 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
     files = journal_steps(folder.rollouts_path)
     own = _own_metrics(files)
     same = _same(curves, own)
-    warnings = list(read_jsonl(folder.health_path)) if folder.health_path.exists() else []
+    warnings = folder.read_warnings()
     return {
         "name": _title(folder),
         "facts": _facts(curves),
@@ -117,9 +117,9 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
         "times": _times(curves),
         "steps": [_samples_of_step(step, files[step]) for step in sorted(_ends(files))],
         "texts": [
-            (heading, shorten(path.read_text(encoding="utf-8", errors="replace"), FILE_CHARACTERS))
+            (heading, shorten(text, FILE_CHARACTERS))
             for heading, name in TEXT_FILES.items()
-            if (path := folder.path / name).exists()
+            if (text := folder.read(name))
         ],
     }
 
@@ -177,7 +177,7 @@ def _title(folder: RunFolder) -> str:
     """Returns the run's name, model, algorithm and date, as far as the folder has them."""
     flags = flat(folder.read_config())
     model = flags.get("actor.model_name_or_path") or flags.get("model.model_name_or_path") or ""
-    words = (folder.path / "argv.txt").read_text("utf-8") if (folder.path / "argv.txt").exists() else ""
+    words = folder.read("argv.txt")
     command, date = (re.search(pattern, words) for pattern in (r"cli\.train_([a-z]+)", r"# (\S+ \d+:\d+)"))
     name = flags.get("logger.wandb.run_name") or folder.path.resolve().name
     algorithm = flags.get("algo.advantage.estimator") or (command[1] if command else "")

@@ -74,6 +74,8 @@ ARRAYS = pa.schema(
 )
 KEPT = pa.schema({"kept_ids": pa.list_(_INT), "kept_counts": pa.list_(_INT), "kept_log_masses": _FLOATS})
 """Columns of the top-p/top-k support: the fields of `KeptSets` with the prefix `kept_`."""
+ADDED = ("turn_rewards", "images", "extra_texts", LABEL_FORM, *KEPT.names)
+"""Columns that journals of earlier versions lack."""
 OF_ACTIONS = ("log_probs", "ref_log_probs", "values", "advantages", "returns")
 """Columns of a `Batch` with one value per action."""
 TRAINED = pa.schema(
@@ -99,7 +101,8 @@ def to_table(
 
 def as_of_today(table: pa.Table, written: Container[str]) -> pa.Table:
     """Returns a table of a journal of any version with the current names of columns and form of labels.
-    `written`: all columns of the journal. Earlier versions wrote every label as JSON."""
+    `written`: all columns of the journal. Earlier versions wrote every label as JSON. Raises ValueError for
+    a column of another type."""
     names = [RENAMED_COLUMNS.get(name, name) for name in table.column_names]
     metadata = table.schema.metadata
     table = table.rename_columns(names)
@@ -107,7 +110,8 @@ def as_of_today(table: pa.Table, written: Container[str]) -> pa.Table:
         labels = _labels([json.loads(label) for label in table["label"].to_pylist()])
         table = table.set_column(names.index("label"), "label", pa.array(labels["label"], pa.string()))
         table = table.append_column(LABEL_FORM, pa.array(labels[LABEL_FORM], pa.bool_()))
-    return table.replace_schema_metadata(metadata)
+    fields = [SCHEMA.field(f.name) if f.name in SCHEMA.names else f for f in table.schema]
+    return table.cast(pa.schema(fields, metadata))
 
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:

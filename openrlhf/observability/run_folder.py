@@ -19,9 +19,10 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -31,7 +32,7 @@ from typing import Any, Self
 import yaml
 
 from openrlhf.errors import REDACTED, ErrorCode, UsageError, without_secrets
-from openrlhf.files import read_small, write_atomically
+from openrlhf.files import read_object, read_small, write_atomically
 
 GIT_TIMEOUT = 30.0
 """Maximum seconds that git may take to compare the files of a repository with its commit."""
@@ -57,6 +58,27 @@ RENAMED_COLUMNS = {"episode": "epoch"}
 """Columns of earlier versions' journals -> current names."""
 LABEL_FORM = "label_is_json"
 """Column that says whether a label is JSON or text."""
+
+
+DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+DAMAGED += (ArithmeticError, RecursionError, yaml.YAMLError)
+"""Errors of reading a file whose content is not what a run writes."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raises UsageError with the path of a file of a run that is no regular file or closed, or whose content
+    raises an error inside. A missing file's error is passed on."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise OSError("it is no regular file")
+        yield
+    except (FileNotFoundError, NotADirectoryError, UsageError):
+        raise
+    except DAMAGED as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
+        text = f"cannot be read: {reason}. Repair it, or move it away to read the rest of the run."
+        raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +121,7 @@ class RunFolder:
     def is_run(self) -> bool:
         """True if the folder has metrics, rollouts, or the command line of a start."""
         files = (self.metrics_path, self.path / "argv.txt")
-        return any(file.is_file() for file in files) or self.rollouts_path.is_dir()
+        return any(map(os.path.isfile, files)) or os.path.isdir(self.rollouts_path)
 
     @property
     def metrics_path(self) -> Path:
@@ -113,18 +135,24 @@ class RunFolder:
     def rollouts_path(self) -> Path:
         return self.path / "rollouts"
 
+    def read(self, name: str, parse: Callable[[str], Any] = str) -> Any:
+        """Returns what `parse` makes of the text of a file, which is "" if there is none. Raises UsageError
+        if the file is unreadable."""
+        path = self.path / name
+        if not os.path.lexists(path):
+            return parse("")
+        with reading(path):
+            return parse(read_small(path).decode(errors="replace"))
+
     def read_config(self) -> dict[str, Any]:
         """Returns the tree of config.yaml; {} if there is no such file. Raises UsageError if it is not
         YAML."""
-        path = self.path / "config.yaml"
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            text = f"not YAML: {' '.join(str(error).split())[:200]}"
-            raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error
+        tree = self.read("config.yaml", yaml.safe_load)
         return tree if isinstance(tree, dict) else {}
+
+    def read_warnings(self) -> list[dict[str, Any]]:
+        """Returns the rows of health.jsonl; none without the file."""
+        return [*read_steps(self.health_path)]
 
     def check_metrics(self) -> None:
         """Raises UsageError if the folder has no metrics.jsonl."""
@@ -144,8 +172,8 @@ class RunFolder:
     def read_total(self) -> int | None:
         """Returns the number of steps of the whole run; None if it is not recorded."""
         try:
-            total = json.loads((self.path / "progress.json").read_text(encoding="utf-8"))["total_steps"]
-        except (OSError, ValueError, KeyError, TypeError):
+            total = read_object(self.path / "progress.json")["total_steps"]
+        except (ValueError, KeyError):
             return None
         return total if isinstance(total, int) and total > 0 else None
 
@@ -167,9 +195,9 @@ class RunFolder:
     def read_queues(self) -> list[tuple[int, int] | None]:
         """Returns the last queues that were written; empty without any."""
         try:
-            rows = json.loads(self.queues_path.read_text(encoding="utf-8"))["engines"]
+            rows = read_object(self.queues_path)["engines"]
             return [None if row is None else (int(row["running"]), int(row["waiting"])) for row in rows]
-        except (OSError, ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError):
             return []
 
     def rewind(self, step: int) -> None:
@@ -224,7 +252,7 @@ def plain(value: Any) -> Any:
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the rows of a file. Leaves out a half-written last line, which a killed writer leaves. Raises
     UsageError with file and line for any other line that is not JSON."""
-    with open(path, "rb") as file:
+    with reading(path), open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield dict(json.loads(line))
@@ -233,6 +261,17 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
                     return
                 text = f"not JSON: {error}. Delete the line to read the rest."
                 raise UsageError(ErrorCode.UNREADABLE, text, value=path, row=number) from None
+
+
+def read_steps(path: Path) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a file of metrics or warnings; none without the file. Raises UsageError with file
+    and number for a row without a step."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        for number, row in enumerate(read_jsonl(path), start=1):
+            if type(row.get("step")) is not int:
+                text = f"the row has the step {row.get('step')!r}. Delete the line to read the rest."
+                raise UsageError(ErrorCode.UNREADABLE, text, value=path, row=number)
+            yield row
 
 
 def find_secrets(config_yaml: str, argv: Sequence[str], environ: Mapping[str, str]) -> set[str]:

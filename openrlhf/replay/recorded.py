@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from openrlhf.config.commands import PPO
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
-from openrlhf.observability.run_folder import RunFolder, flat, read_jsonl
+from openrlhf.observability.run_folder import RunFolder, flat, read_steps, reading
 from openrlhf.training.checkpoints import ORIGIN
 from openrlhf.training.origin import BUT_GENERATION
 
@@ -39,15 +40,13 @@ class RecordedRun:
     @property
     def command(self) -> str:
         """Name of the command, as in `openrlhf NAME`; "" if argv.txt does not name it."""
-        file = self.path / "argv.txt"
-        found = _MODULE.findall(file.read_text(encoding="utf-8")) if file.is_file() else []
+        found = _MODULE.findall(RunFolder(self.path).read("argv.txt"))
         return found[-1].removesuffix("_ray") if found else ""
 
     @property
     def environment(self) -> dict[str, Any]:
         """Versions, machine and variables by name; empty if the folder has none."""
-        file = self.path / "env.json"
-        return flat(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+        return RunFolder(self.path).read("env.json", lambda text: flat(json.loads(text or "{}")))
 
     @property
     def num_ranks(self) -> int:
@@ -57,11 +56,9 @@ class RecordedRun:
     @cached_property
     def metrics(self) -> dict[int, dict[str, Any]]:
         """Metrics of each logged step, except those with a prefix in `MEASURED`."""
-        file = self.path / "metrics.jsonl"
-        rows = read_jsonl(file) if file.is_file() else ()
         return {
             row["step"]: {k: v for k, v in row.items() if k != "step" and not k.startswith(MEASURED)}
-            for row in rows
+            for row in read_steps(self.path / "metrics.jsonl")
         }
 
     def rollouts(self, name: str = "step") -> dict[int, Path]:
@@ -108,7 +105,7 @@ class RecordedRun:
         none."""
         for models in reversed(self.checkpoints().values()):
             for folder in models.values():
-                if (file := folder / ORIGIN).is_file():
+                with suppress(FileNotFoundError), reading(file := folder / ORIGIN):
                     found = json.loads(file.read_bytes())["origin"]["contents"]
                     return {k: found[k] for k in found if not k.endswith(BUT_GENERATION)}
         return {}

@@ -1,9 +1,11 @@
-"""Extracts and compares answers to mathematical problems."""
+"""Extracts and compares answers: numbers and formulas, and for labels that are words, words."""
 
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORD = re.compile(r"[^\s$]+")
+_ENDS = re.compile(r"(\s*<[^<>\s]+>)+\s*$")
+"""Special tokens at the end of a response."""
 
 
 def extract_boxed_answer(text: str) -> str | None:
@@ -32,6 +34,29 @@ def grade_answer(prediction: str | None, truth: str) -> bool:
 
     gold, answer = (parse(f"\\boxed{{{side}}}") for side in (truth, prediction))
     return bool(verify(gold, answer))
+
+
+def final_answer(label: str) -> str:
+    r"""Returns the answer in a label: what follows the last ####, as in GSM8K, else the content of the last
+    \boxed{...}, else the label."""
+    _, mark, answer = label.rpartition("####")
+    return answer.strip() if mark else extract_boxed_answer(label) or label.strip()
+
+
+def grade_response(response: str, label: str) -> bool:
+    r"""Returns True if the final answer of a whole response equals that of a label. The final answer of a
+    response is its last \boxed{...}. Without one it is, for a label with a digit, the number or formula that
+    math-verify finds: after "answer is", or the last one. For other labels the response must end with the
+    label, in upper or lower case. Call this where `grade_answer` may be called."""
+    truth, boxed = final_answer(label), extract_boxed_answer(response)
+    if boxed is not None or not truth:
+        return bool(truth) and grade_answer(boxed, truth)
+    response = _ENDS.sub("", response)
+    if not re.search(r"\d", truth):
+        return bool(re.search(rf"(?<!\w){re.escape(truth)}\W*$", response, re.IGNORECASE))
+    from math_verify import parse, verify
+
+    return bool(verify(parse(f"\\boxed{{{truth}}}"), parse(response)))
 
 
 def _braced(text: str, start: int) -> str | None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.agents.base import AgentExecutorBase, Engine, MultiTurnAgentExecutor, RewardError, StepTimeout
+from openrlhf.agents.base import AgentExecutorBase, MultiTurnAgentExecutor, RewardError, StepTimeout
 from openrlhf.agents.chat_stream import TemplateProblem, probe
-from openrlhf.completions import SamplingParams
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rewards.function import IMPORT_LIMIT, check_file
 from openrlhf.rollout.legacy_agents import QueueExecutor, has_step, is_queue_executor, step_environment
@@ -204,27 +203,10 @@ class UserExecutor(AgentExecutorBase):
         except Exception as error:
             raise RunError(ErrorCode.USER_CODE, located(error, reference)) from error
 
-    async def execute(
-        self,
-        prompt: str,
-        label: Any,
-        sampling_params: SamplingParams,
-        max_length: int,
-        hf_tokenizer: "PreTrainedTokenizerBase",
-        llm_engine: Engine,
-        images: Any = None,
-    ) -> Any:
-        given: dict[str, Any] = {
-            "prompt": prompt,
-            "label": label,
-            "sampling_params": sampling_params,
-            "max_length": max_length,
-            "hf_tokenizer": hf_tokenizer,
-            "llm_engine": llm_engine,
-            "images": images,
-            "max_turns": self.setting.max_turns,
-            "step_timeout": self.setting.step_timeout,
-        }
+    async def execute(self, *args: Any, images: Any = None) -> Any:
+        """`args`: the first of PARAMETERS, in order."""
+        limits = {"max_turns": self.setting.max_turns, "step_timeout": self.setting.step_timeout}
+        given: dict[str, Any] = dict(zip(PARAMETERS, args, strict=False)) | limits | {"images": images}
         try:
             return await self.executor.execute(**{name: given[name] for name in self._accepted})
         except (RewardError, StepTimeout):

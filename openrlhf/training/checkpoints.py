@@ -100,13 +100,6 @@ class CheckpointFolder:
             skipped.append(f"{name}: {reason}")
         return Found(None, skipped)
 
-    def run_name(self) -> str | None:
-        """Returns the name of the run that wrote the newest checkpoint; None if it is not recorded."""
-        try:
-            return self.saved(self.newest() or "")["origin"].flags.get("logger.wandb.run_name")
-        except (KeyError, ValueError):  # no checkpoint, an old one, or damage that `find` reports
-            return None
-
     def newest(self) -> str | None:
         """Returns the tag of the newest checkpoint, damaged or not; None without any."""
         return next(iter(self._tags_of_pointers()[0]), None) or max(

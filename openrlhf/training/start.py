@@ -52,18 +52,24 @@ DAY = "the date that chat templates write"
 """Key in `Origin.contents`."""
 
 
-def day_of(config: Config) -> date:
-    """Returns the date that chat templates write: the day on which the run started, which its checkpoints
-    record, or today."""
-    root = Path(main_folder(config))
-    found = list(root.glob("global_step*/origin.json")) if config.ckpt.load_enable else []
-    if not found and config.ckpt.fork_from:
+def _recorded(config: Config, section: str, key: str) -> str | None:
+    """Returns a text in the origin of the newest checkpoint that a run begins with and that has it."""
+    found = list(Path(main_folder(config)).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    if not found and config.ckpt.fork_from and section == "contents":
         place = Path(config.ckpt.fork_from)
         names = ("origin.json", "global_step*/origin.json", "_actor/global_step*/origin.json")
         found = [file for name in names for file in place.glob(name)]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # damage is told when one is chosen
-            return date.fromisoformat(read_object(file)["origin"]["contents"][DAY])
+        with suppress(ValueError, LookupError, TypeError):  # damage is told when one is chosen
+            return str(read_object(file)["origin"][section][key])
+    return None
+
+
+def day_of(config: Config) -> date:
+    """Returns the date that chat templates write: the day on which the run started, which its checkpoints
+    record, or today."""
+    with suppress(ValueError):
+        return date.fromisoformat(_recorded(config, "contents", DAY) or "")
     return Calendar.today
 
 
@@ -75,12 +81,8 @@ def main_folder(config: Config) -> str:
 def continuing(invocation: Invocation[ConfigT]) -> ConfigT:
     """Returns the configuration of a command, with the name of the run that it resumes unless a flag gives
     another one: the run folder of that name then goes on."""
-    from openrlhf.training.checkpoints import CheckpointFolder
-
     config, flag = invocation.config, "logger.wandb.run_name"
-    if not config.ckpt.load_enable or flag in invocation.explicit:
-        return config
-    name = CheckpointFolder(main_folder(config), config.ckpt).run_name()
+    name = None if flag in invocation.explicit else _recorded(config, "flags", flag)
     return with_values(config, {flag: name}) if name else config
 
 

@@ -70,7 +70,8 @@ def plain_log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
             metrics["kl/log_ratio_mean"] = float(difference.mean())
     if batch.values is not None and batch.returns is not None:
         returns, values = (x.astype(np.float64) for x in (batch.returns, batch.values))
-        if returns.var() > 1e-6 * (returns**2).mean():  # otherwise rounding decides
+        # Returns are sums of values: those of equal rewards differ by the rounding of these.
+        if returns.var() > 1e-6 * np.maximum(values**2, returns**2).max():
             metrics["critic/explained_variance"] = float(1 - (returns - values).var() / returns.var())
     return metrics
 

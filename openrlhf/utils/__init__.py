@@ -2,5 +2,6 @@
 
 from openrlhf.rewards.math import extract_boxed_answer as extract_boxed_answer
 from openrlhf.rewards.math import grade_answer as grade_answer
+from openrlhf.rewards.math import grade_response as grade_response
 from openrlhf.text import decode as decode
 from openrlhf.text import prompt_token_ids as prompt_token_ids

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import duckdb
 
 from openrlhf.files import cache_folder
-from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder
+from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, reading
 
 POLL_SECONDS = 2.0
 """Time between two scans of the folders of journals."""
@@ -206,6 +206,9 @@ class Index:
     def _insert(self, i: int, run: Indexed, states: dict[str, FileState]) -> None:
         folder, names = run.folder.rollouts_path, list(states)
         columns = ", ".join(f'"{name}"' for name in TYPES)
+        for name in names:
+            with reading(folder / name):  # a FIFO would never be read to its end
+                pass
         with self._database.cursor() as cursor:
             cursor.begin()
             self._delete(cursor, i, names)
@@ -281,7 +284,7 @@ def _journals(folder: Path) -> dict[str, FileState]:
     for path in folder.glob("*"):
         if JOURNAL_FILE.fullmatch(path.name):
             with suppress(FileNotFoundError):  # a resumed run has just removed it
-                stat = path.stat()
+                stat = path.stat(follow_symlinks=path.exists())  # a loop of links is told when it is read
                 states[path.name] = FileState(stat.st_mtime_ns, stat.st_size)
     return states
 

@@ -23,7 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.metric_names import headlines
-from openrlhf.observability.run_folder import RunFolder, flat, read_jsonl, to_json
+from openrlhf.observability.run_folder import RunFolder, flat, to_json
 from openrlhf.viewer import rollout
 from openrlhf.viewer.index import Index
 from openrlhf.viewer.metrics import Metrics
@@ -116,7 +116,7 @@ class Viewer:
             "flags": {
                 key: [None if v is None else to_json(v) for v in row] for key, row in differing.items()
             },
-            "warnings": [warnings_of(folder) for folder in self.folders],
+            "warnings": [RunFolder(folder).read_warnings()[-WARNINGS_SHOWN:] for folder in self.folders],
         }
 
     def rollout(self, run: int, file: str, row: int) -> dict[str, Any]:
@@ -270,11 +270,6 @@ def names_of(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [str(path) for path in paths]
-
-
-def warnings_of(folder: Path) -> list[dict[str, Any]]:
-    path = RunFolder(folder).health_path
-    return list(read_jsonl(path))[-WARNINGS_SHOWN:] if path.exists() else []
 
 
 def bind(port: int) -> socket.socket:

@@ -96,3 +96,15 @@ def test_a_policy_of_four_bits(task: TaskFiles, tmp_path: Path, lora_sync: str) 
     assert metrics[1]["kl/mean"] == pytest.approx(0, abs=1e-6)
     assert metrics[2]["mismatch/abs_diff_mean"] < 0.05
     assert all(t.ok for t in read_journal(tmp_path / "run" / "rollouts" / "step_000002.parquet"))
+
+
+@pytest.mark.slow
+def test_adapters_in_bf16_stay_apart_unless_merging_is_asked_for(task: TaskFiles, tmp_path: Path) -> None:
+    """Merged into bf16, an adapter after one step of 1e-3 is rounded; apart, none of it is."""
+    flags = f"{FLAGS} {SHARED}".replace("param_dtype fp32", "param_dtype bf16").replace("lr 1e-2", "lr 1e-3")
+    metrics = train(task, tmp_path / "unset", flags)
+    assert "lora_sync: adapter" in (tmp_path / "unset" / "run" / "config.yaml").read_text()
+    assert "mismatch/merged_fraction" not in metrics[2]
+    assert metrics[2]["mismatch/abs_diff_mean"] < 0.05
+    merged = train(task, tmp_path / "merged", f"{flags} --vllm.lora_sync merged")
+    assert 0 < merged[2]["mismatch/merged_fraction"] < 1

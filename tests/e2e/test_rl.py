@@ -16,7 +16,7 @@ from refusals import changes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.cli.train_ppo_ray import run
+from openrlhf.cli.train_ppo_ray import resolve, run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.data.order import epoch_order
@@ -100,7 +100,7 @@ def train(
         f"--ckpt.output_dir {folder / 'policy'} --ckpt.path {folder / 'ckpt'} "
         f"--logger.run_dir {folder / 'run'} {flags}"
     )
-    run(parse(PPO, argv).config, argv)
+    run(parse(PPO, argv, resolve=resolve).config, argv)
     return read_metrics(folder / "run" / "metrics.jsonl")
 
 

@@ -15,10 +15,11 @@ from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 REWARD = """\
+from openrlhf.utils import grade_response
 def reward_func(queries, prompts, labels):
     return {'rewards': [%s for q, p, l in zip(queries, prompts, labels)]}
 """
-RIGHT = "float(l in q.removeprefix(p))"
+RIGHT = "float(grade_response(q.removeprefix(p), l))"
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +60,10 @@ def test_a_run_that_is_right(words: list[str], capsys: pytest.CaptureFixture[str
     assert code == 0, text
     assert text.endswith("nothing is wrong\n")
     assert "--- sample 1: " in text and "0+1=?" in text
-    assert "  right        1        '1'\n" in text
-    assert "  wrong        0        'I do not know.'\n" in text
+    assert "  right        1        'The answer is 1.'\n" in text
+    assert "  right, boxed 1        '\\\\boxed{1}'\n" in text
+    assert "  right, alone 1        '1'\n" in text
+    assert "  wrong        0        'The answer is 11.'\n" in text
     assert "  empty        0        ''\n" in text
     assert "step: 4 prompts x 2 samples = 8 samples" in text
 
@@ -123,6 +126,28 @@ def test_a_reward_that_never_differs(words: list[str], capsys: pytest.CaptureFix
     assert verdict(checked(words, capsys)[1])[0].startswith("all answers have the same reward")
 
 
+@pytest.mark.parametrize(
+    ("reward", "label", "told"),
+    [
+        ("float(l in q.removeprefix(p))", "7", "no right answer has a larger reward (1) than a wrong one"),
+        ("float(l in q.removeprefix(p))", "3+4=7\n#### 7", "all answers have the same reward"),
+        ("float(q.removeprefix(p) == l)", "7", "all answers have the same reward"),  # a stop token follows
+        (RIGHT, "3+4=7\n#### 7", None),
+        (RIGHT, "1,000", None),
+        (RIGHT, "Paris", None),
+        ("float('boxed{7}' in q)", "7", None),
+    ],
+)
+def test_rewards_meet_answers_of_a_model(
+    words: list[str], capsys: pytest.CaptureFixture[str], reward: str, label: str, told: str | None
+) -> None:
+    Path("reward.py").write_text(REWARD % reward)
+    rows = [{"input": f"{n}?", "answer": label} for n in range(10)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = verdict(checked(words, capsys)[1])
+    assert [note.startswith(told) for note in notes] == [True] if told else not notes
+
+
 def test_the_plan_has_the_lengths_of_the_rows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = checked(words, capsys)[1]
     lengths = [int(n) for n in re.findall(r"sample \d+: (\d+) tokens", text)]
@@ -156,8 +181,14 @@ def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFi
     ("reward", "remark"),
     [
         (RIGHT, None),
-        ("float(q == queries[0])", "[1.0, 0.0, 0.0, 0.0] in one order and [0.0, 0.0, 0.0, 1.0] in the"),
-        ("float(next(numbers))", "[0.0, 1.0, 2.0, 3.0] in a first call and [4.0, 5.0, 6.0, 7.0] in a"),
+        (
+            "float(q == queries[0])",
+            "[1.0, 0.0, 0.0, 0.0, 0.0] in one order and [0.0, 0.0, 0.0, 0.0, 1.0] in the",
+        ),
+        (
+            "float(next(numbers))",
+            "[0.0, 1.0, 2.0, 3.0, 4.0] in a first call and [5.0, 6.0, 7.0, 8.0, 9.0] in a",
+        ),
     ],
     ids=["by answer", "by place", "by call"],
 )

@@ -129,4 +129,4 @@ def test_every_command_has_flags() -> None:
 
 def test_names_need_no_quotes() -> None:
     flags = [flag for flags in completion.flags_of_commands().values() for flag in flags]
-    assert all(re.fullmatch(r"[\w.-]+", word) for flag in flags for word in (flag.name, *flag.values))
+    assert all(re.fullmatch(r"[\w.+-]+", word) for flag in flags for word in (flag.name, *flag.values))

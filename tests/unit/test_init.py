@@ -10,7 +10,7 @@ import refusals
 import yaml
 
 from openrlhf.cli import check, init
-from openrlhf.cli.init import RECIPES, quoted, render
+from openrlhf.cli.init import ALGORITHMS, RECIPES, quoted, render
 from openrlhf.cli.plan import configuration
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.config.fields import values_of
@@ -18,13 +18,16 @@ from openrlhf.errors import ErrorCode
 from openrlhf.planning.hardware import cluster_of, this_machine
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+import named_algorithms
+
 ROWS = {
     "sft": [{"messages": []}, {"question": "", "answer": ""}, {"instruction": "", "output": ""}],
     "dpo": [{"chosen": [], "rejected": []}, {"prompt": "", "chosen": "", "rejected": ""}],
     "rm": [{"chosen": [], "rejected": []}, {"prompt": "", "chosen": "", "rejected": ""}],
     "kto": [{"prompt": "", "completion": "", "label": True}],
     "rl": [{"problem": "", "answer": ""}, {"messages": [], "label": ""}],
-    "rl_rm": [{"context_messages": []}],
+    "rl_rm": [{"context_messages": []}, {"conversations": [{"from": "human", "value": "Hi"}]}],
 }
 ROLES = ("input", "output", "label", "prompt", "chosen", "rejected")
 
@@ -32,6 +35,7 @@ ROLES = ("input", "output", "label", "prompt", "chosen", "rejected")
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 def flags(what: str, **more: object) -> list[str]:
@@ -48,7 +52,7 @@ def read(what: str, gpus: int) -> dict:
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 7, 8, 24, 256])
-@pytest.mark.parametrize("what", RECIPES)
+@pytest.mark.parametrize("what", [name for name in RECIPES if name not in ALGORITHMS])
 def test_commands_accept_every_recipe(what: str, gpus: int) -> None:
     init.main(flags(what, gpus=gpus))
     values = read(what, gpus)
@@ -130,10 +134,82 @@ def test_an_existing_reward_function_stays() -> None:
     assert "..." in Path("reward.py").read_text()
 
 
-def test_questions_are_asked_without_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = ["nonsense", "rl", "org/model", "org/data", "", "many", "2", "out"]
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(answers) + "\n"))
+@pytest.mark.parametrize(
+    ("lines", "place", "code"),
+    [
+        ("grpoo", "--what grpoo", ErrorCode.INVALID_VALUE),
+        ("sft\n./missing\norg/model", "--model ./missing", ErrorCode.NOT_FOUND),
+        ("sft\norg/model\nmissing.jsonl\nx", "--data missing.jsonl", ErrorCode.NOT_FOUND),
+        ("sft\norg/model", "--data", ErrorCode.MISSING_FLAG),
+    ],
+)
+def test_a_wrong_line_of_a_pipe_ends_the_questions(
+    lines: str,
+    place: str,
+    code: ErrorCode,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines + "\n"))
+    found = refusal([], capsys)
+    assert (found.code, found.place) == (code, place)
+    assert not Path("run.yaml").exists()
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+@pytest.mark.parametrize(
+    "algorithm", [a for a in named_algorithms.ALGORITHMS if "TIS" not in a.name], ids=lambda a: a.name
+)
+def test_named_algorithms_are_those_of_the_documentation(
+    algorithm: named_algorithms.Algorithm, gpus: int
+) -> None:
+    init.main(flags(algorithm.name, gpus=gpus))
+    asked, values = dict(algorithm.settings), read("rl", gpus)
+    if algorithm.overlong_buffer:
+        asked["reward.overlong_buffer_len"] = 768 if gpus else 64
+    assert {key: values[key] for key in asked} == asked
+
+
+def test_sharegpt_rows_are_learned(capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_chat_model(Path("model"), hidden_size=32, num_layers=1)
+    talks = ([{"from": "human", "value": f"{n}+1"}, {"from": "gpt", "value": str(n + 1)}] for n in range(8))
+    Path("rows.jsonl").write_text("".join(json.dumps({"conversations": talk}) + "\n" for talk in talks))
+    init.main(flags("sft", model=model, data="rows.jsonl", gpus=0))
+    with pytest.raises(SystemExit) as stop:
+        check.main(["sft", "run.yaml", "--no_color"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0, text
+    assert "0+1" in text and "⟦1" in text
+
+
+@pytest.mark.parametrize("label", ["7", "3+4=<<3+4=7>>7\n#### 7"])
+def test_the_reward_that_is_written_reads_answers_as_people_write_them(label: str) -> None:
+    init.main(flags("rl"))
+    space: dict = {}
+    exec(Path("reward.py").read_text(), space)
+    right = ["7", "7.0", "$7", r"\boxed{7}", "The answer is 7.", "So 3+4=7.<|im_end|>", "#### 7"]
+    wrong = ["27", "-7", "0.7", "7,000", "", "I do not know.", r"7, no: \boxed{8}", "7 minus 2 is 5"]
+    answers = right + wrong
+    rewards = space["reward_func"]([f"p{a}" for a in answers], ["p"] * len(answers), [label] * len(answers))
+    assert rewards["rewards"] == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+def test_questions_are_asked_without_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("bad.jsonl").write_text("no row\n")
+    Path("bad.py").write_text("reward_func = 1 / 0\n")
+    Path("full").mkdir()
+    Path("full/model.safetensors").write_text("")
+    answers = ["nonsense", "rl", ".", "./missing", "org/model", "bad.jsonl", "missing.jsonl", "org/data"]
+    answers += ["missing/reward.py", "bad.py", "", "many", "9", "2", "full", "out"]
+    typed = io.StringIO("\n".join(answers) + "\n")
+    monkeypatch.setattr(typed, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", typed)
     init.main([])
+    shown = capsys.readouterr().out
+    for flag, count in {"what": 1, "model": 2, "data": 2, "reward": 2, "gpus": 2, "output": 1}.items():
+        assert shown.count(f"  --{flag} ") == count
     values = read("rl", 2)
     assert values["reward.remote_url"] == "reward.py" and values["vllm.num_engines"] == 2
     assert values["ckpt.output_dir"] == "out"
@@ -144,7 +220,9 @@ def test_questions_are_asked_without_flags(monkeypatch: pytest.MonkeyPatch) -> N
 )
 def test_values_with_special_characters_stay_as_they_are(text: str) -> None:
     assert yaml.safe_load(f"key: {quoted(text)}") == {"key": text}
-    content = yaml.safe_load(render(what="rl", model=text, data=text, reward=text, gpus=1, output=text))
+    content = yaml.safe_load(
+        render(what="rl", model=text, data=text, reward=text, gpus=1, output=text, row={})
+    )
     assert content["actor"]["model_name_or_path"] == content["ckpt"]["output_dir"] == text
 
 

@@ -314,3 +314,14 @@ def test_a_conversation_that_no_memory_tokenises_is_refused(monkeypatch):
     monkeypatch.setattr("openrlhf.data.templates.MAX_TEXT", 100)
     with refused(ErrorCode.INVALID_ROW, value="rows", row=1):
         build_sft_samples(Rows.of(ROWS), with_template(), **SFT_OPTIONS)
+
+
+def test_messages_in_the_form_of_sharegpt() -> None:
+    senders = {"system": "system", "human": "user", "gpt": "assistant", "observation": "tool"}
+    talk = [{"from": sender, "value": sender.upper()} for sender in senders]
+    expected = [{"role": role, "content": sender.upper()} for sender, role in senders.items()]
+    table = [message | {"role": None, "content": None} for message in talk]
+    for value in (talk, json.dumps(talk), table, expected):
+        assert as_messages(value) == expected
+    with refused(ErrorCode.INVALID_ROW):
+        as_messages([talk[1], {"from": "function_call", "value": "{}"}])

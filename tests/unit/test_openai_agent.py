@@ -201,6 +201,11 @@ def test_tools() -> None:
     ("options", "error", "text"),
     [
         ({"messages": []}, openai.BadRequestError, "at least one message"),
+        (
+            {"messages": [user("?"), {"role": "assistant", "content": "4"}]},
+            openai.BadRequestError,
+            "the last one is an answer",
+        ),
         ({"messages": [user("long " * 400)]}, openai.BadRequestError, "--data.max_len 300"),
         ({"messages": [user("?")], "tools": TOOLS}, openai.BadRequestError, "tool_parser"),
         (

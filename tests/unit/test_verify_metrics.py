@@ -90,6 +90,15 @@ def test_metrics_of_log_probs_and_values(estimator: str) -> None:
     assert plain_log_prob_metrics(replace(batch, log_probs=None, values=None), estimator) == {}
 
 
+def test_returns_that_differ_by_the_rounding_of_values_have_no_explained_variance() -> None:
+    """Rewards are 0 and values near 1, so that returns are what rounding leaves of sums of values."""
+    _, batch = credited()
+    values = np.linspace(0.5, 1.5, len(batch.values), dtype=np.float32)
+    returns = np.where(np.arange(len(values)) % 2, 6e-8, 0).astype(np.float32)
+    metrics = plain_log_prob_metrics(replace(batch, values=values, returns=returns), "k3")
+    assert "critic/explained_variance" not in metrics
+
+
 WRONG: dict[str, tuple[Any, str, Callable]] = {
     "mismatch/kl": (
         mismatch,

@@ -12,6 +12,7 @@ from transformers import (
     LlamaConfig,
     MambaConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     Qwen3NextConfig,
 )
 
@@ -21,7 +22,9 @@ from openrlhf.backends.vllm.support import (
     cpu_head_sizes,
     registered_architectures,
 )
-from openrlhf.cli.rl_checks import check_engines
+from openrlhf.cli.rl_checks import adapts_apart, check_engines
+from openrlhf.cli.train_ppo_ray import resolve
+from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
@@ -140,3 +143,30 @@ def test_a_model_without_layers_for_adapters(tmp_path):
     check_engines(adapted, on_cpu=False)
     with refused(ErrorCode.UNSUPPORTED, **lora_sync):
         check_engines(replace(adapted, vllm=VllmConfig(lora_sync="adapter")), on_cpu=False)
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "apart"),
+    [
+        (llama(), {}, True),
+        (llama(), {"ds.param_dtype": "fp16", "ds.lora.rank": 512}, True),
+        (llama(), {"ds.param_dtype": "fp32"}, False),
+        (llama(), {"ds.lora.rank": 0}, False),
+        (llama(), {"ds.lora.rank": 513}, False),
+        (llama(), {"rollout.engine": "transformers"}, False),
+        (llama(), {"data.max_images_per_prompt": 1}, False),
+        (llama(), {"vllm.speculative": "ngram:3"}, False),
+        (Qwen3MoeConfig(architectures=["Qwen3MoeForCausalLM"]), {}, False),
+        (FalconConfig(architectures=["FalconForCausalLM"]), {}, False),
+        (GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]), {}, False),
+        (llama(), {"actor.model_name_or_path": "no/folder/here"}, False),
+    ],
+)
+def test_engines_get_adapters_apart_where_merging_rounds_and_vllm_can(model, values, apart, tmp_path):
+    model.save_pretrained(tmp_path)
+    defaults = {"actor.model_name_or_path": str(tmp_path), "ds.lora.rank": 8}
+    config = with_values(PPOConfig(), defaults | values)
+    assert adapts_apart(config) is apart
+    placement = {f"{role}.num_gpus_per_node" for role in config.own_placements}
+    assert resolve(config, placement) == ({"vllm.lora_sync": "adapter"} if apart else {})
+    assert resolve(config, {*placement, "vllm.lora_sync"}) == {}

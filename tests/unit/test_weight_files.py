@@ -128,6 +128,18 @@ def test_a_quantized_model_is_refused_wherever_its_weights_would_be_used(tmp_pat
         assert "dequantize" in told.value.text and "--ds.load_in_4bit" in told.value.text
 
 
+def test_weights_of_8_bits_are_refused_without_a_word_in_the_configuration(tmp_path: Path) -> None:
+    model = changed(tmp_path, "config.json")
+    save_file({"a": torch.zeros(4).to(torch.float8_e4m3fn)}, Path(model, "model.safetensors"))
+    for use in (
+        check_model,
+        lambda path, flag: load_causal_lm(path, flag=flag, dtype="fp32", attention="auto"),
+    ):
+        with refused(ErrorCode.UNSUPPORTED, value=model) as told:
+            use(model, FLAG)
+        assert "F8_E4M3" in told.value.text
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("num_hidden_layers", 10**9), ("num_labels", 10**9), ("text_config", {"num_hidden_layers": 3000})],

@@ -63,7 +63,7 @@ def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
     """Raises UsageError if vLLM certainly does not support LoRA for the model. Uncertain cases are left to
     vLLM."""
     for architecture in model_config.architectures or ():
-        if _takes_adapters(architecture) is False:
+        if takes_adapters(architecture) is False:
             text = (
                 f"vLLM has no LoRA layers for {architecture} ({flag} {path}).\n"
                 "Remove the flag: adapters are then merged into the weights that engines get."
@@ -71,7 +71,7 @@ def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
             raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--vllm.lora_sync", value="adapter")
 
 
-def _takes_adapters(architecture: str) -> bool | None:
+def takes_adapters(architecture: str) -> bool | None:
     """Returns True if vLLM's class of the architecture supports LoRA; None if unknown, because base classes
     are in other files."""
     for file, name in _implementations(architecture):

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from openrlhf.observability.run_folder import read_jsonl, to_json
+from openrlhf.observability.run_folder import read_steps, reading, to_json
 
 if TYPE_CHECKING:
     from openrlhf.types import Metrics  # its module imports torch
@@ -54,11 +54,10 @@ def read_metrics(path: Path) -> "dict[int, Metrics]":
     """Returns step -> metrics by their current names. Merges rows of the same step. NaN and infinities are
     numbers again."""
     steps: dict[int, Metrics] = {}
-    for row in read_jsonl(path):
-        step = row.pop("step")
-        steps.setdefault(step, {}).update(
-            {RENAMED.get(name, name): float(value) for name, value in row.items()}
-        )
+    with reading(path):
+        for row in read_steps(path):
+            metrics = {RENAMED.get(name, name): float(row[name]) for name in row if name != "step"}
+            steps.setdefault(row["step"], {}).update(metrics)
     return steps
 
 
