@@ -110,7 +110,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
-    from openrlhf.training.fork import fork
+    from openrlhf.training.fork import find_or_fork
     from openrlhf.training.schedule import prompts_of_steps
 
     clock = clock or StartClock()
@@ -131,8 +131,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
             lock_folders(config, checkpoints, held)
             total_steps = len(prompts_of_steps(config, len(data.prompts)))
             check_space(config, checkpoints, total_steps)
-            fork(config, checkpoints, total_steps)
-            tag = choose_checkpoint(config, checkpoints)
+            tag = choose_checkpoint(config, checkpoints, find_or_fork(config, checkpoints, total_steps))
             train(config, argv, layout, places, data, checkpoints, tag, clock)
     finally:
         stop_ray()
@@ -346,9 +345,9 @@ def build_trainer(
         config.run_dir,
         config_yaml=to_yaml(config),
         argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
-        resume=tag is not None and not checkpoints.has_forked,
-        fork=checkpoints.fork,
+        resume=tag is not None and checkpoints.changed is None,
     )
+    folder.write_fork(checkpoints.fork)
     restored = None
     if tag is not None:
         with waiting("loading the checkpoint", key=config.actor.model_name_or_path):

@@ -64,13 +64,6 @@ ORDER = {
 }
 """Flags that decide which rows a step reads: a fork that changes one begins the data at the first row.
 `train.batch_size` is one in supervised commands."""
-
-
-def reorders(command: str, key: str) -> bool:
-    """Returns whether another value of flag `key` changes which rows a step reads."""
-    return key in ORDER or (key == "train.batch_size" and command != "ppo")
-
-
 CHANGEABLE_SECTIONS = ("ckpt.", "eval.", "logger.")
 CHANGEABLE = {
     *("local_rank", "use_ms", "placement"),

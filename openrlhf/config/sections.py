@@ -433,9 +433,8 @@ class CkptConfig:
     load_enable: bool = False
     """Resume from the last undamaged checkpoint in ckpt.path, if there is one."""
     fork_from: str | None = None
-    """Continue another run with the settings of this one: load the newest undamaged checkpoint of this folder
-    (the other run's ckpt.path, or one checkpoint in it), and write to own folders. The settings that differ
-    are recorded. With ckpt.load_enable a checkpoint in ckpt.path comes first."""
+    """With ckpt.load_enable, where ckpt.path has no checkpoint yet: begin with a copy of this one of another
+    run (a folder `global_step{N}`; in RL, the one in `_actor`). The settings may differ, and are recorded."""
     verify: Literal["full", "structure"] = "full"
     """Check of a checkpoint before a run resumes from it. full: read every file and compare it with the
     SHA-256 of the manifest, at about 1 GB a second for each core. structure: only compare names and sizes,
@@ -449,12 +448,7 @@ class CkptConfig:
     @property
     def is_used(self) -> bool:
         """True if checkpoints are read or written."""
-        return self.loads or self.save_steps > 0
-
-    @property
-    def loads(self) -> bool:
-        """True if the run may begin at a checkpoint."""
-        return self.load_enable or self.fork_from is not None
+        return self.load_enable or self.save_steps > 0
 
     @property
     def saves_state(self) -> bool:
@@ -464,7 +458,7 @@ class CkptConfig:
     @property
     def has_parts(self) -> bool:
         """True if every rank reads or writes its own part of a checkpoint."""
-        return self.loads or self.saves_state
+        return self.load_enable or self.saves_state
 
 
 @dataclass(frozen=True, kw_only=True)

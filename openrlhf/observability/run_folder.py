@@ -3,10 +3,10 @@
 config.yaml     the configuration of the newest start; earlier ones that differ are kept as config.1.yaml, ...
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
+fork.json       the checkpoint with which the run began as a fork, and the settings that differ
 progress.json   the number of steps of the whole run, {"total_steps": 30}
 engines.json    requests of each engine, {"engines": [{"running": 8, "waiting": 2}, null]}
 metrics.jsonl   one row per step
-fork.json       the checkpoint that the run forked, and the settings that differ; absent without a fork
 health.jsonl    warnings about the run's health, {"step": 20, "text": "..."}; absent without any
 rollouts/       step_000012.parquet: every trajectory of step 12
 previous/001/   all of the above of an earlier run in the same folder that was not resumed
@@ -86,21 +86,12 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(
-        cls,
-        path: str | os.PathLike,
-        *,
-        config_yaml: str,
-        argv: Sequence[str],
-        resume: bool,
-        fork: Mapping[str, Any] | None = None,
-    ) -> Self:
+    def create(cls, path: str | os.PathLike, *, config_yaml: str, argv: Sequence[str], resume: bool) -> Self:
         """Creates the folder and writes the configuration, environment and command line of this start,
         without secrets. Only the owner can read a new folder.
 
         With `resume` the files of earlier starts stay, and `rewind` must be called with the restored step.
         Without it, an earlier run's files move to `previous/001`, `002`, ..., so that runs do not mix.
-        `fork`: the record of the fork by which the run began.
         """
         folder = cls(Path(path))
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -110,8 +101,6 @@ class RunFolder:
         secrets = find_secrets(config_yaml, argv, os.environ)
         _write_keeping_old(folder.path / "config.yaml", redact(config_yaml, secrets))
         _write_keeping_old(folder.path / "env.json", redact(json.dumps(environment(), indent=1), secrets))
-        if fork:
-            write_atomically(folder.path / "fork.json", [json.dumps(fork, indent=1)])
         with open(folder.path / "argv.txt", "a", encoding="utf-8") as file:
             start = f"# {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC{', resuming' if resume else ''}\n"
             file.write(start + shlex.join(redact(arg, secrets) for arg in argv) + "\n")
@@ -164,6 +153,11 @@ class RunFolder:
         """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
         runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
         return f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
+
+    def write_fork(self, record: Mapping[str, Any]) -> None:
+        """Records the fork by which the run began; {}: it began otherwise."""
+        if record:
+            write_atomically(self.path / "fork.json", [json.dumps(record, indent=1)])
 
     def write_total(self, steps: int) -> None:
         """Records the number of steps of the whole run."""

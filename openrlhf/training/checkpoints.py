@@ -52,7 +52,7 @@ BEST = "best_"
 COPY = "_hf"
 """Suffix of the Hugging Face copies that `ckpt.save_hf` writes to the checkpoint folder."""
 _TAG = re.compile(r"global_step\d+")
-NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
+_NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
 """Tags that the file LATEST may name."""
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
@@ -79,48 +79,28 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.ckpt, self.origin = Path(path), ckpt, origin
         self.folders = (self.path, *map(Path, others))
-        self.fork: dict[str, Any] | None = None
-        """The record of the fork by which this run began (fork.py); None if it began otherwise."""
-        self.has_forked = False
-        """True if this start made the fork."""
+        self.fork: dict[str, Any] = {}
+        """Record of the fork by which this run began (fork.py); {} if it began otherwise."""
+        self.changed: dict[str, Any] | None = None
+        """Settings that the fork changed, if this start begins with it; else None."""
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
-    def find(self, tag: str | None = None) -> "Found":
+    def find(self) -> "Found":
         """Finds the checkpoint to resume from: the one that LATEST names, or else the newest. Damaged ones
-        are skipped. With `ckpt.verify` full, the hash of every file is compared. `tag`: the only one to look
-        at."""
-        if tag is not None:
-            reason = self._damage(tag)
-            return Found(None if reason else tag, [f"{tag}: {reason}"] if reason else [])
+        are skipped. With `ckpt.verify` full, the hash of every file is compared."""
         names, skipped = self._tags_of_pointers()
-        others = sorted(self._complete() - set(names), key=step_of, reverse=True)
-        for name in [*names, *others]:
-            if (reason := self._damage(name)) is None:
-                return Found(name, skipped)
-            skipped.append(f"{name}: {reason}")
+        others = sorted(self._complete() - set(names), key=_step, reverse=True)
+        for tag in [*names, *others]:
+            if (reason := self.damage(tag)) is None:
+                return Found(tag, skipped)
+            skipped.append(f"{tag}: {reason}")
         return Found(None, skipped)
-
-    def newest(self) -> str | None:
-        """Returns the tag of the newest checkpoint, damaged or not; None without any."""
-        return next(iter(self._tags_of_pointers()[0]), None) or max(
-            self._complete(), key=step_of, default=None
-        )
-
-    @property
-    def data_from(self) -> int:
-        """Step at which the data began at its first row; 0 unless a fork changed them."""
-        return self.fork["data_from"] if self.fork else 0
-
-    def changed_at(self, step: int) -> list[str] | None:
-        """Returns the flags that the fork at this step changed; None if the run did not fork there."""
-        at = self.fork if self.fork and self.fork["step"] == step else None
-        return [change["flag"] for change in at["changed"]] if at else None
 
     def choose(self, found: "Found | None" = None) -> tuple[str | None, list[str]]:
         """Returns the tag to resume from (None to start from the beginning) and lines to print about it.
         `found`: the result of `find`, if another rank has called it. Raises UsageError if all checkpoints are
         damaged, or if the checkpoint belongs to a run that this one cannot continue."""
-        if not self.ckpt.loads:
+        if not self.ckpt.load_enable:
             return None, self._found()
         tag, skipped = found or self.find()
         if tag is None and skipped:
@@ -134,15 +114,23 @@ class CheckpointFolder:
             )
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
-        resuming = f"resuming from {self.path / tag}: step {step_of(tag)}, written {self._written(tag)}"
-        saved = self.saved(tag)
-        origin, self.fork = saved.get("origin"), saved.get("fork")
+        resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
+        origin = self.saved(tag).get("origin")
+        self.recall_fork(tag)
+        if self.ckpt.fork_from and self.fork.get("from") != os.path.abspath(self.ckpt.fork_from):
+            text = f"{self.path / tag} is of another run.\nName another --ckpt.output_dir, or omit this flag."
+            raise UsageError(ErrorCode.CONFLICT, text, flag="--ckpt.fork_from", value=self.ckpt.fork_from)
         if origin is None:
             unknown = "an older release wrote it: it records no flags and models, so they are not compared"
             return tag, [resuming, unknown]
         unlisted = "an older release wrote it: it has no manifest, so its files are not checked for damage"
         notes = [] if tag.endswith(UNIVERSAL) or (self.path / tag / MANIFEST).exists() else [unlisted]
         return tag, [resuming, *notes, *self.check(tag, origin)]
+
+    def recall_fork(self, tag: str) -> None:
+        """Reads the record of the fork by which the run of this checkpoint began."""
+        self.fork = self.saved(tag).get("fork", {})
+        self.changed = self.fork.get("changed") if self.fork.get("step") == _step(tag) else None
 
     def check(self, tag: str, before: Origin) -> list[str]:
         """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError if a
@@ -153,8 +141,8 @@ class CheckpointFolder:
             text = (
                 "this checkpoint belongs to another run:\n"
                 + "\n".join(f"  {difference}" for difference in differences)
-                + "\nResume with its settings. Or start over: in another --ckpt.output_dir, or without\n"
-                "--ckpt.load_enable, which keeps what is there."
+                + "\nResume with its settings, or fork it (--ckpt.fork_from). Or start over: in another\n"
+                "--ckpt.output_dir, or without --ckpt.load_enable, which keeps what is there."
             )
             raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable", value=self.path / tag)
         return remarks
@@ -162,9 +150,10 @@ class CheckpointFolder:
     def _found(self) -> list[str]:
         """Returns a line about the newest checkpoint, if there is one, for a run that starts from the
         beginning."""
-        if (tag := self.newest()) is None:
+        names, _ = self._tags_of_pointers()
+        if not (tags := names or sorted(self._complete(), key=_step, reverse=True)):
             return []
-        found = f"{self.path} has a checkpoint of step {step_of(tag)}, written {self._written(tag)}"
+        found = f"{self.path} has a checkpoint of step {_step(tags[0])}, written {self._written(tags[0])}"
         return [f"{found}; --ckpt.load_enable would resume from it"]
 
     def _tags_of_pointers(self) -> tuple[list[str], list[str]]:
@@ -179,7 +168,7 @@ class CheckpointFolder:
                 names.append(tag)
         if not names and not reasons and self._complete():
             reasons.append(f"the file {LATEST} is missing")
-        return sorted(names, key=step_of, reverse=True), reasons
+        return sorted(names, key=_step, reverse=True), reasons
 
     def _complete(self) -> set[str]:
         """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
@@ -187,12 +176,12 @@ class CheckpointFolder:
         names. One that cannot be looked into counts, so that it is told."""
         tags = {name for name in _folders_in(self.path) if _TAG.fullmatch(name)}
         named, _ = self._named()
-        last = step_of(named) if named else -1
+        last = _step(named) if named else -1
         closed = lambda tag: not os.access(self.path / tag, os.R_OK | os.X_OK)
         listed = lambda tag: any(os.path.lexists(self.path / tag / name) for name in (MANIFEST, ORIGIN))
-        return {tag for tag in tags if closed(tag) or listed(tag) or step_of(tag) <= last}
+        return {tag for tag in tags if closed(tag) or listed(tag) or _step(tag) <= last}
 
-    def _damage(self, tag: str) -> str | None:
+    def damage(self, tag: str) -> str | None:
         """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
         folder, hashes, place = self.path / tag, self.ckpt.verify == "full", ""
         try:
@@ -202,7 +191,7 @@ class CheckpointFolder:
             if not (folder / MANIFEST).exists() and FORMAT not in saved:  # of an older release
                 return None if any(folder.iterdir()) else "its folder is empty"
             listed = Manifest.read(folder)
-            if listed.step != step_of(tag):
+            if listed.step != _step(tag):
                 return f"{MANIFEST} is of step {listed.step}"
             if reason := listed.damage(folder, hashes=hashes) or forged(folder):
                 return reason
@@ -228,7 +217,7 @@ class CheckpointFolder:
             tag = read_small(self.path / name).decode(errors="replace").strip()
         except ValueError as error:
             return "", f"the file {error}"
-        if not NAMED.fullmatch(tag):
+        if not _NAMED.fullmatch(tag):
             return "", f"the file {name} names no checkpoint"
         missing = f"the file {name} names {tag}, which does not exist"
         return tag, "" if os.path.isdir(self.path / tag) else missing
@@ -324,12 +313,11 @@ class CheckpointFolder:
         return lines
 
     def take_over(self, source: "CheckpointFolder", tag: str) -> None:
-        """Commits a copy of another run's checkpoint `tag`, with this run's origin. Files are linked where
-        the disk allows it: none of them is ever written again."""
-        new = tag.removeprefix(BEST)
+        """Commits a copy of another run's checkpoint, with this run's origin. Files are linked where the disk
+        allows it: none of them is ever written again."""
+        new, beside = tag.removeprefix(BEST), shutil.ignore_patterns(MANIFEST, ORIGIN, METRIC)
         with self.saving(new):
             for theirs, own in zip(source.folders, self.folders, strict=True):
-                beside = shutil.ignore_patterns(MANIFEST, ORIGIN, METRIC)
                 shutil.copytree(theirs / tag, own / UNFINISHED / new, ignore=beside, copy_function=_linked)
 
     def _commit(self, tag: str, metric: float | None) -> None:
@@ -345,7 +333,7 @@ class CheckpointFolder:
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]
-        step, complete = step_of(tag), manifest.complete
+        step, complete = _step(tag), manifest.complete
         parts = {folder.name: complete(folder / UNFINISHED / tag, step=step) for folder in others}
         complete(made, step=step, parts=parts)
         fault("save.before_rename")
@@ -377,7 +365,7 @@ class CheckpointFolder:
         tags = list(self._tags(_TAG) - {newest})
         # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
         metrics = {tag: _metric(self.path / tag) for tag in tags}
-        tags.sort(key=lambda tag: (metrics[tag], step_of(tag)))
+        tags.sort(key=lambda tag: (metrics[tag], _step(tag)))
         best = max(tags, key=lambda tag: metrics[tag], default=newest)
         for tag in [tag for tag in tags if self._is_old(tag)]:
             if tag != best or metrics[tag] == -float("inf"):
@@ -471,7 +459,7 @@ def _move_aside(place: Path) -> None:
     notify(f"{place} was moved to {beside}")
 
 
-def step_of(tag: str) -> int:
+def _step(tag: str) -> int:
     return int(tag.removesuffix(UNIVERSAL).rpartition("global_step")[2])
 
 

@@ -46,17 +46,6 @@ class Origin:
         return asdict(self)
 
 
-class Changed(NamedTuple):
-    """A flag, or the content that it names, with another value than before."""
-
-    flag: str
-    was: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.flag} was {self.was}, is {self.now}"
-
-
 class Comparison(NamedTuple):
     """The result of comparing a checkpoint's origin with that of the current run."""
 
@@ -73,37 +62,32 @@ def compare(before: Origin, now: Origin) -> Comparison:
         return Comparison([f"`openrlhf {before.command}` wrote it, and this is `openrlhf {now.command}`"], [])
     remarks = remarks_of(now.command)
     comparison = Comparison([], [])
-    for change in changes(before, now):
-        key = change.flag.removeprefix("--")
-        if is_of_generation(change, before, now):
-            comparison.remarks.append(f"{change}: only its generation_config.json has changed")
+    for name, was, is_ in changes(before, now):
+        key, text = name.removeprefix("--"), f"{name} was {was}, is {is_}"
+        rest = before.contents.get(name + BUT_GENERATION)
+        if rest is not None and rest == now.contents.get(name + BUT_GENERATION):
+            comparison.remarks.append(f"{text}: only its generation_config.json has changed")
         elif key in remarks:
-            comparison.remarks.append(f"{change}: {remarks[key]}")
+            comparison.remarks.append(f"{text}: {remarks[key]}")
         else:
-            comparison.differences.append(str(change))
+            comparison.differences.append(text)
     comparison.remarks.extend(_unknown(before, now))
     return comparison
 
 
-def is_of_generation(change: Changed, before: Origin, now: Origin) -> bool:
-    """Returns whether only the generation_config.json of the model that the flag names has changed."""
-    rest = before.contents.get(change.flag + BUT_GENERATION)
-    return rest is not None and rest == now.contents.get(change.flag + BUT_GENERATION)
-
-
-def changes(before: Origin, now: Origin) -> Iterator[Changed]:
-    """Yields every changed flag or content that may affect resuming."""
+def changes(before: Origin, now: Origin) -> Iterator[tuple[str, str, str]]:
+    """Yields (flag, earlier value, value now) for every changed flag or content that may affect resuming."""
     by_content = before.contents.keys() & now.contents.keys()
     for key in now.flags:
         if key not in before.flags or f"--{key}" in by_content:
             continue
         was, is_ = before.flags[key], now.flags[key]
         if was != is_ and change_of(now.command, key) is not Change.FREE:
-            yield Changed(f"--{key}", _shown(was), _shown(is_))
+            yield f"--{key}", _shown(was), _shown(is_)
     for name in now.contents:
         is_rest = name.endswith(BUT_GENERATION)
         if name in by_content and before.contents[name] != now.contents[name] and not is_rest:
-            yield Changed(name, _content(before, name), _content(now, name))
+            yield name, _content(before, name), _content(now, name)
 
 
 def _unknown(before: Origin, now: Origin) -> Iterator[str]:

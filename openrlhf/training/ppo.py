@@ -87,16 +87,16 @@ class PPOTrainer(Generic[PolicyT]):
         if restored is not None:
             check_version(restored)
             self.step = self.saved_step = restored["step"]
-            self.optimizer_steps = restored.get("optimizer_steps", 0)
-            changed = self.checkpoints.changed_at(self.step)
+            changed = self.checkpoints.changed
             if changed is None:  # the best checkpoint of a fork is one of its own
                 self.best_metric = restored["best_metric"]
-            if self.checkpoints.data_from != self.step:
+            self.optimizer_steps = restored.get("optimizer_steps", 0)
+            if self.checkpoints.fork.get("data_from") != self.step:
                 self.collector.load_state_dict(restored["collector"], again=bool(changed))
-            if not any(flag.startswith("--algo.kl.") for flag in changed or ()):
-                self.kl = replace(self.kl, coef=restored["kl_coef"])
-            state = restored.get("estimator")  # older checkpoints have none
-            if state and "--algo.advantage.estimator" not in (changed or ()):
+            if any(flag.startswith("--algo.") for flag in changed or ()):
+                return
+            self.kl = replace(self.kl, coef=restored["kl_coef"])
+            if state := restored.get("estimator"):  # older checkpoints have none
                 self.estimator.load_state_dict(state)
 
     def fit(self) -> None:

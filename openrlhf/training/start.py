@@ -54,11 +54,10 @@ DAY = "the date that chat templates write"
 
 def _recorded(config: Config, section: str, key: str) -> str | None:
     """Returns a text in the origin of the newest checkpoint that a run begins with and that has it."""
-    found = list(Path(main_folder(config)).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    root = Path(config.ckpt.folder, "_actor" if isinstance(config, PPOConfig) else "")
+    found = list(root.glob("global_step*/origin.json")) if config.ckpt.load_enable else []
     if not found and config.ckpt.fork_from and section == "contents":
-        place = Path(config.ckpt.fork_from)
-        names = ("origin.json", "global_step*/origin.json", "_actor/global_step*/origin.json")
-        found = [file for name in names for file in place.glob(name)]
+        found = [Path(config.ckpt.fork_from, "origin.json")]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
         with suppress(ValueError, LookupError, TypeError):  # damage is told when one is chosen
             return str(read_object(file)["origin"][section][key])
@@ -71,11 +70,6 @@ def day_of(config: Config) -> date:
     with suppress(ValueError):
         return date.fromisoformat(_recorded(config, "contents", DAY) or "")
     return Calendar.today
-
-
-def main_folder(config: Config) -> str:
-    """Returns the folder of the checkpoints of the policy, or of the only model."""
-    return f"{config.ckpt.folder}/_actor" if isinstance(config, PPOConfig) else config.ckpt.folder
 
 
 def continuing(invocation: Invocation[ConfigT]) -> ConfigT:
@@ -91,10 +85,6 @@ def check_places(config: Config) -> None:
     if armed := faults(os.environ.get(VARIABLE, "")):
         notify(f"{VARIABLE} is set: {len(armed)} faults are injected into this run")
     ckpt = config.ckpt
-    if ckpt.fork_from is not None:
-        from openrlhf.training.fork import check_fork
-
-        check_fork(config)
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
         places["--ckpt.path"] = ckpt.folder
@@ -228,14 +218,10 @@ def _sizes(config: Config) -> dict[str, _Sizes]:
     return sizes
 
 
-def choose_checkpoint(
-    config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None
-) -> str | None:
+def choose_checkpoint(config: Config, checkpoints: "CheckpointFolder", found: "Found | None") -> str | None:
     """Returns the tag of the checkpoint to resume from (None: start from the beginning), and prints lines
-    about it. Call it on rank 0 only. `found`: the result of `checkpoints.find()`, if already known. Raises
-    UsageError if all checkpoints are damaged, or if the checkpoint belongs to another run."""
-    if config.ckpt.loads and found is None:
-        found = checkpoints.find()
+    about it. Call it on rank 0 only. `found`: the result of `find_or_fork`. Raises UsageError if all
+    checkpoints are damaged, or if the checkpoint belongs to another run."""
     tag, lines = checkpoints.choose(found)
     check_output(config, resumes=tag is not None)
     for reason in found.skipped if found else ():

@@ -294,7 +294,7 @@ class Run(Generic[ConfigT]):
                 trainer.resume(self.tag)
         if self.mesh.is_first:
             move_old_checkpoints(config, self.checkpoints, self.tag)
-            trainer.observer = self._observer(resumes=self.tag is not None, step=trainer.step)
+            trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
@@ -347,7 +347,7 @@ class Run(Generic[ConfigT]):
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
         beginning. Rank 0 also locks the folders and prints."""
         from openrlhf.backends.distributed import from_first, machines_without
-        from openrlhf.training.fork import fork
+        from openrlhf.training.fork import find_or_fork
 
         ckpt = self.config.ckpt
         if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
@@ -355,8 +355,8 @@ class Run(Generic[ConfigT]):
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
             lock_folders(self.config, self.checkpoints, held)
-            fork(self.config, self.checkpoints, self.total_steps)
-        found = from_first(self.checkpoints.find) if ckpt.loads else None
+        find = partial(find_or_fork, self.config, self.checkpoints, self.total_steps)
+        found = from_first(find)
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)
             return choose_checkpoint(self.config, self.checkpoints, found)
@@ -377,7 +377,7 @@ class Run(Generic[ConfigT]):
             if self.mesh.is_first:
                 reader_of(self.config, self.tokenizer).save_pretrained(made)
 
-    def _observer(self, resumes: bool, step: int) -> "Observer":
+    def _observer(self, resume_step: int | None) -> "Observer":
         from openrlhf.observability.observer import Observer
         from openrlhf.observability.run_folder import RunFolder
 
@@ -385,10 +385,10 @@ class Run(Generic[ConfigT]):
             self.config.run_dir,
             config_yaml=to_yaml(self.config),
             argv=["python", "-m", f"openrlhf.cli.train_{self.task.command.name}", *self.argv],
-            resume=resumes and not self.checkpoints.has_forked,
-            fork=self.checkpoints.fork,
+            resume=resume_step is not None and self.checkpoints.changed is None,
         )
-        return Observer(folder, self.config.logger, resume_step=step if resumes else None)
+        folder.write_fork(self.checkpoints.fork)
+        return Observer(folder, self.config.logger, resume_step=resume_step)
 
 
 def main(task_type: type[Task], argv: Sequence[str] | None) -> None:

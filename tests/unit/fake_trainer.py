@@ -173,7 +173,8 @@ def trainer_of(
     observer.progress = Progress(show=False)
     observer.start(total_steps, done=done)
     checkpoints = CheckpointFolder(str(config.ckpt.path), config.ckpt)
-    checkpoints.fork = fork
+    if fork:
+        checkpoints.fork, checkpoints.changed = fork, fork["changed"]
     return PPOTrainer(
         config=config,
         rollout=Rollout(calls, **rollout),
