@@ -45,7 +45,7 @@ def test_a_fork_continues_with_its_own_settings(
         run_ranks(["openrlhf.cli.train_sft", *shlex.split(flags)], log=tmp_path / f"{name}.log", num_ranks=1)
         return read_metrics(tmp_path / name / "run" / "metrics.jsonl")
 
-    fork = f"--ckpt.fork_from {tmp_path}/whole/checkpoints/global_step2"
+    fork = f"--ckpt.load_enable --ckpt.fork_from {tmp_path}/whole/checkpoints/global_step2"
     whole, same = sft("whole"), sft("same", fork)
     half = sft("half", f"{fork} --adam.lr 5e-4 --adam.weight_decay 0 --adam.betas 0.5 0.9")
     assert list(same) == list(half) == [3, 4]
@@ -61,7 +61,7 @@ def test_a_fork_continues_with_its_own_settings(
     loss = first_half.setdefault("loss", half[4]["sft/loss"])
     assert half[4]["sft/loss"] == pytest.approx(loss, rel=1e-5)
     record = json.loads((tmp_path / "half/run/fork.json").read_text())
-    assert {change["flag"]: change["now"] for change in record["changed"]} == {
+    assert {flag: values["now"] for flag, values in record["changed"].items()} == {
         "--adam.lr": "0.0005",
         "--adam.weight_decay": "0.0",
         "--adam.betas": "0.5 0.9",
