@@ -654,12 +654,8 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
         text = "disables checkpoints, so nothing is saved every ckpt.save_steps; --ckpt.save_hf saves models"
         yield remark("ckpt.disable_ds", text)
-    if (place := ckpt.fork_from) and not ckpt.load_enable:
+    if ckpt.fork_from and not ckpt.load_enable:
         yield Problem("ckpt.fork_from", "needs --ckpt.load_enable, with which the fork also resumes")
-    is_there = os.path.lexists(ckpt.folder) or os.path.exists(f"{place}/origin.json")
-    if place and not (is_there and re.search(r"/(best_)?global_step\d+/*$", f"/{place}")):
-        text = "is no checkpoint; name a folder `global_step{N}` in another run's --ckpt.path"
-        yield Problem("ckpt.fork_from", text, ErrorCode.NOT_FOUND)
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
         "ckpt.path": ckpt.folder,

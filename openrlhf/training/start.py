@@ -85,6 +85,10 @@ def check_places(config: Config) -> None:
     if armed := faults(os.environ.get(VARIABLE, "")):
         notify(f"{VARIABLE} is set: {len(armed)} faults are injected into this run")
     ckpt = config.ckpt
+    is_there = os.path.lexists(ckpt.folder) or os.path.exists(f"{ckpt.fork_from}/origin.json")
+    if ckpt.fork_from and not (is_there and re.search(r"/(best_)?global_step\d+/*$", f"/{ckpt.fork_from}")):
+        text = "it is no checkpoint.\nName a folder `global_step{N}` in another run's --ckpt.path."
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.fork_from", value=ckpt.fork_from)
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
         places["--ckpt.path"] = ckpt.folder

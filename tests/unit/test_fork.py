@@ -23,7 +23,7 @@ from openrlhf.observability.run_folder import RunFolder
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.fork import find_or_fork
 from openrlhf.training.origin import Origin
-from openrlhf.training.start import DAY, day_of
+from openrlhf.training.start import DAY, check_places, day_of
 
 DATA = {"--data.dataset": "8 samples", "--data.prompt_dataset": "8 prompts"}
 
@@ -100,7 +100,7 @@ def test_a_fork_that_is_started_again_goes_on(tmp_path: Path, other: Path) -> No
     os.rename(other, tmp_path / "moved")
     for flags in ({"ckpt__fork_from": place}, {}):
         later = config(tmp_path / "new", ckpt__load_enable=True, adam__lr=0.5, **flags)
-        assert not list(outputs(later.ckpt, later.logger))
+        check_places(later)
         resumed = checkpoints(later)
         assert fork(later, resumed) == "global_step6"
         assert resumed.fork == own.fork and resumed.changed is None
@@ -126,7 +126,7 @@ def test_any_sound_checkpoint_is_forked_the_best_one_too(tmp_path: Path, other: 
     save(checkpoints(config(tmp_path / "other")), "best_global_step3")
     for name, step in (("best_global_step3", 3), ("global_step2", 2)):
         new = config(tmp_path / name, ckpt__fork_from=f"{other}/{name}/")
-        assert not list(outputs(new.ckpt, new.logger))
+        check_places(new)
         assert fork(new, checkpoints(new)) == f"global_step{step}"
     (other / "global_step4/weights").write_bytes(b"1" * 10_000)
     new = config(tmp_path / "new", ckpt__fork_from=f"{other}/global_step4")
@@ -136,19 +136,23 @@ def test_any_sound_checkpoint_is_forked_the_best_one_too(tmp_path: Path, other: 
 
 
 @pytest.mark.parametrize(
-    ("place", "loads", "code", "told"),
-    [
-        ("global_step4", False, ErrorCode.CONFLICT, "--ckpt.load_enable"),
-        ("global_step5", True, ErrorCode.NOT_FOUND, "--ckpt.path"),
-        ("", True, ErrorCode.NOT_FOUND, "global_step{N}"),
-    ],
+    ("place", "exists"), [("global_step5", False), ("", False), ("", True)], ids=["gone", "folder", "later"]
 )
-def test_what_is_no_fork_is_refused_before_anything_starts(
-    tmp_path: Path, other: Path, place: str, loads: bool, code: ErrorCode, told: str
+def test_what_is_no_checkpoint_is_refused_before_anything_starts(
+    tmp_path: Path, other: Path, place: str, exists: bool
 ) -> None:
-    new = config(tmp_path / "new", ckpt__fork_from=f"{other}/{place}", ckpt__load_enable=loads)
+    new = config(tmp_path / "new", ckpt__fork_from=f"{other}/{place}")
+    if exists:  # a start that failed has made the folder
+        Path(new.ckpt.folder).mkdir(parents=True)
+    with refused(ErrorCode.NOT_FOUND, flag="--ckpt.fork_from", value=f"{other}/{place}") as told:
+        check_places(new)
+    assert "global_step{N}" in told.value.text
+
+
+def test_a_fork_needs_the_flag_with_which_it_resumes(tmp_path: Path, other: Path) -> None:
+    new = config(tmp_path / "new", ckpt__fork_from=f"{other}/global_step4", ckpt__load_enable=False)
     [problem] = outputs(new.ckpt, new.logger)
-    assert (problem.key, problem.code) == ("ckpt.fork_from", code) and told in problem.text
+    assert (problem.key, problem.fatal) == ("ckpt.fork_from", True)
 
 
 @pytest.mark.parametrize(
