@@ -9,7 +9,7 @@ from openrlhf.config.resume import ORDER, SHAPES
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
 from openrlhf.training.checkpoints import CheckpointFolder, Found
-from openrlhf.training.origin import changes
+from openrlhf.training.origin import changes, unknown
 from openrlhf.training.start import Config, check_output
 
 
@@ -48,8 +48,8 @@ def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps
         data_from, lines["data"] = step, "  the data begins at its first row"
     own.fork = {"from": str(place), "step": step, "data_from": data_from, "changed": changed}
     own.take_over(source, tag)
-    told = "\n".join(lines.values()) or "  no setting differs"
-    print(f"note: a fork of {place}, step {step}:\n{told}", flush=True)
+    told = "\n".join([*lines.values(), *(f"  {text}" for text in unknown(before, now))])
+    print(f"note: a fork of {place}, step {step}:\n{told or '  no setting differs'}", flush=True)
 
 
 def _check_damage(source: CheckpointFolder, tag: str) -> None:

@@ -71,7 +71,7 @@ def compare(before: Origin, now: Origin) -> Comparison:
             comparison.remarks.append(f"{text}: {remarks[key]}")
         else:
             comparison.differences.append(text)
-    comparison.remarks.extend(_unknown(before, now))
+    comparison.remarks.extend(unknown(before, now))
     return comparison
 
 
@@ -90,7 +90,7 @@ def changes(before: Origin, now: Origin) -> Iterator[tuple[str, str, str]]:
             yield name, _content(before, name), _content(now, name)
 
 
-def _unknown(before: Origin, now: Origin) -> Iterator[str]:
+def unknown(before: Origin, now: Origin) -> Iterator[str]:
     """Yields a remark that lists the flags and contents that only one of the two origins records."""
     keys = [
         f"--{key}"

@@ -355,8 +355,7 @@ class Run(Generic[ConfigT]):
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
             lock_folders(self.config, self.checkpoints, held)
-        find = partial(find_or_fork, self.config, self.checkpoints, self.total_steps)
-        found = from_first(find)
+        found = from_first(partial(find_or_fork, self.config, self.checkpoints, self.total_steps))
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)
             return choose_checkpoint(self.config, self.checkpoints, found)

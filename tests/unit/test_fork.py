@@ -227,6 +227,20 @@ def test_a_fork_may_drop_a_critic_and_gains_none(tmp_path: Path, before: str, no
     assert "_critic: manifest.json is missing" in told.value.text and "has a critic" in told.value.text
 
 
+def test_a_setting_that_an_earlier_version_did_not_record_is_told(
+    tmp_path: Path, other: Path, capsys
+) -> None:
+    file = other / "global_step2/origin.json"
+    saved = json.loads(file.read_text())
+    del saved["origin"]["flags"]["adam.betas"], saved["manifest_format"]
+    file.write_text(json.dumps(saved))
+    (other / "global_step2/manifest.json").unlink()
+    fork(new := config(tmp_path / "new", ckpt__fork_from=f"{other}/global_step2"), checkpoints(new))
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  written by another version, so these could not be compared: --adam.betas"
+    ]
+
+
 def test_templates_write_the_date_of_the_run_that_is_forked(tmp_path: Path) -> None:
     save(checkpoints(config(tmp_path / "other"), {DAY: "2020-02-20"}), "global_step2")
     new = config(tmp_path / "new", ckpt__fork_from=f"{tmp_path}/other/checkpoints/global_step2")
