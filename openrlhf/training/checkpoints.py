@@ -118,7 +118,7 @@ class CheckpointFolder:
         origin = self.saved(tag).get("origin")
         self.recall_fork(tag)
         if self.ckpt.fork_from and self.fork.get("from") != os.path.abspath(self.ckpt.fork_from):
-            text = f"{self.path / tag} does not come from it.\nName another --ckpt.output_dir, or omit this flag."
+            text = f"{self.path / tag} is not from it.\nName another --ckpt.output_dir, or omit this flag."
             raise UsageError(ErrorCode.CONFLICT, text, flag="--ckpt.fork_from", value=self.ckpt.fork_from)
         if origin is None:
             unknown = "an older release wrote it: it records no flags and models, so they are not compared"

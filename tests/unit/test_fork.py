@@ -122,6 +122,15 @@ def test_a_fork_never_mixes_with_other_checkpoints(tmp_path: Path, other: Path, 
     assert "--ckpt.output_dir" in told.value.text and snapshot(place) == before
 
 
+def test_a_fork_does_not_overwrite_a_model(tmp_path: Path, other: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new/config.json").write_text("{}")
+    (tmp_path / "new/model.safetensors").write_bytes(b"weights")
+    new = config(tmp_path / "new", ckpt__fork_from=str(other / "global_step4"))
+    with refused(ErrorCode.NOT_WRITABLE, flag="--ckpt.output_dir", value=str(tmp_path / "new")):
+        fork(new, checkpoints(new))
+
+
 def test_any_sound_checkpoint_is_forked_the_best_one_too(tmp_path: Path, other: Path) -> None:
     save(checkpoints(config(tmp_path / "other")), "best_global_step3")
     for name, step in (("best_global_step3", 3), ("global_step2", 2)):
