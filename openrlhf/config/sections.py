@@ -431,6 +431,9 @@ class CkptConfig:
     private. Needs HF_TOKEN or `hf auth login`. None: no upload."""
     load_enable: bool = False
     """Resume from the last undamaged checkpoint in ckpt.path, if there is one."""
+    fork_from: str | None = None
+    """With ckpt.load_enable, where ckpt.path has no checkpoint yet: begin with a copy of this one of another
+    run (a folder `global_step{N}`; in RL, the one in `_actor`). The settings may differ, and are recorded."""
     verify: Literal["full", "structure"] = "full"
     """Check of a checkpoint before a run resumes from it. full: read every file and compare it with the
     SHA-256 of the manifest, at about 1 GB a second for each core. structure: only compare names and sizes,

@@ -3,6 +3,7 @@
 config.yaml     the configuration of the newest start; earlier ones that differ are kept as config.1.yaml, ...
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
+fork.json       the checkpoint with which the run began as a fork, and the settings that differ
 progress.json   the number of steps of the whole run, {"total_steps": 30}
 engines.json    requests of each engine, {"engines": [{"running": 8, "waiting": 2}, null]}
 metrics.jsonl   one row per step
@@ -40,6 +41,7 @@ OWN_FILES = (
     "config.yaml",
     "argv.txt",
     "env.json",
+    "fork.json",
     "progress.json",
     "engines.json",
     "metrics.jsonl",
@@ -140,6 +142,11 @@ class RunFolder:
         """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
         runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
         return f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
+
+    def write_fork(self, record: Mapping[str, Any]) -> None:
+        """Records the fork by which the run began; {}: it began otherwise."""
+        if record:
+            write_atomically(self.path / "fork.json", [json.dumps(record, indent=1)])
 
     def write_total(self, steps: int) -> None:
         """Records the number of steps of the whole run."""
