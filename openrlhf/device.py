@@ -39,8 +39,7 @@ def compute_capability() -> str:
 
 
 def own_bytes() -> int:
-    """Returns the memory in bytes that this process may use: of its GPU, or its share of this machine's among
-    the ranks of its job."""
+    """Returns the bytes of memory of this process: of its GPU, or its share among the ranks of a machine."""
     if DEVICE_TYPE == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     import psutil

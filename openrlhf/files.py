@@ -50,18 +50,16 @@ def unwaiting(path: str, flags: int) -> int:
 
 
 def read_small(file: Path, largest: int = 64 << 20) -> bytes:
-    """Returns the content of a small file of a checkpoint or a run. Raises ValueError with the file's name
-    and the reason if it is missing, has more than `largest` bytes, is no regular file, or is closed."""
+    """Returns a regular file's content of up to `largest` bytes. Raises ValueError with name and reason."""
     try:
         with open(file, "rb", opener=unwaiting) as opened:
             if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
                 raise ValueError(f"{file.name} is unreadable: it is no regular file")
             content = opened.read(largest + 1)
+    except FileNotFoundError as error:
+        raise ValueError(f"{file.name} is missing") from error
     except OSError as error:
-        missing = isinstance(error, FileNotFoundError)
-        raise ValueError(
-            f"{file.name} is {'missing' if missing else f'unreadable: {error.strerror}'}"
-        ) from error
+        raise ValueError(f"{file.name} is unreadable: {error.strerror}") from error
     if len(content) > largest:
         raise ValueError(f"{file.name} is unreadable: it has more than {largest:,} bytes")
     return content
@@ -77,22 +75,13 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors*", "pytorch_model*.bin*")
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.*")
+MODEL_FILES += ("adapter_config.json", "adapter_model.*")
 """Patterns of the files that transformers writes for a model, and peft for an adapter."""
 
 
 def holds_model(folder: str | os.PathLike) -> bool:
     """Tells whether a folder has files of a model or an adapter."""
-    patterns = (*MODEL_FILES, *ADAPTER_FILES)
-    return os.path.isdir(folder) and any(any(Path(folder).glob(pattern)) for pattern in patterns)
-
-
-def clear_for_model(folder: str | os.PathLike, *, adapter: bool) -> None:
-    """Prepares a folder for a model, or for an adapter with `adapter`: removes files of the other kind, which
-    loaders would read as part of the new one."""
-    for pattern in MODEL_FILES if adapter else ADAPTER_FILES:
-        for file in Path(folder).glob(pattern):
-            file.unlink()
+    return os.path.isdir(folder) and any(any(Path(folder).glob(pattern)) for pattern in MODEL_FILES)
 
 
 EXPORT = ".export"
@@ -101,10 +90,9 @@ EXPORT = ".export"
 
 @contextmanager
 def exporting(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yields an empty folder for the files of a model. When the block ends, the files move to `folder`,
-    configurations last, and files of a previous model there are removed. If the block raises, the model in
-    `folder` is unchanged. Raises RunError if the files cannot be written; weights that are already there stay
-    in a folder of their own unless the disk refused."""
+    """Yields an empty folder for the files of a model. When the block ends, they replace the model in
+    `folder`, configurations last. If it raises, that one is unchanged. Raises RunError if files cannot be
+    written; weights that were written stay in a folder of their own unless the disk refused."""
     place, made, kept = Path(folder), Path(folder) / EXPORT, Path(folder) / "unfinished_export"
     try:
         _remove(made)  # left by a process that was killed
@@ -114,7 +102,7 @@ def exporting(folder: str | os.PathLike) -> Iterator[Path]:
             file.chmod(made.stat().st_mode & 0o666)  # as the umask says: safetensors shuts others out
         _flush(made)
         fault("export.before_move")
-        for pattern in (*MODEL_FILES, *ADAPTER_FILES):
+        for pattern in MODEL_FILES:
             for file in place.glob(pattern):
                 if not (made / file.name).exists():
                     file.unlink()
@@ -195,8 +183,7 @@ LONGEST_PATH = 28
 
 @cache
 def socket_folder() -> str:
-    """Returns a folder with a short path that can be written to: that of temporary files, or else one that
-    most systems have. Raises UsageError if there is none."""
+    """Returns a folder with a short path that can be written to. Raises UsageError if there is none."""
     named = [os.environ[name] for name in ("TMPDIR", "XDG_RUNTIME_DIR") if os.environ.get(name)]
     places = (*named, "/tmp", "/var/tmp", "/dev/shm")
     for place in (place for place in places if len(os.fsencode(place)) <= LONGEST_PATH):

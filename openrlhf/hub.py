@@ -40,8 +40,7 @@ def model_folder(name: str, *, weights: bool = False) -> str:
 
 
 def config_json(name: str) -> dict[str, Any]:
-    """Returns the content of a model's config.json, without imports of transformers; {} if this machine has
-    none that can be read."""
+    """Returns a model's config.json, without transformers; {} if this machine has none that can be read."""
     folder = Path(model_folder(name))
     file = folder / "config.json"
     try:

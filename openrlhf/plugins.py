@@ -58,8 +58,7 @@ def load(reference: str) -> Any:
 
 
 def digest(reference: str) -> str:
-    """Returns a fingerprint of the source file that the reference names, and of the modules beside it that it
-    imports; the reference itself without one."""
+    """Returns a fingerprint of the source that the reference names, see `sources_of`; else the reference."""
     sources = sources_of(split(reference)[0])
     return fingerprint(*sources.values()) if sources else reference
 

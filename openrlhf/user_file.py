@@ -106,8 +106,7 @@ class UserFiles:
 
 
 def sources_of(place: str) -> dict[str, bytes]:
-    """Returns the source of a file or module, and those that a file imports from its folder, by their paths
-    in the folder. Empty for a module without a source."""
+    """Returns the sources of a file and of what it imports from its folder, or of a module, by path."""
     source = source_of(place)
     if source is None:
         return {}

@@ -290,8 +290,7 @@ class SessionExecutor(AgentExecutorBase, ABC):
     async def play(
         self, prompt: str, label: Any, session: Callable[[], Session], step_timeout: float | None
     ) -> dict:
-        """Runs one episode, with the result of AgentExecutorBase.execute. `session()` begins a session within
-        the limits of the run."""
+        """Runs one episode, like AgentExecutorBase.execute. `session()` begins a session of the run."""
 
     async def execute(
         self,

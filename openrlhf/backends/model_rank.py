@@ -22,7 +22,6 @@ from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.faults import fault
-from openrlhf.files import clear_for_model
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
@@ -403,8 +402,6 @@ class TrainedRank(ModelRank):
             for name, tensor in weights:
                 if self.mesh.is_first:
                     state[name] = tensor.detach().cpu().clone()
-        if self.mesh.is_first:
-            clear_for_model(folder, adapter=is_adapter)
         if self.mesh.is_first and is_adapter:
             save_adapter(model, state, folder)
         elif self.mesh.is_first:

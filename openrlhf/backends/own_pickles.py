@@ -32,9 +32,8 @@ _SAMPLES: list[Any] = [
 
 
 def load(file: str | os.PathLike, more: Iterable[Any] = (), **options: Any) -> Any:
-    """Loads a file that `torch.save` wrote, with tensors on the CPU. `more`: further types that the file may
-    contain; `options`: those of `torch.load`. Raises UsageError if the file is damaged or contains any other
-    type, without running its code."""
+    """Loads a file that `torch.save` wrote, on the CPU. `more`: further types that it may contain; `options`:
+    those of `torch.load`. Raises UsageError for damage or any other type, without running its code."""
     with refusing(file), torch.serialization.safe_globals([*_NUMPY, *_SAMPLES, *more]):
         return torch.load(file, map_location="cpu", weights_only=True, **options)
 

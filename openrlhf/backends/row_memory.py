@@ -95,9 +95,8 @@ def most_tokens(train: Any, longest: int, sharing: int) -> int:
 def memory_of_rows(
     estimate: Callable[[int], RowMemory], train: Any, longest: int, sharing: int, room: int
 ) -> str:
-    """Describes the memory of a rank for the longest row, see `most_tokens`. Raises UsageError, with the
-    largest value of the flag that fits, if it is more than `room`, the bytes of the rank's device.
-    `estimate`: from the tokens of a row to its memory."""
+    """Describes a rank's memory for the longest row, see `most_tokens`. Raises UsageError, with the largest
+    value of the flag that fits, if it is more than `room` bytes. `estimate`: tokens of a row -> memory."""
     tokens = most_tokens(train, longest, sharing)
     needed = estimate(tokens)
     text = f"{needed} for a row of up to {tokens:,} tokens"

@@ -1,8 +1,8 @@
-"""The argument parser of commands without a configuration class, such as demo, rollouts, agent and plan;
-lengths that follow from a model."""
+"""The argument parser of commands without a configuration class; lengths that follow from a model."""
 
 import argparse
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from openrlhf.config.command import Explicit
@@ -36,13 +36,16 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def fitting_lengths(config: Any, explicit: Explicit, path: str, flag: str, *keys: str) -> dict[str, int]:
-    """Returns smaller values for those of the lengths `keys` that nobody set, with which the model reads the
-    sum of all. `path`: the model, which `flag` names."""
-    lengths = {key: values_of(config)[key] for key in keys}
+def fitting_lengths(
+    config: Any, explicit: Explicit, cluster: Sequence[int], *, flag: str, keys: Sequence[str]
+) -> dict[str, int]:
+    """Returns smaller values for those of the lengths `keys` that nobody set, with which the model that
+    `flag` names reads the sum of all. For `parse`, which names a cluster that does not matter here."""
+    values = values_of(config)
+    lengths = {key: values[key] for key in keys}
     free = [key for key in keys if key not in explicit]
     choose_hub(config.use_ms)
-    room = _context_of(path, flag) if free else None
+    room = _context_of(values[flag.removeprefix("--")] or "", flag) if free else None
     if room is None or sum(lengths.values()) <= room:
         return {}
     share = (room - sum(lengths[key] for key in keys if key in explicit)) // len(free)
@@ -50,8 +53,8 @@ def fitting_lengths(config: Any, explicit: Explicit, path: str, flag: str, *keys
 
 
 def _context_of(path: str, flag: str) -> int | None:
-    """Returns the model's maximum length in tokens; None if it has none. Imports transformers, which takes
-    seconds, only if config.json alone does not tell."""
+    """Returns the model's maximum length; None without one. Imports transformers only if config.json does
+    not tell."""
     settings = config_json(path)
     text = settings.get("text_config") or settings
     room = text.get("max_position_embeddings")

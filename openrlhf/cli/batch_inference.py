@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.config.checks import check_launcher
-from openrlhf.config.command import Explicit
 from openrlhf.config.commands import BATCH_INFERENCE
+from openrlhf.config.fields import values_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode, RunError, short_errors
@@ -46,12 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             from openrlhf.backends.distributed import leave_distributed
 
             leave_distributed()
-
-
-def _lengths(config: BatchInferenceConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
-    return fitting_lengths(
-        config, explicit, config.model.model_name_or_path, MODEL_FLAG, *_length_keys(config)
-    )
 
 
 def run(config: BatchInferenceConfig) -> None:
@@ -120,7 +114,6 @@ def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Se
     """Raises UsageError if the model is missing, if its context is shorter than the sum of the flags
     `lengths`, or if the engine is vLLM and does not support it."""
     from openrlhf.backends.vllm.support import check_vllm_runs
-    from openrlhf.config.fields import values_of
     from openrlhf.device import DEVICE_TYPE
     from openrlhf.models.loading import check_room, load_config
 
@@ -186,8 +179,6 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
     """Returns everything that determines the results: flags, fingerprint of the rows, and size and
     modification time of each weight file."""
     from pathlib import Path
-
-    from openrlhf.config.fields import values_of
 
     flags = {key: value for key, value in values_of(config).items() if key not in ONLY_SPEED}
     folder = Path(config.model.model_name_or_path)
@@ -361,15 +352,18 @@ def sampling_params_of(
     )
 
 
+def _lengths(config: BatchInferenceConfig, *args: Any) -> dict[str, int]:
+    return fitting_lengths(config, *args, flag=MODEL_FLAG, keys=_length_keys(config))
+
+
 def _length_keys(config: BatchInferenceConfig) -> tuple[str, ...]:
     """Returns the flags whose sum is the length of the longest sequence."""
     return ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
 
 
 def _longest(config: BatchInferenceConfig) -> int:
-    if config.task == "rm":
-        return config.data.max_len
-    return config.data.prompt_max_len + config.rollout.max_new_tokens
+    values = values_of(config)
+    return sum(values[key] for key in _length_keys(config))
 
 
 def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:

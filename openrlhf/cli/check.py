@@ -53,8 +53,7 @@ class Check:
 
     @contextmanager
     def part(self, title: str) -> Iterator[None]:
-        """Prints a title. A ValueError that is raised inside is kept as a problem, which `_verdict` prints,
-        and ends only this part."""
+        """Prints a title. A ValueError inside is kept for `_verdict`, and ends only this part."""
         self.screen.line(f"\n{title}")
         before = len(self.problems)
         try:
@@ -270,8 +269,7 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
 
 
 def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokenizerBase | None") -> None:
-    """Calls the reward function with answers that a model could give to the first prompt, and if it is called
-    with batches, once more in the same and once in the opposite order."""
+    """Calls the reward function with possible answers to the first prompt; with batches, in both orders."""
     config = check.config
     if config.train.agent:
         check.say("not tried: the agent gives the rewards. `openrlhf agent try` plays one of its episodes")

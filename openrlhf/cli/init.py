@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def make_parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="openrlhf init", description=__doc__, epilog="A question whose flag is given is not asked."
     )
-    parser.add_argument("--what", type=_named, choices=RECIPES, help="what to train")
+    parser.add_argument("--what", metavar=f"{{{','.join(RECIPES)}}}", help="what to train")
     parser.add_argument("--model", help="model to start from: a Hugging Face name or a folder")
     parser.add_argument("--data", help="dataset: a file, a folder, a URL or a Hugging Face name")
     parser.add_argument("--gpus", metavar="N", help="GPUs of all nodes together; 0: only a CPU")
@@ -174,23 +175,20 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def ask(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the answers to all questions, each checked when it is given: from flags, else from the user, or
-    with --yes the defaults."""
-    question = Questions(asks=not options.yes)
-    what = options.what
-    if not what:
+    """Returns checked answers to all questions: from flags, else from the user, or with --yes defaults."""
+    ask_for = partial(question, not options.yes)
+    if options.what:
+        what = _recipe(options.what)
+    else:
         shown = [f"  {name:<6} {recipe.summary}" for name, recipe in RECIPES.items() if not recipe.settings]
         shown.append(f"  {', '.join(ALGORITHMS)}: rl with this algorithm")
-        what = question("--what", "\n".join([*shown, "What do you want to train?"]), "", _recipe)
+        what = ask_for("--what", "\n".join([*shown, "What do you want to train?"]), "", _recipe)
     recipe = RECIPES[what]
+    check_reward = _reward if recipe.default_reward else partial(_model, flag="--reward")
     asked: dict[str, tuple[str, str, Callable[[str], Any]]] = {
         "model": ("Which model (a Hugging Face name, or a folder)?", "", _model),
         "data": (f"Which dataset ({recipe.data}; a file, folder, URL or Hugging Face name)?", "", _data),
-        "reward": (
-            f"Which {recipe.reward}?",
-            recipe.default_reward,
-            _reward if recipe.default_reward else lambda answer: _model(answer, "--reward"),
-        ),
+        "reward": (f"Which {recipe.reward}?", recipe.default_reward, check_reward),
         "gpus": ("How many GPUs on all nodes (0: only a CPU)?", "", _gpus),
         "output": ("Which output folder?", f"ckpt/{what}", _output),
     }
@@ -201,49 +199,38 @@ def ask(options: argparse.Namespace) -> dict[str, Any]:
     for name, (text, default, check) in asked.items():
         if name not in answers:
             default = str(gpus_here()) if name == "gpus" else default
-            answers[name] = question(f"--{name}", text, default, check)
+            answers[name] = ask_for(f"--{name}", text, default, check)
     data, row = answers.pop("data")
     return {"what": what, "data": data, "row": row, "reward": ""} | answers
 
 
-class Questions:
-    """Asks the user on the terminal."""
-
-    def __init__(self, *, asks: bool) -> None:
-        """`asks`: False takes the defaults without asking."""
-        self._asks = asks
-
-    def __call__(self, flag: str, text: str, default: str, check: Callable[[str], Any]) -> Any:
-        """Returns the checked answer. On a terminal a wrong one is told and asked for again; elsewhere, where
-        the next line answers the next question, it raises UsageError, as does a question without answer and
-        default."""
-        while self._asks:
-            try:
-                answer = input(f"{text} [{default}] " if default else f"{text} ").strip()
-            except EOFError:
-                print()
-                break
-            try:
-                if answer or default:
-                    return check(answer or default)
-            except UsageError as error:
-                if not sys.stdin.isatty():
-                    raise
-                print(f"  {readable(' '.join(describe(error).split()))}")
-        if default:
-            return check(default)
-        raise UsageError(ErrorCode.MISSING_FLAG, "required, but not set", flag=flag)
-
-
-def _named(answer: str) -> str:
-    """Returns the recipe of this name, written in any way, such as "Dr. GRPO"; else the answer."""
-    plain = lambda name: re.sub(r"[^a-z+]", "", name.lower())
-    return next((name for name in RECIPES if plain(name) == plain(answer)), answer)
+def question(asks: bool, flag: str, text: str, default: str, check: Callable[[str], Any]) -> Any:
+    """Returns the user's checked answer, or without `asks` the default. On a terminal a wrong one is told and
+    asked for again; elsewhere, where the next line answers the next question, it raises UsageError, as does
+    a question without answer and default."""
+    while asks:
+        try:
+            answer = input(f"{text} [{default}] " if default else f"{text} ").strip()
+        except EOFError:
+            print()
+            break
+        try:
+            if answer or default:
+                return check(answer or default)
+        except UsageError as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"  {readable(' '.join(describe(error).split()))}")
+    if default:
+        return check(default)
+    raise UsageError(ErrorCode.MISSING_FLAG, "required, but not set", flag=flag)
 
 
 def _recipe(answer: str) -> str:
-    if (name := _named(answer)) in RECIPES:
-        return name
+    """Returns the recipe of this name, which may be written in any way, such as "Dr. GRPO"."""
+    plain = lambda name: re.sub(r"[^a-z+]", "", name.lower())
+    if found := [name for name in RECIPES if plain(name) == plain(answer)]:
+        return found[0]
     near = difflib.get_close_matches(answer, RECIPES, n=1)
     text = f"did you mean {near[0]}?" if near else f"please answer one of {', '.join(RECIPES)}"
     raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--what", value=answer)
@@ -343,12 +330,16 @@ def quoted(text: str) -> str:
 def columns_of(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the column for each role; `chat`, True if answers are lists of messages; and `guess`, a remark
     for the comments that is empty if the dataset's first row has the columns. An empty row is not known."""
+    from openrlhf.data.messages import with_role
+
     found: dict[str, Any] = {
         role: next((name for name in names if name in row), names[0])
         for role, names in recipe.columns.items()
     }
     is_chat = recipe.command == "sft" and found["input"] in CHATS and found["output"] not in row
-    is_answered = _ends_with_answer(row.get(found.get("input", "")))
+    asked = row.get(found.get("input", ""))
+    last = with_role(asked[-1]) if isinstance(asked, list) and asked else None
+    is_answered = isinstance(last, dict) and last.get("role") == "assistant"
     if is_chat or (is_answered and "output" in found):
         found["output"] = ""  # the last message is the response
     is_known = all(name in row for name in found.values() if name)
@@ -359,13 +350,6 @@ def columns_of(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
     found["prompt"] = "prompt" if "prompt" in row else ""
     found["chat"] = not row or isinstance(row.get(found.get("chosen", "")), list)
     return found
-
-
-def _ends_with_answer(messages: Any) -> bool:
-    from openrlhf.data.messages import with_role
-
-    last = with_role(messages[-1]) if isinstance(messages, list) and messages else None
-    return isinstance(last, dict) and last.get("role") == "assistant"
 
 
 def write(file: Path, recipe: Recipe, text: str, reward: Path | None = None) -> None:

@@ -3,7 +3,8 @@
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import fitting_lengths
 from openrlhf.cli.batch_inference import check_answering_model, load_answering_model, sampling_params_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from openrlhf.backends.rollout import AnswerStream
     from openrlhf.data.conversation import Conversation
 
+_lengths = partial(fitting_lengths, flag=MODEL_FLAG, keys=["data.max_len"])
 HELP = "type clear to start a new conversation, exit or Ctrl-D to quit; Ctrl-C stops an answer"
 
 
@@ -29,10 +31,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         invocation = parse(CHAT, argv, resolve=_lengths)
         run(invocation.config, invocation.explicit)
-
-
-def _lengths(config: ChatConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
-    return fitting_lengths(config, explicit, config.model.model_name_or_path, MODEL_FLAG, "data.max_len")
 
 
 def run(config: ChatConfig, explicit: Explicit) -> None:
@@ -45,7 +43,7 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
     from openrlhf.models.loading import tell_stops
 
     tokenizer = load_tokenizer_of(config)
-    config = _with_template(config, explicit, tokenizer)
+    config = _with_template(config, explicit, tokenizer.chat_template)
     tell_stops(config, tokenizer)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
@@ -59,12 +57,10 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
                 _answer(config, tokenizer, model, conversation, message)
 
 
-def _with_template(
-    config: ChatConfig, explicit: Explicit, tokenizer: "PreTrainedTokenizerBase"
-) -> ChatConfig:
+def _with_template(config: ChatConfig, explicit: Explicit, template: Any) -> ChatConfig:
     """Turns the tokenizer's chat template on if no flag says how messages become text."""
     flag = "data.apply_chat_template"
-    if flag in explicit or "data.input_template" in explicit or not tokenizer.chat_template:
+    if flag in explicit or "data.input_template" in explicit or not template:
         return config
     model = config.model.model_name_or_path
     notify(f"note: messages are in the chat template of {model}; --{flag} false leaves it out")

@@ -127,8 +127,7 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
 
 
 def _untie(base: "PreTrainedModel") -> None:
-    """Gives the head its own weight if head and embedding share one and only one of them has this adapter:
-    merging would change both."""
+    """Unties head and embedding if only one of them is adapted, because merging would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from torch import nn
 

@@ -77,6 +77,8 @@ def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int)
     found = checkpoints.find() if start else Found(None, [])
     if found.skipped:
         raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(found.skipped), value=source.path)
+    if found.tag:
+        checkpoints.recall_fork(found.tag)
     data = build_data(config)
     check_one_process(config)
     prompts = len(data.prompts)

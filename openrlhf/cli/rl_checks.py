@@ -206,9 +206,8 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 def adapts_apart(config: PPOConfig) -> bool:
     """Returns whether merged adapters would be rounded, and vLLM can apply them apart for this model."""
-    if not 0 < config.ds.lora.rank <= VLLM_LORA_RANKS[-1] or config.ds.param_dtype == "fp32":
-        return False
-    if config.rollout.engine != "vllm" or config.reads_images or config.vllm.speculative is not None:
+    is_rounded = 0 < config.ds.lora.rank <= VLLM_LORA_RANKS[-1] and config.ds.param_dtype != "fp32"
+    if not is_rounded or config.rollout.engine != "vllm" or config.reads_images or config.vllm.speculative:
         return False
     from openrlhf.backends.vllm.support import takes_adapters
     from openrlhf.models.loading import has_experts, load_config

@@ -1,11 +1,11 @@
 """Serves a reward model over HTTP: `openrlhf serve_rm`."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from openrlhf import heap
 from openrlhf.cli.arguments import fitting_lengths
-from openrlhf.config.command import Explicit
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.config.serve_rm import ServeRMConfig
@@ -16,16 +16,12 @@ if TYPE_CHECKING:
     from openrlhf.serving.scoring import TextScorer
 
 MODEL_FLAG = "--reward.model_name_or_path"
+_lengths = partial(fitting_lengths, flag=MODEL_FLAG, keys=["data.max_len"])
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         run(parse(SERVE_RM, argv, resolve=_lengths).config)
-
-
-def _lengths(config: ServeRMConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, int]:
-    path = config.reward.model_name_or_path or ""
-    return fitting_lengths(config, explicit, path, MODEL_FLAG, "data.max_len")
 
 
 def run(config: ServeRMConfig) -> None:

@@ -110,6 +110,7 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
+    from openrlhf.training.fork import find_or_fork
     from openrlhf.training.schedule import prompts_of_steps
 
     clock = clock or StartClock()
@@ -128,8 +129,9 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
             check_policy_learns(config, len(data.prompts))
             checkpoints = checkpoints_of(config, _origin(config, data) if config.ckpt.is_used else None)
             lock_folders(config, checkpoints, held)
-            check_space(config, checkpoints, len(prompts_of_steps(config, len(data.prompts))))
-            tag = choose_checkpoint(config, checkpoints)
+            total_steps = len(prompts_of_steps(config, len(data.prompts)))
+            check_space(config, checkpoints, total_steps)
+            tag = choose_checkpoint(config, checkpoints, find_or_fork(config, checkpoints, total_steps))
             train(config, argv, layout, places, data, checkpoints, tag, clock)
     finally:
         stop_ray()
@@ -343,8 +345,9 @@ def build_trainer(
         config.run_dir,
         config_yaml=to_yaml(config),
         argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
-        resume=tag is not None,
+        resume=tag is not None and checkpoints.changed is None,
     )
+    folder.write_fork(checkpoints.fork)
     restored = None
     if tag is not None:
         with waiting("loading the checkpoint", key=config.actor.model_name_or_path):

@@ -62,8 +62,7 @@ def run(folders: Sequence[Path], port: int, *, opens_browser: bool) -> None:
 
 
 def runs_of(paths: Sequence[Path]) -> list[Path]:
-    """Returns the run folders that these paths name: each path itself, or the runs below it. Raises
-    UsageError for a path that is neither."""
+    """Returns the run folders that paths name: each itself, or those below. Raises UsageError for others."""
     found: list[Path] = []
     for path in paths:
         is_run = RunFolder(path).is_run

@@ -94,8 +94,7 @@ def naming_logs() -> Iterator[None]:
 
 
 def stop_ray() -> None:
-    """Leaves the cluster, and ends it if `start_ray` started it. After an error its logs stay, because
-    messages name them."""
+    """Leaves the cluster, and ends it if `start_ray` started it. After an error its logs stay."""
     ray.shutdown()
     cool_down()
     while _folders and sys.exc_info()[0] is None:

@@ -654,6 +654,8 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
         text = "disables checkpoints, so nothing is saved every ckpt.save_steps; --ckpt.save_hf saves models"
         yield remark("ckpt.disable_ds", text)
+    if ckpt.fork_from and not ckpt.load_enable:
+        yield Problem("ckpt.fork_from", "needs --ckpt.load_enable, with which the fork also resumes")
     folders = {
         "ckpt.output_dir": ckpt.output_dir,
         "ckpt.path": ckpt.folder,

@@ -1,5 +1,4 @@
-"""Flags of older versions and their current meaning, and the names that TRL and verl have for flags; no other
-module knows these spellings."""
+"""Flags of older versions, of TRL and of verl with their current meaning, which no other module knows."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -328,7 +327,7 @@ SERVE_RM: dict[str, OldFlag] = _HEAD | {
 CHAT = _INFERENCE | _into("ds", "load_in_4bit") | _into("rollout", "engine")
 LORA_COMBINER: dict[str, OldFlag] = {name: _COMMON[name] for name in ("param_dtype", "data_type", "bf16")}
 
-_OF_TRL = """
+_OF_OTHERS = """
     num_generations=rollout.n_samples_per_prompt max_completion_length=rollout.max_new_tokens
     max_length=data.max_len learning_rate=actor.adam.lr
     per_device_train_batch_size=train.micro_batch_size gradient_accumulation_steps=train.batch_size
@@ -336,8 +335,6 @@ _OF_TRL = """
     beta=algo.kl.init_coef epsilon=actor.eps_clip epsilon_high=actor.eps_clip_low_high
     reward_funcs=reward.remote_url max_grad_norm=actor.max_norm|max_norm
     resume_from_checkpoint=ckpt.load_enable report_to=logger.trackers lora_r=ds.lora.rank
-"""
-_OF_VERL = """
     actor_rollout_ref.model.path=actor.model_name_or_path
     custom_reward_function.path=reward.remote_url data.train_batch_size=rollout.batch_size
     actor_rollout_ref.rollout.n=rollout.n_samples_per_prompt lr=actor.adam.lr|adam.lr
@@ -349,6 +346,6 @@ _OF_VERL = """
     total_epochs=train.num_episodes|train.max_epochs save_freq=ckpt.save_steps test_freq=eval.steps
     n_gpus_per_node=actor.num_gpus_per_node nnodes=actor.num_nodes
 """
-_PAIRS = (pair.partition("=") for pair in (_OF_TRL + _OF_VERL).split())
+_PAIRS = (pair.partition("=") for pair in _OF_OTHERS.split())
 OTHER_NAMES: dict[str, str] = {name: keys for name, _, keys in _PAIRS}
 """Maps names of TRL and verl to the current flags with their meaning, of which a command has one."""

@@ -350,8 +350,7 @@ class DeepSpeedConfig:
 
     @property
     def attention(self) -> str:
-        """Attention of models, by its name in transformers. With sequence parallelism, auto replaces flash
-        attention."""
+        """Attention of models, as transformers names it. Sequence parallelism replaces flash attention."""
         shared = self.ring_attn_size > 1 and self.attn_implementation in FLASH_PACKAGES
         return "auto" if shared else self.attn_implementation
 
@@ -432,6 +431,9 @@ class CkptConfig:
     private. Needs HF_TOKEN or `hf auth login`. None: no upload."""
     load_enable: bool = False
     """Resume from the last undamaged checkpoint in ckpt.path, if there is one."""
+    fork_from: str | None = None
+    """With ckpt.load_enable, where ckpt.path has no checkpoint yet: begin with a copy of this one of another
+    run (a folder `global_step{N}`; in RL, the one in `_actor`). The settings may differ, and are recorded."""
     verify: Literal["full", "structure"] = "full"
     """Check of a checkpoint before a run resumes from it. full: read every file and compare it with the
     SHA-256 of the manifest, at about 1 GB a second for each core. structure: only compare names and sizes,

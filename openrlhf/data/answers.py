@@ -72,16 +72,11 @@ class AnswerColumns:
         if self.output_key is not None:
             first += 1
             answer = as_messages(value_of(row, self.output_key, str, list), role="assistant")
-            messages = joined(messages, answer, self.input_key, self.output_key, WITHOUT_OUTPUT)
+            remedy = "name a column with whole conversations by --data.input_key, without --data.output_key."
+            messages = joined(messages, answer, self.input_key, self.output_key, remedy)
         if self.images is not None:
             messages = self.images.place(row, messages)
         return mark_answer(messages, 0 if self.multiturn else first, tokenizer, tools_of(row, self.tools_key))
-
-
-WITHOUT_OUTPUT = (
-    "remove --data.output_key to learn the last message of a column with a whole conversation, which "
-    "--data.input_key names."
-)
 
 
 def _no_answer(row: Row, input_key: str) -> UsageError:

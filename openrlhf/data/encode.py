@@ -194,8 +194,7 @@ def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[i
 
 
 def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the end-of-sequence token, at which reward models are read. Raises UsageError if there is
-    none."""
+    """Returns the end-of-sequence token, at which reward models are read. Raises UsageError without one."""
     if tokenizer.eos_token_id is None:
         text = (
             "the tokenizer has no end-of-sequence token, at which a reward model is read.\n"

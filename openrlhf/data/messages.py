@@ -1,8 +1,5 @@
-"""Conversations and tools as chat templates read them: those of rows and of agents' requests.
-
-A table gives each object the keys of all its rows, with null for those that the row lacks. So that a row has
-the same tokens in every format, keys that are null are left out, whatever the format.
-"""
+"""Conversations and tools as chat templates read them: those of rows and of agents' requests. Keys that are
+null are left out, because a table gives each object the keys of all its rows, with null for the others."""
 
 import json
 import re
@@ -19,16 +16,13 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 MARK = "\u241fanswer\u241f"
 """Placeholder of a text in a rendered conversation."""
-
-
 SENDERS = {"human": "user", "gpt": "assistant", "observation": "tool"}
 SENDERS |= {role: role for role in ("system", "user", "assistant", "tool")}
 """Roles by the names of ShareGPT."""
 
 
 def with_role(message: Any) -> Any:
-    """Returns a message in ShareGPT's form, {"from": "human", "value": ...}, with a role and a content;
-    others as they are."""
+    """Returns a message of ShareGPT, {"from": "human", "value": ...}, with role and content; else itself."""
     sender = message.get("from") if isinstance(message, dict) and not message.get("role") else None
     if not isinstance(sender, str) or sender not in SENDERS:
         return message
@@ -76,19 +70,16 @@ def calls_of(message: Message) -> list[dict[str, Any]]:
 def render(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], *, tools: Any = None, **options: Any
 ) -> str:
-    """Applies the chat template to messages without nulls. In OpenAI's format arguments of calls are JSON
-    text and contents may be lists of parts: the template gets what it can read. Raises ValueError for a part
-    that it cannot read, and whatever the template raises."""
+    """Applies the chat template to messages without nulls, with arguments of calls and parts of contents in a
+    form that it reads. Raises ValueError for a part that it cannot read, and whatever it raises."""
     form = reads(tokenizer, str(tokenizer.chat_template))
-    fitted, clock = [_fitted(message, form) for message in messages], Calendar.today.strftime
-    return str(
-        tokenizer.apply_chat_template(fitted, tools=tools, tokenize=False, strftime_now=clock, **options)
-    )
+    fitted = [_fitted(message, form) for message in messages]
+    options |= {"tools": tools, "tokenize": False, "strftime_now": Calendar.today.strftime}
+    return str(tokenizer.apply_chat_template(fitted, **options))
 
 
 class Reads(NamedTuple):
-    """Whether a chat template reads tools, and what others would write as Python does: parts, objects as
-    arguments of calls, null as a content."""
+    """Whether a chat template reads tools, parts, objects as arguments of calls, and null as a content."""
 
     tools: bool
     parts: bool

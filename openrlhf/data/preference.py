@@ -170,10 +170,8 @@ def _conversations(
     prompt = _messages(row, prompt_key, "user")
     answers = [_messages(row, column, "assistant") for column in columns]
     remedy = "remove --data.prompt_key to read whole conversations from the columns of the answers."
-    talks = [
-        joined(prompt, answer, prompt_key, key, remedy) for key, answer in zip(columns, answers, strict=True)
-    ]
-    return talks, len(prompt)
+    named = zip(columns, answers, strict=True)
+    return [joined(prompt, answer, prompt_key, key, remedy) for key, answer in named], len(prompt)
 
 
 def _whole_conversation(row: Row, column: str) -> list[Message]:

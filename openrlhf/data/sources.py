@@ -144,8 +144,7 @@ def check_columns(
 
 
 def first_row(spec: str, *, flag: str, split: str = "train") -> Row | None:
-    """Returns the first row that `spec` names; None for a name on the hub. Reads as little as
-    `check_columns`, and raises the same."""
+    """Returns the first row that `spec` names; None for a name on the hub. Raises like `check_columns`."""
     read = lambda file: (READERS[".parquet"] if file.path.suffix == ".parquet" else peek)(file, "error")
     for part in _heads(spec, flag, split, read):
         _check_columns_exist(part, len(part.rows), flag, {})
@@ -238,8 +237,7 @@ def _of_split(names: Sequence[str], *, place: str | Path, split: str, flag: str)
 
 
 def _is_left_out(name: str) -> bool:
-    """Tells whether a file of a folder is no data, by the rule of `datasets`: it is hidden, in a folder that
-    is or that begins with __, or describes the data. A file or folder that a flag names is read."""
+    """Tells whether `datasets` skips a file of a folder: hidden, in a hidden or __ folder, or metadata."""
     *folders, file = PurePath(name).parts
     is_special = any(folder.startswith((".", "__")) for folder in folders)
     return is_special or file.startswith(".") or file in FILES_TO_IGNORE

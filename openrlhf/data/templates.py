@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow
 from openrlhf.data.files import MAX_TEXT, Row, kind
 from openrlhf.data.messages import (
+    MARK,
     Message,
     calls_of,
     decoded,
@@ -26,7 +27,7 @@ from openrlhf.data.messages import (
     with_role,
     without_nulls,
 )
-from openrlhf.errors import EXIT_USAGE, ErrorCode, UsageError, notify, notify_once, shortened
+from openrlhf.errors import ErrorCode, UsageError, notify, notify_once, shortened
 from openrlhf.text import Calendar
 
 Tools = Sequence[Mapping[str, Any]]
@@ -111,23 +112,21 @@ def as_messages(value: str | Sequence[Message], role: str = "user") -> list[Mess
 
 
 def tools_of(row: Row, key: str | None) -> Tools | None:
-    """Returns the tools in a column, a list or its JSON text; None if the row has none. Raises BadRow for
-    anything else."""
+    """Returns the tools in a column, a list or its JSON text; None without any. Raises BadRow for others."""
     tools = None if key is None else decoded(row.get(key))
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(
-            f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
-        )
+        text = f"column {key!r} is no list of tools. If it is meant for others, add --data.tools_key None."
+        raise BadRow(text)
     return without_nulls(tools)
 
 
 def joined(
     prompt: list[Message], answer: list[Message], prompt_key: str, answer_key: str, remedy: str
 ) -> list[Message]:
-    """Returns the messages of two columns as one conversation. Raises BadRow if the answer repeats the end of
-    the prompt, apart from white space, or if both are turns of the assistant."""
+    """Joins the messages of two columns. Raises BadRow if the second repeats the end of the first, apart from
+    white space, or if both are turns of the assistant."""
     plain = lambda content: content if (text := text_of(content)) is None else text
     squeezed = lambda m: (m["role"], "".join(str(plain(m.get("content"))).split()), calls_of(m))
     ours, theirs = [*map(squeezed, prompt)], [*map(squeezed, answer)]
@@ -168,11 +167,9 @@ def _rendered(
     if len(text) > MAX_TEXT:
         raise BadRow(f"the conversation has {len(text)} characters; at most {MAX_TEXT} can be tokenised.")
     if tools and not reads(tokenizer, str(tokenizer.chat_template)).tools:
-        note = (
-            "note: --data.tools_key: the chat template writes no tools, so the model does not read those of"
-        )
-        note += " the\nrows. Use a template that does (--data.tokenizer_chat_template)."
-        notify_once(note, str(tokenizer.chat_template))
+        reason = "the chat template writes no tools, so the model does not read those of the rows"
+        remedy = "Use a template that does (--data.tokenizer_chat_template)."
+        notify_once(f"note: --data.tools_key: {reason}.\n{remedy}", str(tokenizer.chat_template))
     return text
 
 
@@ -181,40 +178,28 @@ _REFUSALS = (TemplateError, TypeError, ValueError, OverflowError, RecursionError
 
 @cache
 def check_cost(template: str) -> None:
-    """Renders a short conversation in a process with limits, unless the template is a plain loop. Raises
-    UsageError if it exceeds them."""
-    if not _COSTLY.search(template) and template.count("for ") < 4:
-        return
+    """Renders a short conversation in a process with limits. Raises UsageError if it exceeds them."""
     trial = subprocess.run(  # bounded: the process limits its CPU time
         [sys.executable, "-Pc", _TRIAL], input=template, capture_output=True, text=True, check=False
     )
-    if trial.returncode < 0 or trial.returncode == EXIT_USAGE:
+    error = trial.stderr.strip().rpartition("\n")[2]
+    if trial.returncode < 0 or error.startswith(("MemoryError", "OverflowError", "RecursionError")):
         text = (
             "the template takes more than 3 seconds or 1 GiB for a short conversation.\n"
-            f"{trial.stderr.strip()} Give another one with --data.tokenizer_chat_template."
+            f"{error} Give another one with --data.tokenizer_chat_template."
         )
         raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
 
 
-_COSTLY = re.compile(r"\*|\d{4}|range|\bset\b|macro|replace|join|lipsum|recursive")
-_TRIAL = """
+_TRIAL = r"""
 import re, resource, sys
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
 resource.setrlimit(resource.RLIMIT_CPU, (3, 3))
-made = ImmutableSandboxedEnvironment(
-    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-)
-made.globals["strftime_now"] = str
-text = re.sub(r"{%-?\\s*(end)?generation\\s*-?%}", "", sys.stdin.read())
+text = re.sub(r"{%-?\s*(end)?generation\s*-?%}", "", sys.stdin.read())
+made = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"]).from_string(text)
 talk = [{"role": role, "content": "Hi."} for role in ("user", "assistant", "user")]
-try:
-    made.from_string(text).render(messages=talk, add_generation_prompt=True, bos_token="", eos_token="")
-except (MemoryError, OverflowError, RecursionError) as error:
-    print(type(error).__name__, error, file=sys.stderr)
-    sys.exit(2)
-except Exception:
-    pass  # the messages are not those of this template
+made.render(messages=talk, add_generation_prompt=True, bos_token="", eos_token="", strftime_now=str)
 """
 """Program that renders the template on stdin within 3 seconds and 1 GiB."""
 
@@ -226,9 +211,9 @@ def ending(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
 
 @cache
 def _find_ending(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[str, str]:
-    """Returns the text behind the last answer: the end of its turn, and the header of another answer if the
-    template (the tokenizer's) writes one that is not asked for. The end also stands between an answer and a
-    question, before the header of a question. Raises UsageError if end and header cannot be told apart."""
+    """Returns the end of the last answer's turn, and the header of another answer if the template writes one
+    unasked. The end also stands between an answer and the header of a question. Raises UsageError if end and
+    header cannot be told apart."""
     turns = zip(("user", "assistant", "user"), _MARKS, strict=True)
     talk = [{"role": role, "content": mark} for role, mark in turns]
     try:
@@ -265,9 +250,7 @@ def check_ends(messages: Sequence[Message], tokenizer: PreTrainedTokenizerBase) 
         return
     token = _special_tokens(tokenizer).pattern.match(end)
     ends = (token[0] if token else end, tokenizer.eos_token or end)
-    answers = (
-        text_of(message.get("content")) or "" for message in messages if message["role"] == "assistant"
-    )
+    answers = (text_of(m.get("content")) or "" for m in messages if m["role"] == "assistant")
     if wrong := next((answer for answer in answers if answer.rstrip().endswith(ends)), ""):
         text = f"the answer {shortened(wrong, 80)!r} ends itself, and the chat template ends it again."
         raise BadRow(f"{text}\nTake the end out of the row.", ErrorCode.CHAT_TEMPLATE)
@@ -279,23 +262,20 @@ def _note_missing_header(tokenizer: PreTrainedTokenizerBase) -> None:
     so that a policy must write the header itself. Templates without a header, such as Mistral's, write
     nothing in either place."""
     asked = [{"role": "user", "content": "?"}]
-    answer = {"role": "assistant", "content": _ANSWER}
+    answer = {"role": "assistant", "content": MARK}
     try:
         plain = render_messages(asked, tokenizer, add_generation_prompt=False)
         prompt = render_messages(asked, tokenizer, add_generation_prompt=True)
         whole = render_messages([*asked, answer], tokenizer, add_generation_prompt=False)
     except BadRow:  # a template for other messages
         return
-    header = whole.removeprefix(prompt).partition(_ANSWER)[0]
+    header = whole.removeprefix(prompt).partition(MARK)[0]
     if prompt == plain and whole.startswith(prompt) and header.strip():
         notify(
             f"note: the chat template of {tokenizer.name_or_path} writes {header!r} before an answer,\n"
             "but not at the end of a prompt (it ignores add_generation_prompt), so the policy has to write "
             "it.\nAnother template is given with --data.tokenizer_chat_template."
         )
-
-
-_ANSWER = "An answer."
 
 
 @dataclass(slots=True)

@@ -43,8 +43,7 @@ WIDTH = 110
 
 
 def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
-    """Returns the causes of a run's problems, the surest first and slowness last; none for a healthy run.
-    `model`: as in `gap_findings`."""
+    """Returns causes of a run's problems, the surest first, slowness last. `model`: as in `gap_findings`."""
     found = [*gap_findings(run, model), *(finding for check in CHECKS for finding in check(run))]
     causes = {finding.cause.partition(":")[0] for finding in found}
     if "destroyed-model" in causes:

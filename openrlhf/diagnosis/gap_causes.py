@@ -115,9 +115,8 @@ class Examined:
         return log_probs(self.logits, self.targets, self.temperature, support)
 
     def either(self, logits: Tensor | None = None, temperature: float | None = None) -> np.ndarray:
-        """Returns the log-probs of sampler and trainer, (2, 2, A), if the sampler has these logits and this
-        temperature, and if the trainer has them. A trainer that normalises over the recorded support takes
-        over what the sampler made of it."""
+        """Returns the log-probs of both sides, (2, 2, A), if the sampler has these logits and temperature, or
+        if the trainer has them. A trainer over the recorded support takes over the sampler's."""
         changed = self.logits if logits is None else logits, temperature or self.temperature
         support = self.support_of(*changed)
         lp = lambda of: log_probs(changed[0], self.targets, changed[1], of)
@@ -138,8 +137,7 @@ class Examined:
 
     @cached_property
     def expected(self) -> np.ndarray:
-        """Log-probs that both sides should have, (2, A): recomputed ones, or the trainer's own if its weights
-        are not available."""
+        """Log-probs that both sides should have, (2, A): recomputed, or without weights the trainer's."""
         if not self.is_trainers:
             return np.array([self.trainer] * 2)
         return np.array([self.over(self.support), self.over(self.support if self.keeps_support else None)])
@@ -149,8 +147,7 @@ class Examined:
         return float(np.abs(self.trainer - self.sampler).mean())
 
     def left(self, cases: np.ndarray) -> float:
-        """Returns the fraction of the gap that remains if both sides have the log-probs of one of `cases`,
-        (N, 2, A)."""
+        """Returns the fraction of the gap that remains if both sides are as in one of `cases`, (N, 2, A)."""
         far = np.abs(np.array([self.sampler, self.trainer]) - cases)
         return float(far.mean(-1).sum(-1).min()) / self.size
 

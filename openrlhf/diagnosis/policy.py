@@ -1,5 +1,4 @@
-"""Finds problems of the policy (a destroyed policy, entropy collapse, truncated answers), a rising loss, and
-the run's own warnings."""
+"""Finds problems of the policy, such as entropy collapse, a rising loss, and the run's own warnings."""
 
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
@@ -10,17 +9,7 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
-from openrlhf.observability.health import (
-    CUT,
-    LONGER,
-    RULES,
-    SHOWN_WITH,
-    SURE,
-    TEMPLATE,
-    Rule,
-    signs_of,
-    succeeds,
-)
+from openrlhf.observability import health
 from openrlhf.observability.selection import evenly
 
 COLLAPSED = 0.02
@@ -52,15 +41,16 @@ def policy_findings(run: RunRecord) -> Iterator[Finding]:
 
 def _signs(run: RunRecord) -> Iterator[Finding]:
     """Yields the mistakes that single steps show but for truncation, whose whole course is a finding."""
-    found, told = {}, next((w for w in run.warnings if str(w.get("text")).startswith(TEMPLATE)), None)
+    found, told = {}, next((w for w in run.warnings if str(w.get("text")).startswith(health.TEMPLATE)), None)
     evidence = "" if told is None else str(told["text"]).partition(": ")[2].partition(". Remedy")[0]
     rows = run.numbers
     for i, row in enumerate(rows):
-        for sign in signs_of(rows[: min(8, i + 1)] + rows[max(8, i - 5) : i + 1], evidence):  # all it reads
+        read = rows[: min(8, i + 1)] + rows[max(8, i - 5) : i + 1]
+        for sign in health.signs_of(read, evidence):
             found.setdefault(sign.cause, (row["step"], sign))
     supervised = () if run.names("rollout/") else run.names("")
     losses = [run.series(name) for name in supervised if name.endswith("/loss")]
-    recovered = succeeds(run.numbers) or any(s.end < first for s in losses for first in s.values[:1])
+    recovered = health.succeeds(run.numbers) or any(s.end < first for s in losses for first in s.values[:1])
     for step, (cause, title, evidence, remedy) in found.values():
         if cause == "missing-template" or (cause == "destroyed-model" and not recovered):
             shown = (f"step {step:.0f}: {evidence}",)
@@ -75,7 +65,7 @@ def _entropy(run: RunRecord) -> Iterator[Finding]:
     if len(entropy) < 2:
         return
     start, end = float(entropy.values[0]), entropy.last(max(1, len(entropy) // 10))
-    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED or succeeds(run.numbers):
+    if not (end < COLLAPSED or end < LOST * start) or start < COLLAPSED or health.succeeds(run.numbers):
         return  # the entropy of a policy that succeeds falls too
     first = next(i for i, value in enumerate(entropy.values) if value < max(COLLAPSED, LOST * start))
     duplicates = run.series("rollout/duplicate_ratio")
@@ -119,13 +109,13 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
         remedy = "answers do not end because they loop: raise --algo.kl.init_coef or lower --actor.adam.lr"
     elif recent > 0.95 and rate.start > 0.95:
         evidence.append("truncation begins with the first step: the model may never write its stop token")
-        remedy = LONGER
+        remedy = health.LONGER
     else:
         remedy = "raise --rollout.max_new_tokens or --data.max_len, or set --reward.overlong_buffer_len"
     yield Finding(
         cause="truncation",
         title="truncation: answers run out of tokens",
-        score=0.98 if recent > CUT else 0.5 + recent / 2,
+        score=0.98 if recent > health.CUT else 0.5 + recent / 2,
         evidence=tuple(evidence),
         remedy=remedy,
     )
@@ -151,22 +141,21 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
-    """Yields a finding for each health rule that fired. Leaves out rules that are explained by one of
-    `causes`, the causes that other checks found, or by success."""
-    explained = SURE if succeeds(run.numbers) else set()
-    for rule in (rule for rule in RULES if rule.metric not in explained):
+    """Yields a finding for each health rule that fired and that neither `causes` nor success explain."""
+    explained = health.SURE if health.succeeds(run.numbers) else set()
+    for rule in (rule for rule in health.RULES if rule.metric not in explained):
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
         if fired and EXPLAINED_BY.get(rule.metric) not in causes:
             yield _of_rule(run, rule, fired)
 
 
-def _of_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
+def _of_rule(run: RunRecord, rule: health.Rule, fired: list[int]) -> Finding:
     series = run.series(rule.metric)
     still = len(series) > 0 and rule.holds(float(series.values[-1]))
     evidence = [f"warned at step {', '.join(map(str, fired[:5]))}: {rule.condition}"]
     if len(series):
         evidence.append(f"{series.describe()}; last value {series.values[-1]:.3g}")
-    also = [run.series(name) for name in SHOWN_WITH.get(rule.metric, ())]
+    also = [run.series(name) for name in health.SHOWN_WITH.get(rule.metric, ())]
     evidence += [values.describe() for values in also if len(values)]
     meaning, _, remedy = rule.text.partition(". ")
     return Finding(

@@ -118,7 +118,7 @@ class RunRecord:
         return cls(
             path=path,
             rows=[*read_steps(folder.metrics_path)],
-            warnings=folder.read_warnings(),
+            warnings=[*read_steps(folder.health_path)],
             config=folder.read_config(),
             owner=_owner(folder.read(LOCK)),
         )

@@ -97,8 +97,7 @@ def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False)
 
 
 def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:
-    """Builds the model from its configuration on torch's meta device. Raises UsageError for sizes that no
-    model can have."""
+    """Builds the model on torch's meta device. Raises UsageError for sizes that no model can have."""
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     config = load_config(path, flag)
     with loading("model", path, flag, (RuntimeError,)), torch.device("meta"):
@@ -206,10 +205,8 @@ def check_nf4(model: PreTrainedModel) -> None:
     with an NF4 of our own."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
+    states = {w.shape[-1]: w for p in model.parameters() if (w := getattr(p, "quant_state", None))}
     wrong: dict[int, float] = {}
-    states = {
-        w.shape[-1]: w for p in model.parameters() if (w := getattr(p, "quant_state", None)) is not None
-    }
     for size, state in states.items():
         random = torch.randn(128, size, generator=torch.Generator().manual_seed(0))
         weight = random.to(state.absmax.device, state.dtype)
@@ -449,8 +446,7 @@ def _check_counts(settings: Mapping[str, Any]) -> None:
 
 
 def load_unquantized(path: str, flag: str) -> PreTrainedConfig:
-    """Like `load_config`. Raises UsageError for a model whose files are quantized: its weights could neither
-    be trained nor be saved in its format."""
+    """Like `load_config`. Raises UsageError for quantized files, whose weights cannot be trained or saved."""
     config = load_config(path, flag)
     parts = [getattr(part, "quantization_config", None) for part in (config, config.get_text_config())]
     names = [part.get("quant_method", part) for part in parts if part]

@@ -75,8 +75,7 @@ def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Merge:
-    """The fraction of the adapters' change of the weights that is left after rounding the merged weights:
-    <merged - base, change> / <change, change> over all merged layers."""
+    """The fraction of the adapters' change left by rounding: <merged - base, change> / <change, change>."""
 
     wanted: Tensor | float = 0.0
     kept: Tensor | float = 0.0
@@ -162,8 +161,7 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
 
 @torch.no_grad()
 def merge_rounded(model: nn.Module) -> Merge:
-    """Merges peft's adapters into the layers below them, one layer at a time in float32, and rounds the
-    result to the layer's dtype."""
+    """Merges peft's adapters into the layers below them, in float32, and rounds to the layers' dtypes."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     merge = Merge()

@@ -14,9 +14,8 @@ from openrlhf.models.loading import GENERATION, load_config
 
 
 def save_model(model: PreTrainedModel, folder: str | Path, state: Mapping[str, Tensor]) -> None:
-    """Writes a model with the weights `state` in Hugging Face format. config.json gets their dtype, and
-    generation_config.json the content with which the model was loaded: transformers would refuse to write
-    many files that it reads."""
+    """Writes a model with the weights `state` in Hugging Face format. config.json gets their dtype.
+    generation_config.json stays as it was read: transformers would refuse to write many of them."""
     dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     own: Any = model.generation_config if model.can_generate() else None
     model.generation_config = own and GenerationConfig()

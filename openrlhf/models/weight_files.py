@@ -12,14 +12,11 @@ from openrlhf.errors import ErrorCode, UsageError, first_line
 
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes, as the format defines it."""
-UNREADABLE = (ValueError, RecursionError, LookupError, TypeError, AttributeError)
-"""Errors of a file of something else."""
 
 
 def check_weight_files(folder: str | Path, flag: str) -> None:
-    """Raises UsageError if a file of a local model is missing, cannot be read, is cut short or longer than
-    its header says, or is a pickle of anything but tensors. Reads only headers
-    (https://huggingface.co/docs/safetensors#format) and lists of contents."""
+    """Raises UsageError if a file of a local model is missing, damaged, or a pickle of anything but tensors.
+    Reads only headers (https://huggingface.co/docs/safetensors#format) and lists of contents."""
     for reason in _damages(Path(folder)):
         raise UsageError(
             ErrorCode.INVALID_MODEL, f"{reason}.\nDownload or copy it again.", flag=flag, value=folder
@@ -30,38 +27,30 @@ def _damages(place: Path) -> Iterator[str]:
     files, index = sorted(place.glob("[!.]*.safetensors")), place / "model.safetensors.index.json"
     for file in files or sorted(place.glob("pytorch_model*.bin")):
         try:
-            size, expected = file.stat().st_size, None
             if file.suffix == ".bin":
                 torch.load(file, map_location="meta", weights_only=True)
-            elif (expected := _expected_bytes(file)) is None:
-                yield f"{file.name} has an unreadable header"
-            elif size != expected:
-                yield f"{file.name} has {size:,} bytes instead of {expected:,}"
+            else:
+                length, tensors = _header(file)
+                expected = 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
+                if (size := file.stat().st_size) != expected:
+                    yield f"{file.name} has {size:,} bytes instead of {expected:,}"
         except OSError as error:
             yield f"{file.name} cannot be read: {error.strerror}"
         except Exception as error:  # a damaged pickle can raise any error
             reason = next((x.strip() for x in str(error).splitlines() if "GLOBAL" in x), first_line(error))
-            yield f"{file.name} is damaged, or holds objects that could run code: {reason[:200]}"
+            pickled = f"is damaged, or holds objects that could run code: {reason[:200]}"
+            yield f"{file.name} {pickled if file.suffix == '.bin' else 'has an unreadable header'}"
     try:
         listed = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ()
         missing = [name for name in sorted(set(listed)) if not (place / name).exists()]
-    except (OSError, *UNREADABLE):
+    except Exception:  # of a file of something else
         yield f"{index.name} cannot be read, or lists no weights"
     else:
         yield from (f"{index.name} lists {name}, which is missing" for name in missing)
 
 
-def _expected_bytes(file: Path) -> int | None:
-    """Returns the size of the file by its header; None if the header cannot be read."""
-    try:
-        length, tensors = _header(file)
-        return 8 + length + max((int(about["data_offsets"][1]) for about in tensors), default=0)
-    except UNREADABLE:
-        return None
-
-
 def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:
-    """Returns the length of the header, and what it says about each tensor. Raises UNREADABLE."""
+    """Returns the length of the header, and what it says about each tensor."""
     with file.open("rb") as opened:
         if (length := int.from_bytes(opened.read(8), "little")) > LARGEST_HEADER:
             raise ValueError("the header is too long")
@@ -70,10 +59,9 @@ def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:
 
 
 def eight_bit(folder: str | Path) -> str:
-    """Returns the type of 8 bits of a tensor in a local model's readable safetensors files; "" without
-    one."""
+    """Returns the type of a tensor of 8 bits in a local model's safetensors files; "" without one."""
     for file in Path(folder).glob("[!.]*.safetensors"):
-        with suppress(OSError, *UNREADABLE):
+        with suppress(Exception):  # of a file of something else
             for about in _header(file)[1]:
                 if about["dtype"].startswith("F8_"):
                     return about["dtype"]

@@ -292,8 +292,7 @@ class Health:
         return [f"all rewards of these {len(same)} steps are {value:g}: {SAME_REWARD}"] * (len(same) > 1)
 
     def _equal_rewards(self) -> list[Metrics]:
-        """Returns rows with rewards, but those of a teacher or a single sample, if all rewards are equal and
-        no sign explains it."""
+        """Returns rows with rewards of several samples, if all are equal and no sign explains it."""
         rows = [row for row in self.rows if "rollout/reward_std" in row and "teacher/kl_mean" not in row]
         rows = [row for row in rows if row.get("rollout/num_samples") != 1]
         equal = all(math.isclose(r["rollout/reward_mean"], rows[0]["rollout/reward_mean"]) for r in rows)

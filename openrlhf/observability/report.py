@@ -31,7 +31,7 @@ from openrlhf.observability.journal import (
 )
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
-from openrlhf.observability.run_folder import RunFolder, flat, label_of
+from openrlhf.observability.run_folder import RunFolder, flat, label_of, read_steps
 from openrlhf.observability.selection import best_to_worst, thinned
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
@@ -100,7 +100,7 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
     files = journal_steps(folder.rollouts_path)
     own = _own_metrics(files)
     same = _same(curves, own)
-    warnings = folder.read_warnings()
+    warnings = [*read_steps(folder.health_path)]
     return {
         "name": _title(folder),
         "facts": _facts(curves),
@@ -261,8 +261,7 @@ def _own_metrics(files: dict[int, Path]) -> set[str]:
 
 
 def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
-    """Returns the charts by section, the metrics that have one value, and those that are left out because
-    the number of charts is limited."""
+    """Returns the charts by section, metrics with one value, and those beyond the limit of charts."""
     headings: dict[str, list[str]] = {}
     constants: list[str] = []
     in_table = ("timing/", "memory/")

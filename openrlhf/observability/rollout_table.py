@@ -100,9 +100,8 @@ def to_table(
 
 
 def as_of_today(table: pa.Table, written: Container[str]) -> pa.Table:
-    """Returns a table of a journal of any version with the current names of columns and form of labels.
-    `written`: all columns of the journal. Earlier versions wrote every label as JSON. Raises ValueError for
-    a column of another type."""
+    """Returns a journal's table with today's columns and labels, which were all JSON in earlier versions.
+    `written`: all columns of the journal. Raises ValueError for a column of another type."""
     names = [RENAMED_COLUMNS.get(name, name) for name in table.column_names]
     metadata = table.schema.metadata
     table = table.rename_columns(names)

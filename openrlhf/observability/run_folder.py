@@ -3,6 +3,7 @@
 config.yaml     the configuration of the newest start; earlier ones that differ are kept as config.1.yaml, ...
 argv.txt        the command line of every start, oldest first, as lines of a shell script
 env.json        versions, machine, relevant environment variables of the newest start; kept like config.yaml
+fork.json       the checkpoint with which the run began as a fork, and the settings that differ
 progress.json   the number of steps of the whole run, {"total_steps": 30}
 engines.json    requests of each engine, {"engines": [{"running": 8, "waiting": 2}, null]}
 metrics.jsonl   one row per step
@@ -40,6 +41,7 @@ OWN_FILES = (
     "config.yaml",
     "argv.txt",
     "env.json",
+    "fork.json",
     "progress.json",
     "engines.json",
     "metrics.jsonl",
@@ -58,22 +60,17 @@ LABEL_FORM = "label_is_json"
 """Column that says whether a label is JSON or text."""
 
 
-DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
-DAMAGED += (ArithmeticError, RecursionError, yaml.YAMLError)
-"""Errors of reading a file whose content is not what a run writes."""
-
-
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Raises UsageError with the path of a file of a run that is no regular file or closed, or whose content
-    raises an error inside. A missing file's error is passed on."""
+    """Raises UsageError for a file of a run that cannot be read or whose content raises an error inside.
+    A missing file's error is passed on."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is no regular file")
         yield
-    except (FileNotFoundError, NotADirectoryError, UsageError):
+    except (FileNotFoundError, NotADirectoryError, MemoryError, UsageError):
         raise
-    except DAMAGED as error:
+    except Exception as error:  # damaged content can raise any error
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         text = f"cannot be read: {reason}. Repair it, or move it away to read the rest of the run."
         raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error
@@ -123,8 +120,7 @@ class RunFolder:
         return self.path / "rollouts"
 
     def read(self, name: str, parse: Callable[[str], Any] = str) -> Any:
-        """Returns what `parse` makes of the text of a file, which is "" if there is none. Raises UsageError
-        if the file is unreadable."""
+        """Returns what `parse` makes of a file's text, "" without one. Raises UsageError if unreadable."""
         path = self.path / name
         if not os.path.lexists(path):
             return parse("")
@@ -132,14 +128,9 @@ class RunFolder:
             return parse(read_small(path).decode(errors="replace"))
 
     def read_config(self) -> dict[str, Any]:
-        """Returns the tree of config.yaml; {} if there is no such file. Raises UsageError if it is not
-        YAML."""
+        """Returns the tree of config.yaml; {} without one. Raises UsageError if it is not YAML."""
         tree = self.read("config.yaml", yaml.safe_load)
         return tree if isinstance(tree, dict) else {}
-
-    def read_warnings(self) -> list[dict[str, Any]]:
-        """Returns the rows of health.jsonl; none without the file."""
-        return [*read_steps(self.health_path)]
 
     def check_metrics(self) -> None:
         """Raises UsageError if the folder has no metrics.jsonl."""
@@ -151,6 +142,11 @@ class RunFolder:
         """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
         runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
         return f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
+
+    def write_fork(self, record: Mapping[str, Any]) -> None:
+        """Records the fork by which the run began; {}: it began otherwise."""
+        if record:
+            write_atomically(self.path / "fork.json", [json.dumps(record, indent=1)])
 
     def write_total(self, steps: int) -> None:
         """Records the number of steps of the whole run."""
@@ -251,8 +247,7 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a file of metrics or warnings; none without the file. Raises UsageError with file
-    and number for a row without a step."""
+    """Yields the rows of a file; none without the file. Raises UsageError for a row without a step."""
     with suppress(FileNotFoundError, NotADirectoryError):
         for number, row in enumerate(read_jsonl(path), start=1):
             if type(row.get("step")) is not int:

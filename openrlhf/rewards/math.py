@@ -37,17 +37,15 @@ def grade_answer(prediction: str | None, truth: str) -> bool:
 
 
 def final_answer(label: str) -> str:
-    r"""Returns the answer in a label: what follows the last ####, as in GSM8K, else the content of the last
-    \boxed{...}, else the label."""
+    r"""Returns a label's answer: after the last ####, as in GSM8K, else the last \boxed{...}, else all."""
     _, mark, answer = label.rpartition("####")
     return answer.strip() if mark else extract_boxed_answer(label) or label.strip()
 
 
 def grade_response(response: str, label: str) -> bool:
-    r"""Returns True if the final answer of a whole response equals that of a label. The final answer of a
-    response is its last \boxed{...}. Without one it is, for a label with a digit, the number or formula that
-    math-verify finds: after "answer is", or the last one. For other labels the response must end with the
-    label, in upper or lower case. Call this where `grade_answer` may be called."""
+    r"""Returns True if the final answer of a response equals that of a label: its last \boxed{...}; else, for
+    a label with a digit, the number or formula that math-verify finds, after "answer is" or the last one;
+    else its end, in upper or lower case. Call this where `grade_answer` may be called."""
     truth, boxed = final_answer(label), extract_boxed_answer(response)
     if boxed is not None or not truth:
         return bool(truth) and grade_answer(boxed, truth)

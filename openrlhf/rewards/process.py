@@ -130,8 +130,7 @@ class RewardProcess:
         return process.exitcode
 
     async def ready(self) -> None:
-        """Starts the process if needed, and waits until it takes calls. Raises RewardError if the import
-        fails, and ImportTimeout if it does not end."""
+        """Starts the process if needed, and waits for its import. Raises RewardError or ImportTimeout."""
         if self._import_problem:
             raise RewardError(self._import_problem)
         if self._process is not None and self._process.is_alive() and self._pipe is not None:
@@ -214,8 +213,7 @@ def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memo
 
 @contextmanager
 def _forks_end() -> Iterator[None]:
-    """Ends a process that users' code forks when it leaves that code, as a script's would end. It must not
-    answer in the place of the process that was asked."""
+    """Ends a process that users' code forks when it leaves that code: only the one asked must answer."""
     process, status = os.getpid(), None
     try:
         yield
@@ -260,8 +258,7 @@ def _call(
     labels: list[Any],
     runner: asyncio.Runner,
 ) -> Any:
-    """Calls the function. Returns the rewards, a WrongNumber, or the message of another error, because it may
-    not be picklable."""
+    """Calls the function. Returns rewards, a WrongNumber, or another error's message, which is picklable."""
     try:
         with _forks_end():
             answer = function(queries, prompts, labels)

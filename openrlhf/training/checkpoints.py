@@ -79,6 +79,10 @@ class CheckpointFolder:
     ) -> None:
         self.path, self.ckpt, self.origin = Path(path), ckpt, origin
         self.folders = (self.path, *map(Path, others))
+        self.fork: dict[str, Any] = {}
+        """Record of the fork by which this run began (fork.py); {} if it began otherwise."""
+        self.changed: dict[str, Any] | None = None
+        """Settings that the fork changed, if this start begins with it; else None."""
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
     def find(self) -> "Found":
@@ -87,7 +91,7 @@ class CheckpointFolder:
         names, skipped = self._tags_of_pointers()
         others = sorted(self._complete() - set(names), key=_step, reverse=True)
         for tag in [*names, *others]:
-            if (reason := self._damage(tag)) is None:
+            if (reason := self.damage(tag)) is None:
                 return Found(tag, skipped)
             skipped.append(f"{tag}: {reason}")
         return Found(None, skipped)
@@ -111,13 +115,22 @@ class CheckpointFolder:
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
         resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
-        origin = self._saved(tag).get("origin")
+        origin = self.saved(tag).get("origin")
+        self.recall_fork(tag)
+        if self.ckpt.fork_from and self.fork.get("from") != os.path.abspath(self.ckpt.fork_from):
+            text = f"{self.path / tag} is not from it.\nName another --ckpt.output_dir, or omit this flag."
+            raise UsageError(ErrorCode.CONFLICT, text, flag="--ckpt.fork_from", value=self.ckpt.fork_from)
         if origin is None:
             unknown = "an older release wrote it: it records no flags and models, so they are not compared"
             return tag, [resuming, unknown]
         unlisted = "an older release wrote it: it has no manifest, so its files are not checked for damage"
         notes = [] if tag.endswith(UNIVERSAL) or (self.path / tag / MANIFEST).exists() else [unlisted]
         return tag, [resuming, *notes, *self.check(tag, origin)]
+
+    def recall_fork(self, tag: str) -> None:
+        """Reads the record of the fork by which the run of this checkpoint began."""
+        self.fork = self.saved(tag).get("fork", {})
+        self.changed = self.fork.get("changed") if self.fork.get("step") == _step(tag) else None
 
     def check(self, tag: str, before: Origin) -> list[str]:
         """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError if a
@@ -128,8 +141,8 @@ class CheckpointFolder:
             text = (
                 "this checkpoint belongs to another run:\n"
                 + "\n".join(f"  {difference}" for difference in differences)
-                + "\nResume with its settings. Or start over: in another --ckpt.output_dir, or without\n"
-                "--ckpt.load_enable, which keeps what is there."
+                + "\nResume with its settings, or fork it (--ckpt.fork_from). Or start over: in another\n"
+                "--ckpt.output_dir, or without --ckpt.load_enable, which keeps what is there."
             )
             raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable", value=self.path / tag)
         return remarks
@@ -168,11 +181,11 @@ class CheckpointFolder:
         listed = lambda tag: any(os.path.lexists(self.path / tag / name) for name in (MANIFEST, ORIGIN))
         return {tag for tag in tags if closed(tag) or listed(tag) or _step(tag) <= last}
 
-    def _damage(self, tag: str) -> str | None:
+    def damage(self, tag: str) -> str | None:
         """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
         folder, hashes, place = self.path / tag, self.ckpt.verify == "full", ""
         try:
-            saved = self._saved(tag)
+            saved = self.saved(tag)
             if tag.endswith(UNIVERSAL):
                 return None if (folder / "zero").is_dir() else "it has no folder `zero`"
             if not (folder / MANIFEST).exists() and FORMAT not in saved:  # of an older release
@@ -231,7 +244,7 @@ class CheckpointFolder:
             f"the checkpoints of an earlier run were moved to {place}: read them with --ckpt.path {place}"
         ]
 
-    def _saved(self, tag: str) -> dict[str, Any]:
+    def saved(self, tag: str) -> dict[str, Any]:
         """Returns the content of the file ORIGIN; {} without one. Raises ValueError for a damaged one."""
         if not os.path.lexists(file := self.path / tag / ORIGIN):
             return {}
@@ -247,7 +260,7 @@ class CheckpointFolder:
         """Returns the recorded time at which the checkpoint was completed, or else its folder's modification
         time."""
         try:
-            return self._saved(tag)["written"]
+            return self.saved(tag)["written"]
         except (KeyError, ValueError):
             return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
 
@@ -299,6 +312,14 @@ class CheckpointFolder:
                 shutil.rmtree(place, ignore_errors=True)  # ranks that are stopping may still write
         return lines
 
+    def take_over(self, source: "CheckpointFolder", tag: str) -> None:
+        """Commits a copy of another run's checkpoint, with this run's origin. Files are linked where the disk
+        allows it: none of them is ever written again."""
+        new, beside = tag.removeprefix(BEST), shutil.ignore_patterns(MANIFEST, ORIGIN, METRIC)
+        with self.saving(new):
+            for theirs, own in zip(source.folders, self.folders, strict=True):
+                shutil.copytree(theirs / tag, own / UNFINISHED / new, ignore=beside, copy_function=_linked)
+
     def _commit(self, tag: str, metric: float | None) -> None:
         """Moves the checkpoint from UNFINISHED to `tag` in the folders of all models. The first model's
         folder comes last, which commits the checkpoint."""
@@ -307,6 +328,7 @@ class CheckpointFolder:
             return
         if self.origin is not None:
             about = {"written": _time(datetime.now(UTC)), FORMAT: manifest.FORMAT}
+            about |= {"fork": self.fork} if self.fork else {}
             (made / ORIGIN).write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
@@ -414,6 +436,13 @@ def _folders_in(place: Path) -> list[str]:
     except OSError as error:
         text = f"its checkpoints cannot be listed: {error.strerror}.\nChange it, or name another folder."
         raise UsageError(ErrorCode.UNREADABLE, text, flag="--ckpt.path", value=place) from error
+
+
+def _linked(file: str, to: str) -> None:
+    try:
+        os.link(file, to)
+    except OSError:  # another disk, or one without links
+        shutil.copyfile(file, to)
 
 
 def _removed(place: Path) -> bool:

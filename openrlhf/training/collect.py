@@ -179,9 +179,9 @@ class Collector:
             "finished": list(self._finished.values()),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], *, again: bool = False) -> None:
         """Restores a state returned by `state_dict`. Raises UsageError if it is about other prompts, or if it
-        holds samples in the format of an older version."""
+        holds samples in the format of an older version. `again`: samples all its prompts again."""
         self._prompts.load_state_dict(state["prompts"])
         if state.get("buffer"):
             text = (
@@ -192,6 +192,9 @@ class Collector:
         self._kept = list(state.get("groups", ()))
         self._under_way = {key_of(prompt): prompt for prompt in state.get("under_way", ())}
         self._finished = {key_of(group.prompt): group for group in state.get("finished", ())}
+        if again:
+            self._under_way = {key_of(g.prompt): g.prompt for g in self._kept} | self._under_way
+            self._kept, self._finished = [], {}
         self._to_submit = [p for key, p in self._under_way.items() if key not in self._finished]
 
     @property

@@ -209,8 +209,7 @@ def check_own_reference(metrics: Metrics, dtype: str, step: int) -> None:
 
 
 def equals_reference(batch: Batch) -> bool:
-    """Returns True if the policy's log-probs are exactly those of the reference. False without either, or if
-    all actions are certain, as they may be in both."""
+    """Returns True if the policy's log-probs are exactly the reference's, and not all actions are certain."""
     policy, reference = batch.log_probs, batch.ref_log_probs
     is_known = policy is not None and reference is not None and policy.any()
     return bool(is_known) and np.array_equal(present(policy), present(reference))

@@ -62,8 +62,8 @@ def compare(before: Origin, now: Origin) -> Comparison:
         return Comparison([f"`openrlhf {before.command}` wrote it, and this is `openrlhf {now.command}`"], [])
     remarks = remarks_of(now.command)
     comparison = Comparison([], [])
-    for name, text in _changes(before, now):
-        key = name.removeprefix("--")
+    for name, was, is_ in changes(before, now):
+        key, text = name.removeprefix("--"), f"{name} was {was}, is {is_}"
         rest = before.contents.get(name + BUT_GENERATION)
         if rest is not None and rest == now.contents.get(name + BUT_GENERATION):
             comparison.remarks.append(f"{text}: only its generation_config.json has changed")
@@ -71,26 +71,26 @@ def compare(before: Origin, now: Origin) -> Comparison:
             comparison.remarks.append(f"{text}: {remarks[key]}")
         else:
             comparison.differences.append(text)
-    comparison.remarks.extend(_unknown(before, now))
+    comparison.remarks.extend(unknown(before, now))
     return comparison
 
 
-def _changes(before: Origin, now: Origin) -> Iterator[tuple[str, str]]:
-    """Yields (flag, message) for every changed flag or content that may affect resuming."""
+def changes(before: Origin, now: Origin) -> Iterator[tuple[str, str, str]]:
+    """Yields (flag, earlier value, value now) for every changed flag or content that may affect resuming."""
     by_content = before.contents.keys() & now.contents.keys()
     for key in now.flags:
         if key not in before.flags or f"--{key}" in by_content:
             continue
         was, is_ = before.flags[key], now.flags[key]
         if was != is_ and change_of(now.command, key) is not Change.FREE:
-            yield f"--{key}", f"--{key} was {_shown(was)}, is {_shown(is_)}"
+            yield f"--{key}", _shown(was), _shown(is_)
     for name in now.contents:
         is_rest = name.endswith(BUT_GENERATION)
         if name in by_content and before.contents[name] != now.contents[name] and not is_rest:
-            yield name, f"{name} was {_content(before, name)}, is {_content(now, name)}"
+            yield name, _content(before, name), _content(now, name)
 
 
-def _unknown(before: Origin, now: Origin) -> Iterator[str]:
+def unknown(before: Origin, now: Origin) -> Iterator[str]:
     """Yields a remark that lists the flags and contents that only one of the two origins records."""
     keys = [
         f"--{key}"

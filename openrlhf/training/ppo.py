@@ -85,10 +85,15 @@ class PPOTrainer(Generic[PolicyT]):
         self.estimator = self.config.algo.build_estimator()
         if restored is not None:
             check_version(restored)
-            self.step, self.best_metric = restored["step"], restored["best_metric"]
-            self.saved_step = self.step
+            self.step = self.saved_step = restored["step"]
+            changed = self.checkpoints.changed
+            if changed is None:  # the best checkpoint of a fork is one of its own
+                self.best_metric = restored["best_metric"]
             self.optimizer_steps = restored.get("optimizer_steps", 0)
-            self.collector.load_state_dict(restored["collector"])
+            if self.checkpoints.fork.get("data_from") != self.step:
+                self.collector.load_state_dict(restored["collector"], again=bool(changed))
+            if any(flag.startswith("--algo.") for flag in changed or ()):
+                return
             self.kl = replace(self.kl, coef=restored["kl_coef"])
             if state := restored.get("estimator"):  # older checkpoints have none
                 self.estimator.load_state_dict(state)

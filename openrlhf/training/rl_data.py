@@ -92,8 +92,7 @@ def read_prompts(config: PPOConfig, source: str, tokenizer: "PreTrainedTokenizer
 def data_notes(
     config: PPOConfig, num_prompts: int, prompts: "PromptDataset", eval_prompts: "PromptDataset"
 ) -> "Iterator[str]":
-    """Yields what a run of `num_prompts` prompts, of which `prompts` are known, does otherwise than its flags
-    say."""
+    """Yields how a run of `num_prompts` prompts, of which `prompts` are known, departs from its flags."""
     from openrlhf.training.schedule import prompts_of_steps
 
     train, size, steps = config.train, config.rollout.batch_size, prompts_of_steps(config, num_prompts)
@@ -110,8 +109,7 @@ def data_notes(
 def missing_template(
     config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "PromptDataset"
 ) -> str:
-    """Returns evidence that prompts lack the tokenizer's chat template; "" if they have its form, or if an
-    agent or a flag chooses another one."""
+    """Returns evidence that prompts lack the chat template; "" if they have it, or another is chosen."""
     from openrlhf.data.bad_rows import BadRow
     from openrlhf.data.templates import PromptTemplate
 

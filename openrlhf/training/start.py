@@ -53,9 +53,11 @@ DAY = "the date that chat templates write"
 
 
 def _recorded(config: Config, section: str, key: str) -> str | None:
-    """Returns a text in the origin of the newest checkpoint that a run resumes from and that has it."""
+    """Returns a text in the origin of the newest checkpoint that a run begins with and that has it."""
     root = Path(config.ckpt.folder, "_actor" if isinstance(config, PPOConfig) else "")
-    found = root.glob("global_step*/origin.json") if config.ckpt.load_enable else ()
+    found = list(root.glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    if not found and config.ckpt.fork_from and section == "contents":
+        found = [Path(config.ckpt.fork_from, "origin.json")]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
         with suppress(ValueError, LookupError, TypeError):  # damage is told when one is chosen
             return str(read_object(file)["origin"][section][key])
@@ -83,6 +85,10 @@ def check_places(config: Config) -> None:
     if armed := faults(os.environ.get(VARIABLE, "")):
         notify(f"{VARIABLE} is set: {len(armed)} faults are injected into this run")
     ckpt = config.ckpt
+    is_there = os.path.lexists(ckpt.folder) or os.path.exists(f"{ckpt.fork_from}/origin.json")
+    if ckpt.fork_from and not (is_there and re.search(r"/(best_)?global_step\d+/*$", f"/{ckpt.fork_from}")):
+        text = "it is no checkpoint.\nName a folder `global_step{N}` in another run's --ckpt.path."
+        raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.fork_from", value=ckpt.fork_from)
     places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
     if ckpt.is_used:
         places["--ckpt.path"] = ckpt.folder
@@ -216,14 +222,10 @@ def _sizes(config: Config) -> dict[str, _Sizes]:
     return sizes
 
 
-def choose_checkpoint(
-    config: Config, checkpoints: "CheckpointFolder", found: "Found | None" = None
-) -> str | None:
+def choose_checkpoint(config: Config, checkpoints: "CheckpointFolder", found: "Found | None") -> str | None:
     """Returns the tag of the checkpoint to resume from (None: start from the beginning), and prints lines
-    about it. Call it on rank 0 only. `found`: the result of `checkpoints.find()`, if already known. Raises
-    UsageError if all checkpoints are damaged, or if the checkpoint belongs to another run."""
-    if config.ckpt.load_enable and found is None:
-        found = checkpoints.find()
+    about it. Call it on rank 0 only. `found`: the result of `find_or_fork`. Raises UsageError if all
+    checkpoints are damaged, or if the checkpoint belongs to another run."""
     tag, lines = checkpoints.choose(found)
     check_output(config, resumes=tag is not None)
     for reason in found.skipped if found else ():

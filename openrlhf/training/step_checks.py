@@ -38,9 +38,8 @@ from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
 AssignCredit = Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]]
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
-"""`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number. A weight of
-0.02 has neighbours 1e-4 away in bf16, and the sum of a layer's output and that of a small adapter is rounded
-to the former."""
+"""`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of
+0.02 has neighbours 1e-4 away in bf16, and a small adapter's output is lost beside a layer's."""
 MADE_UP = "made-up samples"
 """Name of the samples of `made_up_samples` in errors."""
 
@@ -90,8 +89,7 @@ class StepChecks:
             self._check_change(batch, step)
 
     def _check_change(self, batch: Batch, step: int) -> None:
-        """Checks an updated policy whose log-probs are those of the reference. Prints a note if its updates
-        were so small that the precision may hide them."""
+        """Checks an updated policy that equals the reference. Tells if the precision may hide its updates."""
         dtype, lora = self.config.ds.param_dtype, self.config.ds.lora
         scale = lora.alpha / lora.rank if lora.rank else 1.0
         if self.moved * scale >= SHOWS[dtype]:
@@ -180,8 +178,7 @@ class StepChecks:
 
 
 def movement(metrics: Metrics, num_steps: int) -> float:
-    """Returns about how far an update with these metrics, the means of `num_steps` optimizer steps, moves a
-    weight: Adam moves it by the learning rate in each step, in directions that may differ. Returns 0 if a
-    step had no gradient or, with loss scaling, was skipped because its gradient was not finite."""
+    """Returns about how far an update, with the mean metrics of `num_steps` optimizer steps, moves a weight:
+    Adam moves it by the learning rate, in varying directions. Returns 0 if a gradient is 0 or not finite."""
     has_gradient = 0 < metrics.get("grad_norm", 0.0) < math.inf
     return metrics.get("lr", 0.0) * math.sqrt(num_steps) if has_gradient else 0.0

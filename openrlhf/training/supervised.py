@@ -67,7 +67,8 @@ class SupervisedTrainer(Generic[RowT]):
         unverified_from = self.step + self.config.train.verify_steps
         if self.config.train.verify_steps and self.windows.shuffles:
             check_epochs("samples", self.windows.order, self.step + 1)
-        for window in islice(self.windows.endless(self.step), max(0, self.total_steps - self.step)):
+        data_step = self.step - self.checkpoints.fork.get("data_from", 0)
+        for window in islice(self.windows.endless(data_step), max(0, self.total_steps - self.step)):
             with limited(self.config.train.rank_timeout, self._place):
                 objective = self._objective_for(window)
                 if self.verify and self.step < unverified_from:

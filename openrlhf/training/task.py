@@ -347,6 +347,7 @@ class Run(Generic[ConfigT]):
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
         beginning. Rank 0 also locks the folders and prints."""
         from openrlhf.backends.distributed import from_first, machines_without
+        from openrlhf.training.fork import find_or_fork
 
         ckpt = self.config.ckpt
         if ckpt.has_parts and (machines := machines_without(ckpt.folder)):
@@ -354,7 +355,7 @@ class Run(Generic[ConfigT]):
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
             lock_folders(self.config, self.checkpoints, held)
-        found = from_first(self.checkpoints.find) if ckpt.load_enable else None
+        found = from_first(partial(find_or_fork, self.config, self.checkpoints, self.total_steps))
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)
             return choose_checkpoint(self.config, self.checkpoints, found)
@@ -383,8 +384,9 @@ class Run(Generic[ConfigT]):
             self.config.run_dir,
             config_yaml=to_yaml(self.config),
             argv=["python", "-m", f"openrlhf.cli.train_{self.task.command.name}", *self.argv],
-            resume=resume_step is not None,
+            resume=resume_step is not None and self.checkpoints.changed is None,
         )
+        folder.write_fork(self.checkpoints.fork)
         return Observer(folder, self.config.logger, resume_step=resume_step)
 
 

@@ -50,6 +50,7 @@ AT_REST = {
     "ds.ring_attn_size": 1,
     "ds.tensor_parallel_size": 1,
     "ckpt.load_enable": False,
+    "ckpt.fork_from": None,
     "ckpt.save_steps": -1,
     "logger.trackers": None,
     "logger.tensorboard_dir": None,

@@ -23,7 +23,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.metric_names import headlines
-from openrlhf.observability.run_folder import RunFolder, flat, to_json
+from openrlhf.observability.run_folder import RunFolder, flat, read_steps, to_json
 from openrlhf.viewer import rollout
 from openrlhf.viewer.index import Index
 from openrlhf.viewer.metrics import Metrics
@@ -108,7 +108,8 @@ class Viewer:
 
     def comparison(self) -> dict[str, Any]:
         """Returns the flags in which the runs differ, and the warnings of each run."""
-        flags = [flat(RunFolder(folder).read_config()) for folder in self.folders]
+        runs = [RunFolder(folder) for folder in self.folders]
+        flags = [flat(run.read_config()) for run in runs]
         keys = sorted({key for own in flags for key in own})
         values = {key: [own.get(key) for own in flags] for key in keys}
         differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
@@ -116,7 +117,7 @@ class Viewer:
             "flags": {
                 key: [None if v is None else to_json(v) for v in row] for key, row in differing.items()
             },
-            "warnings": [RunFolder(folder).read_warnings()[-WARNINGS_SHOWN:] for folder in self.folders],
+            "warnings": [[*read_steps(run.health_path)][-WARNINGS_SHOWN:] for run in runs],
         }
 
     def rollout(self, run: int, file: str, row: int) -> dict[str, Any]:

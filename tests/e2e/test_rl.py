@@ -315,6 +315,41 @@ def test_a_resumed_run_continues(task: TaskFiles, tmp_path: Path, backend: str) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["deepspeed", "torch"])
+def test_a_fork_continues_both_models_with_its_own_settings(
+    task: TaskFiles, tmp_path: Path, backend: str
+) -> None:
+    """Without a difference it samples and learns what the other run does. With half the learning rate, the
+    same prompts are sampled by the same weights; other data begins at its first prompt."""
+    flags = (
+        f"{COMMON.replace('group_norm', 'gae')} --actor.num_gpus_per_node 1 --train.colocate_all "
+        f"--actor.adam.lr 1e-3 --critic.adam.lr 1e-3 --train.backend {backend} "
+        "--rollout.engine transformers --eval.steps -1 --train.max_steps 4 --ckpt.save_steps 2 "
+        "--train.num_episodes 2 "
+    )
+    whole = train(task, tmp_path / "whole", flags)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "whole").rglob("*")}
+    fork = f"{flags} --ckpt.load_enable --ckpt.fork_from {tmp_path}/whole/ckpt/_actor/global_step2"
+    same = train(task, tmp_path / "same", fork)
+    half = train(task, tmp_path / "half", f"{fork} --actor.adam.lr 5e-4")
+    data = train(task, tmp_path / "data", f"{fork} --data.prompt_dataset {task.eval}")
+    assert list(same) == list(half) == list(data) == [3, 4]
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "whole").rglob("*")} == before
+    for step in (3, 4):
+        for name in ("rollout/reward_mean", "grad_norm", "critic/grad_norm", "critic/value_mean", "lr"):
+            assert same[step][name] == pytest.approx(whole[step][name], rel=1e-4, abs=1e-7), (name, step)
+    assert (half[3]["lr"], whole[3]["lr"]) == pytest.approx((5e-4, 1e-3))
+    assert half[3]["critic/grad_norm"] == pytest.approx(whole[3]["critic/grad_norm"], rel=1e-4)
+    assert half[4]["kl/mean"] != pytest.approx(whole[4]["kl/mean"], rel=1e-4)
+    runs = ("whole", "same", "half", "data")
+    tokens = [tokens_of(read_journal(tmp_path / f"{run}/run/rollouts/step_000003.parquet")) for run in runs]
+    assert tokens[0] == tokens[1] == tokens[2] != tokens[3]
+    record = json.loads((tmp_path / "data/run/fork.json").read_text())
+    assert (record["step"], record["data_from"]) == (2, 2)
+    assert list(record["changed"]) == ["--data.prompt_dataset"]
+
+
+@pytest.mark.slow
 def test_policy_and_critic_resume_on_other_ranks(task: TaskFiles, tmp_path: Path) -> None:
     """Each model has one rank at ZeRO 2, then two at ZeRO 3: samples and what is learned from them are the
     same."""

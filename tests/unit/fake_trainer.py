@@ -159,6 +159,7 @@ def trainer_of(
     saved: dict | None = None,
     critic: Trained | None = None,
     prompts: PromptSampler | None = None,
+    fork: dict | None = None,
     **rollout,
 ) -> PPOTrainer:
     calls: list[str] = []
@@ -171,6 +172,9 @@ def trainer_of(
     observer = Observer(folder, LoggerConfig(), resume_step=done if restored else None)
     observer.progress = Progress(show=False)
     observer.start(total_steps, done=done)
+    checkpoints = CheckpointFolder(str(config.ckpt.path), config.ckpt)
+    if fork:
+        checkpoints.fork, checkpoints.changed = fork, fork["changed"]
     return PPOTrainer(
         config=config,
         rollout=Rollout(calls, **rollout),
@@ -179,7 +183,7 @@ def trainer_of(
         critic=critic,
         prompts=prompts or PromptSampler(PromptDataset(PROMPTS), seed=1, num_epochs=4),
         eval_prompts=eval_prompts,
-        checkpoints=CheckpointFolder(config.ckpt.path, config.ckpt),
+        checkpoints=checkpoints,
         observer=observer,
         kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target),
         total_steps=total_steps,

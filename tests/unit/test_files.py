@@ -11,7 +11,6 @@ from openrlhf import files
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.files import (
     cache_folder,
-    clear_for_model,
     exporting,
     holds_model,
     made_once,
@@ -30,8 +29,8 @@ FULL = ["config.json", "generation_config.json", "model-1-of-2.safetensors", "mo
 ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 
 
-@pytest.mark.parametrize("adapter", [True, False])
-def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, adapter):
+@pytest.mark.parametrize("kind", [FULL, ADAPTER], ids=["model", "adapter"])
+def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, kind):
     """An adapter that was left would be loaded on top of the model beside it, or in its place."""
     others = ["README.md", "tokenizer.json", "checkpoints"]
     assert not holds_model(tmp_path) and not holds_model(tmp_path / "gone")
@@ -40,8 +39,10 @@ def test_of_a_model_of_the_other_kind_nothing_is_left(tmp_path, adapter):
     assert not holds_model(tmp_path)
     for name in [*FULL, *ADAPTER]:
         (tmp_path / name).touch()
-    clear_for_model(tmp_path, adapter=adapter)
-    assert set(os.listdir(tmp_path)) == {*others, *(ADAPTER if adapter else FULL)}
+    with exporting(tmp_path) as made:
+        for name in kind:
+            (made / name).touch()
+    assert set(os.listdir(tmp_path)) == {*others, *kind}
     assert holds_model(tmp_path)
 
 

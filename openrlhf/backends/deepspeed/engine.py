@@ -218,6 +218,7 @@ class DeepSpeedEngine(TrainedRank):
         check_owner(Path(folder, tag), "--ckpt.path")
         if self.average is not None:
             self.average.load(f"{folder}/{tag}")
+        own = [dict(group) for group in self._scheduler.optimizer.param_groups]
         checkpoint = Checkpoint(f"{folder}/{tag}", self.engine.checkpoint_mp_rank)
         if checkpoint.fits(self.stage, self.mesh.copies):
             path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
@@ -227,16 +228,18 @@ class DeepSpeedEngine(TrainedRank):
             text = f"DeepSpeed could not load the checkpoint {tag} from this folder"
             raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=folder)
         load_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
-        self._follow_schedule()
+        self._keep_settings(own)
         return client_state["openrlhf"]
 
-    def _follow_schedule(self) -> None:
-        """Sets the learning rates of this run's schedule instead of those in the checkpoint, because its run
-        may have had another length."""
+    def _keep_settings(self, own: list[dict[str, Any]]) -> None:
+        """Sets this run's learning rates and the other settings of its optimizer's groups `own` instead of
+        those in the checkpoint, because its run may have had another length, or be another run."""
         scheduler = self._scheduler
+        scheduler.base_lrs = [group["initial_lr"] for group in own]
         groups = scheduler.optimizer.param_groups
-        for group, peak, shape in zip(groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True):
-            group["lr"] = peak * shape(scheduler.last_epoch)
+        for group, mine, shape in zip(groups, own, scheduler.lr_lambdas, strict=True):
+            group.update({key: value for key, value in mine.items() if key not in ("params", "step")})
+            group["lr"] = mine["initial_lr"] * shape(scheduler.last_epoch)
 
     @property
     def _scheduler(self) -> LambdaLR:

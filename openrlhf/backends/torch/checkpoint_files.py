@@ -1,5 +1,4 @@
-"""Makes torch.distributed.checkpoint write its files with a `CheckpointWriter`, and unpickle only known
-types and tensors."""
+"""Makes torch.distributed.checkpoint write files with a `CheckpointWriter`, and unpickle only known types."""
 
 import os
 import pickle
@@ -24,10 +23,8 @@ METADATA = ".metadata"
 """The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
 _PLAIN = (torch.Size, torch.serialization._get_layout, PosixPath, filesystem._StorageInfo)
 """Types and functions in the list of contents, beside dtypes and the classes of its own module."""
-_MODULES = (
-    *("torch", "torch.serialization", "pathlib", "pathlib._local"),
-    *(metadata.__name__, filesystem.__name__),
-)
+_MODULES = ("torch", "torch.serialization", "pathlib", "pathlib._local")
+_MODULES += (metadata.__name__, filesystem.__name__)
 """Modules that the list may name."""
 
 

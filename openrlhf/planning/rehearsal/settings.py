@@ -87,6 +87,7 @@ def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, s
             "ckpt.path": str(folder / "checkpoints"),
             "ckpt.save_steps": SAVED if saves else -1,
             "ckpt.load_enable": resumes,
+            "ckpt.fork_from": None,
             "logger.run_dir": str(folder / name / "run"),
         },
     )

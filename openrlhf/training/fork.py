@@ -1,0 +1,63 @@
+"""Forks a run: copies a checkpoint of another run into the folder of this one, which resumes from the copy
+with its own settings."""
+
+import os
+import re
+from pathlib import Path
+
+from openrlhf.config.resume import ORDER, SHAPES
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.files import check_owner
+from openrlhf.training.checkpoints import CheckpointFolder, Found
+from openrlhf.training.origin import changes, unknown
+from openrlhf.training.start import Config, check_output
+
+
+def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Found | None:
+    """Finds the checkpoint to resume from; returns None without ckpt.load_enable. If there is none, it is a
+    copy of the one that `ckpt.fork_from` names. Call it on rank 0, which has locked the folders. Raises
+    UsageError if that one cannot be forked."""
+    if not config.ckpt.load_enable:
+        return None
+    found = own.find()
+    if config.ckpt.fork_from and not (found.tag or found.skipped):
+        check_output(config, resumes=False)
+        place = Path(os.path.abspath(config.ckpt.fork_from))
+        others = [str(place.parent.with_name(folder.name)) for folder in own.folders[1:]]
+        _fork(own, CheckpointFolder(str(place.parent), config.ckpt, others), place.name, total_steps)
+        found = own.find()
+    return found
+
+
+def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps: int) -> None:
+    """Copies the checkpoint, with a record of the fork, and prints the settings that differ."""
+    _check_damage(source, tag)
+    place, saved, now, step = source.path / tag, source.saved(tag), own.origin, int(re.sub(r"\D", "", tag))
+    assert now is not None  # set in every run that resumes
+    before, data_from = saved["origin"], saved.get("fork", {"data_from": 0})["data_from"]
+    found = [("the command", before.command, now.command), *changes(before, now)]
+    changed = {name: {"was": was, "now": is_} for name, was, is_ in found if was != is_}
+    lines = {n.removeprefix("--"): f"  {n} was {c['was']}, is {c['now']}" for n, c in changed.items()}
+    if kept := [lines[key] for key in lines if key in {"the command", *SHAPES}]:
+        text = "\n".join(["a fork must keep what shapes the checkpoint's tensors:", *kept])
+        raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.fork_from", value=place)
+    if step >= total_steps:
+        text = f"this run ends after step {total_steps}.\nRaise its length (--train.*, or more data)."
+        raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ckpt.fork_from", value=place)
+    if lines.keys() & (ORDER if now.command == "ppo" else {*ORDER, "train.batch_size"}):
+        data_from, lines["data"] = step, "  the data begins at its first row"
+    own.fork = {"from": str(place), "step": step, "data_from": data_from, "changed": changed}
+    own.take_over(source, tag)
+    told = "\n".join([*lines.values(), *(f"  {text}" for text in unknown(before, now))])
+    print(f"note: a fork of {place}, step {step}:\n{told or '  no setting differs'}", flush=True)
+
+
+def _check_damage(source: CheckpointFolder, tag: str) -> None:
+    """Raises UsageError if the checkpoint is damaged, old or another user's, or lacks a model."""
+    place, old = source.path / tag, "an older release wrote it, which did not record its settings"
+    if reason := source.damage(tag) or (not source.saved(tag) and old):
+        critic = " that has a critic" * (len(source.folders) - 1)
+        text = f"it cannot be forked: {reason}.\nName another one{critic}."
+        raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.fork_from", value=place)
+    for folder in source.folders:  # the copy is this user's
+        check_owner(folder / tag, "--ckpt.fork_from")
