@@ -14,7 +14,6 @@ from openrlhf.cli.data import TASKS
 from openrlhf.cli.run_files import TRAINING
 from openrlhf.cli.train_ppo_ray import build_trainer, checkpoints_of
 from openrlhf.config.commands import PPO
-from openrlhf.config.fields import with_values
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, catch_signals, short_errors
@@ -40,23 +39,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         if command is PPO:
             reinforcement(config, source, options.start, options.step)
         else:
-            supervised(command.name, config, source, options.step)
+            supervised(command.name, config, options.step)
 
 
-def supervised(name: str, config: Any, source: RecordedRun, step: int) -> None:
-    """Trains from the checkpoint to the end of `step`, and evaluates after the same steps as the run."""
+def supervised(name: str, config: Any, step: int) -> None:
+    """Trains from the checkpoint to the end of `step`."""
     from openrlhf.backends.distributed import leave_distributed
     from openrlhf.training.task import Run
 
     module, task_type = TASKS[name]
     with ExitStack() as held:
         trainer = Run(getattr(import_module(f"openrlhf.cli.{module}"), task_type)(config), [], held).trainer()
-        settings = {"train.max_steps": step}
-        evaluates = any(metric.startswith("eval/") for metric in source.metrics[step])
-        # With eval.steps -1 the last step evaluates. If the run did not after `step`, this was not its last.
-        if config.eval.steps == -1 and not evaluates:
-            settings["eval.steps"] = len(trainer.windows)
-        trainer.config = with_values(trainer.config, settings)
+        trainer.last_step = step
         try:
             trainer.fit()
         finally:

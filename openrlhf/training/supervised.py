@@ -47,6 +47,8 @@ class SupervisedTrainer(Generic[RowT]):
     Called for the first `train.verify_steps` steps."""
     step: int = 0
     """Number of optimizer steps done."""
+    last_step: int | None = None
+    """Step after which a replay ends; None: the run's last one."""
     stop: Stop = field(default_factory=Stop)
     on_any_rank: Callable[[bool], bool] = bool
     """Tells whether its argument is True on some rank. Collective. The default is for a single rank."""
@@ -68,7 +70,8 @@ class SupervisedTrainer(Generic[RowT]):
         if self.config.train.verify_steps and self.windows.shuffles:
             check_epochs("samples", self.windows.order, self.step + 1)
         data_step = self.step - self.checkpoints.fork.get("data_from", 0)
-        for window in islice(self.windows.endless(data_step), max(0, self.total_steps - self.step)):
+        left = (self.last_step or self.total_steps) - self.step
+        for window in islice(self.windows.endless(data_step), max(0, left)):
             with limited(self.config.train.rank_timeout, self._place):
                 objective = self._objective_for(window)
                 if self.verify and self.step < unverified_from:

@@ -35,7 +35,9 @@ def files_of(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("layout", "num_ranks"),
     [
-        pytest.param("--train.backend torch --eval.dataset {sft} --eval.steps 3", 1, id="torch"),
+        pytest.param(
+            "--train.backend torch --eval.dataset {sft} --eval.steps 3 --lr_scheduler linear", 1, id="torch"
+        ),
         pytest.param("--ds.zero_stage 2", 2, id="two ranks of DeepSpeed"),
     ],
 )
@@ -52,7 +54,9 @@ def test_a_supervised_step(task: TaskFiles, tmp_path: Path, capsys, layout: str,
     before = files_of(tmp_path)
     assert replay(tmp_path / "run", 4) == 0
     assert "from the checkpoint of step 2" in (out := capsys.readouterr().out)
-    assert "metrics of steps 3 to 4; checkpoint of the model of step 4" in out
+    assert "equal bit for bit: metrics of steps 3 to 4; " in out
+    assert "; checkpoint of the model of step 4" in out
+    assert ("; metrics of the evaluation of step 3;" in out) == ("--eval" in layout)
     assert replay(tmp_path / "run", 1) == 0
     assert "from the beginning" in capsys.readouterr().out
     assert files_of(tmp_path) == before
