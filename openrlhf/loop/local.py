@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -65,9 +65,14 @@ class LocalRollout(LocalEngine):
     def run_group(
         self, prompt: Prompt, purpose: Purpose, samples: Sequence[int] | None = None
     ) -> Future[Sampled]:
-        samples = range(self.num_samples[purpose]) if samples is None else samples
         work = self.engine.run_group(prompt, purpose, samples)
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def set_num_samples(self, purpose: Purpose, count: int) -> None:
+        """Sets the number of samples of later prompts."""
+        self.num_samples[purpose] = count
+        samplings = self.engine.samplings
+        samplings[purpose] = replace(samplings[purpose], num_samples=count)
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)

@@ -252,7 +252,7 @@ class Run:
         known = [self._prompt(p) if isinstance(p, str) else p for p in prompts]
         rollout, evaluation = self.config.rollout, self.config.eval
         default = {"train": rollout.n_samples_per_prompt, "eval": evaluation.n_samples_per_prompt}[purpose]
-        self._roles.rollout.num_samples[purpose] = default if n is None else n
+        self._roles.rollout.set_num_samples(purpose, default if n is None else n)
         self._roles.rollout.submit(known, purpose)
         groups = {}
         for _ in known:

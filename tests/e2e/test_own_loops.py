@@ -1,0 +1,68 @@
+"""Recipes: loops of users' own, as users start them."""
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+from safetensors.torch import load_file
+from torch import equal
+
+from openrlhf.observability.run_folder import read_jsonl
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def metrics_of(folder: Path) -> list[dict]:
+    (file,) = folder.rglob("metrics.jsonl")
+    return list(read_jsonl(file))
+
+
+def run(program: str, folder: Path) -> list[dict]:
+    """Runs a program in the folder of the recipes, and returns the metrics of its steps."""
+    own = {"PYTHONPATH": f"{RECIPES}:{RECIPES.parent}", "OMP_NUM_THREADS": "1"}
+    made = subprocess.run(
+        [sys.executable, *shlex.split(program)],
+        env=os.environ | own,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert made.returncode == 0, made.stderr[-3000:]
+    return metrics_of(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.py")))
+def test_a_recipe_learns_the_task(knowing, tmp_path, name):
+    rows = run(f"{RECIPES}/{name}.py {knowing.chat} {knowing.files.prompts} {tmp_path}", tmp_path)
+    rewards = [row["reward/mean"] for row in rows]
+    assert len(rewards) == 10
+    assert fmean(rewards[-3:]) > fmean(rewards[:2]) + 0.15, rewards
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, openrlhf):
+    sys.path.insert(0, str(RECIPES))
+    from grpo import FLAGS
+
+    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in FLAGS.items())
+    openrlhf(
+        f"ppo --actor.model_name_or_path {knowing.chat} --data.prompt_dataset {knowing.files.prompts} {flags} "
+        f"--reward.remote_url {RECIPES}/grpo.py:reward --rollout.batch_size 16 --train.max_steps 3 "
+        "--rollout.engine transformers --train.backend torch --actor.lr_scheduler constant "
+        "--actor.lr_warmup_ratio 0 --actor.num_gpus_per_node 1 --train.colocate_all "
+        f"--ckpt.output_dir {tmp_path}/command"
+    )
+    program = f"from grpo import main; main('{knowing.chat}', '{knowing.files.prompts}', '{tmp_path}/own', 3)"
+    rows = run(f"-c {shlex.quote(program)}", tmp_path / "own")
+    for own, command in zip(rows, metrics_of(tmp_path / "command"), strict=True):
+        for name in ("reward/mean", "policy/loss", "grad_norm", "actor/lr", "policy/entropy"):
+            assert own.get(name) == command.get(name), (own["step"], name)
+    one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "command"))
+    assert one.keys() == other.keys()
+    assert all(equal(one[name], other[name]) for name in one)

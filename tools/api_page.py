@@ -1,0 +1,93 @@
+"""Prints docs/api.md, the page of the public names: `python tools/api_page.py > docs/api.md`."""
+
+import inspect
+import sys
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import openrlhf
+from openrlhf.api import PLACES
+
+EXAMPLE = Path(__file__).parents[1] / "recipes" / "grpo.py"
+HEAD = """\
+# Loops of your own
+
+`import openrlhf as rl` has a few verbs, with which a training loop is a program of yours: in one process, without Ray,
+on a laptop or a GPU. The flags are those of `openrlhf ppo`, with the same checks; a run leaves the same run folder,
+report and checkpoints. `python tools/api_page.py > docs/api.md` writes this page.
+
+This is GRPO, from [recipes/grpo.py](../recipes/grpo.py):
+
+```python
+{example}
+```
+
+Each verb returns a `Result` at once. `result()` waits for its value, `await` too, and other verbs take a result in the
+place of the value. Sampling, rewards and evaluation work on one thread, the models on another, each in the order of
+submission; `sync` waits for both. An error whose result nobody reads is raised by the next verb.
+
+| recipe | what it shows |
+|---|---|
+| [grpo.py](../recipes/grpo.py) | the loop above |
+| [grpo_async.py](../recipes/grpo_async.py) | the engine samples while the models train |
+| [ppo_with_critic.py](../recipes/ppo_with_critic.py) | values, generalized advantages, several passes over a batch |
+| [best_of_n.py](../recipes/best_of_n.py) | a loss of your own: the policy imitates its best answers |
+| [dpo_on_policy.py](../recipes/dpo_on_policy.py) | a loss of sequences: pairs of the policy's own answers |
+| [curriculum.py](../recipes/curriculum.py) | a loop with a state, in its checkpoints |
+
+## A loss of your own
+
+`forward_backward` takes a function `(log_probs, batch) -> (loss, metrics)` of the whole batch. `log_probs` (A,) are the
+policy's, one for each action, and gradients flow through them. The gradient of the loss with respect to the log-probs
+goes to the model as weights of `sum(weight * log_prob)`, so the result does not depend on how rows are packed. It costs
+one forward pass more than a loss by name.
+
+## Engines and backends
+
+Unless a flag says otherwise, transformers samples and PyTorch alone trains: both start in seconds.
+`**{{"rollout.engine": "vllm"}}` starts vLLM's engine, and `**{{"train.backend": "deepspeed"}}` trains with DeepSpeed, which
+takes one `forward_backward` for each `optim_step`. Runs of several processes are those of `openrlhf ppo`.
+"""
+
+
+def section(name: str) -> str:
+    """Returns the text about one public name."""
+    found = getattr(openrlhf, name)
+    lines = [f"### `{name}`", "", text_of(found), ""]
+    if issubclass(found, Enum):
+        lines += [f"- `{item.name}`" for item in found]
+    elif is_dataclass(found) and name not in ("PolicyLoss", "AdvantageEstimator"):
+        lines += ["Fields: " + ", ".join(f"`{field.name}`" for field in fields(found)) + "."]
+    for method, made in methods(found) if found.__module__.startswith("openrlhf.loop") else []:
+        called = name if method == "__init__" else f"{name}.{method}"
+        lines += [f"#### `{called}{signature(made)}`", "", text_of(made), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def methods(found: type) -> list[tuple[str, Any]]:
+    public = {name: value for name, value in vars(found).items() if inspect.isfunction(value)}
+    named = lambda name: name == "__init__" or not name.startswith("_")
+    return [(name, value) for name, value in public.items() if named(name) and value.__doc__]
+
+
+def signature(made: Any) -> str:
+    """Returns the parameters without their types, which the text explains."""
+    parameters = [p.replace(annotation=p.empty) for p in inspect.signature(made).parameters.values()][1:]
+    return str(inspect.Signature(parameters))
+
+
+def text_of(found: Any) -> str:
+    return inspect.cleandoc(found.__doc__ or "").replace("\n    ", "\n  ")
+
+
+def page() -> str:
+    head = HEAD.format(example=EXAMPLE.read_text().partition("import sys\n")[2].strip())
+    return "\n".join([head, "## Names", "", *map(section, sorted(PLACES, key=lambda n: (n != "Run", n)))])
+
+
+if __name__ == "__main__":
+    print(page(), end="")
