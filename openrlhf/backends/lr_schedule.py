@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
 
 from openrlhf.config.sections import OptimConfig
 
@@ -19,6 +18,10 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     warm-up the first step, has the peak. The schedules are those of transformers. Their step 0 has a learning
     rate of 0, so a run starts at their step 1, and the minimum would be reached one step after the end.
     """
+    if optim.lr_scheduler == "constant":
+        return lambda step: 1.0
+    from transformers import get_scheduler  # imports peft and bitsandbytes: seconds
+
     warmup = max(1, math.ceil(optim.lr_warmup_ratio * total_steps))
     ahead = 0 if optim.lr_scheduler == "cosine_warmup_with_min_lr" else 1  # starts with 1 / w itself
     scheduler = get_scheduler(

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow, BadRowAction
 from openrlhf.data.cache import digest
@@ -159,6 +159,8 @@ class ImageColumn:
 
 
 def _load_processor(path: str, flag: str) -> Any:
+    from transformers import AutoProcessor  # imports torchvision: four seconds
+
     error = partial(UsageError, ErrorCode.INVALID_MODEL, flag=flag, value=path)
     try:
         processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)

@@ -16,7 +16,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    AutoProcessor,
     AutoTokenizer,
     BitsAndBytesConfig,
     GenerationConfig,
@@ -279,6 +278,8 @@ def policy_processor(config: PPOConfig) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
+    from transformers import AutoProcessor  # imports torchvision: four seconds
+
     with loading("processor", path):
         processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image as PILImage
 from torch import Tensor, nn
-from transformers import AutoProcessor, PreTrainedModel
+from transformers import PreTrainedModel
 
 from openrlhf.data.pictures import decoded, encoded
 from openrlhf.hub import model_folder
@@ -78,6 +78,8 @@ class ImageReader:
 
 def image_reader(path: str) -> ImageReader:
     """Builds the image reader of the model at `path`."""
+    from transformers import AutoProcessor  # imports torchvision: four seconds
+
     return ImageReader(AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False))
 
 
