@@ -17,6 +17,7 @@ from openrlhf.diagnosis.record import RunRecord
 from openrlhf.diagnosis.rewards import reward_findings
 from openrlhf.diagnosis.speed import speed_findings
 from openrlhf.diagnosis.stalls import stall_findings
+from openrlhf.errors import counted
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     stall_findings,
@@ -56,7 +57,7 @@ def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
 
 def state_of(run: RunRecord) -> str:
     """Describes the progress of the run, and whether its process is alive."""
-    text = f"{run.path}: {len(run.rows)} rows of metrics, last step {run.last_step}"
+    text = f"{run.path}: {counted(len(run.rows), 'row')} of metrics, last step {run.last_step}"
     if run.process is not None:
         return f"{text}; running (process {run.process.pid})"
     if run.owner is not None and not run.owner.is_here:

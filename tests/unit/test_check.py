@@ -114,7 +114,7 @@ def test_what_so_few_rows_give(words: list[str], capsys: pytest.CaptureFixture[s
         "--eval.dataset rows.jsonl: is not used, because eval.steps is -1; set --eval.steps N",
     ]
     assert "step: 10 prompts x 8 samples = 80 samples; 1 optimizer step of 80 samples" in text
-    assert "run: 10 rows, 1 steps" in text
+    assert "run: 10 rows, 1 step, " in text
 
 
 def test_a_learning_rate_that_destroys_models(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
