@@ -72,8 +72,8 @@ def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
         title=f"{len(slow)} of {len(total)} steps are slow: {late} takes the time",
         score=min(0.9, 0.4 + lost / whole),
         evidence=(
-            f"steps {named} take more than {SLOW:g} times the median of {median:.3g} s, together {lost:.3g} s "
-            f"({lost / whole:.0%} of the run) more",
+            f"steps {named} take more than {SLOW:g} times the median of {median:.3g} s, together "
+            f"{lost:.3g} s ({lost / whole:.0%} of the run) more",
             f"{late} accounts for {seconds:.3g} s of that",
         ),
         remedy=REMEDIES.get(late, "compare the steps' samples: `openrlhf rollouts RUN --step N`"),
