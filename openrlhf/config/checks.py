@@ -405,9 +405,7 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
         ("muon.lr", optim.muon.lr * (optim.optim == "muon"), usual.muon.lr, 20),
     ):
         if rate > most * default:
-            text = (
-                f"is {rate / default:,.0f} times the default {default:g}, and too large for tiny models too"
-            )
+            text = f"is {rate / default:,.0f} times the default {default:g}, too large for tiny models too"
             yield remark(f"{prefix}{key}", f"{text}; the first updates may destroy the model")
 
 

@@ -147,15 +147,14 @@ def count_rows(
 
 
 def _num_rows(file: File, split: str, most: int) -> int | None:
-    if file.path.suffix == ".parquet":
-        return pq.read_metadata(file.path).num_rows
-    if file.path.suffix == ".jsonl":
-        with file.path.open("rb") as lines:
+    path, ending = file.path, file.path.suffix
+    if ending == ".parquet":
+        return pq.read_metadata(path).num_rows
+    if ending == ".jsonl":
+        with path.open("rb") as lines:
             return sum(1 for _ in islice(filter(bytes.strip, lines), most))
-    is_mapped = file.path.is_dir() or file.path.suffix == ".arrow"
-    if not is_mapped and file.path.stat().st_size > COUNTED:
-        return None
-    return len(_read(unpacked(file), split, "skip").rows)
+    is_cheap = path.is_dir() or ending == ".arrow" or path.stat().st_size <= COUNTED
+    return len(_read(unpacked(file), split, "skip").rows) if is_cheap else None
 
 
 COUNTED = 2**28
