@@ -10,7 +10,6 @@ from openrlhf.diagnosis.finding import Finding
 from openrlhf.diagnosis.record import RunRecord, Series
 from openrlhf.diagnosis.rewards import RECENT
 from openrlhf.diagnosis.samples import answers_of
-from openrlhf.errors import counted
 from openrlhf.observability.health import (
     CUT,
     LONGER,
@@ -111,8 +110,8 @@ def _truncation(run: RunRecord) -> Iterator[Finding]:
     length, repetition = run.series("rollout/response_length_mean"), run.series("rollout/repetition_ratio")
     limit = run.flag("rollout.max_new_tokens") or run.flag("data.max_len")
     evidence = [
-        f"{recent:.0%} of the answers of the last {counted(min(RECENT, len(rate)), 'step')} reach "
-        f"their token limit ({rate.describe()})",
+        f"{recent:.0%} of the answers of the last {min(RECENT, len(rate))} steps reach their token limit "
+        f"({rate.describe()})",
         f"{length.describe()}; limit {limit} tokens" if len(length) else f"limit {limit} tokens",
     ]
     if repetition.last(RECENT) > 0.5:
