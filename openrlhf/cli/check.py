@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser
 from openrlhf.cli.data import TASKS, shows_colours
-from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
+from openrlhf.cli.plan import assumed_of, cluster_of_options, invocation, parsed, parser
 from openrlhf.config.command import Command
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from openrlhf.agents.base import Reward
+    from openrlhf.config.parse import Invocation
     from openrlhf.observability.preview import Preview
     from openrlhf.planning.hardware import Cluster
     from openrlhf.planning.plan import Assumed
@@ -94,16 +95,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options, command, flags = parsed(make_parser(), argv)
         cluster = cluster_of_options(options)
-        config = configuration(command, flags, cluster)
+        invoked = invocation(command, flags, cluster)
         coloured = not options.no_color and shows_colours()
-        sys.exit(run(command, config, cluster, assumed_of(options), coloured=coloured))
+        sys.exit(run(command, invoked, cluster, assumed_of(options), coloured=coloured))
 
 
-def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *, coloured: bool) -> int:
+def run(
+    command: Command, invoked: "Invocation", cluster: "Cluster", assumed: "Assumed", *, coloured: bool
+) -> int:
     """Prints all checks. Returns 0 if nothing is wrong, else 1."""
     from openrlhf.observability.preview import Preview
 
-    choose_hub(config.use_ms)
+    choose_hub((config := invoked.config).use_ms)
     check = Check(command, config, Preview(sys.stdout, coloured=coloured), assumed)
     with check.part("versions"):
         _versions(check)
@@ -119,6 +122,7 @@ def run(command: Command, config: Any, cluster: "Cluster", assumed: "Assumed", *
         _ports(check)
     with check.part(f"plan for {cluster}"):
         _plan(check, cluster)
+    check.notes += invoked.remarks
     return _verdict(check)
 
 
@@ -184,8 +188,8 @@ def _supervised_data(check: Check) -> None:
         dataset = build_train_set(_task(check), tokenizer)
         for i in range(min(SAMPLES, len(dataset))):
             check.screen.item(i + 1, dataset[i], tokenizer)
-        check.assumed = replace(assumed, response=assumed.response or round(fmean(dataset.sequence_lengths)))
-        rows = assumed.rows or rows_of(config.data.dataset, config.data.max_samples)
+        response = assumed.response or round(fmean(dataset.sequence_lengths))
+        check.assumed = replace(assumed, response=response, rows=(rows := assumed.rows or rows_of(config)))
         check.note(*data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1)))
     if tokenizer is not None and _task(check).learns_ends:
         with check.part("stop tokens"):
@@ -232,8 +236,8 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
     if missing := missing_template(config, tokenizer, found):
         check.note(f"{TEMPLATE}: {missing}; {USE_TEMPLATE}")
     tokens = fmean(prompt.num_tokens for prompt in found.without_images)
-    check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens))
-    rows = assumed.rows or rows_of(config.data.prompt_dataset, config.data.max_samples)
+    rows = assumed.rows or rows_of(config)
+    check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens), rows=rows)
     enough = config.rollout.batch_size * (config.train.max_steps or 1)
     check.note(*data_notes(config, rows or enough, found, evaluation))
     return prompts

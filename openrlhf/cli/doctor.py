@@ -66,8 +66,8 @@ def examine_installation(*, as_data: bool) -> int:
 
 
 def examine_run(path: Path, model: Path | None = None, *, as_data: bool) -> int:
-    """Prints the findings of a run. Returns 1 if there are any, else 0."""
-    from openrlhf.diagnosis.diagnose import as_json, diagnose, show
+    """Prints the findings of a run. Returns 1 if anything is wrong, else 0, also if it is slow."""
+    from openrlhf.diagnosis.diagnose import as_json, diagnose, is_healthy, show
     from openrlhf.diagnosis.record import RunRecord
 
     run = RunRecord.read(path)
@@ -76,7 +76,7 @@ def examine_run(path: Path, model: Path | None = None, *, as_data: bool) -> int:
         print(as_json(run, findings))
     else:
         show(run, findings, sys.stdout)
-    return int(bool(findings))
+    return int(not is_healthy(findings))
 
 
 WIDTH = 110

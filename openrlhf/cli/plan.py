@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.cli.run_files import command_and_flags
@@ -18,6 +18,7 @@ from openrlhf.errors import short_errors
 from openrlhf.hub import choose_hub
 
 if TYPE_CHECKING:
+    from openrlhf.config.parse import Invocation
     from openrlhf.planning.hardware import Cluster
     from openrlhf.planning.plan import Assumed
 
@@ -42,9 +43,7 @@ def parser(prog: str, description: str | None) -> ArgumentParser:
         metavar="N",
         help="mean tokens of a response, or of a sequence in supervised learning (default: half the maximum)",
     )
-    made.add_argument(
-        "--rows", type=positive, metavar="N", help="rows of the dataset (default: counted in .jsonl files)"
-    )
+    made.add_argument("--rows", type=positive, metavar="N", help="rows of the dataset (default: counted)")
     made.add_argument(
         "--rates", type=Path, metavar="FILE", help="measured rates: gpu_report.json of benchmarks/gpu.py"
     )
@@ -79,7 +78,7 @@ def run(command: Command, flags: Sequence[str], cluster: "Cluster", options: arg
     from openrlhf.planning.plan import plan_run, suggestion
     from openrlhf.planning.view import as_data, show
 
-    config = configuration(command, flags, cluster)
+    config = invocation(command, flags, cluster).config
     choose_hub(config.use_ms)
     assumed = assumed_of(options)
     plan = plan_run(command, config, cluster, assumed)
@@ -91,18 +90,18 @@ def run(command: Command, flags: Sequence[str], cluster: "Cluster", options: arg
     return 0 if plan.fits else 1
 
 
-def configuration(command: Command, flags: Sequence[str], cluster: "Cluster") -> Any:
+def invocation(command: Command, flags: Sequence[str], cluster: "Cluster") -> "Invocation":
     """Parses the flags of a run on a cluster. Unset placement flags are chosen for it; supervised commands
     have one rank per device."""
     from openrlhf.config.parse import parse
 
     if command.name != PPO.name:
         with _launched(cluster.devices):
-            return parse(command, flags).config
+            return parse(command, flags)
     from openrlhf.cli.train_ppo_ray import resolve
 
     choose = lambda config, explicit, _: resolve(config, explicit, cluster.gpus)
-    return parse(command, flags, resolve=choose).config
+    return parse(command, flags, resolve=choose)
 
 
 @contextmanager

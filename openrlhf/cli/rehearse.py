@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser
-from openrlhf.cli.plan import assumed_of, cluster_of_options, configuration, parsed, parser
+from openrlhf.cli.plan import assumed_of, cluster_of_options, invocation, parsed, parser
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO
 from openrlhf.errors import catch_signals, notify, short_errors
@@ -58,11 +58,11 @@ def run_on(
     from openrlhf.cluster.layout import demands
 
     if is_named or cluster.kind.on_gpu:
-        return configuration(command, flags, cluster), cluster
+        return invocation(command, flags, cluster).config, cluster
     if command.name != PPO.name:
         cluster = _gpus(2)
-        return configuration(command, flags, cluster), cluster
-    config = configuration(command, flags, cluster)
+        return invocation(command, flags, cluster).config, cluster
+    config = invocation(command, flags, cluster).config
     needed = sum(demands(config).values())
     return config, _gpus(needed) if needed > 1 else cluster
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.hub import choose_hub
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
 from openrlhf.training.start import check_output
@@ -227,7 +227,7 @@ def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
 
     steps = len(prompts_of_steps(config, num_prompts))
     if steps <= config.frozen_actor_steps:
-        text = f"the run has only {steps} steps, so the policy would never learn; use fewer than {steps}"
+        text = f"the run has only {counted(steps, 'step')}, and the policy would never learn; use fewer"
         raise UsageError(
             ErrorCode.CONFLICT, text, flag="--critic.freezing_steps", value=config.critic.freezing_steps
         )

@@ -22,6 +22,7 @@ from openrlhf.errors import (
     ErrorCode,
     RunError,
     catch_signals,
+    counted,
     describe,
     notify,
     noting_position,
@@ -157,7 +158,7 @@ def train(
     from openrlhf.observability.progress import waiting
 
     heap.freeze()
-    engines = "1 rollout engine" if config.num_engines == 1 else f"{config.num_engines} rollout engines"
+    engines = counted(config.num_engines, "rollout engine")
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
         roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts, clock)
@@ -383,8 +384,8 @@ def build_trainer(
     observer.start(total_steps, done=done)
     repeated = f" ({count} repeat an earlier one)" if (count := data.prompts.num_repeated()) else ""
     observer.message(
-        f"{len(data.prompts)} prompts{repeated}, {total_steps} steps of {samples} samples; "
-        f"run folder {folder.path}"
+        f"{counted(len(data.prompts), 'prompt')}{repeated}, {counted(total_steps, 'step')} of "
+        f"{counted(samples, 'sample')}; run folder {folder.path}"
     )
     for note in data_notes(config, len(data.prompts), data.prompts, data.eval_prompts):
         observer.message(f"note: {note}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser, positive
 from openrlhf.cli.data import TASKS
-from openrlhf.cli.plan import configuration, parsed
+from openrlhf.cli.plan import invocation, parsed
 from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO
@@ -76,7 +76,7 @@ def run(command: Command, flags: Sequence[str], options: argparse.Namespace) -> 
     """Runs all checks. Returns 0 if none failed, else 1."""
     from openrlhf.planning.hardware import this_machine
 
-    config = configuration(command, flags, this_machine())
+    config = invocation(command, flags, this_machine()).config
     choose_hub(config.use_ms)
     from openrlhf.backends.distributed import init_distributed
     from openrlhf.verification.report import Verdict, table, write_report

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from openrlhf.cli.arguments import ArgumentParser
-from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.errors import ErrorCode, UsageError, counted, short_errors
 from openrlhf.observability.run_folder import RunFolder
 
 DEFAULT_PORT = 8890
@@ -52,9 +52,7 @@ def run(folders: Sequence[Path], port: int, *, opens_browser: bool) -> None:
     bound = bind(port)
 
     def say(address: str) -> None:
-        print(
-            f"{len(folders)} run{'s' if len(folders) > 1 else ''} at {address}\nEnd with Ctrl-C", flush=True
-        )
+        print(f"{counted(len(folders), 'run')} at {address}\nEnd with Ctrl-C", flush=True)
         if opens_browser:
             webbrowser.open(address)
 

@@ -34,7 +34,7 @@ from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.cluster.reaper import start_reaper
 from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.errors import ErrorCode, UsageError, counted, notify
 from openrlhf.files import socket_folder, unwritable
 
 OBJECT_STORE_BYTES = 512 << 20
@@ -166,8 +166,8 @@ def _join(address: str) -> None:
     nodes = available_nodes()
     gpus, free, cores = total(nodes, "GPU"), sum(free_gpus()), total(nodes, "CPU")
     taken = f" ({free:g} of them free)" if free < gpus else ""
-    count = "1 node" if len(nodes) == 1 else f"{len(nodes)} nodes"
-    notify(f"joined the Ray cluster at {address}: {count}, {gpus} GPUs{taken}, {cores} CPU cores")
+    count = counted(len(nodes), "node")
+    notify(f"joined the Ray cluster at {address}: {count}, {counted(gpus, 'GPU')}{taken}, {cores} CPU cores")
     if ignored := _ignored_by_ray():
         known = sorted(field for field in RuntimeEnv.known_fields if not field.startswith("_"))
         notify(

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import ErrorCode, UsageError, as_one
+from openrlhf.errors import ErrorCode, UsageError, as_one, counted
 from openrlhf.mesh import Mesh
 
 Nodes = Sequence[Mapping[str, float]]
@@ -301,5 +301,5 @@ def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
 def _summary(layout: Layout) -> str:
     if not layout.on_gpu:
         return f"{sum(place.mesh.size for place in layout.roles.values())} processes share the cores"
-    nodes = "1 node" if len(layout.nodes) == 1 else f"{len(layout.nodes)} nodes"
-    return f"{sum(layout.bundles)} of the {sum(layout.nodes)} GPUs of {nodes}"
+    nodes = counted(len(layout.nodes), "node")
+    return f"{sum(layout.bundles)} of the {counted(sum(layout.nodes), 'GPU')} of {nodes}"

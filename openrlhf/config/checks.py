@@ -399,6 +399,14 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
     if optim.optim == "muon" and ds.adam_offload:
         text = "only supports Adam's optimizer states, not Muon's; remove it"
         yield Problem("ds.adam_offload", text, ErrorCode.UNSUPPORTED)
+    usual = type(optim)()
+    for key, rate, default, most in (
+        ("adam.lr", optim.adam.lr, usual.adam.lr, 2_000 * (10 if ds.lora.rank else 1)),
+        ("muon.lr", optim.muon.lr * (optim.optim == "muon"), usual.muon.lr, 20),
+    ):
+        if rate > most * default:
+            text = f"is {rate / default:,.0f} times the default {default:g}, too large for tiny models too"
+            yield remark(f"{prefix}{key}", f"{text}; the first updates may destroy the model")
 
 
 def optimizer_unread(prefix: str = "") -> tuple[Unread, ...]:

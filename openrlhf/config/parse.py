@@ -32,6 +32,8 @@ Plan = Callable[[ConfigT, Sequence[int]], str]
 class Invocation(Generic[ConfigT]):
     config: ConfigT
     explicit: Explicit
+    remarks: Sequence[str]
+    """Problems that are not fatal. `parse` prints them."""
 
 
 def parse(
@@ -83,7 +85,8 @@ def parse(
     if resolved:
         flags = " ".join(_spelled(key, value) for key, value in resolved.items())
         notes.append(f"auto-selected for this hardware or model: {flags}")
-    notes += _remarks(found, config, explicit)
+    remarks = _remarks(found, config, explicit)
+    notes += remarks
     if line.print_config:
         write(to_yaml(config))
     if line.print_command:
@@ -99,7 +102,7 @@ def parse(
         notify(f"note: {note}")
     if only_prints:
         sys.exit(0)
-    return Invocation(config=config, explicit=explicit)
+    return Invocation(config=config, explicit=explicit, remarks=remarks)
 
 
 def _refusals(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[UsageError]:

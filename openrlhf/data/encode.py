@@ -16,7 +16,7 @@ from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, Kept
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
 
 if TYPE_CHECKING:
@@ -235,7 +235,7 @@ LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:
     """Raises UsageError when no row is left."""
     if not len(kept):
-        text = f"no {unit} is left of {len(rows)} rows: {_reasons(kept)}{_remedy(kept)}."
+        text = f"no {unit} is left of {counted(len(rows), 'row')}: {_reasons(kept)}{_remedy(kept)}."
         raise UsageError(ErrorCode.NO_ROWS, f"{text}\n--data.max_len is {max_len}.", value=rows.place(0)[0])
 
 

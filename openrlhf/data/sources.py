@@ -6,11 +6,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import cast
 
 import datasets
 import numpy as np
+import pyarrow.parquet as pq
 from datasets.data_files import FILES_TO_IGNORE
 
 from openrlhf.config.checks import parse_probabilities, split_spec
@@ -128,6 +130,37 @@ def load_rows(
     return Rows(parts, mixed[:max_samples], usual)
 
 
+def count_rows(
+    spec: str, *, flag: str, probs: str | None, split: str, max_samples: int, seed: int
+) -> int | None:
+    """Counts the rows that `load_rows` returns. Returns None where that takes long: for URLs, names on the
+    hub and files of more than `COUNTED` bytes that must be parsed."""
+    items: list[np.ndarray] = []
+    for item in split_spec(spec):
+        files = None if "://" in item or is_gym(item) else _named_files(item, split, flag, look_up=False)
+        counts = [_num_rows(file, split, max_samples) for file in files or ()]
+        if not counts or None in counts:
+            return None
+        items.append(_whole(len(items), min(max_samples, sum(filter(None, counts)))))
+    mixed = sum(map(len, items)) if probs is None else len(_interleave(items, probs, flag, seed))
+    return min(mixed, max_samples)
+
+
+def _num_rows(file: File, split: str, most: int) -> int | None:
+    path, ending = file.path, file.path.suffix
+    if ending == ".parquet":
+        return pq.read_metadata(path).num_rows
+    if ending == ".jsonl":
+        with path.open("rb") as lines:
+            return sum(1 for _ in islice(filter(bytes.strip, lines), most))
+    is_cheap = path.is_dir() or ending == ".arrow" or path.stat().st_size <= COUNTED
+    return len(_read(unpacked(file), split, "skip").rows) if is_cheap else None
+
+
+COUNTED = 2**28
+"""Bytes of a file up to which it is parsed only to count its rows."""
+
+
 def check_columns(
     spec: str,
     *,
@@ -189,10 +222,11 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     files = _files_of(item, split, flag, look_up=True)
     if files is None:
         return [_read_hub(item, split, flag)]
-    return [
-        _read_saved(file, split) if file.path.is_dir() else READERS[file.path.suffix](file, bad_rows)
-        for file in files
-    ]
+    return [_read(file, split, bad_rows) for file in files]
+
+
+def _read(file: File, split: str, bad_rows: BadRows) -> Part:
+    return _read_saved(file, split) if file.path.is_dir() else READERS[file.path.suffix](file, bad_rows)
 
 
 def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:

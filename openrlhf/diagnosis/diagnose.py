@@ -1,7 +1,7 @@
 """Runs all checks of a run, and prints their findings in order."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +17,7 @@ from openrlhf.diagnosis.record import RunRecord
 from openrlhf.diagnosis.rewards import reward_findings
 from openrlhf.diagnosis.speed import speed_findings
 from openrlhf.diagnosis.stalls import stall_findings
+from openrlhf.errors import counted
 
 CHECKS: tuple[Callable[[RunRecord], Iterator[Finding]], ...] = (
     stall_findings,
@@ -50,12 +51,16 @@ def diagnose(run: RunRecord, model: Path | None = None) -> list[Finding]:
         explained = {"flat-reward", "truncation", "entropy-collapse", "loss-rises"}
         found = [finding for finding in found if finding.cause not in explained]
     found += warning_findings(run, causes)
-    return sorted(found, key=lambda finding: (finding.cause in ("slow-steps", "late-rank"), -finding.score))
+    return sorted(found, key=lambda finding: (not finding.is_wrong, -finding.score))
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return not any(finding.is_wrong for finding in findings)
 
 
 def state_of(run: RunRecord) -> str:
     """Describes the progress of the run, and whether its process is alive."""
-    text = f"{run.path}: {len(run.rows)} rows of metrics, last step {run.last_step}"
+    text = f"{run.path}: {counted(len(run.rows), 'row')} of metrics, last step {run.last_step}"
     if run.process is not None:
         return f"{text}; running (process {run.process.pid})"
     if run.owner is not None and not run.owner.is_here:
@@ -77,7 +82,7 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
         "run": str(run.path),
         "last_step": run.last_step,
         "running": run.process is not None,
-        "healthy": not findings,
+        "healthy": is_healthy(findings),
         "findings": [finding.as_data() for finding in findings],
         "signs": list(signs_of(run)),
     }
@@ -85,18 +90,18 @@ def as_json(run: RunRecord, findings: list[Finding]) -> str:
 
 
 def show(run: RunRecord, findings: list[Finding], stream: TextIO) -> None:
-    """Prints the findings, or for a healthy run the course of its metrics."""
+    """Prints the findings, for a healthy run after the course of its metrics."""
     console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
     say = lambda text, style="", indent=0: console.print(
         Padding(Text(text, style=style), (0, 0, 0, indent), expand=False)
     )
     say(state_of(run))
+    if is_healthy(findings):
+        say("\nhealthy: no problem was found" + ", but it could be faster" * bool(findings), "bold green")
+        for line in signs_of(run):
+            say(f"- {line}", indent=3)
     for number, finding in enumerate(findings, start=1):
         say(f"\n{number}. {finding.title} ({finding.confidence})", COLORS[finding.confidence])
         for line in finding.evidence:
             say(f"- {line}", indent=3)
         say(f"remedy: {finding.remedy}", "green", indent=3)
-    if not findings:
-        say("\nhealthy: no problem was found", "bold green")
-        for line in signs_of(run):
-            say(f"- {line}", indent=3)

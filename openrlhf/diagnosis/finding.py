@@ -24,6 +24,11 @@ class Finding:
     def confidence(self) -> str:
         return "certain" if self.score >= CERTAIN else "likely" if self.score >= LIKELY else "possible"
 
+    @property
+    def is_wrong(self) -> bool:
+        """False if the run only takes longer than it could."""
+        return self.cause not in ("slow-steps", "late-rank")
+
     def as_data(self) -> dict[str, Any]:
         """Returns the finding as JSON values."""
         return asdict(self) | {"confidence": self.confidence}

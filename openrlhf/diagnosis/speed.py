@@ -63,17 +63,18 @@ def _slow_steps(total: Series, phases: list[Series]) -> Iterator[Finding]:
         extra = [at[step] - (0 if rare else usual) for step in slow if step in at]
         excess[_name(phase)] = sum(max(0.0, seconds) for seconds in extra)
     late, seconds = max(excess.items(), key=lambda item: item[1]) if excess else ("an unknown phase", 0.0)
-    lost = float((total.values[np.isin(total.steps, slow)] - median).sum())
+    whole, lost = float(total.values.sum()), float((total.values[np.isin(total.steps, slow)] - median).sum())
     if not _is_much(lost, total, 0.5 if late == "evaluate" else LOST_SHARE):  # evaluations are wanted
         return
     named = ", ".join(map(str, slow[:6])) + (", ..." if len(slow) > 6 else "")
     yield Finding(
         cause="slow-steps",
         title=f"{len(slow)} of {len(total)} steps are slow: {late} takes the time",
-        score=min(0.9, 0.4 + lost / float(total.values.sum())),
+        score=min(0.9, 0.4 + lost / whole),
         evidence=(
-            f"steps {named} take more than {SLOW:g} times the median of {median:.3g} s",
-            f"{late} accounts for {seconds:.3g} s of the {lost:.3g} s that they take longer",
+            f"steps {named} take more than {SLOW:g} times the median of {median:.3g} s, together "
+            f"{lost:.3g} s ({lost / whole:.0%} of the run) more",
+            f"{late} accounts for {seconds:.3g} s of that",
         ),
         remedy=REMEDIES.get(late, "compare the steps' samples: `openrlhf rollouts RUN --step N`"),
     )
@@ -88,9 +89,8 @@ def _growth(run: RunRecord, phase: Series, total: Series) -> Iterator[Finding]:
     share, lost = float(phase.values.sum() / total.values.sum()), float((phase.values - phase.start).sum())
     if phase.trend < 3 or phase.end < SLOW * phase.start or not _is_much(lost, total):
         return
-    floor = float(np.percentile(phase.values, 10))
     length = run.series("rollout/response_length_mean")
-    evidence = [f"{phase.describe()}, {share:.0%} of the run; its 10th percentile is {floor:.3g} s"]
+    evidence = [f"{phase.describe()}, {share:.0%} of the run; {lost:.3g} s more than with its first times"]
     longer = len(length) > 0 and length.end > 1.3 * length.start
     if longer:
         evidence.append(f"answers became longer: {length.describe()}")

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Literal, NamedTuple, Self
 
 from openrlhf.algorithms.mismatch import MismatchWatch
+from openrlhf.errors import counted
 from openrlhf.types import Metrics
 
 
@@ -33,7 +34,7 @@ class Rule:
 
     @property
     def condition(self) -> str:
-        steps = "1 step" if self.steps == 1 else f"{self.steps} steps"
+        steps = counted(self.steps, "step")
         return f"{self.metric} {self.sign} {self.limit:g} for {steps}"
 
     def holds(self, value: float) -> bool:

@@ -13,6 +13,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from openrlhf.errors import counted
 from openrlhf.observability.progress import clean_text, tracked
 from openrlhf.text import decode, first_token_ids
 from openrlhf.types import Pair, Sample, Steps, UnpairedExample
@@ -168,7 +169,7 @@ class Preview:
         for i, row in enumerate(rows[:limit], start=1):
             tokens = sum(dataset.lengths[item] for item in row)
             learned = sum(_num_learned(dataset[item]) for item in row)
-            self.line(f"  row {i}: {_count(len(row), unit)}, {tokens:,} tokens, {learned:,} learned")
+            self.line(f"  row {i}: {counted(len(row), unit)}, {tokens:,} tokens, {learned:,} learned")
         if len(rows) > limit:
             self.line(f"  and {len(rows) - limit} more")
         self.line("")
@@ -184,7 +185,7 @@ class Preview:
         if dataset.needed_len:
             reasons += f"\n    --data.max_len {dataset.needed_len} would keep every row whole"
         self.line(
-            f"{len(dataset) + dropped.total():,} rows: {_count(len(dataset), unit)}, "
+            f"{len(dataset) + dropped.total():,} rows: {counted(len(dataset), unit)}, "
             f"{dropped.total():,} dropped, {dataset.truncated:,} cut at max_len{reasons}\n"
             f"{total:,} tokens, {learned:,} learned ({learned / total:.1%})\n"
         )
@@ -222,11 +223,7 @@ def _percentiles(lengths: np.ndarray) -> str:
 
 def _heading(side: Side) -> str:
     title = f"{side.title}, " if side.title else ""
-    return f"{title}{side.num_tokens:,} tokens, {side.num_learned:,} learned"
-
-
-def _count(count: int, unit: str) -> str:
-    return f"{count:,} {unit}{'' if count == 1 else 's'}"
+    return f"{title}{counted(side.num_tokens, 'token')}, {side.num_learned:,} learned"
 
 
 def _num_learned(item: Item) -> int:

@@ -20,6 +20,7 @@ from typing import Any, Self, TextIO
 
 from jinja2 import Environment, StrictUndefined, Template
 
+from openrlhf.errors import counted
 from openrlhf.files import write_atomically
 from openrlhf.observability.journal import (
     Decode,
@@ -187,7 +188,7 @@ def _title(folder: RunFolder) -> str:
 def _facts(curves: dict[str, Curve]) -> list[str]:
     steps = sorted({step for curve in curves.values() for step, _ in curve})
     total = sum(value for _, value in curves.get("timing/step_total", ()) if math.isfinite(value))
-    facts = [f"{len(steps):,} steps" if steps else "no steps yet"]
+    facts = [counted(len(steps), "step") if steps else "no steps yet"]
     if steps:
         facts.append(f"{steps[0]:,} to {steps[-1]:,}")
     if total:

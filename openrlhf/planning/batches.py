@@ -2,11 +2,10 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from openrlhf.backends.row_memory import most_tokens
-from openrlhf.config.checks import split_spec
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.hardware import Cluster
@@ -122,15 +121,18 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
     return math.ceil(samples / max(1, budget // tokens))
 
 
-def rows_of(spec: str, most: int) -> int | None:
-    """Counts the lines of local .jsonl files, at most `most` of each and in all. Returns None if the datasets
-    include anything else."""
-    files = [Path(item) for item in split_spec(spec)]
-    if not files or not all(file.suffix == ".jsonl" and file.is_file() for file in files):
-        return None
-    return min(most, sum(min(most, _lines(file)) for file in files))
+def rows_of(config: PPOConfig | SupervisedConfig) -> int | None:
+    """Counts the rows of the training data. Returns None if they are not on this machine, or if counting
+    takes long."""
+    from openrlhf.data.sources import count_rows
 
-
-def _lines(file: Path) -> int:
-    with file.open("rb") as stream:
-        return sum(1 for line in stream if line.strip())
+    if isinstance(config, PPOConfig):
+        data = config.data
+        spec, split, probs, most = data.prompt_dataset, data.prompt_split, data.prompt_probs, data.max_samples
+    else:
+        rows = config.data
+        spec, split, probs, most = rows.dataset, rows.dataset_split, rows.dataset_probs, rows.max_samples
+    with suppress(OSError, ValueError):  # a run is also planned where its data is not
+        seed = config.train.seed
+        return count_rows(str(spec), flag="--rows", probs=probs, split=split, max_samples=most, seed=seed)
+    return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, counted
 
 REPORTED = 0.995 * 2**30
 """Bytes of memory per GB in a GPU's name. The driver reports 81,559 MiB for an H100-80GB, 143,771 MiB for an
@@ -157,7 +157,7 @@ def cores(processes: int) -> Cluster:
 def _cores() -> Kind:
     cores = len(os.sched_getaffinity(0))
     return Kind(
-        name=f"{cores} CPU core{'' if cores == 1 else 's'}",
+        name=counted(cores, "CPU core"),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         flops=cores * CORE_FLOPS,
         memory_rate=CPU_MEMORY_RATE,

@@ -1,7 +1,7 @@
 """Predicts a whole run, and suggests changes of flags with which it fits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from openrlhf.cluster.layout import ENGINES, Layout, described, layout_of, resource_problems
@@ -100,8 +100,7 @@ def _plan_ppo(command: Command, config: PPOConfig, cluster: Cluster, assumed: As
     layout = layout_of(config, described(cluster.gpus))
     sizes = _sizes(config)
     lengths = lengths_of(config.data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
-    data = config.data
-    rows = assumed.rows or rows_of(data.prompt_dataset, data.max_samples)
+    rows = assumed.rows or rows_of(config)
     batches = ppo_batches(config, lengths, rows)
     time = ppo_time(config, cluster, layout, sizes, batches, lengths)
     return RunPlan(
@@ -125,7 +124,7 @@ def _plan_supervised(
     mean = assumed.response or max(1, data.max_len // 2)
     unknown = ("response",) * (assumed.response is None)
     lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
-    rows = assumed.rows or rows_of(data.dataset, data.max_samples)
+    rows = assumed.rows or rows_of(config)
     batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
     time = supervised_time(config, cluster, sizes, batches, lengths)
     return RunPlan(
@@ -187,6 +186,7 @@ def suggestion(
     Tries the remedies in the order of their cost and keeps each that needs less memory, until the run fits.
     Then drops the ones that were not needed."""
     plan, remedies = plan_run(command, config, cluster, assumed), list[Remedy]()
+    assumed = replace(assumed, rows=plan.batches.rows)
 
     def planned(some: Sequence[Remedy]) -> RunPlan | None:
         changed = with_values(config, dict(change for remedy in some for change in remedy))

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from openrlhf.cluster.layout import table as placement_table
+from openrlhf.errors import counted
 from openrlhf.planning.memory import FITS, PARTS, Demand
 from openrlhf.planning.plan import Change, RunPlan, advice, spelled
 
@@ -84,8 +85,9 @@ def batch_lines(plan: RunPlan) -> Iterator[str]:
     prompt, response = (" (assumed)" * (name in tokens.assumed) for name in ("prompt", "response"))
     if plan.layout is not None:
         yield (
-            f"step: {b.prompts:,} prompts x {b.samples // b.prompts} samples = {b.samples:,} samples; "
-            f"{b.updates} optimizer step{'s' * (b.updates != 1)} of {b.batch_size:,} samples"
+            f"step: {counted(b.prompts, 'prompt')} x {counted(b.samples // b.prompts, 'sample')} = "
+            f"{counted(b.samples, 'sample')}; {counted(b.updates, 'optimizer step')} of "
+            f"{counted(b.batch_size, 'sample')}"
         )
         yield f"tokens of a sample: prompt {tokens.prompt:,}{prompt} + response {tokens.response:,}{response}"
     else:
@@ -93,10 +95,10 @@ def batch_lines(plan: RunPlan) -> Iterator[str]:
         yield f"tokens of a sequence: {tokens.response:,}{response}"
     yield (
         f"each of {b.ranks:,} data-parallel ranks: {b.samples_per_rank:,.4g} samples of an optimizer step in "
-        f"{b.rows_per_rank:,} row{'s' * (b.rows_per_rank != 1)} of up to {b.row_tokens:,} tokens"
+        f"{counted(b.rows_per_rank, 'row')} of up to {b.row_tokens:,} tokens"
     )
-    if b.steps is not None:
-        yield f"run: {b.rows:,} rows, {b.steps:,} steps, {duration(b.steps * plan.seconds)}"
+    if b.steps is not None and b.rows is not None:
+        yield f"run: {counted(b.rows, 'row')}, {counted(b.steps, 'step')}, {duration(b.steps * plan.seconds)}"
 
 
 def _memory(demands: Sequence[Demand]) -> Iterator[Table]:

@@ -6,7 +6,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,7 +98,8 @@ def data_notes(
     train, size, steps = config.train, config.rollout.batch_size, prompts_of_steps(config, num_prompts)
     if (most := max(steps)) < size:
         samples = most * config.rollout.n_samples_per_prompt
-        yield f"every step has all {most} prompts, fewer than --rollout.batch_size {size}: {samples} samples"
+        few = f"all {counted(most, 'prompt')}, fewer than --rollout.batch_size {size}"
+        yield f"every step has {few}: {counted(samples, 'sample')}"
     if train.max_steps and len(steps) < train.max_steps:
         end = f"with --train.num_episodes {train.num_episodes} prompts are used up after step {len(steps)}"
         yield f"--train.max_steps {train.max_steps} is not reached: {end}"

@@ -16,6 +16,7 @@ from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
+from openrlhf.errors import counted
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Stop, limited
 from openrlhf.training.checkpoints import COPY, CheckpointFolder
@@ -177,7 +178,8 @@ def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
     train, data, evaluation = config.train, config.data, config.eval
     steps, size = total_steps(train, math.ceil(num_samples / train.batch_size)), train.batch_size
     if num_samples < size:
-        yield f"every optimizer step has all {num_samples} samples, fewer than --train.batch_size {size}"
+        few = f"all {counted(num_samples, 'sample')}, fewer than --train.batch_size {size}"
+        yield f"every optimizer step has {few}"
     if train.max_steps and steps < train.max_steps:
         end = f"with --train.max_epochs {train.max_epochs} the data is used up after step {steps}"
         yield f"--train.max_steps {train.max_steps} is not reached: {end}"

@@ -297,8 +297,8 @@ class Run(Generic[ConfigT]):
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
-                f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
-                f"{len(self.windows)} steps an epoch; run folder {config.run_dir}"
+                f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, {len(self.windows)} "
+                f"step{'s' * (len(self.windows) != 1)} an epoch; run folder {config.run_dir}"
             )
             for note in data_notes(config, len(self.train_set)):
                 trainer.observer.message(f"note: {note}")

@@ -158,7 +158,7 @@ def check_plan(name: str, words: list[str]) -> None:
     parser = {"plan": planning, "check": check, "rehearse": rehearse}[name].make_parser()
     options, rest = parser.parse_known_args(words)
     command, flags = command_and_flags(rest, name)
-    planning.configuration(command, flags, planning.cluster_of_options(options))
+    planning.invocation(command, flags, planning.cluster_of_options(options))
 
 
 def check_options(program: Path, words: list[str]) -> None:

@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def test_every_benchmark_is_here() -> None:
-    names = {"agents", "balance", "controller", "gpu", "learning", "parallel", "prefixes", "rl_step"}
+    names = {"agents", "balance", "controller", "demo", "gpu", "learning", "parallel", "prefixes", "rl_step"}
     names |= {"checkpoint", "plan", "recipes", "rollout", "start", "supervised", "view", "weight_sync"}
     assert {path.stem for path in BENCHMARKS.glob("*.py")} == names
 
@@ -45,6 +45,16 @@ def test_recipes() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert re.search(r"^sft +\d+ s +\d+ s +\d+ s  sft/loss ", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("running_ray")
+def test_demo() -> None:
+    command = [sys.executable, str(BENCHMARKS / "demo.py"), "--seeds", "1", "--steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^1 +\d+  accuracy \d+\.\d -> \d+\.\d %, ", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(r"^\| tokens per answer \| \d+ \| \d+ \|$", done.stdout, re.MULTILINE), done.stdout
 
 
 def test_checkpoint() -> None:

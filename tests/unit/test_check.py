@@ -99,17 +99,28 @@ def test_prompts_that_have_the_form_of_the_template(
 
 
 def test_what_so_few_rows_give(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    Path("rows.csv").write_text(
+        "input,answer\n" + "".join("{input},{answer}\n".format(**row) for row in lines)
+    )
     few = "--rollout.batch_size 128 --rollout.n_samples_per_prompt 8 --train.batch_size 1024"
-    few += " --train.max_steps 12 --eval.dataset rows.jsonl"
+    few += " --data.prompt_dataset rows.csv --train.max_steps 12 --eval.dataset rows.jsonl"
     code, text = checked([*words, *few.split()], capsys)
     assert code == 0
     assert verdict(text) == [
         "every step has all 10 prompts, fewer than --rollout.batch_size 128: 80 samples",
         "--train.max_steps 12 is not reached: with --train.num_episodes 1 prompts are used up after step 1",
         "10 of 10 prompts of --eval.dataset are trained on: no held-out scores",
+        "--eval.dataset rows.jsonl: is not used, because eval.steps is -1; set --eval.steps N",
     ]
     assert "step: 10 prompts x 8 samples = 80 samples; 1 optimizer step of 80 samples" in text
-    assert "run: 10 rows, 1 steps" in text
+    assert "run: 10 rows, 1 step, " in text
+
+
+def test_a_learning_rate_that_destroys_models(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, text = checked([*words, "--actor.adam.lr", "0.5"], capsys)
+    (note,) = verdict(text)
+    assert code == 0 and note.startswith("--actor.adam.lr 0.5: is 500,000 times the default 1e-06")
 
 
 def test_a_right_answer_that_is_longer_than_answers_may_be(

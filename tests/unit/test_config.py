@@ -1397,6 +1397,26 @@ def test_policy_losses_without_a_word(line, say):
     assert config is not None and not lines
 
 
+@pytest.mark.parametrize(
+    ("command", "flags", "flag"),
+    [
+        (PPO, "--actor.adam.lr 5e-4", None),  # the demo
+        (PPO, "--actor.adam.lr 1e-2", "--actor.adam.lr 0.01"),
+        (PPO, "--actor.adam.lr 1e-2 --ds.lora.rank 8", None),
+        (PPO, "--actor.adam.lr 1e-1 --ds.lora.rank 8", "--actor.adam.lr 0.1"),
+        (PPO, "--algo.advantage.estimator gae --critic.adam.lr 0.1", "--critic.adam.lr 0.1"),
+        (SFT, "--adam.lr 4e-3", None),  # the pictures of examples/
+        (SFT, "--adam.lr 0.5", "--adam.lr 0.5"),
+        (SFT, "--optim muon --max_norm 0", None),
+        (SFT, "--optim muon --max_norm 0 --muon.lr 0.5", "--muon.lr 0.5"),
+    ],
+)
+def test_a_learning_rate_that_destroys_models_of_any_size(command, flags, flag, say):
+    _, lines = say(command, flags)
+    told = [line for line in lines if "too large for tiny models too" in line]
+    assert [line.partition(": is ")[0] for line in told] == ([f"note: {flag}"] if flag else [])
+
+
 def test_what_is_said_twice_over_two_models_is_no_remark(say):
     """`--max_norm` sets actor and critic; without a critic this is nobody's mistake."""
     _, lines = say(PPO, "--max_norm 2 --l2 0.1 --adam_betas 0.8 0.9")

@@ -196,7 +196,7 @@ def test_where_no_index_has_a_cpu_build_the_usual_one_is_taken(tmp_path, install
         wheel(tmp_path / "usual", name, version)
     assert installed() == {"torch": "2.13.0", "torchvision": "0.28.0", "torchaudio": "2.11.0"}
     last = capfd.readouterr().out.splitlines()[-1]
-    assert "torch==2.13.0 of pip's indexes, a CUDA build" in last and "6.3 GB" in last
+    assert "torch==2.13.0 of pip's indexes, a CUDA build" in last and "8 GB" in last
 
 
 def test_vllm_for_cpu_is_installed_beside_a_cuda_build(tmp_path, installed, monkeypatch) -> None:

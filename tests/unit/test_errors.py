@@ -10,6 +10,7 @@ from openrlhf.errors import (
     ErrorCode,
     RunError,
     UsageError,
+    counted,
     describe,
     notify,
     readable,
@@ -30,6 +31,10 @@ def test_a_message_of_any_length_is_readable() -> None:
     assert str(error).endswith("xxx (100,000 characters): wrong")
     assert readable("a\x1b[31m\u202eb\t\nc") == "a\\x1b[31m\\u202eb\t\nc"
     assert len(readable("y" * 100_000)) < 3100
+
+
+def test_a_single_thing_is_no_plural() -> None:
+    assert [counted(n, "row") for n in (0, 1, 2, 1024)] == ["0 rows", "1 row", "2 rows", "1,024 rows"]
 
 
 def test_the_code_stands_behind_the_first_line() -> None:

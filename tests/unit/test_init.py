@@ -11,7 +11,7 @@ import yaml
 
 from openrlhf.cli import check, init
 from openrlhf.cli.init import ALGORITHMS, RECIPES, quoted, render
-from openrlhf.cli.plan import configuration
+from openrlhf.cli.plan import invocation
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.config.fields import values_of
 from openrlhf.errors import ErrorCode
@@ -48,7 +48,7 @@ def read(what: str, gpus: int) -> dict:
     """Returns the flags of run.yaml, as the command understands them on so many GPUs."""
     cluster = cluster_of(f"{max(1, gpus // 8)}x{min(gpus, 8)}xH100") if gpus else this_machine()
     command, words = command_and_flags([RECIPES[what].command, "run.yaml"], "openrlhf plan")
-    return values_of(configuration(command, words, cluster))
+    return values_of(invocation(command, words, cluster).config)
 
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 7, 8, 24, 256])

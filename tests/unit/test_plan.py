@@ -99,7 +99,7 @@ def ppo_flags(model: str, **more: Any) -> list[str]:
 
 
 def planned(words: list[str], cluster: Cluster, command: Any = PPO, **assumed: int) -> tuple[Any, RunPlan]:
-    config = cli.configuration(command, words, cluster)
+    config = cli.invocation(command, words, cluster).config
     return config, plan_run(command, config, cluster, Assumed(**assumed))
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 
-from openrlhf.cli.plan import configuration
+from openrlhf.cli.plan import invocation
 from openrlhf.cli.rehearse import run_on
 from openrlhf.cli.run_files import command_and_flags
 from openrlhf.config.command import Command
@@ -88,7 +88,7 @@ def words_of(name: str, flags: dict[str, str], **more: str) -> tuple[Command, li
 
 def configured(name: str, flags: dict[str, str], **more: str) -> tuple[Command, Any]:
     command, words = words_of(name, flags, **more)
-    return command, configuration(command, words, NODES)
+    return command, invocation(command, words, NODES).config
 
 
 def small_run(config: Any, ranks: int) -> Any:
@@ -111,7 +111,7 @@ def test_nothing_of_the_users_folders_remains(name: str, flags: dict[str, str]) 
     Path("flags.yaml").write_text(text)
     assert "theirs" not in text and "model_name_or_path: model" not in text
     assert small.logger.trackers is None
-    again = configuration(command, ["--config", "flags.yaml"], cluster_of("2xH100"))
+    again = invocation(command, ["--config", "flags.yaml"], cluster_of("2xH100")).config
     assert values_of(again) == values_of(small)
     changed = {key for key, value in values_of(config).items() if values_of(small)[key] != value}
     kept = {key for key in flags if key not in changed}

@@ -14,9 +14,10 @@ import pytest
 from refusals import refused
 
 from openrlhf.config.checks import split_spec
+from openrlhf.data import sources
 from openrlhf.data.bad_rows import read_each, value_of
 from openrlhf.data.files import REMEDY
-from openrlhf.data.sources import check_columns, load_rows, rows_digest
+from openrlhf.data.sources import check_columns, count_rows, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 
 FLAG = "--data.dataset"
@@ -363,6 +364,45 @@ def test_mixing_repeats_the_shorter_dataset_until_all_are_used_up(tmp_path):
     assert sum(text[0] == "a" for text in mixed) / len(mixed) == pytest.approx(0.75, abs=0.05)
     assert mixed == [row["input"] for row in load(both, probs="0.75,0.25", seed=1)]
     assert mixed != [row["input"] for row in load(both, probs="0.75,0.25", seed=2)]
+
+
+def counted(spec, *, probs=None, split="train", max_samples=10**6, seed=42):
+    return count_rows(str(spec), flag=FLAG, probs=probs, split=split, max_samples=max_samples, seed=seed)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_rows_are_counted_in_every_format(tmp_path, name):
+    WRITERS[name](tmp_path / name)
+    assert counted(tmp_path / name) == 3 and counted(tmp_path / name, max_samples=2) == 2
+
+
+def test_rows_are_counted_as_they_are_loaded(tmp_path, monkeypatch):
+    """Covers a split, packed files, several items, and probabilities that repeat rows."""
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "parts").mkdir()
+    write_lines(tmp_path / "parts" / "train-0.jsonl", [{"input": f"a{i}"} for i in range(30)])
+    write_csv(tmp_path / "parts" / "train-1.csv")
+    write_lines(tmp_path / "parts" / "test.jsonl", ROWS)
+    (tmp_path / "more.jsonl").write_text('{"input": "x"}\n\n{"input": "y"}')
+    (tmp_path / "more.csv.gz").write_bytes(gzip.compress(b'input\n"two\nlines"\nb\n'))
+    parts, more = tmp_path / "parts", f"{tmp_path}/more.jsonl,{tmp_path}/more.csv.gz"
+    assert (counted(parts), counted(parts, split="test"), counted(more)) == (33, 3, 4)
+    assert counted(f"{parts},{more}", max_samples=10) == 10
+    for seed in range(3):
+        mixed = {"probs": "0.2,0.8", "seed": seed, "max_samples": 500}
+        both = f"{tmp_path}/parts,{tmp_path}/more.jsonl"
+        assert counted(both, **mixed) == len(load(both, **mixed)) > 35
+
+
+def test_rows_whose_count_takes_long_are_not_counted(tmp_path, monkeypatch):
+    """A large table and lines are counted without being parsed."""
+    monkeypatch.setattr(sources, "COUNTED", 10)
+    for name, write in WRITERS.items():
+        write(tmp_path / name)
+        parsed = name in ("rows.json", "lines.json", "rows.csv")
+        assert counted(tmp_path / name) == (None if parsed else 3), name
+    lines = tmp_path / "rows.jsonl"
+    assert counted(f"{lines},https://host/rows.jsonl") is None and counted(f"org/name,{lines}") is None
 
 
 @pytest.mark.parametrize(
