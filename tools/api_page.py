@@ -16,9 +16,9 @@ EXAMPLE = Path(__file__).parents[1] / "recipes" / "grpo.py"
 HEAD = """\
 # Loops of your own
 
-`import openrlhf as rl` has a few verbs, with which a training loop is a program of yours: in one process, without Ray,
-on a laptop or a GPU. The flags are those of `openrlhf ppo`, with the same checks; a run leaves the same run folder,
-report and checkpoints. `python tools/api_page.py > docs/api.md` writes this page.
+`import openrlhf as rl` has a few verbs, with which a training loop is a program of yours: in one process, without
+Ray, on a laptop or a GPU. The flags are those of `openrlhf ppo`, with the same checks; a run leaves the same run
+folder, report and checkpoints. `python tools/api_page.py > docs/api.md` writes this page.
 
 This is GRPO, from [recipes/grpo.py](../recipes/grpo.py):
 
@@ -26,9 +26,9 @@ This is GRPO, from [recipes/grpo.py](../recipes/grpo.py):
 {example}
 ```
 
-Each verb returns a `Result` at once. `result()` waits for its value, `await` too, and other verbs take a result in the
-place of the value. Sampling, rewards and evaluation work on one thread, the models on another, each in the order of
-submission; `sync` waits for both. An error whose result nobody reads is raised by the next verb.
+Each verb returns a `Result` at once. `result()` waits for its value, `await` too, and other verbs take a result in
+the place of the value. Sampling, rewards and evaluation work on one thread, the models on another, each in the order
+of submission; `sync` waits for both. An error whose result nobody reads is raised by the next verb.
 
 | recipe | what it shows |
 |---|---|
@@ -41,16 +41,16 @@ submission; `sync` waits for both. An error whose result nobody reads is raised 
 
 ## A loss of your own
 
-`forward_backward` takes a function `(log_probs, batch) -> (loss, metrics)` of the whole batch. `log_probs` (A,) are the
-policy's, one for each action, and gradients flow through them. The gradient of the loss with respect to the log-probs
-goes to the model as weights of `sum(weight * log_prob)`, so the result does not depend on how rows are packed. It costs
-one forward pass more than a loss by name.
+`forward_backward` takes a function `(log_probs, batch) -> (loss, metrics)` of the whole batch. `log_probs` (A,) are
+the policy's, one for each action, and gradients flow through them. The gradient of the loss with respect to the
+log-probs goes to the model as weights of `sum(weight * log_prob)`, so the result does not depend on how rows are
+packed. It costs one forward pass more than a loss by name.
 
 ## Engines and backends
 
 Unless a flag says otherwise, transformers samples and PyTorch alone trains: both start in seconds.
-`**{{"rollout.engine": "vllm"}}` starts vLLM's engine, and `**{{"train.backend": "deepspeed"}}` trains with DeepSpeed, which
-takes one `forward_backward` for each `optim_step`. Runs of several processes are those of `openrlhf ppo`.
+`**{{"rollout.engine": "vllm"}}` starts vLLM's engine, and `**{{"train.backend": "deepspeed"}}` trains with DeepSpeed,
+which takes one `forward_backward` for each `optim_step`. Runs of several processes are those of `openrlhf ppo`.
 """
 
 

@@ -1,6 +1,7 @@
 """Every command in the documentation parses, and every page that it links to exists."""
 
 import re
+import runpy
 import shlex
 from itertools import takewhile
 from pathlib import Path
@@ -227,6 +228,11 @@ def test_variables_that_reach_all_processes_are_told() -> None:
 
 def test_reference_of_flags_is_current() -> None:
     assert (ROOT / "docs" / "flags.md").read_text() == page(*COMMANDS)
+
+
+def test_the_page_of_the_api_is_current() -> None:
+    made = runpy.run_path(str(ROOT / "tools" / "api_page.py"))["page"]()
+    assert (ROOT / "docs" / "api.md").read_text() == made
 
 
 def test_the_glossary_names_what_there_is() -> None:

@@ -52,8 +52,8 @@ def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, open
 
     flags = " ".join(f"--{name} {str(value).lower()}" for name, value in FLAGS.items())
     openrlhf(
-        f"ppo --actor.model_name_or_path {knowing.chat} --data.prompt_dataset {knowing.files.prompts} {flags} "
-        f"--reward.remote_url {RECIPES}/grpo.py:reward --rollout.batch_size 16 --train.max_steps 3 "
+        f"ppo --actor.model_name_or_path {knowing.chat} --data.prompt_dataset {knowing.files.prompts} "
+        f"{flags} --reward.remote_url {RECIPES}/grpo.py:reward --rollout.batch_size 16 --train.max_steps 3 "
         "--rollout.engine transformers --train.backend torch --actor.lr_scheduler constant "
         "--actor.lr_warmup_ratio 0 --actor.num_gpus_per_node 1 --train.colocate_all "
         f"--ckpt.output_dir {tmp_path}/command"
