@@ -48,18 +48,11 @@ logger = logging.getLogger(__name__)
 ItemT = TypeVar("ItemT")
 
 KEY_METRICS = {
-    "sft/loss": "loss",
-    "rm/loss": "loss",
-    "rm/accuracy": "accuracy",
-    "prm/loss": "loss",
-    "prm/accuracy": "accuracy",
-    "dpo/loss": "loss",
-    "dpo/accuracy": "accuracy",
-    "kto/loss": "loss",
-    "kto/accuracy": "accuracy",
-    "kto/kl": "kl",
-    "kd/loss": "loss",
-    "kd/kl": "kl",
+    **{
+        f"{command}/{name}": name
+        for command in ("sft", "rm", "prm", "dpo", "kto", "kd")
+        for name in ("loss", "accuracy", "kl")
+    },
     "rollout/reward_mean": "reward",
     "rollout/response_length_mean": "length",
     "rollout/truncated_rate": "truncated",
