@@ -103,9 +103,8 @@ class Rehearsal:
         with self._stage("evaluation") as said:
             said.append(self._evaluated(whole))
         with self._stage("export") as said:
-            trained = self.small.actor if self.is_rl else self.small.model
-            model, base = _needed(whole).model, Path(trained.model_name_or_path)
-            said.append(reloaded(model, base, head=self._head))
+            model, trained = _needed(whole).model, self.small.actor if self.is_rl else self.small.model
+            said.append(reloaded(model, Path(trained.model_name_or_path), head=self._head))
         self._run_stage("losses of one rank", lambda said: self._one_rank(said, whole))
         self._run_stage("checkpoint and resume", lambda said: self._resumed(said, whole))
 
