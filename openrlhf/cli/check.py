@@ -254,9 +254,7 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
     try:
         remarks = probe(tokenizer, with_tools=False)
     except TemplateProblem as problem:
-        if (
-            not check.config.train.agent
-        ):  # without an agent a run samples a single answer, so this is no problem
+        if not check.config.train.agent:  # a run without one samples a single answer, so this is no problem
             check.say(f"not for agents of several turns: {problem}")
             return
         raise UsageError(ErrorCode.CHAT_TEMPLATE, str(problem), flag="--train.agent_func_path") from problem

@@ -168,9 +168,8 @@ class SharedInput:
         if answer is None or self._given is not x:
             answer, self._left = differentiable(x, self.group, replicated, summed), self.layers
         self._left -= 1
-        self._given, self._answer = (
-            (x, answer) if self._left else (None, None)
-        )  # dropped after the last layer
+        # dropped after the last layer
+        self._given, self._answer = (x, answer) if self._left else (None, None)
         return answer
 
 

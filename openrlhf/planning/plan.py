@@ -70,17 +70,12 @@ class RunPlan:
     def starved(self) -> Demand | None:
         """Devices on which an engine's KV cache is too small for its longest sequence; None if there are
         none."""
-        if ENGINES not in self.sizes:
+        if self.layout is None:
             return None
-        for demand in self.memory:
-            needed = self.sizes[ENGINES].kv_bytes(2) * (self.lengths.prompt + self.lengths.longest)
-            if demand.phase == "generate" and demand.parts.get("KV cache", 0) < needed / self.engine_gpus:
-                return demand
-        return None
-
-    @property
-    def engine_gpus(self) -> int:
-        return 1 if self.layout is None else self.layout.roles[ENGINES].mesh.tensor
+        needed = self.sizes[ENGINES].kv_bytes(2) * (self.lengths.prompt + self.lengths.longest)
+        needed /= self.layout.roles[ENGINES].mesh.tensor
+        sampling = (demand for demand in self.memory if demand.phase == "generate")
+        return next((demand for demand in sampling if demand.parts.get("KV cache", 0) < needed), None)
 
     @property
     def slowest(self) -> Phase:
