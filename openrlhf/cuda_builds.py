@@ -23,9 +23,8 @@ def mend() -> None:
             sys.modules[name] = None  # type: ignore[assignment]  # import and find_spec now fail
             if config := sys.modules.get("datasets.config"):
                 setattr(config, f"{name.upper()}_AVAILABLE", False)
-            if asked := sys.modules.get(
-                "transformers.utils.import_utils"
-            ):  # it may have cached that they are there
+            # it may have cached that they are there
+            if asked := sys.modules.get("transformers.utils.import_utils"):
                 getattr(asked, f"is_{name}_available").cache_clear()
     if _needs_cuda("torchvision") and DeclaresOperators not in sys.meta_path:
         sys.meta_path.insert(0, DeclaresOperators)

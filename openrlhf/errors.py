@@ -275,11 +275,8 @@ def while_read() -> Iterator[None]:
 
 def _exit_with(error: Exception) -> None:
     cause = getattr(error, "cause", None) or error  # Ray wraps the worker's error
-    is_for_users = isinstance(cause, CodedError) or type(cause) in (
-        ValueError,
-        RuntimeError,
-        FloatingPointError,
-    )
+    plain = (ValueError, RuntimeError, FloatingPointError)
+    is_for_users = isinstance(cause, CodedError) or type(cause) in plain
     if os.environ.get("OPENRLHF_DEBUG") or not is_for_users:
         raise error
     if _rank() > 0:

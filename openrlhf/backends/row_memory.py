@@ -149,7 +149,6 @@ def _head(shape: ModelShape, tokens: int, size: int, gpu: int | None) -> int:
     if gpu is None:
         # The gradient in float32; in half precision also weights in float32 and a copy of the gradient.
         return (4 if size == 4 else 8 + size) * weights + logits
-    rounded = (
-        size if size < 4 else 0
-    )  # bytes per element of a low-precision copy, first of a chunk's logits, then of the gradient
+    # bytes per element of a low-precision copy, first of a chunk's logits, then of the gradient
+    rounded = size if size < 4 else 0
     return 4 * weights + max(logits * (4 + rounded) // 4, weights * rounded)

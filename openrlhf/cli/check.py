@@ -9,12 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser
-from openrlhf.cli.data import TASKS, shows_colours
+from openrlhf.cli.data import shows_colours, task_type_of
 from openrlhf.cli.plan import assumed_of, cluster_of_options, invocation, parsed, parser
 from openrlhf.config.command import Command
 from openrlhf.config.fields import with_values
@@ -104,6 +103,7 @@ def run(
     command: Command, invoked: "Invocation", cluster: "Cluster", assumed: "Assumed", *, coloured: bool
 ) -> int:
     """Prints all checks. Returns 0 if nothing is wrong, else 1."""
+    from openrlhf.cli.installation import own_address
     from openrlhf.observability.preview import Preview
 
     choose_hub((config := invoked.config).use_ms)
@@ -119,7 +119,7 @@ def run(
     with check.part("disks"):
         _disks(check)
     with check.part("ports"):
-        _ports(check)
+        check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
     with check.part(f"plan for {cluster}"):
         _plan(check, cluster)
     check.notes += invoked.remarks
@@ -167,12 +167,11 @@ def _files(check: Check) -> None:
 def _task(check: Check) -> Any:
     """Returns the task of a supervised command, limited to the first rows of its dataset and without the
     cache."""
-    module, name = TASKS[check.command.name]
     few = with_values(
         check.config,
         {"data.max_samples": min(ROWS, check.config.data.max_samples), "data.cache_enable": False},
     )
-    return getattr(import_module(f"openrlhf.cli.{module}"), name)(few)
+    return task_type_of(check.command.name)(few)
 
 
 def _supervised_data(check: Check) -> None:
@@ -259,9 +258,7 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
     try:
         remarks = probe(tokenizer, with_tools=False)
     except TemplateProblem as problem:
-        if (
-            not check.config.train.agent
-        ):  # without an agent a run samples a single answer, so this is no problem
+        if not check.config.train.agent:  # a run without one samples a single answer, so this is no problem
             check.say(f"not for agents of several turns: {problem}")
             return
         raise UsageError(ErrorCode.CHAT_TEMPLATE, str(problem), flag="--train.agent_func_path") from problem
@@ -397,12 +394,6 @@ def _disks(check: Check) -> None:
     checkpoints = checkpoints_of(config) if is_rl else CheckpointFolder(ckpt.folder, ckpt)
     check_space(config, checkpoints, (ckpt.max_num + 1) * max(1, ckpt.save_steps))
     check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
-
-
-def _ports(check: Check) -> None:
-    from openrlhf.cli.installation import own_address
-
-    check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
 
 
 def _plan(check: Check, cluster: "Cluster") -> None:

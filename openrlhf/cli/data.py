@@ -34,12 +34,17 @@ def main(argv: Sequence[str] | None = None) -> None:
             case [] | ["--help" | "-h", *_] | ["preview"] | ["preview", "--help" | "-h"]:
                 print(USAGE)
             case ["preview", name, *flags] if name in TASKS:
-                module, task_type = TASKS[name]
-                preview(getattr(import_module(f"openrlhf.cli.{module}"), task_type), flags)
+                preview(task_type_of(name), flags)
             case ["preview", name, *_]:
                 raise _unknown("data preview", name, f"it previews {', '.join(TASKS)}")
             case [name, *_]:
                 raise _unknown("data", name, "there is `openrlhf data preview`")
+
+
+def task_type_of(name: str) -> type[Task]:
+    """Returns the task of a supervised command."""
+    module, task_type = TASKS[name]
+    return getattr(import_module(f"openrlhf.cli.{module}"), task_type)
 
 
 def _unknown(command: str, name: str, remedy: str) -> UsageError:

@@ -42,8 +42,6 @@ class Recipe:
     summary: str
     command: str
     """The training command."""
-    module: str
-    """Module of the command, for launchers of ranks."""
     data: str
     """Description of a row of the dataset."""
     columns: Mapping[str, tuple[str, ...]]
@@ -64,21 +62,18 @@ RECIPES = {
     "sft": Recipe(
         summary="supervised fine-tuning",
         command="sft",
-        module="train_sft",
         data="chats (messages), or prompts and responses",
         columns={"input": ("messages", *_INPUTS), "output": ("response", "answer", "output", "completion")},
     ),
     "dpo": Recipe(
         summary="preferences: DPO on pairs of answers",
         command="dpo",
-        module="train_dpo",
         data="pairs (chosen, rejected)",
         columns=_PAIRS,
     ),
     "kto": Recipe(
         summary="preferences: KTO on single answers, good or bad",
         command="kto",
-        module="train_kto",
         data="prompts, answers and labels",
         columns={
             "input": _INPUTS,
@@ -89,14 +84,12 @@ RECIPES = {
     "rm": Recipe(
         summary="a reward model from pairs of answers",
         command="rm",
-        module="train_rm",
         data="pairs (chosen, rejected)",
         columns=_PAIRS,
     ),
     "rl": Recipe(
         summary="reinforcement learning with a verifier, a Python function",
         command="ppo",
-        module="train_ppo_ray",
         data="prompts, and what the verifier compares with",
         columns={"input": _INPUTS, "label": ("answer", "label", "solution", "target")},
         reward="Python file with reward_func",
@@ -105,7 +98,6 @@ RECIPES = {
     "rl_rm": Recipe(
         summary="reinforcement learning with a reward model",
         command="ppo",
-        module="train_ppo_ray",
         data="prompts",
         columns={"input": _INPUTS},
         reward="reward model",
@@ -390,11 +382,14 @@ def is_new_function(reward: Path) -> bool:
 
 def next_steps(file: Path, recipe: Recipe, gpus: int) -> str:
     """Returns the commands that check the file and start the run."""
+    from openrlhf.cli.main import COMMANDS
+
     start = f"openrlhf {recipe.command} --config {file}"
     if recipe.command != "ppo" and gpus > 1:
         nodes = "" if gpus <= GPUS_OF_NODE else f" --nnodes {gpus // GPUS_OF_NODE} ..."
         ranks = min(gpus, GPUS_OF_NODE)
-        start = f"torchrun --nproc_per_node {ranks}{nodes} -m openrlhf.cli.{recipe.module} --config {file}"
+        module = f"openrlhf.cli.{COMMANDS[recipe.command][0]}"
+        start = f"torchrun --nproc_per_node {ranks}{nodes} -m {module} --config {file}"
     lines = [
         f"  openrlhf plan {recipe.command} {file}    does it fit, how long does a step take?",
         f"  openrlhf check {recipe.command} {file}   data, template, rewards, disks",

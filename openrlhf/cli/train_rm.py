@@ -72,12 +72,11 @@ class RewardModelTask(PairTask[RMConfig]):
     def finish(self, run: task.Run[RMConfig]) -> None:
         """Writes the scores' mean and standard deviation to the model's config.json, for
         --reward.normalize_enable of RL."""
-        from openrlhf.data.batches import FirstItems
         from openrlhf.training.objectives.rm import ScoreMoments
 
         num_pairs = math.ceil(STATISTICS_FRACTION * len(run.train_set))
-        pairs = run.eval_set or FirstItems(run.train_set, num_pairs)
-        moments = run.engine.evaluate(run.whole(pairs), ScoreMoments())
+        pairs = run.whole(run.eval_set) if run.eval_set else run.whole(run.train_set, num_pairs)
+        moments = run.engine.evaluate(pairs, ScoreMoments())
         config = run.engine.module.model.config
         config.mean = moments["mean"]
         config.std = max(moments["square"] - moments["mean"] ** 2, 1e-16) ** 0.5

@@ -8,13 +8,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from openrlhf.cli.arguments import ArgumentParser, positive
-from openrlhf.cli.data import TASKS
+from openrlhf.cli.data import task_type_of
 from openrlhf.cli.plan import invocation, parsed
 from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Command
@@ -107,8 +106,7 @@ def subject_of(command: Command, config: Any, scratch: Path, size: "Size") -> "S
 
     if command.name == PPO.name:
         return PolicySubject(config, size)
-    module, name = TASKS[command.name]
-    return SupervisedSubject(getattr(import_module(f"openrlhf.cli.{module}"), name), config, scratch, size)
+    return SupervisedSubject(task_type_of(command.name), config, scratch, size)
 
 
 def _with_layers(command: Command, config: Any, layers: int | None, scratch: Path) -> Any:

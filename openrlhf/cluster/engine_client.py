@@ -39,9 +39,8 @@ class RayEngineClient:
         self._all(lambda _, engine: engine.start_weight_update.remote())
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
-        shared = ray.put(
-            update_info
-        )  # contains all tensors' names: stored once instead of sent to each engine
+        # contains all tensors' names: stored once instead of sent to each engine
+        shared = ray.put(update_info)
         self._all(lambda _, engine: engine.update_weights.remote(shared))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:

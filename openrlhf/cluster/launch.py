@@ -72,9 +72,8 @@ def start_ray(backends: Sequence[str] = tuple(BACKENDS)) -> None:
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
     if not sys.stderr.isatty():
         _disable_colours()
-    os.environ.setdefault(
-        "RAY_OVERRIDE_JOB_RUNTIME_ENV", "1"
-    )  # a job's variables are set in this process already
+    # a job's variables are set in this process already
+    os.environ.setdefault("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
     if address := cluster_address():
         _join(address)
     else:

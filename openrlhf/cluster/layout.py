@@ -281,21 +281,13 @@ def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
             yield role, str(ranks), str(node), "cores", "all", "-", "-"
         return
     others, claim = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
+    sharing = (others, f"{claim:g}" if claim else "-", place.offload or "-")
     for node in sorted({device.node for device in place.devices}):
         groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]
         if place.mesh.tensor == 1:
             groups = [[gpu for group in groups for gpu in group]]
         devices = ", ".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups if g)
-        ranks = sum(map(len, groups))
-        yield (
-            role,
-            str(ranks),
-            str(node),
-            devices,
-            others,
-            f"{claim:g}" if claim else "-",
-            place.offload or "-",
-        )
+        yield role, str(sum(map(len, groups))), str(node), devices, *sharing
 
 
 def _summary(layout: Layout) -> str:

@@ -7,6 +7,7 @@ from itertools import chain
 from openrlhf.config import checks
 from openrlhf.config.checks import Rule, Unread, needs
 from openrlhf.config.command import Explicit, Problem, remark
+from openrlhf.config.sections import ImagesConfig, RowTemplateConfig
 from openrlhf.config.supervised import (
     DPOConfig,
     KDConfig,
@@ -20,25 +21,18 @@ from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 
 
-def sft_problems(config: SFTConfig, explicit: Explicit) -> list[Problem]:
+def sft_problems(config: SFTConfig | KDConfig, explicit: Explicit) -> list[Problem]:
     return _supervised(
         config,
         explicit,
-        checks.template(config, explicit),
-        checks.broken(config, (*checks.IMAGE_ROWS, *PRETRAIN)),
+        checks.broken(config, PRETRAIN),
         _responses(config, explicit),
-        checks.unread(config, explicit, (*PRETRAIN_UNREAD, checks.IMAGES_UNREAD)),
+        checks.unread(config, explicit, PRETRAIN_UNREAD),
     )
 
 
 def rm_problems(config: RMConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(
-        config,
-        explicit,
-        checks.template(config, explicit),
-        checks.broken(config, checks.IMAGE_ROWS),
-        checks.unread(config, explicit, (*RM_UNREAD, checks.IMAGES_UNREAD)),
-    )
+    return _supervised(config, explicit)
 
 
 def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
@@ -48,51 +42,32 @@ def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
 
 
 def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(
-        config,
-        explicit,
-        checks.local_models(config, "ref.model_name_or_path"),
-        checks.template(config, explicit),
-        checks.broken(config, (*checks.IMAGE_ROWS, NO_DROPOUT)),
-        checks.unread(config, explicit, (*DPO_UNREAD, checks.IMAGES_UNREAD)),
-    )
+    return _supervised(config, explicit, checks.broken(config, (NO_DROPOUT,)))
 
 
 def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(
-        config,
-        explicit,
-        checks.local_models(config, "ref.model_name_or_path"),
-        checks.template(config, explicit),
-        checks.broken(config, (NO_DROPOUT,)),
-        _responses(config, explicit),
-    )
+    return _supervised(config, explicit, checks.broken(config, (NO_DROPOUT,)), _responses(config, explicit))
 
 
 def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(
-        config,
-        explicit,
-        checks.required(config, "teacher.model_name_or_path"),
-        checks.local_models(config, "teacher.model_name_or_path"),
-        checks.template(config, explicit),
-        checks.broken(config, (*checks.IMAGE_ROWS, *PRETRAIN)),
-        _responses(config, explicit),
-        checks.unread(config, explicit, (*PRETRAIN_UNREAD, *KD_UNREAD, checks.IMAGES_UNREAD)),
-    )
+    return [*checks.required(config, "teacher.model_name_or_path"), *sft_problems(config, explicit)]
 
 
 def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Problem]) -> list[Problem]:
     """Lists the problems of the flags that all supervised commands share, and a command's `own` problems."""
     launched = os.environ.get("WORLD_SIZE", "")
     ds, num_ranks = config.ds, max(1, int(launched)) if launched.isdecimal() else 1
+    models = [role for role in ("model", "ref", "teacher") if hasattr(config, role)]
+    has_template, has_images = (isinstance(config.data, kind) for kind in (RowTemplateConfig, ImagesConfig))
     mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
     return checks.first_of_each(
         [
             *checks.modelscope(config),
             *checks.required(config, "model.model_name_or_path", "data.dataset"),
-            *checks.local_models(config, "model.model_name_or_path"),
+            *checks.local_models(config, *(f"{role}.model_name_or_path" for role in models)),
             *checks.local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
+            *(checks.template(config, explicit) if has_template else ()),
+            *(checks.broken(config, checks.IMAGE_ROWS) if has_images else ()),
             *chain.from_iterable(own),
             *checks.optimizer("", config, config.ds),
             *checks.batches(config, mesh.data, None, ""),
@@ -122,13 +97,22 @@ SUPERVISED_UNREAD = (
         "because the rows have no images (--data.max_images_per_prompt 0)",
     ),
     Unread("ds.enable_sleep", lambda c: True, "because nothing else uses the GPUs of supervised training"),
-)
-RM_UNREAD = (
+    checks.IMAGES_UNREAD,
     Unread("model.compute_fp32_loss_enable", lambda c: True, "because scores and losses are always fp32"),
     Unread(
         "model.margin_loss_enable",
         lambda c: c.model.loss_type == "logexp",
         "with model.loss_type logexp, which has no margin",
+    ),
+    Unread(
+        "model.kd_temperature model.kd_loss_type",
+        lambda c: c.model.kd_coef == 0,
+        "with model.kd_coef 0, which leaves the teacher out",
+    ),
+    Unread(
+        "model.label_smoothing",
+        lambda c: c.model.ipo_enable,
+        "with --model.ipo_enable, whose loss has no label smoothing",
     ),
 )
 PRETRAIN_UNREAD = (
@@ -141,20 +125,6 @@ PRETRAIN_UNREAD = (
         "data.output_key",
         lambda c: c.model.pretrain_mode_enable and c.data.output_key is not None,
         "with --model.pretrain_mode_enable, which reads data.input_key as plain text",
-    ),
-)
-KD_UNREAD = (
-    Unread(
-        "model.kd_temperature model.kd_loss_type",
-        lambda c: c.model.kd_coef == 0,
-        "with model.kd_coef 0, which leaves the teacher out",
-    ),
-)
-DPO_UNREAD = (
-    Unread(
-        "model.label_smoothing",
-        lambda c: c.model.ipo_enable,
-        "with --model.ipo_enable, whose loss has no label smoothing",
     ),
 )
 

@@ -170,24 +170,3 @@ class Windows(Generic[RowT]):
         """Collates a row of these items; without items an empty row."""
         row = self._collate([self._dataset[i] for i in items or [0]])
         return row if items else row.empty()
-
-
-class FirstItems:
-    """The first `count` items of a dataset."""
-
-    def __init__(self, dataset: Dataset, count: int) -> None:
-        self._dataset = dataset
-        self._count = min(count, len(dataset))
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        return self._dataset.lengths[: self._count]
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, i: int, /) -> Any:
-        return self._dataset[range(self._count)[i]]
-
-    def sequences(self, i: int, /) -> tuple[np.ndarray, ...]:
-        return self._dataset.sequences(range(self._count)[i])

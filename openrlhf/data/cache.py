@@ -159,10 +159,8 @@ def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
 def _vocabulary(tokenizer: "PreTrainedTokenizerBase") -> object:
     if tokenizer.is_fast:
         state = json.loads(tokenizer.backend_tokenizer.to_str())
-        return state | {
-            "truncation": None,
-            "padding": None,
-        }  # truncation and padding are state of the last call, not of the tokenizer
+        # truncation and padding are state of the last call, not of the tokenizer
+        return state | {"truncation": None, "padding": None}
     with tempfile.TemporaryDirectory() as folder:
         try:
             files = tokenizer.save_vocabulary(folder) or ()

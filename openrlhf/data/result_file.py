@@ -6,9 +6,10 @@ Rank 0 appends to the file itself, rank N to `FILE.rankN.jsonl`. `merge` brings 
 import glob
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import write_atomically
@@ -18,7 +19,7 @@ Key = tuple[int, int]
 """(prompt_id, sample_index)"""
 
 
-class ResultFile:
+class ResultFile(AbstractContextManager["ResultFile"]):
     """The file that one rank appends to."""
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
@@ -36,9 +37,6 @@ class ResultFile:
 
     def close(self) -> None:
         self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -497,13 +497,10 @@ def _of_noise(e: Examined, signs: Signs) -> Iterator[Cause]:
     """Yields dropout and routing, scored by how similar their noise is to the gap in size and by action."""
     if not e.is_trainers or not e.in_time:
         return
-    dropout = _spread(e, _with_dropout)
-    if dropout is not None:
+    if dropout := _spread(e, _with_dropout):
         yield _noise("dropout", "passes with dropout", *dropout, signs)
-    if e.policy.routers:
-        routing = _spread(e, _with_router_noise)
-        if routing is not None:
-            yield _noise("routing", "passes with noise on the routers", *routing, signs)
+    if e.policy.routers and (routing := _spread(e, _with_router_noise)):
+        yield _noise("routing", "passes with noise on the routers", *routing, signs)
 
 
 def _noise(name: str, passes: str, ratio: float, similar: float, signs: Signs) -> Cause:
@@ -517,13 +514,12 @@ def _noise(name: str, passes: str, ratio: float, similar: float, signs: Signs) -
     return Cause(name, score if random > 0.1 or np.isnan(signs.random) else score / 2, tuple(evidence))
 
 
-def _with_dropout(e: Examined) -> Tensor | None:
+def _with_dropout(e: Examined) -> Tensor:
     e.policy.model.train()
     try:
-        logits = e.policy.all_logits(e.rows)
+        return e.policy.all_logits(e.rows)
     finally:
         e.policy.model.eval()
-    return logits
 
 
 def _with_router_noise(e: Examined) -> Tensor:
@@ -531,16 +527,12 @@ def _with_router_noise(e: Examined) -> Tensor:
         return e.policy.all_logits(e.rows)
 
 
-def _spread(e: Examined, draw: Callable[[Examined], Tensor | None]) -> tuple[float, float] | None:
+def _spread(e: Examined, draw: Callable[[Examined], Tensor]) -> tuple[float, float] | None:
     """Returns the mean difference between random passes and the expected log-probs, as a multiple of the gap,
     and its rank correlation with the gap by action. None if the passes are not random."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        draws = [
-            np.abs(e.either(logits)[0, 0] - e.expected[0])
-            for _ in range(DRAWS)
-            if (logits := draw(e)) is not None
-        ]
+        draws = [np.abs(e.either(draw(e))[0, 0] - e.expected[0]) for _ in range(DRAWS)]
     mean = np.mean(draws, axis=0)
     if not mean.max() > 1e-4:
         return None

@@ -17,7 +17,7 @@ import psutil
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import journal_steps
 from openrlhf.observability.lock import LOCK
-from openrlhf.observability.run_folder import RunFolder, read_steps
+from openrlhf.observability.run_folder import RunFolder, flat, read_steps
 
 FEWEST = 8
 """Number of steps below which a series has no trend."""
@@ -141,12 +141,8 @@ class RunRecord:
     def flag(self, name: str, default: Any = None) -> Any:
         """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
         None."""
-        node: Any = self.config
-        for part in name.split("."):
-            if not isinstance(node, Mapping) or part not in node:
-                return default
-            node = node[part]
-        return default if node is None else node
+        value = flat(self.config).get(name)
+        return default if value is None else value
 
     @property
     def last_step(self) -> int:

@@ -149,13 +149,9 @@ def _frames(text: str) -> tuple[Frame, ...]:
 def _working(threads: Sequence[tuple[Frame, ...]]) -> tuple[Frame, ...]:
     """Returns the frames of the thread that does the work of a process: the longest with code of openrlhf
     that does more than watch, else the longest of all."""
-    own = [thread for thread in threads if any(_is_work(frame) for frame in thread)]
+    own = [thread for thread in threads if any("openrlhf" in frame.file for frame in thread)]
     own = [thread for thread in own if not any(part in f.file for f in thread for part in _IDLE)]
     return max(own or threads, key=len, default=())
-
-
-def _is_work(frame: Frame) -> bool:
-    return "openrlhf" in frame.file
 
 
 def waiting(stacks: Sequence[Stack]) -> Iterator[str]:

@@ -112,13 +112,9 @@ def head_options(config: PreTrainedConfig) -> tuple[float, float | None]:
     """Returns the architecture's transformation of logits as (factor, softcap): Cohere multiplies logits,
     Granite divides them, Gemma caps them by tanh."""
     text_config = config.get_text_config()
-    known = lambda *names: next(
-        (value for name in names if (value := getattr(text_config, name, None))), None
-    )
-    factor, divisor = (
-        known("logit_scale") or 1.0,
-        known("logits_scaling", "logits_mup_width_multiplier") or 1.0,
-    )
+    known = lambda *names: next(filter(None, (getattr(text_config, name, None) for name in names)), None)
+    factor = known("logit_scale") or 1.0
+    divisor = known("logits_scaling", "logits_mup_width_multiplier") or 1.0
     return factor / divisor, known("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 

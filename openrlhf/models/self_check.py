@@ -340,17 +340,13 @@ def _related(model: PreTrainedModel, longest: int) -> tuple[PackedRow, PrefixTre
     twig = torch.cat([branch[:most], x])[: len(x)]
     sequences = (x, branch, twig, x[:most], branch)
     if reader is None or image is None or other is None:
-        row = _row(model, *map(_without_actions, sequences))
+        row = _row(model, *(Sample(token_ids=t, action_mask=torch.zeros_like(t).bool()) for t in sequences))
         return row, present(tree_of(row, with_routing=False))
     row = _row(model, *(_after_image(image, ids) for ids in sequences), _after_image(other, x))
     tree = tree_of(row, with_routing=False, patch_id=reader.patch_id)
     if tree is None:
         raise CannotPack("the patches of an image are not consecutive tokens")
     return row, tree
-
-
-def _without_actions(token_ids: Tensor) -> Sample:
-    return Sample(token_ids=token_ids, action_mask=torch.zeros_like(token_ids).bool())
 
 
 def _gradient(model: PreTrainedModel, row: PackedRow, tree: PrefixTree | None, index: Tensor) -> Tensor:

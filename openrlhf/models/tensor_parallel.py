@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.algorithms.logprobs import SharedVocabulary
 from openrlhf.device import DEVICE_TYPE
@@ -96,7 +96,9 @@ def why_not(model: PreTrainedModel, size: int) -> str:
             return f"transformers' plan for {name} is {style}, which is not implemented"
         if style != REPLICATED and type(module) is not nn.Linear:
             return f"{name} is a {type(module).__name__}"
-    sizes = {"attention heads": config.num_attention_heads, "heads of keys": _key_heads(config)}
+    heads = config.num_attention_heads
+    keys = getattr(config, "num_key_value_heads", None) or heads
+    sizes = {"attention heads": heads, "heads of keys": keys}
     sizes |= {f"features of {name}": _cut_size(module, style) for name, module, style in planned}
     for what, number in sizes.items():
         if number % size:
@@ -166,9 +168,8 @@ class SharedInput:
         if answer is None or self._given is not x:
             answer, self._left = differentiable(x, self.group, replicated, summed), self.layers
         self._left -= 1
-        self._given, self._answer = (
-            (x, answer) if self._left else (None, None)
-        )  # dropped after the last layer
+        # dropped after the last layer
+        self._given, self._answer = (x, answer) if self._left else (None, None)
         return answer
 
 
@@ -230,19 +231,12 @@ def _planned(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module, str]]:
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     modules = dict(model.named_modules())
     names = {name: name for name in modules}
-    names |= {name: owner for owner, module in modules.items() for name in _parameters_of(owner, module)}
+    for owner, module in modules.items():
+        names |= {f"{owner}.{own}": owner for own, _ in module.named_parameters(recurse=False)}
     for name, owner in names.items():
         style = plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
         if style is not None and modules[owner] not in ends:
             yield name, modules[owner], style
-
-
-def _parameters_of(name: str, module: nn.Module) -> list[str]:
-    return [f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)]
-
-
-def _key_heads(config: PreTrainedConfig) -> int:
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
 
 
 def _cut_size(module: nn.Module, style: str) -> int:

@@ -24,10 +24,8 @@ def varlen_attention(
 
     window_size: how many keys before and after its own position a query sees; -1: all.
     """
-    from torch.nn.attention.varlen import (
-        AuxRequest,
-        varlen_attn,
-    )  # imports the compiler, which takes a second
+    # imports the compiler, which takes a second
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
     options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window_size}
     if _asks_for_groups(varlen_attn):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import unwaiting
 from openrlhf.observability.lock import LOCK
-from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder, reading
+from openrlhf.observability.run_folder import JOURNAL_FILE, RunFolder, flat, model_of, reading
 from openrlhf.observability.selection import best_to_worst
 from openrlhf.observability.trackers.metrics_file import RENAMED
 
@@ -161,8 +161,7 @@ class FollowedRun:
     @property
     def model(self) -> str:
         """Name of the trained model; empty if unknown."""
-        sections = (_inside(self.config, name) for name in ("actor", "model"))
-        return next((str(s["model_name_or_path"]) for s in sections if s.get("model_name_or_path")), "")
+        return model_of(flat(self.config))
 
     @property
     def age(self) -> float | None:
@@ -290,11 +289,6 @@ def find_run(path: Path) -> Path:
 def _last_change(run: Path) -> float:
     files = [run / "metrics.jsonl", run / "argv.txt"]
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-
-
-def _inside(config: dict[str, Any], section: str) -> dict[str, Any]:
-    found = config.get(section)
-    return found if isinstance(found, dict) else {}
 
 
 def _integer(value: Any) -> int:

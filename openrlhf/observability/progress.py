@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Self, TextIO, TypeVar
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
@@ -48,18 +48,11 @@ logger = logging.getLogger(__name__)
 ItemT = TypeVar("ItemT")
 
 KEY_METRICS = {
-    "sft/loss": "loss",
-    "rm/loss": "loss",
-    "rm/accuracy": "accuracy",
-    "prm/loss": "loss",
-    "prm/accuracy": "accuracy",
-    "dpo/loss": "loss",
-    "dpo/accuracy": "accuracy",
-    "kto/loss": "loss",
-    "kto/accuracy": "accuracy",
-    "kto/kl": "kl",
-    "kd/loss": "loss",
-    "kd/kl": "kl",
+    **{
+        f"{command}/{name}": name
+        for command in ("sft", "rm", "prm", "dpo", "kto", "kd")
+        for name in ("loss", "accuracy", "kl")
+    },
     "rollout/reward_mean": "reward",
     "rollout/response_length_mean": "length",
     "rollout/truncated_rate": "truncated",
@@ -96,7 +89,7 @@ DURATIONS_KEPT = 200
 """Number of waits whose durations are remembered."""
 
 
-class Progress:
+class Progress(AbstractContextManager["Progress"]):
     """Progress of a run. `phase`, `advance` and `message` may be called from any thread."""
 
     def __init__(
@@ -186,9 +179,6 @@ class Progress:
         if self._bars:
             self._bars.stop()
             self._bars = None
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

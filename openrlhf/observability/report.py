@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 import re
-import shutil
 import sys
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -32,7 +31,7 @@ from openrlhf.observability.journal import (
 )
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
-from openrlhf.observability.run_folder import RunFolder, flat, label_of, read_steps
+from openrlhf.observability.run_folder import RunFolder, flat, label_of, model_of, read_steps
 from openrlhf.observability.selection import best_to_worst, thinned
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.types import Trajectory
@@ -101,11 +100,12 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
     files = journal_steps(folder.rollouts_path)
     own = _own_metrics(files)
     same = _same(curves, own)
+    shown = headlines(name for name in curves if name not in same)
     warnings = [*read_steps(folder.health_path)]
     return {
         "name": _title(folder),
         "facts": _facts(curves),
-        "tiles": [_tile(name, curves[name]) for name in _headline_names(curves, same)],
+        "tiles": [_tile(name, curves[name]) for name in shown[:TILES_SHOWN]],
         "warnings": [
             {"step": _step(row["step"]), "text": shorten(row["text"], WARNING_CHARACTERS)}
             for row in warnings[-WARNINGS_SHOWN:]
@@ -177,7 +177,7 @@ def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
 def _title(folder: RunFolder) -> str:
     """Returns the run's name, model, algorithm and date, as far as the folder has them."""
     flags = flat(folder.read_config())
-    model = flags.get("actor.model_name_or_path") or flags.get("model.model_name_or_path") or ""
+    model = model_of(flags)
     words = folder.read("argv.txt")
     command, date = (re.search(pattern, words) for pattern in (r"cli\.train_([a-z]+)", r"# (\S+ \d+:\d+)"))
     name = flags.get("logger.wandb.run_name") or folder.path.resolve().name
@@ -194,10 +194,6 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
     if total:
         facts.append(f"total step time {format_duration(total)}")
     return facts
-
-
-def _headline_names(curves: dict[str, Curve], same: Container[str]) -> list[str]:
-    return headlines(name for name in curves if name not in same)[:TILES_SHOWN]
 
 
 def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
@@ -502,7 +498,6 @@ def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(file=stream, width=shutil.get_terminal_size().columns)
     table = Table(title="samples", show_lines=True, expand=True)
     table.add_column("reward", justify="right")
     table.add_column("tokens", justify="right")
@@ -510,4 +505,4 @@ def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
     table.add_column("answer", ratio=3)
     for row in rows:
         table.add_row(*map(Text, row))
-    console.print(table)
+    Console(file=stream).print(table)

@@ -115,11 +115,9 @@ def as_of_today(table: pa.Table, written: Container[str]) -> pa.Table:
 
 def to_trajectories(table: pa.Table) -> list[Trajectory]:
     """Rebuilds trajectories. Their arrays are views of the table's columns."""
-    if "turn_rewards" not in table.column_names:  # absent in journals of earlier versions
-        table = table.append_column("turn_rewards", _lists([np.zeros(0)] * len(table), pa.float32()))
-    for name in ("images", "extra_texts"):
-        if name not in table.column_names:
-            table = table.append_column(name, pa.array([[]] * len(table), FACTS.field(name).type))
+    for name in ("turn_rewards", "images", "extra_texts"):
+        if name not in table.column_names:  # absent in journals of earlier versions
+            table = table.append_column(name, pa.array([[]] * len(table), SCHEMA.field(name).type))
     facts = table.select(FACTS.names).to_pylist()
     arrays = zip(*(_split(table[name]) for name in ARRAYS.names), strict=True)
     return [

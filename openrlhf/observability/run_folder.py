@@ -361,6 +361,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def model_of(flags: Mapping[str, Any]) -> str:
+    """Returns the trained model that a run's flags name; empty if they name none."""
+    return str(flags.get("actor.model_name_or_path") or flags.get("model.model_name_or_path") or "")
+
+
 def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:
     """Returns (key, value) of every text and whole number in a YAML tree."""
     if isinstance(node, dict):

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -175,9 +174,6 @@ class Sparkline:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield Text(self.text(options.max_width), style="cyan", no_wrap=True)
 
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)
-
     def text(self, width: int) -> str:
         """Returns the curve in at most `width` characters. Each character shows the mean of its steps."""
         values = self._values
@@ -245,9 +241,6 @@ class PhaseBar:
             end += share * options.max_width
             text.append(letter * max(0, round(end) - len(text)), style=style)
         yield text
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)
 
 
 def queues(run: FollowedRun) -> RenderableType | None:

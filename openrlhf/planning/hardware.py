@@ -151,21 +151,18 @@ def this_machine() -> Cluster:
 
 def cores(processes: int) -> Cluster:
     """Returns the cores of this machine, shared by this number of ranks."""
-    return Cluster(nodes=1, per_node=processes, kind=_cores())
-
-
-def _cores() -> Kind:
-    cores = len(os.sched_getaffinity(0))
-    return Kind(
-        name=counted(cores, "CPU core"),
+    count = len(os.sched_getaffinity(0))
+    kind = Kind(
+        name=counted(count, "CPU core"),
         memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        flops=cores * CORE_FLOPS,
+        flops=count * CORE_FLOPS,
         memory_rate=CPU_MEMORY_RATE,
         link_rate=CPU_MEMORY_RATE,
         host_rate=CPU_MEMORY_RATE,
         network_rate=CPU_MEMORY_RATE,
         on_gpu=False,
     )
+    return Cluster(nodes=1, per_node=processes, kind=kind)
 
 
 def with_measured(cluster: Cluster, path: Path) -> Cluster:

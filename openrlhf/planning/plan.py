@@ -8,7 +8,6 @@ from openrlhf.cluster.layout import ENGINES, Layout, described, layout_of, resou
 from openrlhf.config.command import Command
 from openrlhf.config.fields import to_words, values_of, with_values
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
-from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.planning.batches import (
     SEQUENCES,
     Batches,
@@ -71,17 +70,12 @@ class RunPlan:
     def starved(self) -> Demand | None:
         """Devices on which an engine's KV cache is too small for its longest sequence; None if there are
         none."""
-        if ENGINES not in self.sizes:
+        if self.layout is None:
             return None
-        for demand in self.memory:
-            needed = self.sizes[ENGINES].kv_bytes(2) * (self.lengths.prompt + self.lengths.longest)
-            if demand.phase == "generate" and demand.parts.get("KV cache", 0) < needed / self.engine_gpus:
-                return demand
-        return None
-
-    @property
-    def engine_gpus(self) -> int:
-        return 1 if self.layout is None else self.layout.roles[ENGINES].mesh.tensor
+        needed = self.sizes[ENGINES].kv_bytes(2) * (self.lengths.prompt + self.lengths.longest)
+        needed /= self.layout.roles[ENGINES].mesh.tensor
+        sampling = (demand for demand in self.memory if demand.phase == "generate")
+        return next((demand for demand in sampling if demand.parts.get("KV cache", 0) < needed), None)
 
     @property
     def slowest(self) -> Phase:
@@ -91,18 +85,23 @@ class RunPlan:
 def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) -> RunPlan:
     """Predicts a run. Raises UsageError if it needs more devices than the cluster has, or if a model has no
     configuration."""
+    data, layout = config.data, None
     if isinstance(config, PPOConfig):
-        return _plan_ppo(command, config, cluster, assumed)
-    return _plan_supervised(command, config, cluster, assumed)
-
-
-def _plan_ppo(command: Command, config: PPOConfig, cluster: Cluster, assumed: Assumed) -> RunPlan:
-    layout = layout_of(config, described(cluster.gpus))
-    sizes = _sizes(config)
-    lengths = lengths_of(config.data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
-    rows = assumed.rows or rows_of(config)
-    batches = ppo_batches(config, lengths, rows)
-    time = ppo_time(config, cluster, layout, sizes, batches, lengths)
+        layout, sizes = layout_of(config, described(cluster.gpus)), _sizes(config)
+        lengths = lengths_of(data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
+        rows = assumed.rows or rows_of(config)
+        batches = ppo_batches(config, lengths, rows)
+        memory = ppo_memory(config, cluster, layout, sizes)
+        time = ppo_time(config, cluster, layout, sizes, batches, lengths)
+    else:
+        sequences, sizes = SEQUENCES.get(command.name, 1), _supervised_sizes(command, config)
+        mean = assumed.response or max(1, data.max_len // 2)
+        unknown = ("response",) * (assumed.response is None)
+        lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
+        rows = assumed.rows or rows_of(config)
+        batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
+        memory = supervised_memory(config, cluster, sizes, sequences=sequences)
+        time = supervised_time(config, cluster, sizes, batches, lengths)
     return RunPlan(
         command=command.name,
         cluster=cluster,
@@ -110,31 +109,7 @@ def _plan_ppo(command: Command, config: PPOConfig, cluster: Cluster, assumed: As
         sizes=sizes,
         lengths=lengths,
         batches=batches,
-        memory=ppo_memory(config, cluster, layout, sizes),
-        time=time,
-        seconds=step_seconds(config, time),
-    )
-
-
-def _plan_supervised(
-    command: Command, config: SupervisedConfig, cluster: Cluster, assumed: Assumed
-) -> RunPlan:
-    sequences, data = SEQUENCES.get(command.name, 1), config.data
-    sizes = _supervised_sizes(command, config)
-    mean = assumed.response or max(1, data.max_len // 2)
-    unknown = ("response",) * (assumed.response is None)
-    lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
-    rows = assumed.rows or rows_of(config)
-    batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
-    time = supervised_time(config, cluster, sizes, batches, lengths)
-    return RunPlan(
-        command=command.name,
-        cluster=cluster,
-        layout=None,
-        sizes=sizes,
-        lengths=lengths,
-        batches=batches,
-        memory=supervised_memory(config, cluster, sizes, sequences=sequences),
+        memory=memory,
         time=time,
         seconds=step_seconds(config, time),
     )

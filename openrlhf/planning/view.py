@@ -1,7 +1,7 @@
 """Prints a plan as tables, or returns it as plain data."""
 
-import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any, TextIO
 
@@ -21,13 +21,16 @@ MOST_LINES = 24
 """Maximum number of lines that the placement takes."""
 
 
+def console_of(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+
+
 def show(
     plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None, stream: TextIO
 ) -> None:
     """Prints a plan. `suggested`: changes of flags with which the run fits, and the plan with them; None if
     no changes suffice or none are needed."""
-    width = shutil.get_terminal_size().columns if stream.isatty() else WIDTH
-    console = Console(file=stream, width=width, highlight=False)
+    console = console_of(stream)
     say = lambda text, style="": console.print(Text(text, style=style), soft_wrap=True)
     say(f"{plan.command} on {plan.cluster}: {_verdict(plan)}", "bold " + ("green" if plan.fits else "red"))
     console.print(_models(plan))
@@ -160,9 +163,9 @@ def binding_lines(
 
 def duration(seconds: float) -> str:
     """Formats seconds as a coarse duration: 90 s, 12 min, 3.5 h, 4.2 days."""
-    for size, unit in ((2 * 86400, "days"), (2 * 3600, "h"), (120, "min")):
-        if seconds >= size:
-            return f"{seconds / {'days': 86400, 'h': 3600, 'min': 60}[unit]:.3g} {unit}"
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
@@ -190,7 +193,7 @@ def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPl
             "response": plan.lengths.response,
             "assumed": bool(plan.lengths.assumed),
         },
-        "batches": {name: getattr(plan.batches, name) for name in plan.batches.__slots__},
+        "batches": asdict(plan.batches),
         "memory": [
             {name: getattr(demand, name) for name in ("devices", "count", "phase", "total", "share", "fits")}
             | {"parts": dict(demand.parts)}

@@ -1,6 +1,5 @@
 """Prints the results of `openrlhf replay` and `openrlhf bisect`."""
 
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any, TextIO
 
@@ -25,8 +24,7 @@ class Screen:
     """The output of a comparison, on a terminal or in a file."""
 
     def __init__(self, stream: TextIO) -> None:
-        width = shutil.get_terminal_size().columns if stream.isatty() else WIDTH
-        self._console = Console(file=stream, width=width, highlight=False)
+        self._console = Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
 
     def say(self, text: str, style: str = "") -> None:
         self._console.print(Text(clean_text(text), style=style), soft_wrap=True)

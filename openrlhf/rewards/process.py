@@ -81,7 +81,8 @@ class RewardProcess:
         `load`: imports the callable that `reference` names."""
         self.name = split(reference)[1] or DEFAULT
         self.reference, self.timeout, self._load = reference, timeout, load
-        self._memory = _machine_bytes() if memory_gb is None else int(memory_gb * 1e9)
+        whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._memory = whole if memory_gb is None else int(memory_gb * 1e9)
         self._import_problem = ""
         # Not fork: the parent runs vLLM's and Ray's threads.
         self._context = multiprocessing.get_context("spawn")
@@ -179,10 +180,6 @@ class RewardProcess:
 def _message(number: int, content: Any) -> bytes:
     data = pickle.dumps(content)
     return HEAD.pack(number, len(data)) + data
-
-
-def _machine_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _serve(reference: str, load: Callable[[str], Any], pipe: socket.socket, memory: int) -> None:

@@ -287,9 +287,8 @@ class Collector:
         if now.verdicts.total() >= self._config.rollout.batch_size:
             check_failures(now.sampled, self._config.reward.max_failed_ratio, now.number)
         elif self._prompts.is_exhausted:
-            check_failures(
-                now.sampled, 1.0, now.number
-            )  # less than a batch is no estimate of the failure rate
+            # less than a batch is no estimate of the failure rate
+            check_failures(now.sampled, 1.0, now.number)
 
     def _verdict(self, group: PromptGroup) -> Verdict:
         """Returns the filter's verdict. `statistics.mean` is exact up to one rounding, so the mean of equal

@@ -108,9 +108,8 @@ def rewards_of_earlier_turns(trajectories: Sequence[Trajectory]) -> Tensor | Non
     rows = []
     for t in trajectories:
         rows.append(row := torch.zeros(t.num_actions))
-        before = t.action_mask.cumsum()[
-            t.turn_starts[1:] - 1
-        ]  # number of actions before each turn, except the first
+        # number of actions before each turn, except the first
+        before = t.action_mask.cumsum()[t.turn_starts[1:] - 1]
         row[before - 1] = torch.from_numpy(t.turn_rewards[:-1].copy()) if len(t.turn_rewards) else 0.0
     return torch.cat(rows)
 

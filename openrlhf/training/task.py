@@ -258,10 +258,10 @@ class Run(Generic[ConfigT]):
             self.eval_set = attached(self.eval_set)
         self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
 
-    def whole(self, dataset: "Dataset") -> list[Any]:
-        """Returns this rank's rows of the whole dataset, as if it were one batch."""
-        (rows,) = self.lay_out(dataset, batch_size=len(dataset), shuffle=False).epoch(0)
-        return rows
+    def whole(self, dataset: "Dataset", most: int | None = None) -> list[Any]:
+        """Returns this rank's rows of the whole dataset, or of its first `most` items, as if they were one
+        batch."""
+        return next(self.lay_out(dataset, batch_size=most or len(dataset), shuffle=False).epoch(0))
 
     def trainer(self) -> "SupervisedTrainer":
         """Returns the trainer, at the checkpoint or the beginning. On rank 0 it has an observer, which has

@@ -63,7 +63,8 @@ class _Shares:
     Actions are counted in the mask."""
 
     def __call__(self, model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict]:
-        num_actions = int(_packed(row).action_mask.sum())
+        packed: Any = getattr(row, "row", row)
+        num_actions = int(packed.action_mask.sum())
         return torch.zeros(()), {
             "the sum of the rows' shares of the actions": num_actions / norm.num_tokens,
             "the sum of the rows' shares of the sequences": row.num_sequences / norm.num_sequences,
@@ -315,7 +316,3 @@ def check_values(model: PreTrainedModel, row: PackedRow, found: Tensor, *, dtype
         raise broken(
             step, quantity, f"{difference:.3g}", f"0 up to rounding, at a size of {size:.3g}", causes
         )
-
-
-def _packed(row: Any) -> PackedRow:
-    return row if isinstance(row, PackedRow) else row.row

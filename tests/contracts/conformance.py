@@ -34,7 +34,7 @@ from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks
 from openrlhf.data import batches
-from openrlhf.data.batches import FirstItems, TokenisedDataset
+from openrlhf.data.batches import TokenisedDataset
 from openrlhf.data.cache import Cacheable
 from openrlhf.data.preference import PairDataset
 from openrlhf.data.steps import StepsDataset
@@ -204,7 +204,3 @@ def dataset(made: SampleStore | PairDataset | UnpairedDataset | StepsDataset) ->
 
 def cacheable(made: SampleStore | PairDataset | UnpairedDataset | StepsDataset) -> Cacheable:
     return made
-
-
-def part_of_a_dataset(items: FirstItems) -> batches.Dataset:
-    return items

@@ -48,12 +48,9 @@ from openrlhf.config.sections import DeepSpeedConfig, is_due
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_checks import (
     BALANCE,
-    DPO_UNREAD,
-    KD_UNREAD,
     NO_DROPOUT,
     PRETRAIN,
     PRETRAIN_UNREAD,
-    RM_UNREAD,
     SUPERVISED_UNREAD,
 )
 from openrlhf.errors import ErrorCode
@@ -1509,7 +1506,7 @@ def test_liger_kernels(command, say, installed):
 def test_every_reason_is_tested(say):
     """Each row of the tables of rules and of unread flags applies to a command line above."""
     told = "\n".join(line for command, words, *_ in CHECKS + REMARKS for line in say(command, words)[1])
-    supervised = SUPERVISED_UNREAD + PRETRAIN_UNREAD + RM_UNREAD + DPO_UNREAD + KD_UNREAD
+    supervised = SUPERVISED_UNREAD + PRETRAIN_UNREAD
     rules = [*IMAGE_ROWS, *PRECISION, *PRETRAIN, *RULES, BALANCE, NO_DROPOUT]
     reasons = [f"has no effect {row.why}" for row in COMMON_UNREAD + supervised + PPO_UNREAD]
     reasons += [rule.text for rule in rules if isinstance(rule.text, str)]

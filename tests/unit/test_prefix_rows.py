@@ -14,7 +14,7 @@ from test_prefixes import families, sharing_from_one_token
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.ppo_checks import ppo_problems
-from openrlhf.data.batches import Dataset, FirstItems, Windows
+from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.preference import PairDataset
 from openrlhf.data.prefixes import REPEATED_TOKEN, identities, rows_of_related
 from openrlhf.data.store import SampleStore
@@ -84,7 +84,7 @@ def test_turns_of_a_conversation_are_in_one_row() -> None:
     dataset = stored(first[:15], second[:15], first, second, first[:30], second[:30])
     assert sorted(map(sorted, rows_of(dataset, micro_batch_size=3)[0])) == [[0, 2, 4], [1, 3, 5]]
     repeated = 45 * REPEATED_TOKEN
-    assert len(rows_of(FirstItems(dataset, 6), max_tokens=int(40 + repeated) + 1)[0]) == 2
+    assert len(rows_of(dataset, max_tokens=int(40 + repeated) + 1)[0]) == 2
 
 
 def test_rows_without_common_prefixes_are_those_without_sharing() -> None:

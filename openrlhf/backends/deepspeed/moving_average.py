@@ -113,9 +113,8 @@ class MovingAverage:
         shape, mesh = _shape(param), self.mesh
         if mesh.size == 1:
             return part.view(shape)
-        part = F.pad(
-            part, (0, -(-shape.numel() // mesh.copies) - len(part))
-        )  # DeepSpeed's shards are already padded
+        # DeepSpeed's shards are already padded
+        part = F.pad(part, (0, -(-shape.numel() // mesh.copies) - len(part)))
         parts = [torch.empty_like(part) for _ in range(mesh.size)] if mesh.is_first else None
         dist.gather(part, parts)
         if parts is None:

@@ -1,10 +1,9 @@
 """Prints the result of a rehearsal, or returns it as plain data."""
 
-import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any, TextIO
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -12,15 +11,14 @@ from openrlhf.errors import readable
 from openrlhf.planning.plan import RunPlan, suggestion
 from openrlhf.planning.rehearsal.settings import not_rehearsed
 from openrlhf.planning.rehearsal.stages import FAILED, OK, Rehearsal
-from openrlhf.planning.view import GIB, WIDTH, batch_lines, binding_lines
+from openrlhf.planning.view import GIB, batch_lines, binding_lines, console_of
 
 STYLES = {OK: "green", FAILED: "bold red"}
 
 
 def show(rehearsal: Rehearsal, seconds: float, stream: TextIO) -> None:
     """Prints the stages, the features that were not rehearsed, and the plan."""
-    width = shutil.get_terminal_size().columns if stream.isatty() else WIDTH
-    console = Console(file=stream, width=width, highlight=False)
+    console = console_of(stream)
     say = lambda text, style="": console.print(Text(readable(text), style=style), soft_wrap=True)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("stage", "outcome", "seconds", "evidence"):
@@ -79,15 +77,7 @@ def as_data(rehearsal: Rehearsal, seconds: float) -> dict[str, Any]:
         "command": rehearsal.command.name,
         "ok": not rehearsal.failed,
         "seconds": seconds,
-        "stages": [
-            {
-                "name": stage.name,
-                "outcome": stage.outcome,
-                "seconds": stage.seconds,
-                "evidence": stage.evidence,
-            }
-            for stage in rehearsal.stages
-        ],
+        "stages": [asdict(stage) for stage in rehearsal.stages],
         "not_rehearsed": [] if small is None else [*not_rehearsed(rehearsal.config, small)],
         **{name: None if plan is None else dict(_of_plan(plan)) for name, plan in plans.items()},
     }

@@ -29,11 +29,9 @@ def rows_for(config: Any, folder: Path) -> dict[str, Any]:
             changes |= _chosen(config, "pretrain_dataset", "pretrain_probs", "pretrain_split", texts, folder)
         return changes
     count = STEPS * config.train.batch_size
-    if config.data.reads_images:
-        return {"data.max_samples": count}
-    return _chosen(config, "dataset", "dataset_probs", "dataset_split", count, folder) | {
-        "data.max_samples": count
-    }
+    names = ("dataset", "dataset_probs", "dataset_split")
+    chosen = {} if data.reads_images else _chosen(config, *names, count, folder)
+    return chosen | {"data.max_samples": count}
 
 
 def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: Path) -> dict[str, Any]:

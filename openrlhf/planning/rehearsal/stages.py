@@ -103,8 +103,8 @@ class Rehearsal:
         with self._stage("evaluation") as said:
             said.append(self._evaluated(whole))
         with self._stage("export") as said:
-            model, base = _needed(whole).model, Path(values_of(self.small)[self._trained_flag])
-            said.append(reloaded(model, base, head=self._head))
+            model, trained = _needed(whole).model, self.small.actor if self.is_rl else self.small.model
+            said.append(reloaded(model, Path(trained.model_name_or_path), head=self._head))
         self._run_stage("losses of one rank", lambda said: self._one_rank(said, whole))
         self._run_stage("checkpoint and resume", lambda said: self._resumed(said, whole))
 
@@ -117,7 +117,7 @@ class Rehearsal:
         small = settings.rehearsed(self.config, self.scale, self.folder, models)
         changes = rows_for(small, self.folder / "data")
         self.small = settings.with_values(small, changes)
-        self.small_plan = _planned(self.command, self.small, self.scale.ranks)
+        self.small_plan = plan_run(self.command, self.small, cores(self.scale.ranks), Assumed())
         sizes = self.small_plan.sizes
         said.extend(f"{role}: {size.parameters:,} parameters" for role, size in sizes.items())
 
@@ -168,7 +168,7 @@ class Rehearsal:
             raise RunFailedError(
                 f"resumed after step {settings.SAVED}, it logged the steps {sorted(metrics)}"
             )
-        if self.is_rl and self.config.train.async_enable:
+        if self._is_asynchronous:
             said.append(
                 f"the run continues with step {last}, which is not compared: with --train.async_enable its "
                 "samples may differ"
@@ -191,12 +191,11 @@ class Rehearsal:
     @property
     def _comparable(self) -> list[int]:
         """Steps whose samples do not depend on the speed of processes."""
-        asynchronous = self.is_rl and self.config.train.async_enable
-        return [1] if asynchronous else [*range(1, settings.STEPS + 1)]
+        return [1] if self._is_asynchronous else [*range(1, settings.STEPS + 1)]
 
     @property
-    def _trained_flag(self) -> str:
-        return "actor.model_name_or_path" if self.is_rl else "model.model_name_or_path"
+    def _is_asynchronous(self) -> bool:
+        return self.is_rl and self.config.train.async_enable
 
     @property
     def _head(self) -> str:
@@ -261,11 +260,6 @@ MODEL = "model_name_or_path"
 """Last part of the flags that name models."""
 SECONDS, RL_SECONDS = 20.0, 60.0
 """Usual seconds of a supervised and of an RL run on two idle cores."""
-
-
-def _planned(command: Command, config: Any, ranks: int) -> RunPlan:
-    """Plans a rehearsed run on the cores of this machine."""
-    return plan_run(command, config, cores(ranks), Assumed())
 
 
 def _ready(config: Any) -> Any:
