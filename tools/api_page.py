@@ -85,9 +85,14 @@ def text_of(found: Any) -> str:
 
 
 def page() -> str:
+    """Returns the page as text."""
     head = HEAD.format(example=EXAMPLE.read_text().partition("import sys\n")[2].strip())
     return "\n".join([head, "## Names", "", *map(section, sorted(PLACES, key=lambda n: (n != "Run", n)))])
 
 
-if __name__ == "__main__":
+def main() -> None:
     print(page(), end="")
+
+
+if __name__ == "__main__":
+    main()

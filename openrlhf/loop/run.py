@@ -243,6 +243,7 @@ class Run:
         self.step += 1
         measured, self._measured = self._measured, {}
         if samples:
+            measured |= rollout_metrics(samples, self.version)
             self._observer.log_rollouts(self.step, samples)
         self._observer.log_step(self.step, measured | own)
 
@@ -304,7 +305,6 @@ class Run:
             del names["log_probs"]
         present = {column: model for column, model in names.items() if getattr(self._roles, model)}
         batch = replace(batch, **{c: self._model(m).forward(batch).result() for c, m in present.items()})
-        self._measured |= rollout_metrics(trajectories, self.version)
         if isinstance(advantages, np.ndarray):
             given = advantages.astype(np.float32)
             return replace(batch, advantages=given, returns=given)

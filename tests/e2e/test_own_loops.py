@@ -39,7 +39,7 @@ def run(program: str, folder: Path) -> list[dict]:
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.py")))
 def test_a_recipe_learns_the_task(knowing, tmp_path, name):
     rows = run(f"{RECIPES}/{name}.py {knowing.chat} {knowing.files.prompts} {tmp_path}", tmp_path)
-    rewards = [row["reward/mean"] for row in rows]
+    rewards = [row["rollout/reward_mean"] for row in rows]
     assert len(rewards) == 10
     assert fmean(rewards[-3:]) > fmean(rewards[:2]) + 0.15, rewards
     assert (tmp_path / "model.safetensors").exists()
