@@ -35,7 +35,7 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
             questions = [replace(p, epoch=run.step) for p in choose(pool, solved, 16, run.step)]
             groups = run.reward(run.sample(questions), reward).result()
             for group in groups:
-                rewards = [t.reward for t in group.trajectories if t.ok]
+                rewards = [t.reward or 0.0 for t in group.trajectories if t.ok]
                 solved[str(group.prompt.prompt_id)] = sum(rewards) / max(1, len(rewards))
             metrics = run.update(run.batch(groups))
             run.sync()
@@ -46,4 +46,4 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -30,12 +30,13 @@ def dpo(log_probs: torch.Tensor, batch: rl.Batch) -> tuple[torch.Tensor, dict]:
 
 
 def pairs_of(groups: list[rl.PromptGroup]) -> list[rl.PromptGroup]:
-    """Returns the best and the worst answer of each prompt whose answers differ in reward."""
+    """Returns a right and a wrong answer to each prompt that has both."""
     pairs = []
     for group in groups:
-        ranked = sorted((t for t in group.trajectories if t.ok), key=lambda t: -t.reward)
-        if ranked and ranked[0].reward > ranked[-1].reward:
-            pairs.append(replace(group, trajectories=[ranked[0], ranked[-1]]))
+        right = [t for t in group.trajectories if t.ok and t.reward]
+        wrong = [t for t in group.trajectories if t.ok and not t.reward]
+        if right and wrong:
+            pairs.append(replace(group, trajectories=[right[0], wrong[0]]))
     return pairs
 
 
@@ -55,4 +56,4 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -37,4 +37,4 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(sys.argv[1], sys.argv[2], sys.argv[3])

@@ -109,6 +109,24 @@ def test_calls_add_up_and_each_loss_has_its_own_denominator(start):
         assert (found - sum(parts)).norm() <= 1e-6 * sum(parts).norm()
 
 
+def test_deepspeed_takes_one_call_a_step(start):
+    norms = {}
+    for backend in ("torch", "deepspeed"):
+        run = start(**{"train.backend": backend, "ds.zero_stage": 2, "ckpt.output_dir": f"out-{backend}"})
+        batch = run.batch(run.reward(run.sample(QUESTIONS), by_length)).result(60)
+        run.forward_backward(batch, policy_gradient, (batch, "ppo")).result(60)
+        norms[backend] = run.optim_step().result(60)["grad_norm"]
+        run.forward_backward(batch)
+        again = run.forward_backward(batch)
+        if backend == "deepspeed":
+            with pytest.raises(rl.UsageError, match="pass several"):
+                again.result(60)
+            run.optim_step().result(60)
+            run.forward_backward(batch).result(60)
+        run.close(cancel=True)
+    assert norms["deepspeed"] == pytest.approx(norms["torch"], rel=1e-5)
+
+
 def test_a_step_without_a_finite_gradient_changes_no_weights(start):
     run = start()
     batch = run.batch(run.sample(QUESTIONS)).result(60)
@@ -214,7 +232,7 @@ def test_an_error_that_was_read_is_over(start):
 @pytest.mark.parametrize(
     "flags, told",
     [
-        ({"lr": "fast", "rollout.temperatur": 1.0}, ["lr fast", "did you mean --rollout.temperature"]),
+        ({"lr": "fast", "rollout.temperatures": 1.0}, ["lr fast", "did you mean --rollout.temperature"]),
         ({"actor": "no/such/folder/"}, ["no/such/folder"]),
         ({"actor.num_gpus_per_node": 2}, ["one rank and one engine"]),
         ({"actor.lr_scheduler": "cosine"}, ["Run(..., steps=N)"]),

@@ -32,7 +32,7 @@ from openrlhf.config.ppo import (
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
-from openrlhf.training import ppo
+from openrlhf.training import schedule
 from openrlhf.training.checkpoints import UNFINISHED
 from openrlhf.training.ppo import PPOTrainer
 from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
@@ -183,14 +183,14 @@ def test_passes_in_one_order_stop_the_run(tmp_path, monkeypatch):
     prompts = PromptSampler(PromptDataset([Prompt(prompt_id=i, text=f"{i}") for i in range(64)]), seed=1)
     train = lambda name: trainer_of(tmp_path / name, config, eval_prompts=[], prompts=prompts)
     fit(train("right"))
-    right = ppo.training_schedule
+    right = schedule.training_schedule
     once = lambda *args, epochs, **options: right(*args, epochs=1, **options) * epochs
-    monkeypatch.setattr(ppo, "training_schedule", once)
+    monkeypatch.setattr(schedule, "training_schedule", once)
     with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
         fit(train("wrong"))
     assert "the order of the policy's samples is that of another pass" in refusal.value.text
     same = lambda *args, seed, **options: right(*args, seed=0, **options)
-    monkeypatch.setattr(ppo, "training_schedule", same)
+    monkeypatch.setattr(schedule, "training_schedule", same)
     with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
         fit(train("the same"))
     assert refusal.value.text.startswith("step 2: ")
