@@ -58,10 +58,22 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     )
 
 
+LOOP_UNREAD = (
+    Unread(
+        "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps "
+        "rollout.batch_size train.max_steps train.num_episodes train.async_enable train.async_queue_size "
+        "train.partial_rollout_enable algo.dynamic_filtering_enable train.max_restarts ckpt.load_enable "
+        "ckpt.fork_from ckpt.save_steps ckpt.save_hf ckpt.best_metric_key ckpt.async_save placement",
+        lambda c: True,
+        "because the loop is a program, which samples, evaluates and saves itself",
+    ),
+)
+
+
 def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems of a user's own loop, which may bring prompts and rewards itself."""
     own = "data.prompt_dataset", "reward.remote_url"
-    found = ppo_problems(config, explicit)
+    found = [*ppo_problems(config, explicit), *checks.unread(config, explicit, LOOP_UNREAD)]
     return [p for p in found if not (p.key in own and p.code is ErrorCode.MISSING_FLAG)]
 
 

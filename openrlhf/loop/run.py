@@ -14,6 +14,7 @@ evaluation work on one lane, the models on another, each in the order of submiss
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -32,12 +33,14 @@ from openrlhf.backends.distributed import leave_distributed
 from openrlhf.config.fields import with_values
 from openrlhf.config.parse import to_yaml
 from openrlhf.data.prompt_sampler import PromptSampler
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, UsageError, notify
+from openrlhf.hub import choose_hub
 from openrlhf.loop.lanes import Lanes, Result
-from openrlhf.loop.local import start_local_roles, start_local_rollout
+from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
 from openrlhf.loop.settings import read_settings
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.journal import response_of
+from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
@@ -50,6 +53,7 @@ from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.rl_data import read_prompts
 from openrlhf.training.schedule import schedule_of
+from openrlhf.training.start import check_output, check_places
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.
@@ -82,10 +86,12 @@ class Run:
         """
         invocation = read_settings(config, flags, steps=steps)
         self.config, self._explicit = invocation.config, invocation.explicit
+        choose_hub(self.config.use_ms)
+        check_places(self.config)
         self.tokenizer = policy_tokenizer(self.config)
         total = STEPS if steps is None else steps
-        rollout = start_local_rollout(self.config)
-        self._roles = start_local_roles(self.config, total, total, None, rollout)
+        self._roles = start_local_roles(self.config, total, total, None, NoEngines())
+        self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
         kl = self.config.algo.kl
         self.kl = KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
         self.version = 0
@@ -93,6 +99,16 @@ class Run:
         self.step = 0
         """Number of logged steps."""
         self._lanes, self._numbers, self._is_closed = Lanes(), count(), False
+        self._held = ExitStack()
+        """Locks of the folders in which the run writes."""
+        self._num_epochs = 0
+        """Number of epochs of the calls of `prompts`."""
+        self._has_stepped = False
+        """True if the policy has changed since the last `batch`."""
+        self._owned: set[str] = set()
+        """Folders with models that this run has exported."""
+        self._continues = False
+        """True if a checkpoint was loaded."""
         self._measured: Metrics = {}
         """Metrics since the last `log`."""
 
@@ -114,7 +130,8 @@ class Run:
         self._lanes.close(cancel=cancel)
         if "_observer" in vars(self):
             self._observer.close()
-        self._roles.rollout.close()
+        self._rollout.close()
+        self._held.close()
         leave_distributed()
         if not cancel:
             self._lanes.raise_unread()
@@ -125,11 +142,14 @@ class Run:
         self, source: str, *, batch_size: int | None = None, epochs: int = 1
     ) -> Iterator[list[Prompt]]:
         """Yields the prompts of a file, folder or hub dataset in batches, shuffled anew in each epoch.
-        `batch_size`: None: all prompts of an epoch. The flags `data.*` name the columns and the template."""
+        `batch_size`: None: all prompts of an epoch. The flags `data.*` name the columns and the template.
+        After `load_state`, `itertools.islice(run.prompts(...), run.step, None)` leaves out those of the steps
+        that are done."""
         prompts = read_prompts(self.config, source, self.tokenizer)
         sampler = PromptSampler(prompts, seed=self.config.train.seed, num_epochs=epochs)
+        before, self._num_epochs = self._num_epochs, self._num_epochs + epochs
         while batch := sampler.next_batch(batch_size or len(prompts)):
-            yield batch
+            yield [replace(prompt, epoch=before + prompt.epoch) for prompt in batch]
 
     def sample(
         self, prompts: Sequence[Prompt | str] | Result, *, n: int | None = None
@@ -164,14 +184,20 @@ class Run:
     # Training
 
     def batch(
-        self, groups: Groups, *, advantages: str | type[AdvantageEstimator] | np.ndarray | None = None
+        self,
+        groups: Groups,
+        *,
+        advantages: str | type[AdvantageEstimator] | np.ndarray | None = None,
+        log_probs: bool = False,
     ) -> Result[Batch]:
         """Joins the samples to a batch: their tokens, the log-probs and values of the flags' models, and
         advantages. Failed samples are left out, and truncated ones with `rollout.mask_truncated`.
 
         advantages: an estimator by its name or class, or numbers (A,). None: `algo.advantage.estimator`.
+        log_probs: compute the policy's log-probs, from which losses take their ratio in several optimizer
+            steps on one batch. `update` needs them only if the flags give it several.
         """
-        return self._lanes.on("models", self._batch, groups, advantages)
+        return self._lanes.on("models", self._batch, groups, advantages, log_probs)
 
     def log_probs(self, batch: Batch | Result[Batch]) -> Result[np.ndarray]:
         """Returns the policy's log-probs of the actions, (A,), at the flags' temperature."""
@@ -208,7 +234,7 @@ class Run:
         """Takes one optimizer step of the policy with the gradients since the last one. Returns `lr` and
         `grad_norm`, the norm before clipping. Raises NotFiniteError for a gradient that is not finite, which
         changes no weights."""
-        return self._lanes.on("models", lambda: self._roles.policy.optim_step().result())
+        return self._lanes.on("models", self._optim_step)
 
     def update(self, batch: Batch | Result[Batch]) -> Result[Metrics]:
         """Takes all optimizer steps that the flags say for a batch (`train.max_epochs`, `train.batch_size`),
@@ -231,8 +257,13 @@ class Run:
         return found
 
     def export(self, folder: str | os.PathLike) -> Result[None]:
-        """Writes the policy in the format of Hugging Face; of a policy with adapters, the adapters."""
-        return self._lanes.on("models", lambda: self._roles.policy.export(os.fspath(folder)).result())
+        """Writes the policy in the format of Hugging Face; of a policy with adapters, the adapters. Raises
+        UsageError for a folder with a model of another run, unless `ckpt.overwrite` is set."""
+        place = os.fspath(folder)
+        own = with_values(self.config, {"ckpt.output_dir": place})
+        check_output(own, resumes=self._continues or place in self._owned)
+        self._owned.add(place)
+        return self._lanes.on("models", lambda: self._roles.policy.export(place).result())
 
     def log(self, metrics: Mapping[str, float] | Result[Metrics], groups: Groups = ()) -> None:
         """Ends a step: prints its line, and writes `metrics`, what the verbs measured since the last call and
@@ -253,11 +284,14 @@ class Run:
         known = [self._prompt(p) if isinstance(p, str) else p for p in prompts]
         rollout, evaluation = self.config.rollout, self.config.eval
         default = {"train": rollout.n_samples_per_prompt, "eval": evaluation.n_samples_per_prompt}[purpose]
-        self._roles.rollout.set_num_samples(purpose, default if n is None else n)
-        self._roles.rollout.submit(known, purpose)
+        if len({(p.epoch, p.prompt_id) for p in known}) < len(known):
+            text = "prompts of one call must differ in epoch or prompt_id, from which their seeds follow"
+            raise UsageError(ErrorCode.CONFLICT, text)
+        self._rollout.set_num_samples(purpose, default if n is None else n)
+        self._rollout.submit(known, purpose)
         groups = {}
         for _ in known:
-            group = self._roles.rollout.next_group(purpose, rollout.timeout)
+            group = self._rollout.next_group(purpose, rollout.timeout)
             groups[group.prompt.epoch, group.prompt.prompt_id] = group
         return [groups[p.epoch, p.prompt_id] for p in known]
 
@@ -286,11 +320,16 @@ class Run:
         return [replace(group, trajectories=[scored(t) for t in group.trajectories]) for group in groups]
 
     def _sync(self) -> int:
-        self._measured |= self._roles.rollout.sync(self._roles.policy, self.version + 1).result()
+        self._measured |= self._rollout.sync(self._roles.policy, self.version + 1).result()
         self.version += 1
         return self.version
 
-    def _batch(self, groups: Sequence[PromptGroup], advantages: Any) -> Batch:
+    def _optim_step(self) -> Metrics:
+        self._has_stepped = True
+        return self._roles.policy.optim_step().result()
+
+    def _batch(self, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
+        self._has_stepped = False
         trajectories = _all(groups)
         check_failures(trajectories, 1.0, self.step + 1)
         finished = [t for t in trajectories if t.ok]
@@ -301,7 +340,7 @@ class Run:
             "teacher_log_probs": "teacher",
             "values": "critic",
         }
-        if config.skips_old_log_probs:
+        if config.skips_old_log_probs and not log_probs:
             del names["log_probs"]
         present = {column: model for column, model in names.items() if getattr(self._roles, model)}
         batch = replace(batch, **{c: self._model(m).forward(batch).result() for c, m in present.items()})
@@ -330,11 +369,18 @@ class Run:
                     name: float(torch.as_tensor(x).detach()) for name, x in more.items()
                 }
                 loss = GivenGradient(temperature=self.config.rollout.temperature)
+            elif batch.log_probs is None and self._has_stepped:
+                text = (
+                    "the policy has changed since this batch was sampled, and the batch has no log-probs of "
+                    "the policy before: the ratio of the loss is unknown.\nMake it by batch(groups, "
+                    "log_probs=True)."
+                )
+                raise UsageError(ErrorCode.CONFLICT, text)
             pairs.append((batch, loss))
         return self._roles.policy.forward_backward(*pairs, kl_coef=self.kl.coef).result() | metrics
 
     def _update(self, batch: Batch) -> Metrics:
-        config, metrics = self.config, {}
+        config, metrics, self._has_stepped = self.config, {}, True
         for model in filter(None, (self._roles.critic, self._roles.policy)):
             routed = model is self._roles.policy
             schedule = schedule_of(config, model, batch, range(len(batch)), len(batch), routed=routed)
@@ -367,6 +413,7 @@ class Run:
         if self._roles.critic:
             self._roles.critic.load_checkpoint(tag).result()
         state = self._roles.policy.load_checkpoint(tag).result()
+        self._continues = True
         self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
         self._estimator.load_state_dict(state["estimator"])
         if (flag := "logger.wandb.run_name") not in self._explicit:  # its run folder goes on
@@ -393,7 +440,11 @@ class Run:
     def _checkpoints(self) -> CheckpointFolder:
         ckpt = self.config.ckpt
         others = [f"{ckpt.folder}/_critic"] if self._roles.critic else []
-        return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others)
+        found = CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others)
+        self._held.enter_context(locked(ckpt.folder, flag="--ckpt.path"))
+        for line in found.remove_unfinished():
+            notify(line)
+        return found
 
     @cached_property
     def _decode(self) -> Callable:
@@ -402,6 +453,7 @@ class Run:
     @cached_property
     def _observer(self) -> Observer:
         config = self.config
+        self._held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
         folder = RunFolder.create(
             config.run_dir, config_yaml=to_yaml(config), argv=["python"], resume=self.step > 1
         )

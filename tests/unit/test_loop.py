@@ -251,6 +251,54 @@ def test_another_name_of_a_model(start):
         run.forward(batch, "reference").result(60)
 
 
+def test_flags_of_a_loop_without_effect_are_told(start, capsys):
+    start(**{"train.max_steps": 3})
+    assert "--train.max_steps 3: has no effect because the loop is a program" in capsys.readouterr().err
+
+
+def test_a_batch_of_another_policy_has_no_ratio(start):
+    run = start()
+    groups = run.reward(run.sample(QUESTIONS), by_length)
+    batch = run.batch(groups)
+    run.forward_backward(batch)
+    run.optim_step()
+    with pytest.raises(rl.UsageError, match="log_probs=True"):
+        run.forward_backward(batch).result(60)
+    batch = run.batch(groups, log_probs=True)
+    for _ in range(2):
+        metrics = run.forward_backward(batch)
+        run.optim_step()
+    assert metrics.result(60)["policy/ppo_kl"] != 0  # of a ratio other than 1
+
+
+def test_the_same_prompt_twice_is_refused(start):
+    prompt = rl.Prompt(prompt_id=1, text="Sam")
+    with pytest.raises(rl.UsageError, match="must differ"):
+        start().sample([prompt, prompt]).result(60)
+
+
+def test_each_call_of_prompts_has_other_epochs(start, tmp_path):
+    rows = "".join(json.dumps({"input": text}) + "\n" for text in QUESTIONS)
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    run = start()
+    read = lambda: [
+        p.epoch for batch in run.prompts(str(tmp_path / "prompts.jsonl"), epochs=2) for p in batch
+    ]
+    assert read() == [0, 0, 0, 1, 1, 1]
+    assert read() == [2, 2, 2, 3, 3, 3]
+
+
+def test_no_model_of_another_run_is_overwritten(start, tmp_path, model):
+    run = start()
+    with pytest.raises(rl.UsageError, match="this run reads the model"):
+        run.export(model)
+    run.export(tmp_path / "made").result(60)
+    run.export(tmp_path / "made").result(60)
+    run.close()
+    with pytest.raises(rl.UsageError, match="holds a model"):
+        start().export(tmp_path / "made")
+
+
 class TestLanes:
     def test_work_of_both_lanes_surrounds_a_sync(self):
         lanes, seen, go = Lanes(), [], Event()
