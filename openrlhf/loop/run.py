@@ -188,14 +188,14 @@ class Run:
         groups: Groups,
         *,
         advantages: str | type[AdvantageEstimator] | np.ndarray | None = None,
-        log_probs: bool = False,
+        log_probs: bool = True,
     ) -> Result[Batch]:
         """Joins the samples to a batch: their tokens, the log-probs and values of the flags' models, and
         advantages. Failed samples are left out, and truncated ones with `rollout.mask_truncated`.
 
         advantages: an estimator by its name or class, or numbers (A,). None: `algo.advantage.estimator`.
-        log_probs: compute the policy's log-probs, from which losses take their ratio in several optimizer
-            steps on one batch. `update` needs them only if the flags give it several.
+        log_probs: compute the policy's log-probs, from which losses take their ratio. False saves this
+            forward pass: then only one optimizer step can be taken on the batch, whose ratio is 1.
         """
         return self._lanes.on("models", self._batch, groups, advantages, log_probs)
 
@@ -340,7 +340,7 @@ class Run:
             "teacher_log_probs": "teacher",
             "values": "critic",
         }
-        if config.skips_old_log_probs and not log_probs:
+        if not log_probs:
             del names["log_probs"]
         present = {column: model for column, model in names.items() if getattr(self._roles, model)}
         batch = replace(batch, **{c: self._model(m).forward(batch).result() for c, m in present.items()})
@@ -372,8 +372,7 @@ class Run:
             elif batch.log_probs is None and self._has_stepped:
                 text = (
                     "the policy has changed since this batch was sampled, and the batch has no log-probs of "
-                    "the policy before: the ratio of the loss is unknown.\nMake it by batch(groups, "
-                    "log_probs=True)."
+                    "the policy before: the ratio of the loss is unknown.\nMake it without log_probs=False."
                 )
                 raise UsageError(ErrorCode.CONFLICT, text)
             pairs.append((batch, loss))

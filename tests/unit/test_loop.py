@@ -259,12 +259,12 @@ def test_flags_of_a_loop_without_effect_are_told(start, capsys):
 def test_a_batch_of_another_policy_has_no_ratio(start):
     run = start()
     groups = run.reward(run.sample(QUESTIONS), by_length)
-    batch = run.batch(groups)
+    batch = run.batch(groups, log_probs=False)
     run.forward_backward(batch)
     run.optim_step()
-    with pytest.raises(rl.UsageError, match="log_probs=True"):
+    with pytest.raises(rl.UsageError, match="log_probs=False"):
         run.forward_backward(batch).result(60)
-    batch = run.batch(groups, log_probs=True)
+    batch = run.batch(groups)
     for _ in range(2):
         metrics = run.forward_backward(batch)
         run.optim_step()
