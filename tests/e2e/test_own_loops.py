@@ -66,3 +66,24 @@ def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, open
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "command"))
     assert one.keys() == other.keys()
     assert all(equal(one[name], other[name]) for name in one)
+
+
+SHARDINGS = {
+    "one rank": (1, {"backend": "deepspeed", "stage": 0}),
+    "ZeRO 1": (2, {"backend": "deepspeed", "stage": 1}),
+    "ZeRO 2": (2, {"backend": "deepspeed", "stage": 2}),
+    "ZeRO 3": (2, {"backend": "deepspeed", "stage": 3}),
+    "sequence": (2, {"backend": "deepspeed", "stage": 2, "sequence": 2}),
+    "tensor": (2, {"backend": "deepspeed", "stage": 2, "tensor": 2}),
+    "torch": (1, {"backend": "torch", "stage": 0}),
+    "torch, sharded": (2, {"backend": "torch", "stage": 0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_a_function_has_the_gradient_of_the_built_in_loss_under_any_sharding(task, run_worker, name):
+    ranks, how = SHARDINGS[name]
+    for report in run_worker("given_gradient", ranks, model=str(task.model), attention="auto", **how):
+        assert report["norm"] > 0.01
+        assert report["error"] < 1e-6

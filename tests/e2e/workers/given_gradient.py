@@ -1,0 +1,74 @@
+"""Gradients of PPO's loss on ranks that share a model: by the objective, and as a function of the log-probs of
+the whole batch."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from workers.gradients import experiences, options_of, policy
+
+from openrlhf.backends.build import build_engine
+from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.config.sections import AdamConfig, OptimConfig
+from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
+from openrlhf.types import Batch, ExperienceRow
+from openrlhf.verification.layouts import step_with_gradients
+
+TEMPERATURE = 0.7
+
+
+def ppo(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The clipped loss, https://arxiv.org/abs/1707.06347, eq. 7, as a mean over all actions."""
+    advantages = torch.from_numpy(batch.advantages)
+    ratio = (log_probs - torch.from_numpy(batch.log_probs)).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+
+
+def log_probs_of(engine, batch: Batch, mesh: ProcessMesh, mine: list[int]) -> np.ndarray:
+    """Returns the log-probs (A,) of the whole batch, as the controller of a run gathers them."""
+    read = lambda model, row: model(row, temperature=TEMPERATURE).log_probs
+    rows = [ExperienceRow.of(batch.select([i])).row for i in mine]
+    own = {i: answer.numpy() for i, answer in zip(mine, engine.forward(rows, read), strict=True)}
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    whole = {i: answer for part in everyone for i, answer in part.items()}
+    return batch.put_together([[i] for i in whole], list(whole.values()))
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    init_distributed()
+    mesh = ProcessMesh.joined(sequence=spec.get("sequence", 1), tensor=spec.get("tensor", 1))
+    batch = experiences()
+    mine = list(range(mesh.data_rank, len(batch), mesh.data))
+    rows = lambda batch: [ExperienceRow.of(batch.select([i])) for i in mine]
+    engine = build_engine(
+        lambda: policy(spec),
+        backend=spec["backend"],
+        optim=OptimConfig(adam=AdamConfig(lr=0.0), max_norm=0.0),
+        ds=options_of(spec),
+        total_steps=2,
+        gradient_checkpointing=False,
+        mesh=mesh,
+    )
+    expected, _ = step_with_gradients(engine, rows(batch), PolicyObjective(temperature=TEMPERATURE))
+    log_probs = torch.from_numpy(log_probs_of(engine, batch, mesh, mine)).requires_grad_()
+    (gradient,) = torch.autograd.grad(ppo(log_probs, batch), log_probs)
+    given = replace(batch, advantages=gradient.numpy(), returns=gradient.numpy())
+    found: dict[str, torch.Tensor] = {}
+    engine.before_step = lambda: found.update(engine.gradients())
+    engine.forward_backward((rows(given), GivenGradient(temperature=TEMPERATURE)))
+    engine.optim_step()
+    norm = sum(float(g.double().square().sum()) for g in expected.values()) ** 0.5
+    error = sum(float((found[n] - g).double().square().sum()) for n, g in expected.items()) ** 0.5
+    report = {"norm": norm, "error": error / norm}
+    Path(f"{spec['out']}/rank{dist.get_rank()}.json").write_text(json.dumps(report))
+    leave_distributed()
+
+
+if __name__ == "__main__":
+    main()
