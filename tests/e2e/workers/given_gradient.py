@@ -1,5 +1,5 @@
-"""Gradients of PPO's loss on ranks that share a model: by the objective, and as a function of the log-probs of
-the whole batch."""
+"""Gradients of PPO's loss on ranks that share a model: by the objective, and as a function of the log-probs
+of the whole batch."""
 
 import json
 import sys
