@@ -18,7 +18,7 @@ NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_trai
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
 
-test: env  ## Every guarantee, in about 15 minutes
+test: env  ## Every guarantee, in about 25 minutes
 	.venv/bin/pytest -m "not slow" --junit-xml=$(REPORTS)/gpu.xml tests/gpu
 	.venv/bin/pytest $(PARALLEL) -m "not slow and not gpu" --junit-xml=$(REPORTS)/cpu.xml
 	@.venv/bin/python tools/count_tests.py $(REPORTS)/cpu.xml $(REPORTS)/gpu.xml

@@ -7,6 +7,7 @@ For a task of your own change what recipes/grpo.py names.
 
 import sys
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from grpo import FLAGS, reward
@@ -20,7 +21,7 @@ def likelihood(log_probs: torch.Tensor, batch: rl.Batch) -> tuple[torch.Tensor, 
 
 def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
     with rl.Run(actor=model, **FLAGS, **{"ckpt.output_dir": folder}) as run:
-        for questions in run.prompts(prompts, batch_size=32, epochs=100):
+        for questions in islice(run.prompts(prompts, batch_size=32, epochs=100), steps):
             groups = run.reward(run.sample(questions), reward).result()
             best = [max(group.trajectories, key=lambda t: t.reward or 0.0) for group in groups]
             solved = [replace(g, trajectories=[t]) for g, t in zip(groups, best, strict=True) if t.reward]
@@ -28,8 +29,6 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
             metrics = run.optim_step()
             run.sync()
             run.log(metrics, groups)
-            if run.step == steps:
-                break
         run.export(folder)
 
 

@@ -12,6 +12,7 @@ Direct Preference Optimization, https://arxiv.org/abs/2305.18290, eq. 7
 
 import sys
 from dataclasses import replace
+from itertools import islice
 
 import torch
 from grpo import FLAGS, reward
@@ -42,7 +43,7 @@ def pairs_of(groups: list[rl.PromptGroup]) -> list[rl.PromptGroup]:
 
 def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
     with rl.Run(actor=model, **FLAGS, **{"ckpt.output_dir": folder}) as run:
-        for questions in run.prompts(prompts, batch_size=32, epochs=100):
+        for questions in islice(run.prompts(prompts, batch_size=32, epochs=100), steps):
             groups = run.reward(run.sample(questions), reward).result()
             batch = run.batch(pairs_of(groups))
             for _ in range(2):
@@ -50,8 +51,6 @@ def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
                 metrics = run.optim_step()
             run.sync()
             run.log(measured.result() | metrics.result(), groups)
-            if run.step == steps:
-                break
         run.export(folder)
 
 

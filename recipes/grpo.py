@@ -7,6 +7,7 @@ answers and the learning rate. Every flag of `openrlhf ppo` may stand in FLAGS.
 """
 
 import sys
+from itertools import islice
 
 import openrlhf as rl
 
@@ -32,16 +33,13 @@ def reward(queries: list[str], prompts: list[str], labels: list[str]) -> list[fl
     return [float(f"boxed{{{label}}}" in query) for query, label in zip(queries, labels, strict=True)]
 
 
-def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
-    with rl.Run(actor=model, **FLAGS, **{"ckpt.output_dir": folder}) as run:
-        for questions in run.prompts(prompts, batch_size=16, epochs=100):
+def main(model: str, prompts: str, folder: str, steps: int = 10, flags: dict = FLAGS) -> None:
+    with rl.Run(actor=model, **flags, **{"ckpt.output_dir": folder}) as run:
+        for questions in islice(run.prompts(prompts, batch_size=16, epochs=100), steps):
             groups = run.reward(run.sample(questions), reward)
-            batch = run.batch(groups)
-            metrics = run.update(batch)
+            metrics = run.update(run.batch(groups))
             run.sync()
             run.log(metrics, groups)
-            if run.step == steps:
-                break
         run.export(folder)
 
 

@@ -10,9 +10,7 @@ High-Dimensional Continuous Control Using Generalized Advantage Estimation, http
 
 import sys
 
-from grpo import FLAGS, reward
-
-import openrlhf as rl
+from grpo import FLAGS, main
 
 WITH_CRITIC = {
     **FLAGS,
@@ -24,17 +22,5 @@ WITH_CRITIC = {
 }
 
 
-def main(model: str, prompts: str, folder: str, steps: int = 10) -> None:
-    with rl.Run(actor=model, **WITH_CRITIC, **{"ckpt.output_dir": folder}) as run:
-        for questions in run.prompts(prompts, batch_size=16, epochs=100):
-            groups = run.reward(run.sample(questions), reward)
-            metrics = run.update(run.batch(groups))
-            run.sync()
-            run.log(metrics, groups)
-            if run.step == steps:
-                break
-        run.export(folder)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3])
+    main(sys.argv[1], sys.argv[2], sys.argv[3], flags=WITH_CRITIC)

@@ -20,7 +20,7 @@ from openrlhf.backends.finite import NotFiniteError, check_finite
 from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.faults import fault
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
@@ -120,8 +120,10 @@ class TrainedRank(ModelRank):
     """True if several calls of `forward_backward` may precede an optimizer step."""
     has_gradients = False
     """True between `forward_backward` and the optimizer step."""
+    is_incomplete = False
+    """True after a `forward_backward` that has ended by an error between two of its passes."""
     before_step: Callable[[], None] | None = None
-    """Function that `train_step` calls when the gradients are complete, before they are clipped and applied,
+    """Function that `optim_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
     merged_fraction: float | None = None
     _writer: CheckpointWriter | None = None
@@ -253,6 +255,7 @@ class TrainedRank(ModelRank):
         """Takes one optimizer step with the gradients of all losses since the last one. Returns `lr`,
         `grad_norm` and the sums of `contributions` to metrics over all ranks; see `train_step` for those that
         are not finite."""
+        self._check_complete()
         self.has_gradients = False
         if self.before_step is not None:
             self.before_step()
@@ -267,6 +270,7 @@ class TrainedRank(ModelRank):
         """Runs forward and backward over the rows of all streams. Returns this rank's contributions to the
         metrics, and the number of tokens with a loss in the first stream on all ranks."""
         self._check_present()
+        self._check_complete()
         passes: list[tuple[Any, Objective, LossNorm]] = []
         for own, objective in streams:
             rows, norm = self._agree(own)
@@ -284,9 +288,16 @@ class TrainedRank(ModelRank):
             # A loss or metric that is not finite makes the gradient NaN on all ranks.
             poison = 1 + 0 * sum((m.detach() for m in metrics.values()), loss.detach())
             self._backward(loss * self.mesh.data * poison.to(loss.dtype))
+            self.is_incomplete = i < len(passes) - 1
             for name, contribution in metrics.items():
                 contributions[name] = contributions.get(name, 0) + contribution.detach()
         return contributions, passes[0][2].num_tokens
+
+    def _check_complete(self) -> None:
+        """Raises RunError if the gradients are those of some rows of a batch."""
+        if self.is_incomplete:
+            text = "the last forward_backward failed midway, so the gradients are incomplete; start anew"
+            raise RunError(ErrorCode.USER_CODE, text)
 
     def _finite(self, metrics: Metrics) -> Metrics:
         """Returns the metrics of a step; see `train_step` for those that are not finite."""

@@ -23,15 +23,13 @@ from openrlhf.backends.weight_sync.stored_weights import (
     Probe,
     check_stored,
     differing_weights,
-    make_probe,
+    probe_of_run,
     reason_of,
 )
 from openrlhf.cluster.deaths import describe_cause
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Handle, results
-from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
-from openrlhf.models.loading import has_experts, policy_tokenizer
-from openrlhf.models.vision import image_reader
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import Metrics, present
 
 if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
@@ -58,14 +56,11 @@ class WeightCheck:
 
     @cached_property
     def limit(self) -> Limit:
-        experts = has_experts(self.config.actor.model_name_or_path, ACTOR_FLAG)
-        return Limit(dtype=self.config.ds.param_dtype, on_gpu=self.on_gpu, has_experts=experts)
+        return Limit.of_run(self.config, on_gpu=self.on_gpu)
 
     @cached_property
     def probe(self) -> Probe:
-        config = self.config
-        reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
-        return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
+        return probe_of_run(self.config)
 
     def ask(self, policy: "PolicyRanks", version: int, trainer: Tensor, engines: Collection[int]) -> None:
         """Requests the log-probs of the probe from the engines with these indices. `trainer`: the policy's

@@ -142,7 +142,7 @@ def signs_of(rows: Sequence[GapRow]) -> Signs:
 
 
 def _ratio(values: np.ndarray, inside: np.ndarray) -> float:
-    """Returns the mean of the values inside by that of the others; 1 if either is empty or both are 0."""
+    """Returns the mean of the values inside over that of the others; 1 if one is empty or both are 0."""
     if not 0 < inside.sum() < len(values) or not values.any():
         return 1.0
     others = float(values[~inside].mean())

@@ -67,6 +67,9 @@ class Lanes:
     def on(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         """Submits `work`. It gets the values of arguments that are results."""
         self.raise_unread()
+        return self._submit(lane, work, *arguments)
+
+    def _submit(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         result = Result(self._threads[lane].submit(lambda: work(*map(value_of, arguments))))
         self._submitted.append(result)
         return result
@@ -85,7 +88,7 @@ class Lanes:
 
         self.raise_unread()
         self._threads["engines"].submit(hold)
-        result = self.on("models", run, *arguments)
+        result = self._submit("models", run, *arguments)
         result.when_done(done.set)
         return result
 

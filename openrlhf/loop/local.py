@@ -8,15 +8,12 @@ from functools import cached_property
 from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.algorithms.mismatch import PROBE
-from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, check_stored, make_probe
+from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, check_stored, probe_of_run
 from openrlhf.cluster.in_process import InProcess
 from openrlhf.cluster.pending import Answer, Gathered, first
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks, Unadapted
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
-from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.loading import has_experts, policy_tokenizer
-from openrlhf.models.vision import image_reader
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.local import LocalEngine
 from openrlhf.rollout.worker import RolloutWorker, local_options
@@ -89,15 +86,12 @@ class LocalRollout(LocalEngine):
     @cached_property
     def limit(self) -> Limit:
         """The difference between the log-probs of trainer and engine that rounding explains."""
-        experts = has_experts(self.config.actor.model_name_or_path, ACTOR_FLAG)
-        return Limit(dtype=self.config.ds.param_dtype, on_gpu=DEVICE_TYPE == "cuda", has_experts=experts)
+        return Limit.of_run(self.config, on_gpu=self.options.on_gpu)
 
     @cached_property
     def probe(self) -> Probe:
         """The tokens on which trainer and engine are compared after each sync."""
-        config = self.config
-        reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
-        return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
+        return probe_of_run(self.config)
 
     def sync(self, policy: PolicyRanks, version: int) -> Gathered[Metrics]:
         if self.policy is None:

@@ -13,6 +13,7 @@ evaluation work on one lane, the models on another, each in the order of submiss
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -39,6 +40,7 @@ from openrlhf.loop.lanes import Lanes, Result
 from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
 from openrlhf.loop.settings import read_settings
 from openrlhf.models.loading import policy_tokenizer
+from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
 from openrlhf.observability.journal import response_of
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
@@ -46,12 +48,13 @@ from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
 from openrlhf.text import decode
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.collect import check_failures
+from openrlhf.training.collect import check_failures, check_stops, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
-from openrlhf.training.rl_data import read_prompts
+from openrlhf.training.ppo import with_outputs
+from openrlhf.training.rl_data import missing_template, read_prompts
 from openrlhf.training.schedule import schedule_of
 from openrlhf.training.start import check_output, check_places
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
@@ -146,6 +149,8 @@ class Run:
         After `load_state`, `itertools.islice(run.prompts(...), run.step, None)` leaves out those of the steps
         that are done."""
         prompts = read_prompts(self.config, source, self.tokenizer)
+        if missing := missing_template(self.config, self.tokenizer, prompts):
+            notify(f"note: {TEMPLATE}: {missing}; {USE_TEMPLATE}")
         sampler = PromptSampler(prompts, seed=self.config.train.seed, num_epochs=epochs)
         before, self._num_epochs = self._num_epochs, self._num_epochs + epochs
         while batch := sampler.next_batch(batch_size or len(prompts)):
@@ -288,12 +293,7 @@ class Run:
             text = "prompts of one call must differ in epoch or prompt_id, from which their seeds follow"
             raise UsageError(ErrorCode.CONFLICT, text)
         self._rollout.set_num_samples(purpose, default if n is None else n)
-        self._rollout.submit(known, purpose)
-        groups = {}
-        for _ in known:
-            group = self._rollout.next_group(purpose, rollout.timeout)
-            groups[group.prompt.epoch, group.prompt.prompt_id] = group
-        return [groups[p.epoch, p.prompt_id] for p in known]
+        return sample_all(self._rollout, known, purpose, rollout.timeout)
 
     def _prompt(self, text: str) -> Prompt:
         """Returns a prompt with a number that no row has, so that it has seeds of its own."""
@@ -331,19 +331,13 @@ class Run:
     def _batch(self, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
         self._has_stepped = False
         trajectories = _all(groups)
-        check_failures(trajectories, 1.0, self.step + 1)
+        config, step = self.config, self.step + 1
+        check_stops(trajectories, config.rollout.stop_on or (), step)
+        check_failures(trajectories, config.reward.max_failed_ratio, step)
         finished = [t for t in trajectories if t.ok]
-        batch, config = Batch.of(finished, self.version), self.config
-        names = {
-            "log_probs": "policy",
-            "ref_log_probs": "reference",
-            "teacher_log_probs": "teacher",
-            "values": "critic",
-        }
-        if not log_probs:
-            del names["log_probs"]
-        present = {column: model for column, model in names.items() if getattr(self._roles, model)}
-        batch = replace(batch, **{c: self._model(m).forward(batch).result() for c, m in present.items()})
+        batch = Batch.of(finished, self.version)
+        roles, policy = self._roles, self._roles.policy if log_probs else None
+        batch = with_outputs(batch, policy, roles.critic, roles.teacher, roles.reference, step)
         if isinstance(advantages, np.ndarray):
             given = advantages.astype(np.float32)
             return replace(batch, advantages=given, returns=given)
@@ -454,7 +448,7 @@ class Run:
         config = self.config
         self._held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
         folder = RunFolder.create(
-            config.run_dir, config_yaml=to_yaml(config), argv=["python"], resume=self.step > 1
+            config.run_dir, config_yaml=to_yaml(config), argv=["python", *sys.argv], resume=self.step > 1
         )
         observer = Observer(
             folder,

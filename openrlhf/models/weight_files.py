@@ -12,6 +12,8 @@ from openrlhf.errors import ErrorCode, UsageError, first_line
 
 LARGEST_HEADER = 100_000_000
 """Maximum size of a header in bytes, as the format defines it."""
+UNREADABLE = (OSError, ValueError, RecursionError, LookupError, TypeError, AttributeError)
+"""Errors of a file of something else."""
 
 
 def check_weight_files(folder: str | Path, flag: str) -> None:
@@ -43,7 +45,7 @@ def _damages(place: Path) -> Iterator[str]:
     try:
         listed = json.loads(index.read_bytes())["weight_map"].values() if index.exists() else ()
         missing = [name for name in sorted(set(listed)) if not (place / name).exists()]
-    except Exception:  # of a file of something else
+    except UNREADABLE:
         yield f"{index.name} cannot be read, or lists no weights"
     else:
         yield from (f"{index.name} lists {name}, which is missing" for name in missing)
@@ -61,7 +63,7 @@ def _header(file: Path) -> tuple[int, list[Mapping[str, Any]]]:
 def eight_bit(folder: str | Path) -> str:
     """Returns the type of a tensor of 8 bits in a local model's safetensors files; "" without one."""
     for file in Path(folder).glob("[!.]*.safetensors"):
-        with suppress(Exception):  # of a file of something else
+        with suppress(*UNREADABLE):
             for about in _header(file)[1]:
                 if about["dtype"].startswith("F8_"):
                     return about["dtype"]

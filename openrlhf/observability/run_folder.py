@@ -60,6 +60,11 @@ LABEL_FORM = "label_is_json"
 """Column that says whether a label is JSON or text."""
 
 
+DAMAGED = (OSError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError)
+DAMAGED += (ArithmeticError, RecursionError, yaml.YAMLError)
+"""Errors of reading a file whose content is not what a run writes."""
+
+
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Raises UsageError for a file of a run that cannot be read or whose content raises an error inside.
@@ -68,9 +73,9 @@ def reading(path: Path) -> Iterator[None]:
         if not stat.S_ISREG(path.stat().st_mode):
             raise OSError("it is no regular file")
         yield
-    except (FileNotFoundError, NotADirectoryError, MemoryError, UsageError):
+    except (FileNotFoundError, NotADirectoryError, UsageError):
         raise
-    except Exception as error:  # damaged content can raise any error
+    except DAMAGED as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split())[:200]
         text = f"cannot be read: {reason}. Repair it, or move it away to read the rest of the run."
         raise UsageError(ErrorCode.UNREADABLE, text, value=path) from error

@@ -14,7 +14,7 @@ from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.failures import commonest_failure
 from openrlhf.observability.health import SAME_REWARD
-from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Trajectory, present
+from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Purpose, Trajectory, present
 
 GroupKey = tuple[int, int]
 """(epoch, prompt id)"""
@@ -343,6 +343,24 @@ def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], st
     if failed := next((t for t in trajectories if t.outcome in stop_on), None):
         text = f"step {step}: a sample ended with this outcome:\n{failed.error}"
         raise RunError(_code_of(failed), text, flag="--rollout.stop_on", value=failed.outcome)
+
+
+def sample_all(
+    rollout: Rollout,
+    prompts: Sequence[Prompt],
+    purpose: Purpose,
+    timeout: float | None,
+    on_group: Callable[[PromptGroup], None] = lambda group: None,
+) -> list[PromptGroup]:
+    """Samples prompts, which differ in epoch or number. Returns the groups in the order of `prompts`.
+    `timeout`: maximum seconds between two groups; `on_group` gets each group when it has finished."""
+    rollout.submit(prompts, purpose)
+    groups: dict[tuple[int, int], PromptGroup] = {}
+    for _ in prompts:
+        group = rollout.next_group(purpose, timeout)
+        groups[group.prompt.epoch, group.prompt.prompt_id] = group
+        on_group(group)
+    return [groups[p.epoch, p.prompt_id] for p in prompts]
 
 
 def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:

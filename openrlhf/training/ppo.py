@@ -18,7 +18,7 @@ from openrlhf.observability.journal import Trained
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
 from openrlhf.training.checkpoints import BEST, COPY, CheckpointFolder
-from openrlhf.training.collect import Collected, Collector, check_failures, check_stops
+from openrlhf.training.collect import Collected, Collector, check_failures, check_stops, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments, log_prob_metrics
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import as_scores, evaluation_metrics
@@ -243,16 +243,7 @@ class PPOTrainer(Generic[PolicyT]):
         """Returns the batch with the log-probs of policy, reference and teacher and the critic's values, as
         far as the run has these models."""
         policy = None if self.config.skips_old_log_probs else self.policy
-        models = (policy, self.critic, self.teacher, self.reference)
-        pending = [model.forward(batch) if model else None for model in models]
-        answers = [p.result() if p else None for p in pending]
-        check_finite(
-            zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), self.step + 1
-        )
-        log_probs, values, teacher, reference = answers
-        return replace(
-            batch, log_probs=log_probs, values=values, teacher_log_probs=teacher, ref_log_probs=reference
-        )
+        return with_outputs(batch, policy, self.critic, self.teacher, self.reference, self.step + 1)
 
     @property
     def weight_version(self) -> int:
@@ -368,13 +359,8 @@ class PPOTrainer(Generic[PolicyT]):
 
     def sample_all(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """Samples the evaluation prompts. Returns the trajectories in the order of `prompts`."""
-        self.rollout.submit(prompts, "eval")
-        groups: dict[tuple[int, int], PromptGroup] = {}
-        for _ in prompts:
-            group = self.rollout.next_group("eval", self.config.rollout.timeout)
-            groups[group.prompt.epoch, group.prompt.prompt_id] = group
-            self.on_group(group)
-        return [t for p in prompts for t in groups[p.epoch, p.prompt_id].trajectories]
+        groups = sample_all(self.rollout, prompts, "eval", self.config.rollout.timeout, self.on_group)
+        return [t for group in groups for t in group.trajectories]
 
     def _keep_if_best(self, metrics: Metrics) -> None:
         """Saves a separate checkpoint if this evaluation is the best so far and the run saves checkpoints."""
@@ -414,6 +400,26 @@ def check_version(state: Mapping[str, Any]) -> None:
             "Resume with the release that wrote it, or start a new run."
         )
         raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.load_enable")
+
+
+def with_outputs(
+    batch: Batch,
+    policy: ModelRanks | None,
+    critic: ModelRanks | None,
+    teacher: ModelRanks | None,
+    reference: ModelRanks | None,
+    step: int,
+) -> Batch:
+    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values; it has
+    no column of a model that is None. Raises RunError for an output that is not finite."""
+    models = (policy, critic, teacher, reference)
+    pending = [model.forward(batch) if model else None for model in models]
+    answers = [p.result() if p else None for p in pending]
+    check_finite(zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), step)
+    log_probs, values, of_teacher, of_reference = answers
+    return replace(
+        batch, log_probs=log_probs, values=values, teacher_log_probs=of_teacher, ref_log_probs=of_reference
+    )
 
 
 def check_finite(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:

@@ -17,7 +17,15 @@ from openrlhf.config.fields import flag_of
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.errors import ErrorCode, Stopped, UsageError, catch_signals, noting_position, short_errors
+from openrlhf.errors import (
+    ErrorCode,
+    Stopped,
+    UsageError,
+    catch_signals,
+    counted,
+    noting_position,
+    short_errors,
+)
 from openrlhf.files import exporting
 from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
@@ -297,8 +305,8 @@ class Run(Generic[ConfigT]):
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
-                f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, {len(self.windows)} "
-                f"step{'s' * (len(self.windows) != 1)} an epoch; run folder {config.run_dir}"
+                f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
+                f"{counted(len(self.windows), 'step')} an epoch; run folder {config.run_dir}"
             )
             for note in data_notes(config, len(self.train_set)):
                 trainer.observer.message(f"note: {note}")

@@ -15,13 +15,11 @@ from openrlhf.backends.weight_sync.stored_weights import (
     Probe,
     Sketch,
     differing_weights,
-    make_probe,
+    probe_of_run,
     reason_of,
 )
 from openrlhf.completions import SamplingParams
-from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.errors import RunError
-from openrlhf.models.loading import has_experts, policy_tokenizer
 from openrlhf.rollout.local import LocalEngine
 from openrlhf.rollout.worker import local_options
 from openrlhf.training.trained_worker import PolicyWorker
@@ -52,10 +50,8 @@ class SyncedPair:
 
     def __init__(self, worker: PolicyWorker, engine: LocalEngine, options: EngineOptions) -> None:
         self.worker, self.engine, self.version = worker, engine, 0
-        config = worker.config
-        self.probe: Probe = make_probe(policy_tokenizer(config), None, config.data.max_len - 1)
-        experts = has_experts(config.actor.model_name_or_path, ACTOR_FLAG)
-        self.limit = Limit(dtype=config.ds.param_dtype, on_gpu=options.on_gpu, has_experts=experts)
+        self.probe: Probe = probe_of_run(worker.config)
+        self.limit = Limit.of_run(worker.config, on_gpu=options.on_gpu)
         worker.open_weight_sync(engine, options.transfer_backend, "127.0.0.1", free_port())
 
     def trainer(self) -> Tensor:

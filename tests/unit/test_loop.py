@@ -127,6 +127,26 @@ def test_deepspeed_takes_one_call_a_step(start):
     assert norms["deepspeed"] == pytest.approx(norms["torch"], rel=1e-5)
 
 
+def test_gradients_of_some_rows_are_not_stepped_on(start):
+    class FailsLater(rl.PolicyLoss):
+        calls = 0
+
+        def __call__(self, row: rl.RowView):
+            FailsLater.calls += 1
+            if FailsLater.calls > 1:
+                raise ValueError("a bug in the second row")
+            bound = torch.zeros_like(row.log_probs, dtype=torch.bool)
+            return -row.log_ratio * row.advantages, bound, bound
+
+    run = start(**{"train.micro_batch_size": 2})
+    batch = run.batch(run.reward(run.sample(QUESTIONS), by_length)).result(60)
+    with pytest.raises(ValueError, match="second row"):
+        run.forward_backward(batch, FailsLater).result(60)
+    for verb in (run.optim_step, lambda: run.forward_backward(batch)):
+        with pytest.raises(rl.RunError, match="failed midway"):
+            verb().result(60)
+
+
 def test_a_step_without_a_finite_gradient_changes_no_weights(start):
     run = start()
     batch = run.batch(run.sample(QUESTIONS)).result(60)
@@ -318,6 +338,19 @@ class TestLanes:
         sampled = lanes.on("engines", lambda: trained.wait(10))
         lanes.on("models", trained.set).result(10)
         assert sampled.result(10)
+        lanes.close(cancel=False)
+
+    def test_an_error_before_a_sync_holds_no_lane(self):
+        lanes = Lanes()
+
+        def fail() -> None:
+            raise ValueError("unread")
+
+        lanes.on("models", fail)
+        lanes._submit("models", lambda: None).result(10)
+        with pytest.raises(ValueError, match="unread"):
+            lanes.on_both(lambda: None)
+        lanes.on("engines", lambda: None).result(10)
         lanes.close(cancel=False)
 
     def test_a_sync_that_is_cancelled_holds_no_lane(self):

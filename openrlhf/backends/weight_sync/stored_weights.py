@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, RunError
-from openrlhf.models.vision import SHAPES, ImageReader
+from openrlhf.models.loading import has_experts, policy_tokenizer
+from openrlhf.models.vision import SHAPES, ImageReader, image_reader
 from openrlhf.types import Image
 
 PROBE_TOKENS = 128
@@ -74,6 +76,12 @@ def make_probe(tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, m
     return Probe(token_ids=[*read, *tokens], asked=[*placeholder, *tokens], images=picture.images)
 
 
+def probe_of_run(config: PPOConfig) -> Probe:
+    """Returns the probe of a run, whose policy may read images."""
+    reader = image_reader(config.actor.model_name_or_path) if config.reads_images else None
+    return make_probe(policy_tokenizer(config), reader, config.data.max_len - 1)
+
+
 def probe_of(tokenizer: PreTrainedTokenizerBase, length: int) -> list[int]:
     """Returns at most `length` token ids: the tokenizer's BOS token if it has one, then random ordinary
     tokens, the same in every call."""
@@ -96,6 +104,12 @@ class Limit:
     """Dtype of the weights: fp32, fp16 or bf16."""
     on_gpu: bool
     has_experts: bool = False
+
+    @classmethod
+    def of_run(cls, config: PPOConfig, *, on_gpu: bool) -> Self:
+        """Returns the limit of a run's policy."""
+        experts = has_experts(config.actor.model_name_or_path, ACTOR_FLAG)
+        return cls(dtype=config.ds.param_dtype, on_gpu=on_gpu, has_experts=experts)
 
     @property
     def relative(self) -> float:
