@@ -4,6 +4,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from concurrent.futures import wait
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -340,17 +341,28 @@ class TestLanes:
         assert sampled.result(10)
         lanes.close(cancel=False)
 
-    def test_an_error_before_a_sync_holds_no_lane(self):
-        lanes = Lanes()
+    def test_an_error_while_a_sync_is_submitted_holds_no_lane(self, monkeypatch):
+        lanes, go = Lanes(), Event()
 
         def fail() -> None:
+            go.wait(10)
             raise ValueError("unread")
 
-        lanes.on("models", fail)
-        lanes._submit("models", lambda: None).result(10)
+        failing, engines = lanes.on("models", fail), lanes._threads["engines"]
+        submit = engines.submit
+
+        def submit_and_fail(work):
+            go.set()
+            wait([failing._future], 10)
+            return submit(work)
+
+        monkeypatch.setattr(engines, "submit", submit_and_fail)
+        both = lanes.on_both(lambda: "synced")
+        monkeypatch.undo()
         with pytest.raises(ValueError, match="unread"):
-            lanes.on_both(lambda: None)
-        lanes.on("engines", lambda: None).result(10)
+            lanes.on("engines", lambda: None)
+        assert both.result(10) == "synced"
+        assert lanes.on("engines", lambda: 1).result(10) == 1
         lanes.close(cancel=False)
 
     def test_a_sync_that_is_cancelled_holds_no_lane(self):
