@@ -274,8 +274,8 @@ def test_processes_that_share_a_gpu_take_turns(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(rank_groups.CriticRanks, "worker_class", order.Critic)
     monkeypatch.setattr(rank_groups.FrozenRanks, "worker_class", order.Reference)
     monkeypatch.setattr(engine_pool, "EngineActor", order.Engine)
-    for name in ("policy_tokenizer", "make_probe", "has_experts"):
-        monkeypatch.setattr(weight_check, name, lambda *_: [])
+    monkeypatch.setattr(weight_check, "probe_of_run", lambda _: [])
+    monkeypatch.setattr(weight_check.WeightCheck, "limit", None)  # it would load the model's configuration
     monkeypatch.setattr(weight_check, "check_stored", lambda *_: 0.0)
     ray.cloudpickle.register_pickle_by_value(order)
     wanted = config(together=True)
