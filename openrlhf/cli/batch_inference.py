@@ -14,7 +14,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode, RunError, counted, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.training.task import load_tokenizer_of
+from openrlhf.loop.task import load_tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase

@@ -154,12 +154,14 @@ def _files(check: Check) -> None:
     if isinstance(config, PPOConfig):
         from openrlhf.cli.rl_checks import check_files
         from openrlhf.device import DEVICE_TYPE
+        from openrlhf.observability.hooks.load import hooks_of
         from openrlhf.observability.trackers.load import trackers_of
 
         check.ask("--logger.trackers", trackers_of, config.logger)
+        check.ask("--train.hooks", hooks_of, config.train.hooks)
         check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
     else:
-        from openrlhf.training.task import check_files as check_task
+        from openrlhf.loop.task import check_files as check_task
 
         check_task(_task(check))
 
@@ -175,9 +177,8 @@ def _task(check: Check) -> Any:
 
 
 def _supervised_data(check: Check) -> None:
+    from openrlhf.loop.task import build_train_set, data_notes, load_tokenizer_of
     from openrlhf.planning.batches import rows_of
-    from openrlhf.training.supervised import data_notes
-    from openrlhf.training.task import build_train_set, load_tokenizer_of
 
     config, assumed, tokenizer = check.config, check.assumed, None
     is_chat = getattr(config.data, "apply_chat_template", False)

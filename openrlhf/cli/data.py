@@ -8,7 +8,7 @@ from importlib import import_module
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.training.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
+from openrlhf.loop.task import Task, build_train_set, check_files, lay_out, load_tokenizer_of
 
 TASKS = {
     "sft": ("train_sft", "SFTTask"),

@@ -148,7 +148,7 @@ def _words(folder: Path, command: str, flags: str) -> list[str]:
 def _sft(folder: Path, flags: str) -> None:
     from openrlhf.cli.train_sft import SFTTask
     from openrlhf.config.parse import parse
-    from openrlhf.training.task import run
+    from openrlhf.loop.task import run
 
     argv = _words(folder, "sft", flags)
     run(SFTTask(parse(SFTTask.command, argv).config), argv)

@@ -15,7 +15,7 @@ from openrlhf.config.inference import ChatConfig
 from openrlhf.config.parse import parse
 from openrlhf.errors import notify, short_errors
 from openrlhf.hub import choose_hub
-from openrlhf.training.task import MODEL_FLAG, load_tokenizer_of
+from openrlhf.loop.task import MODEL_FLAG, load_tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def supervised(name: str, config: Any, step: int) -> None:
     """Trains from the checkpoint to the end of `step`."""
     from openrlhf.backends.distributed import leave_distributed
-    from openrlhf.training.task import Run
+    from openrlhf.loop.task import Run
 
     module, task_type = TASKS[name]
     with ExitStack() as held:

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 from openrlhf.cli.train_rm import PairTask
 from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
-from openrlhf.training import task
-from openrlhf.training.reference import ComparedTask, reference_of
+from openrlhf.loop import task
+from openrlhf.loop.reference import ComparedTask, reference_of
 
 if TYPE_CHECKING:
     from openrlhf.training.objectives.dpo import DPOObjective

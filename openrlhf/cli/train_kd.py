@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from openrlhf.cli.train_sft import ResponsesTask
 from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
-from openrlhf.training import task
+from openrlhf.loop import task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

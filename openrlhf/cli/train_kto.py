@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
-from openrlhf.training import task
-from openrlhf.training.reference import ComparedTask, reference_of
+from openrlhf.loop import task
+from openrlhf.loop.reference import ComparedTask, reference_of
 
 if TYPE_CHECKING:
     from openrlhf.backends.base import Objective

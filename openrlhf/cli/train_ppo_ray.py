@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from openrlhf.cluster.placement import Bundles
     from openrlhf.cluster.rank_groups import PolicyRanks
     from openrlhf.cluster.roles import Roles
+    from openrlhf.loop.rl import PPOTrainer
     from openrlhf.training.checkpoints import CheckpointFolder
     from openrlhf.training.origin import Origin
-    from openrlhf.training.ppo import PPOTrainer
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -334,12 +334,17 @@ def build_trainer(
     from openrlhf.algorithms.mismatch import MismatchWatch
     from openrlhf.config.parse import to_yaml
     from openrlhf.data.prompt_sampler import PromptSampler
+    from openrlhf.loop.rl import PPOTrainer
+    from openrlhf.observability.hooks.load import hooks_of
+    from openrlhf.observability.hooks.memory import PhaseMemory
     from openrlhf.observability.observer import Observer
     from openrlhf.observability.progress import waiting
     from openrlhf.observability.run_folder import RunFolder
     from openrlhf.text import decode
-    from openrlhf.training.ppo import PPOTrainer, restore
+    from openrlhf.training.invariants import check_epochs
+    from openrlhf.training.saving import restore
     from openrlhf.training.schedule import prompts_of_steps
+    from openrlhf.training.step_checks import StepChecks
 
     move_old_checkpoints(config, checkpoints, tag)
     folder = RunFolder.create(
@@ -363,6 +368,9 @@ def build_trainer(
         mismatch=MismatchWatch(dtype=config.ds.param_dtype),
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
+    prompts = PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes)
+    if config.train.verify_steps and prompts.shuffles:
+        check_epochs("prompts", prompts.order, 1)
     kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))
     total_steps, samples = len(steps), max(steps) * config.rollout.n_samples_per_prompt
     trainer = PPOTrainer(
@@ -372,13 +380,18 @@ def build_trainer(
         reference=roles.reference,
         teacher=roles.teacher,
         critic=roles.critic,
-        prompts=PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes),
+        prompts=prompts,
         eval_prompts=data.eval_prompts,
         checkpoints=checkpoints,
         kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),
         total_steps=total_steps,
         observer=observer,
-        peak_memory=roles.peak_memory,
+        hooks=[
+            StepChecks(config=config),
+            PhaseMemory(take=roles.peak_memory),
+            *hooks_of(config.train.hooks),
+            observer,
+        ],
         restored=restored,
     )
     observer.start(total_steps, done=done)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from openrlhf.config.commands import PRM
 from openrlhf.config.supervised import PRMConfig
-from openrlhf.training import task
+from openrlhf.loop import task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

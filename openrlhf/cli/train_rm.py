@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from openrlhf.config.commands import RM
 from openrlhf.config.supervised import DPOConfig, RMConfig
-from openrlhf.training import task
+from openrlhf.loop import task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

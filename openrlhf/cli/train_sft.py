@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from openrlhf.config.commands import SFT
 from openrlhf.config.supervised import KDConfig, SFTConfig
-from openrlhf.training import task
+from openrlhf.loop import task
 
 if TYPE_CHECKING:
     from openrlhf.training.objectives.sft import SFTObjective

@@ -111,6 +111,7 @@ CHANGEABLE = {
     *(
         "train.on_nonfinite",
         "train.verify_steps",
+        "train.hooks",
         "reward.max_failed_ratio",
         "algo.dynamic_filtering_max_batches",
     ),

@@ -256,6 +256,9 @@ class BatchesConfig(SeedConfig):
     verify_steps: CountOrZero = 1
     """Check this many first steps of the run by a second computation, without packing and chunks, on one row
     of each rank (docs/verification.md). 0: no step."""
+    hooks: tuple[str, ...] | None = None
+    """Own observers and checks of the steps, each a class as `folder/file.py:NAME` or `package.module:NAME`,
+    or a name that an installed package registers (docs/extending.md)."""
     backend: BackendName = "deepspeed"
     """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
     (docs/models.md)."""

@@ -89,6 +89,11 @@ class TrainConfig(BatchesConfig):
     """Stop after this many optimizer steps, with the learning rate schedule of a run of that length. None:
     after train.max_epochs."""
 
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """Returns the number of optimizer steps of the whole run."""
+        steps = steps_per_epoch * self.max_epochs
+        return steps if self.max_steps is None else min(steps, self.max_steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedConfig(OptimConfig, TrainingConfig):

@@ -53,7 +53,7 @@ from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
-from openrlhf.training.ppo import with_outputs
+from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import missing_template, read_prompts
 from openrlhf.training.schedule import schedule_of
 from openrlhf.training.start import check_output, check_places

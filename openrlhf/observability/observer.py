@@ -10,6 +10,7 @@ from openrlhf.config.choices import JournalMode
 from openrlhf.config.sections import LoggerConfig, is_due
 from openrlhf.observability.failures import commonest_failure, headline
 from openrlhf.observability.health import Health
+from openrlhf.observability.hooks.base import Evaluation, Hook, Step
 from openrlhf.observability.journal import Decode, Journal, Trained, response_of
 from openrlhf.observability.progress import Phase, Progress
 from openrlhf.observability.report import few_samples, print_samples, shorten, write_report
@@ -25,8 +26,9 @@ SAMPLES_IN_TABLE = 8
 logger = logging.getLogger(__name__)
 
 
-class Observer:
-    """Reports a run. It exists only in the process that logs for all ranks."""
+class Observer(Hook):
+    """Reports a run. It exists only in the process that logs for all ranks. Of the loop's events it takes
+    the samples, evaluations and metrics."""
 
     def __init__(
         self,
@@ -109,10 +111,26 @@ class Observer:
         ]
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
 
-    def flush(self) -> None:
-        """Waits until all rollouts are on disk. Call it before a checkpoint is complete, because a run that
-        resumes from the checkpoint does not write them again."""
+    def trained(self, step: Step) -> None:
+        if step.samples:
+            batch, schedule = step.batch, step.schedules.get("policy", [])
+            trained = None
+            if step.updated is not None and batch is not None:
+                trained = Trained(batch=batch, schedule=schedule, first_update=step.optimizer_steps)
+            self.log_rollouts(step.number, step.samples, trained=trained)
+        if step.filtered:
+            self.log_rollouts(step.number, step.filtered, name="filtered")
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.log_rollouts(evaluation.step, evaluation.samples, name="eval")
+
+    def saving(self, tag: str) -> None:
+        """Waits until all rollouts are on disk: a run that resumes from the checkpoint does not write them
+        again."""
         self.journal.flush()
+
+    def ended(self, step: Step) -> None:
+        self.log_step(step.number, step.metrics)
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
         """Prints one line with the number of failed samples, their most common error and an example of it."""

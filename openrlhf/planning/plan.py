@@ -8,6 +8,7 @@ from openrlhf.cluster.layout import ENGINES, Layout, described, layout_of, resou
 from openrlhf.config.command import Command
 from openrlhf.config.fields import to_words, values_of, with_values
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.loop.task import MODEL_FLAG
 from openrlhf.planning.batches import (
     SEQUENCES,
     Batches,
@@ -21,7 +22,6 @@ from openrlhf.planning.hardware import Cluster
 from openrlhf.planning.memory import Demand, ppo_memory, supervised_memory, tightest
 from openrlhf.planning.models import ModelSize, model_size
 from openrlhf.planning.time import Phase, ppo_time, step_seconds, supervised_time
-from openrlhf.training.task import MODEL_FLAG
 
 Change = tuple[str, Any]
 """A flag's key and its new value."""

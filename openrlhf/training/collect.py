@@ -14,6 +14,7 @@ from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.failures import commonest_failure
 from openrlhf.observability.health import SAME_REWARD
+from openrlhf.observability.hooks.base import Step
 from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Purpose, Trajectory, present
 
 GroupKey = tuple[int, int]
@@ -336,6 +337,31 @@ class Collector:
             f"{algo.dynamic_filtering_max_batches}: a step samples at most that many batches of prompts."
         )
         return RunError(ErrorCode.EPISODES_FAILED, text)
+
+
+def check_collected(config: PPOConfig, step: Step) -> None:
+    """Raises RunError for an outcome of `rollout.stop_on`, and if too many samples failed."""
+    check_stops(step.collected, config.rollout.stop_on or (), step.number)
+    if num_samples(step.collected) >= config.samples_per_step:  # few are no estimate of the failure rate
+        check_failures(step.collected, config.reward.max_failed_ratio, step.number)
+    check_failures(step.samples, 1.0, step.number)
+
+
+def trained_on(config: PPOConfig, step: Step) -> list[int]:
+    """Returns the indices of the finished samples to train on. Raises RunError if none is left."""
+    masks, finished = config.rollout.mask_truncated, step.finished
+    if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
+        return left
+    text = (
+        f"step {step.number}: all {len(finished)} samples are truncated, so none is left to train on.\n"
+        "Raise --rollout.max_new_tokens or --data.max_len."
+    )
+    raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
+
+
+def num_samples(trajectories: Sequence[Trajectory]) -> int:
+    """Returns the number of episodes. An episode with several sequences counts once."""
+    return sum(t.is_first for t in trajectories)
 
 
 def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Metrics, Trajectory, present
 
 Samples = list[Trajectory]
@@ -79,3 +80,22 @@ def _answer_metrics(prefix: str, finished: Sequence[Trajectory]) -> Metrics:
         metrics[f"{prefix}response_length_mean"] = fmean(t.num_actions for t in finished)
         metrics[f"{prefix}truncated_rate"] = fmean(t.truncated for t in finished)
     return metrics
+
+
+def best_metric(key: str, metrics: Metrics, sources: Sequence[str]) -> float | None:
+    """Returns the value of the metric that ranks checkpoints: the one that `ckpt.best_metric_key` names, or
+    the mean score of the first source if `key` is empty. Returns None if the key is "none", nothing was
+    evaluated, or every sample of the metric's source failed. `sources`: those of the evaluation. Raises
+    UsageError for an unknown metric."""
+    evaluated = sorted(name for name in metrics if name.startswith("eval/"))
+    if key == "none" or not evaluated:
+        return None
+    asked = key.removeprefix("eval/") or f"{sources[0]}_score_mean"
+    names = (f"eval/{asked}", f"eval/{asked.removeprefix('eval_')}")  # older versions: eval_default_pass1
+    names += tuple(as_scores(name) for name in names)
+    name = next((name for name in names if name in metrics), names[1])
+    failed = [source for source in sources if f"eval/{source}_score_mean" not in metrics]
+    if name in metrics or any(name.startswith(f"eval/{source}_") for source in failed):
+        return metrics.get(name)
+    text = f"no evaluation metric has this name; there are {', '.join(evaluated)}"
+    raise UsageError(ErrorCode.INVALID_VALUE, text, flag="--ckpt.best_metric_key", value=key)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of, with_values
@@ -23,8 +23,6 @@ from openrlhf.text import Calendar
 if TYPE_CHECKING:
     from openrlhf.training.checkpoints import CheckpointFolder, Found
     from openrlhf.training.origin import Origin
-    from openrlhf.training.ppo import PPOTrainer
-    from openrlhf.training.supervised import SupervisedTrainer
 
 Config = PPOConfig | SupervisedConfig
 ConfigT = TypeVar("ConfigT", PPOConfig, SupervisedConfig)
@@ -243,7 +241,17 @@ def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: s
             print(line, flush=True)
 
 
-def position(trainer: "PPOTrainer | SupervisedTrainer", is_at_boundary: bool) -> str:
+class Loop(Protocol):
+    """The loop of a run."""
+
+    step: int
+    checkpoints: "CheckpointFolder"
+
+    @property
+    def total_steps(self) -> int: ...
+
+
+def position(trainer: Loop, is_at_boundary: bool) -> str:
     """Returns a text with the step at which a run ends and how to resume it. `is_at_boundary`: True between
     two steps."""
     step, total = trainer.step, trainer.total_steps

@@ -1,14 +1,14 @@
-"""The checks of an RL run, by the place of a step at which they run. Each compares the run's own numbers with
-those of invariants.py, verify_rl.py and verify_metrics.py."""
+"""The checks of an RL run, by the event of a step after which they run. Each compares the run's own numbers
+with those of invariants.py, verify_rl.py and verify_metrics.py."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import field
 
-from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import check_mismatch
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import notify
+from openrlhf.observability.hooks.base import Evaluation, Hook, Step
 from openrlhf.training.credit import credit_arguments
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.invariants import (
@@ -33,9 +33,7 @@ from openrlhf.training.verify_metrics import (
     plain_rollout_metrics,
 )
 from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
-from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
-
-AssignCredit = Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]]
+from openrlhf.types import Batch, Metrics, Trajectory, present
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
 """`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of
@@ -44,10 +42,8 @@ MADE_UP = "made-up samples"
 """Name of the samples of `made_up_samples` in errors."""
 
 
-@dataclass(kw_only=True)
-class StepChecks:
-    """The checks of a run. Holds what later steps are compared with. `step` is the number of a step, from 1,
-    and `version` that of the weights that it trains."""
+class StepChecks(Hook):
+    """The checks of a run. Holds what later steps are compared with."""
 
     config: PPOConfig
     first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
@@ -58,35 +54,51 @@ class StepChecks:
     passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
     """Name of a model -> the batches of each pass of its last update, in the first steps."""
 
-    def sampled(self, trajectories: Sequence[Trajectory], step: int) -> None:
-        """Checks the samples of a step."""
+    def sampled(self, step: Step) -> None:
         config = self.config
         is_random = config.samples_freely
-        check_samples(trajectories, config.rollout.n_samples_per_prompt, step, is_random=is_random)
-        check_epoch_seeds(trajectories, self.first_seeds, step)
-        check_lengths(trajectories, config.action_limit, step)
+        check_samples(step.samples, config.rollout.n_samples_per_prompt, step.number, is_random=is_random)
+        check_epoch_seeds(step.samples, self.first_seeds, step.number)
+        check_lengths(step.samples, config.action_limit, step.number)
 
-    def credited(
-        self,
-        metrics: Metrics,
-        batch: Batch,
-        trajectories: Sequence[Trajectory],
-        *,
-        assign: AssignCredit,
-        kl: KLController,
-        version: int,
-        step: int,
-    ) -> None:
-        """Checks log-probs, credit and metrics of a step. `assign`: assigns credit as the step does."""
-        if step <= self.config.train.verify_steps:
-            self._verify_credit(batch, [t for t in trajectories if t.ok], assign, kl, version, step)
-            self._verify_metrics(metrics, batch, trajectories, version, step)
-        self.mismatch(metrics, step)
-        check_staleness(metrics, self.config.largest_staleness, step)
-        if step <= self.config.train.verify_steps and version == 0:  # loaded from the reference's place
-            check_own_reference(metrics, self.config.ds.param_dtype, step)
+    def advantages(self, step: Step) -> None:
+        """Checks log-probs, advantages and metrics."""
+        batch, is_first = present(step.batch), step.number <= self.config.train.verify_steps
+        if is_first:
+            self._verify_advantages(step, batch)
+            self._verify_metrics(step, batch, step.metrics, step.samples)
+        self._check_mismatch(step)
+        check_staleness(step.metrics, self.config.largest_staleness, step.number)
+        if is_first and step.version == 0:  # loaded from the reference's place
+            check_own_reference(step.metrics, self.config.ds.param_dtype, step.number)
         if self.moved and equals_reference(batch):
-            self._check_change(batch, step)
+            self._check_change(batch, step.number)
+
+    def scheduled(self, step: Step) -> None:
+        """Checks the schedules. In the first steps a model's passes over the samples, those of the previous
+        step included, have orders of their own."""
+        train = self.config.train
+        for name, schedule in step.schedules.items():
+            check_schedule(name, schedule, step.trained_on, train.max_epochs, step.number)
+            if step.number - 1 <= train.verify_steps > 0:
+                passes = passes_of(schedule, train.max_epochs, step.groups)
+                check_orders(f"the {name}'s samples", [*self.passes.get(name, []), *passes], step.number)
+                self.passes[name] = passes
+
+    def updated(self, step: Step) -> None:
+        self._check_mismatch(step)
+        if schedule := step.schedules.get("policy"):
+            metrics = present(step.updated).metrics
+            check_trained(metrics, present(step.batch), schedule, step.number)
+            self.moved = math.hypot(self.moved, movement(metrics, len(schedule)))
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        config, samples, step = self.config, evaluation.samples, evaluation.step
+        check_samples(samples, config.eval.n_samples_per_prompt, step, is_random=False)
+        check_lengths(samples, config.action_limit, step)
+        check_evaluated(samples, evaluation.version, step)
+        if step <= config.train.verify_steps > 0:
+            check_evaluation(evaluation.metrics, samples, step)
 
     def _check_change(self, batch: Batch, step: int) -> None:
         """Checks an updated policy that equals the reference. Tells if the precision may hide its updates."""
@@ -103,78 +115,35 @@ class StepChecks:
                 "float32 weights. If the KL stays 0, raise --actor.adam.lr or use --ds.param_dtype fp32."
             )
 
-    def mismatch(self, metrics: Metrics, step: int) -> None:
+    def _check_mismatch(self, step: Step) -> None:
         config = self.config
-        check_mismatch(metrics, config.ds.param_dtype, config.largest_mismatch, step)
+        check_mismatch(step.metrics, config.ds.param_dtype, config.largest_mismatch, step.number)
 
-    def scheduled(
-        self,
-        schedules: Mapping[str, Schedule],
-        trained_on: Sequence[int],
-        groups: Sequence[tuple[int, int]] | None,
-        step: int,
-    ) -> None:
-        """Checks the schedules of an update. In the first steps a model's passes over the samples, those of
-        the previous step included, have orders of their own."""
-        train = self.config.train
-        for name, schedule in schedules.items():
-            check_schedule(name, schedule, trained_on, train.max_epochs, step)
-            if step - 1 <= train.verify_steps > 0:
-                passes = passes_of(schedule, train.max_epochs, groups)
-                check_orders(f"the {name}'s samples", [*self.passes.get(name, []), *passes], step)
-                self.passes[name] = passes
-
-    def updated(self, updated: Updated, batch: Batch, schedule: Schedule, step: int) -> None:
-        """Checks an update, whose policy had this schedule; an empty one if the policy was not trained."""
-        if schedule:
-            check_trained(updated.metrics, batch, schedule, step)
-            self.moved = math.hypot(self.moved, movement(updated.metrics, len(schedule)))
-
-    def evaluated(
-        self, trajectories: Sequence[Trajectory], metrics: Metrics, version: int, step: int
-    ) -> None:
-        """Checks the samples and metrics of an evaluation after `step` steps."""
-        config = self.config
-        check_samples(trajectories, config.eval.n_samples_per_prompt, step, is_random=False)
-        check_lengths(trajectories, config.action_limit, step)
-        check_evaluated(trajectories, version, step)
-        if step <= config.train.verify_steps > 0:
-            check_evaluation(metrics, trajectories, step)
-
-    def _verify_credit(
-        self,
-        batch: Batch,
-        finished: Sequence[Trajectory],
-        assign: AssignCredit,
-        kl: KLController,
-        version: int,
-        step: int,
-    ) -> None:
+    def _verify_advantages(self, step: Step, batch: Batch) -> None:
         """Compares advantages, of the batch and of made-up samples, and changes of the KL coefficient with
         plain formulas."""
-        arguments = credit_arguments(self.config, kl.coef)
-        check_advantages(batch, plain_advantages(batch, finished, **arguments), step)
+        arguments = credit_arguments(self.config, step.kl.coef)
+        check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
         made_up, samples = made_up_samples(batch, self.config.longest_response)
         if (expected := plain_advantages(made_up, samples, **arguments)) is not None:
-            made_up, metrics = assign(made_up, samples)
-            check_advantages(made_up, expected, step, MADE_UP)
-            metrics |= rollout_metrics(samples, version)
-            self._verify_metrics(metrics, made_up, samples, version, step, MADE_UP)
-        check_controller(kl, step)
+            made_up, metrics = present(step.assign_advantages)(made_up, samples)
+            check_advantages(made_up, expected, step.number, MADE_UP)
+            metrics |= rollout_metrics(samples, step.version)
+            self._verify_metrics(step, made_up, metrics, samples, MADE_UP)
+        check_controller(step.kl, step.number)
 
     def _verify_metrics(
         self,
-        metrics: Metrics,
+        step: Step,
         batch: Batch,
-        trajectories: Sequence[Trajectory],
-        version: int,
-        step: int,
+        metrics: Metrics,
+        samples: Sequence[Trajectory],
         name: str = "the step",
     ) -> None:
         """Compares the metrics of samples, which are called `name`, with plain formulas."""
-        expected = plain_rollout_metrics(trajectories, version)
+        expected = plain_rollout_metrics(samples, step.version)
         expected |= plain_log_prob_metrics(batch, self.config.algo.kl.estimator)
-        check_metrics(metrics, expected, step, name)
+        check_metrics(metrics, expected, step.number, name)
 
 
 def movement(metrics: Metrics, num_steps: int) -> float:

@@ -12,7 +12,7 @@ plain    The log-probs of the row's actions equal those of transformers' own for
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -22,6 +22,8 @@ from transformers import PreTrainedModel
 
 from openrlhf.backends.base import Objective, RowT, TrainEngine
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.data.batches import Windows
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import alone, reading_of
@@ -29,14 +31,21 @@ from openrlhf.models.lora import ADAPTER, is_classifier
 from openrlhf.models.policy import PolicyModel, head_of, head_options, transformed_logits
 from openrlhf.models.scorer import head_name
 from openrlhf.models.self_check import transformers_attention
-from openrlhf.training.invariants import SAME_POLICY, broken, check_parts
+from openrlhf.observability.hooks.base import Hook
+from openrlhf.training.invariants import (
+    SAME_POLICY,
+    broken,
+    check_epochs,
+    check_learning_rate,
+    check_parts,
+)
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.reference import reference_log_probs
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm, plain_sft
-from openrlhf.types import LossNorm, PackedRow, PairRow, UnpairedRow
+from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
+from openrlhf.types import LossNorm, Metrics, PackedRow, PairRow, UnpairedRow
 
 LOSS, HALVED, PLAIN = "loss", "halved", "plain"
 """The loss of a row; twice the loss with doubled totals; the loss by a plain formula."""
@@ -118,6 +127,30 @@ PLAIN_LOSSES: Mapping[type, Callable] = {
     RewardObjective: plain_rm_loss,
 }
 """Losses by plain formulas, on log-probs or scores of transformers' own forward pass."""
+
+
+class FirstSteps(Hook):
+    """The checks of a supervised run on this rank: its first steps by a second computation, and the learning
+    rate of each step."""
+
+    config: SupervisedConfig
+    engine: TrainEngine
+    mesh: Mesh
+    windows: Windows
+    num_verified: int = field(default=0, init=False)
+
+    def before_step(self, step: int, rows: Sequence[Any], objective: Objective) -> None:
+        if self.num_verified >= self.config.train.verify_steps:
+            return
+        if self.windows.shuffles and not self.num_verified:
+            check_epochs("samples", self.windows.order, step)
+        verify_step(self.engine, rows, objective, step, ds=self.config.ds, mesh=self.mesh)
+        self.num_verified += 1
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        total_steps = self.config.train.total_steps(len(self.windows))
+        expected = plain_learning_rate(self.config, step - 1, total_steps)
+        check_learning_rate(metrics, expected, self.config.ds.param_dtype, step)
 
 
 def verify_step(

@@ -24,13 +24,13 @@ from openrlhf.config.supervised import RMConfig, SupervisedConfig
 from openrlhf.data.encode import encode_prompts
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.loop.reference import ComparedTask, reference_path
+from openrlhf.loop.task import MODEL_FLAG, Run, Task, load_tokenizer_of
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import load_config, load_tokenizer, model_folder
 from openrlhf.models.scorer import check_reward_model
 from openrlhf.training.models import load_reward_model
-from openrlhf.training.reference import ComparedTask, reference_path
 from openrlhf.training.rl_data import build_prompt_datasets
-from openrlhf.training.task import MODEL_FLAG, Run, Task, load_tokenizer_of
 from openrlhf.training.trained_worker import PolicyWorker
 from openrlhf.types import Batch, Metrics, Sample
 from openrlhf.verification.formulas import Reference

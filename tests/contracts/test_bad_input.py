@@ -28,8 +28,8 @@ from openrlhf.cli import (
 from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.loop.task import check_lengths
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training.task import check_lengths
 
 WAITING = re.compile(r"\d\d:\d\d:\d\d ")
 """Beginning of a line that says, on a slow machine, what a command waits for."""

@@ -24,12 +24,16 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.loop.rl import PPOTrainer
+from openrlhf.observability.hooks.base import Hook
+from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.ppo import PPOTrainer, restore
+from openrlhf.training.saving import restore
+from openrlhf.training.step_checks import StepChecks
 from openrlhf.types import Batch, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]
@@ -160,6 +164,7 @@ def trainer_of(
     critic: Trained | None = None,
     prompts: PromptSampler | None = None,
     fork: dict | None = None,
+    hooks: Sequence[Hook] = (),
     **rollout,
 ) -> PPOTrainer:
     calls: list[str] = []
@@ -187,7 +192,12 @@ def trainer_of(
         observer=observer,
         kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target),
         total_steps=total_steps,
-        peak_memory=lambda: Done({"memory/update_gb": 0.5}),
+        hooks=[
+            StepChecks(config=config),
+            PhaseMemory(take=lambda: Done({"memory/update_gb": 0.5})),
+            *hooks,
+            observer,
+        ],
         restored=restored,
     )
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +28,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.observability.hooks.base import Step
 from openrlhf.training.invariants import (
     check_epoch_seeds,
     check_epochs,
@@ -265,13 +265,18 @@ def test_only_a_change_above_the_precision_must_show(
     )
     checks = StepChecks(config=config)
     schedule = [[[0, 1]]] * steps
-    credit = partial(checks.credited, {}, batch, [], assign=None, kl=None, version=1)
-    updated = lambda norm, lr=lr: Updated({"grad_norm": norm, "lr": lr, "num_tokens": 3.0}, [], None)
+    credit = lambda step: checks.advantages(Step(number=step, version=1, batch=batch))
+
+    def update(norm: float, step: int, lr: float = lr) -> None:
+        done = Updated({"grad_norm": norm, "lr": lr, "num_tokens": 3.0}, [], None)
+        schedules = {"policy": schedule}
+        checks.updated(Step(number=step, version=1, batch=batch, updated=done, schedules=schedules))
+
     for norm in (0.0, np.inf):  # without a gradient, or skipped by loss scaling
-        checks.updated(updated(norm), batch, schedule, 1)
+        update(norm, 1)
         credit(step=2)
     assert not capsys.readouterr().err
-    checks.updated(updated(0.5), batch, schedule, 2)
+    update(0.5, 2)
     if not is_told:
         with broken():
             credit(step=3)
@@ -280,7 +285,7 @@ def test_only_a_change_above_the_precision_must_show(
     credit(step=4)
     told = capsys.readouterr().err
     assert told.count("warning") == 1 and f"--ds.param_dtype {dtype}" in told and f"{lr:g}" in told
-    checks.updated(updated(0.5, lr=1e-2), batch, schedule, 5)
+    update(0.5, 5, lr=1e-2)
     with broken():
         credit(step=6)
 

@@ -12,8 +12,8 @@ from refusals import refused
 
 from openrlhf.config.ppo import KLConfig, PPOCkptConfig
 from openrlhf.errors import ErrorCode, RunError, Stopped
+from openrlhf.loop.rl import check_version
 from openrlhf.stopping import Dropped
-from openrlhf.training.ppo import check_version
 from openrlhf.types import Prompt
 
 
@@ -121,7 +121,7 @@ def test_a_run_that_is_asked_to_stop_continues_where_it_stopped(tmp_path, place,
         *{
             "generate": (first.rollout, "submit"),
             "update": (first.policy, "update"),
-            "save": (first.observer, "flush"),
+            "save": (first.observer.journal, "flush"),
             "sync": (first.rollout, "sync"),
         }[place],
         ask,

@@ -31,10 +31,11 @@ from openrlhf.config.ppo import (
 )
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode, RunError
+from openrlhf.loop.rl import PPOTrainer
+from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.training import schedule
 from openrlhf.training.checkpoints import UNFINISHED
-from openrlhf.training.ppo import PPOTrainer
 from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
 
 
@@ -117,19 +118,19 @@ def test_what_the_policy_learns_from(tmp_path):
 @pytest.mark.parametrize("shuffle", ["sample", "group"])
 def test_samples_of_a_prompt_stay_together_where_the_flag_says_so(tmp_path, shuffle):
     config = config_of(tmp_path)
+    given = []
+
+    class Keeping(Hook):
+        def scheduled(self, step: Step) -> None:
+            given.append(step.groups)
+
     trainer = trainer_of(
         tmp_path,
         replace(config, train=replace(config.train, shuffle=shuffle)),
         total_steps=1,
         eval_prompts=[],
+        hooks=[Keeping()],
     )
-    given, schedules = [], trainer.schedules
-
-    def keeping(batch, trained_on, num_sampled, groups=None):
-        given.append(groups)
-        return schedules(batch, trained_on, num_sampled, groups)
-
-    trainer.schedules = keeping
     fit(trainer)
     (groups,) = given
     if shuffle == "sample":

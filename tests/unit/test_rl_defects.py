@@ -66,11 +66,13 @@ from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
 from openrlhf.data.inference import score_last
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.rl import PPOTrainer
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.health import Health
+from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -82,9 +84,10 @@ from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.training.origin import Origin
-from openrlhf.training.ppo import PPOTrainer, restore
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
+from openrlhf.training.saving import restore
 from openrlhf.training.schedule import prompts_of_steps, training_schedule
+from openrlhf.training.step_checks import StepChecks
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker, row_groups
 from openrlhf.types import (
@@ -220,21 +223,15 @@ def learned_in(step: Sequence[ExperienceRow]) -> list[int]:
     return numbers_in([row.row for row in step])
 
 
-class Silent:
+class Silent(Hook):
     """Observer that discards everything."""
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[None]:
         yield
 
-    def log_step(self, step: int, metrics: Metrics) -> None:
-        assert all(math.isfinite(value) for value in metrics.values()), metrics
-
-    def log_rollouts(self, *args: object, **options: object) -> None:
-        pass
-
-    def flush(self) -> None:
-        pass
+    def ended(self, step: Step) -> None:
+        assert all(math.isfinite(value) for value in step.metrics.values()), step.metrics
 
     def message(self, text: str) -> None:
         pass
@@ -280,10 +277,10 @@ class Run:
             prompts=PromptSampler(prompts, seed=3, num_epochs=config.train.num_episodes),
             eval_prompts=[Prompt(prompt_id=0, text="held out")] if config.eval.dataset else [],
             checkpoints=checkpoints,
-            observer=Silent(),
+            observer=(silent := Silent()),
+            hooks=[StepChecks(config=config), silent],
             kl=KLController(coef=config.algo.kl.init_coef, target=config.algo.kl.target, horizon=100),
             total_steps=len(prompts_of_steps(config, self.num_prompts)),
-            peak_memory=lambda: SimpleNamespace(result=dict),
             restored=restore(tag, self.policy, critic) if tag else None,
         )
 
@@ -943,7 +940,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
             critic=None,
             reference=run.trainer.reference,
             teacher=None,
-            peak_memory=run.trainer.peak_memory,
+            peak_memory=lambda: SimpleNamespace(result=dict),
         )
         tokenizer = SimpleNamespace(chat_template=None, decode=lambda ids, **options: str(ids))
         checkpoints = CheckpointFolder(f"{config.ckpt.folder}/_actor", config.ckpt, origin=origin)

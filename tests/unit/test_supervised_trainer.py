@@ -12,13 +12,13 @@ from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
 from openrlhf.errors import ErrorCode, RunError, Stopped
+from openrlhf.loop.sft import SupervisedTrainer
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.origin import Origin
-from openrlhf.training.supervised import SupervisedTrainer
 from openrlhf.types import PackedRow, Sample
 
 
@@ -78,6 +78,7 @@ def trainer_of(
     kill_at: int | None = None,
     max_steps: int | None = None,
     data="10 samples",
+    engine: Engine | None = None,
     **ckpt,
 ):
     config = SupervisedConfig(
@@ -85,7 +86,7 @@ def trainer_of(
         eval=EvalConfig(steps=eval_steps),
         ckpt=CkptConfig(path=str(path / "ckpt"), **ckpt),
     )
-    engine = Engine(disk)
+    engine = engine or Engine(disk)
     origin = Origin.of("sft", config, {"--data.dataset": data})
     trainer = SupervisedTrainer(
         config=config,
@@ -312,9 +313,8 @@ class Slow(Engine):
 
 
 def saving_later(path: Path, steps: int, **ckpt) -> tuple[SupervisedTrainer, Slow]:
-    trainer, engine = trainer_of(path, {}, async_save=True, **ckpt), Slow({}, steps)
-    trainer.engine = engine
-    return trainer, engine
+    engine = Slow({}, steps)
+    return trainer_of(path, {}, engine=engine, async_save=True, **ckpt), engine
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):

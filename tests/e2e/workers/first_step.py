@@ -10,12 +10,12 @@ import torch
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
+from openrlhf.loop.reference import without_adapters
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.reference import without_adapters
 from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Pair, PairRow, Sample
 
 

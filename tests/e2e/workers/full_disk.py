@@ -14,7 +14,7 @@ from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
 from openrlhf.errors import RunError
-from openrlhf.training.task import Run, run
+from openrlhf.loop.task import Run, run
 
 
 def files_in(folder: Path) -> dict[str, bytes]:

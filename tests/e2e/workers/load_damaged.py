@@ -15,7 +15,7 @@ from damages import DAMAGES, damage
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.training.task import Run, run
+from openrlhf.loop.task import Run, run
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
+from openrlhf.loop.task import run
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.training.task import run
 
 
 def sft(flags: str) -> None:

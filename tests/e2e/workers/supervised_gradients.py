@@ -24,7 +24,7 @@ from openrlhf.cli.train_prm import ProcessRewardTask
 from openrlhf.cli.train_rm import RewardModelTask
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.training.task import Run
+from openrlhf.loop.task import Run
 from openrlhf.verification.layouts import LAYOUTS, steps
 
 TASKS = {

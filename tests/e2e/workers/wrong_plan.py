@@ -13,8 +13,8 @@ from torch import nn
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
+from openrlhf.loop.task import Run
 from openrlhf.models import tensor_parallel
-from openrlhf.training.task import Run
 
 
 class NoSum(nn.Linear):

@@ -1,9 +1,11 @@
 """The steps that all supervised commands share: check, load, train, evaluate, save. Each command defines a
 `Task`."""
 
+import math
+import os
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import fields
 from functools import cache, partial
@@ -54,11 +56,11 @@ if TYPE_CHECKING:
     from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
     from openrlhf.data.image_rows import ImageColumn
     from openrlhf.data.sources import Rows
+    from openrlhf.loop.sft import SupervisedTrainer
     from openrlhf.models.backbone import RowModel
     from openrlhf.observability.observer import Observer
     from openrlhf.training.checkpoints import CheckpointFolder
     from openrlhf.training.origin import Origin
-    from openrlhf.training.supervised import SupervisedTrainer
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
@@ -182,7 +184,6 @@ class Run(Generic[ConfigT]):
                 seed_everything,
             )
             from openrlhf.models.loading import tell_stops
-            from openrlhf.training.supervised import total_steps
 
             heap.freeze()
             init_distributed(timeout_minutes=task.config.train.rank_timeout / 60 + 1)
@@ -199,7 +200,7 @@ class Run(Generic[ConfigT]):
                 tell_stops(config, self.tokenizer, learns=True)
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
-        self.total_steps = total_steps(config.train, len(self.windows))
+        self.total_steps = config.train.total_steps(len(self.windows))
         self.checkpoints = self._checkpoints()
         self.tag = self._choose_checkpoint(held)
         with waiting("loading the model", key=config.model.model_name_or_path), clock.stage("model"):
@@ -275,9 +276,10 @@ class Run(Generic[ConfigT]):
         """Returns the trainer, at the checkpoint or the beginning. On rank 0 it has an observer, which has
         started."""
         from openrlhf.backends.distributed import on_any_rank
+        from openrlhf.loop.sft import SupervisedTrainer
+        from openrlhf.observability.hooks.load import hooks_of
         from openrlhf.observability.progress import waiting
-        from openrlhf.training.supervised import SupervisedTrainer, data_notes
-        from openrlhf.training.verify import verify_step
+        from openrlhf.training.verify import FirstSteps
 
         config, engine = self.config, self.engine
         objective = self.task.objective(self)
@@ -294,7 +296,10 @@ class Run(Generic[ConfigT]):
             checkpoints=self.checkpoints,
             export=self.export,
             observer=None,
-            verify=partial(verify_step, engine, ds=config.ds, mesh=self.mesh),
+            hooks=[
+                FirstSteps(config=config, engine=engine, mesh=self.mesh, windows=self.windows),
+                *hooks_of(config.train.hooks),
+            ],
             on_any_rank=on_any_rank,
         )
         if self.tag is not None:
@@ -398,6 +403,21 @@ class Run(Generic[ConfigT]):
         return Observer(folder, self.config.logger, resume_step=resume_step)
 
 
+def data_notes(config: SupervisedConfig, num_samples: int) -> Iterator[str]:
+    """Yields what a run of `num_samples` samples does otherwise than its flags say."""
+    train, data, evaluation = config.train, config.data, config.eval
+    steps, size = train.total_steps(math.ceil(num_samples / train.batch_size)), train.batch_size
+    if num_samples < size:
+        few = f"all {counted(num_samples, 'sample')}, fewer than --train.batch_size {size}"
+        yield f"every optimizer step has {few}"
+    if train.max_steps and steps < train.max_steps:
+        end = f"with --train.max_epochs {train.max_epochs} the data is used up after step {steps}"
+        yield f"--train.max_steps {train.max_steps} is not reached: {end}"
+    same_split = evaluation.split == data.dataset_split or os.path.isfile(data.dataset)
+    if evaluation.dataset == data.dataset and same_split:
+        yield f"--eval.dataset {evaluation.dataset} is trained on: no held-out scores"
+
+
 def main(task_type: type[Task], argv: Sequence[str] | None) -> None:
     """Runs a supervised command from its command line."""
     argv = sys.argv[1:] if argv is None else argv
@@ -437,9 +457,11 @@ def run(task: Task, argv: Sequence[str] = (), clock: StartClock | None = None) -
 def check_files(task: Task) -> None:
     """Checks models and files before anything is loaded."""
     from openrlhf.data.sources import check_columns
+    from openrlhf.observability.hooks.load import hooks_of
     from openrlhf.observability.trackers.load import trackers_of
 
     trackers_of(task.config.logger)
+    hooks_of(task.config.train.hooks)
     data, evaluation = task.config.data, task.config.eval
     check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
     check(data.dataset, flag="--data.dataset", split=data.dataset_split)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
-from openrlhf.training.task import Task, load_tokenizer_of
+from openrlhf.loop.task import Task, load_tokenizer_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from openrlhf.backends.base import FrozenModel, RowModule
     from openrlhf.data.batches import TokenisedDataset
+    from openrlhf.loop.task import Run
     from openrlhf.training.objectives.reference import Reference
-    from openrlhf.training.task import Run
     from openrlhf.types import PackedRow
 
     ComparingRun = Run[DPOConfig] | Run[KTOConfig]

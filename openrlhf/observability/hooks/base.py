@@ -1,0 +1,126 @@
+"""The events of a training loop, and the base class of objects that listen to them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openrlhf.algorithms.kl import KLController
+from openrlhf.errors import CodedError
+from openrlhf.registry import Selectable
+from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
+
+
+@dataclass(kw_only=True, eq=False)
+class Step:
+    """A step of RL. The loop fills in its fields as it goes; each event says which are new."""
+
+    number: int
+    """1 for the first step of a run; 0 for what a run does before it."""
+    version: int
+    """Version of the weights that the step trains."""
+    samples: Sequence[Trajectory] = ()
+    """The samples of the step, those that failed included."""
+    collected: Sequence[Trajectory] = ()
+    """All samples that arrived for the step: also filtered ones, and those that a later step trains on."""
+    filtered: Sequence[Trajectory] = ()
+    """Samples that dynamic filtering rejected."""
+    metrics: Metrics = field(default_factory=dict)
+    """What the step has measured so far. A hook may add metrics of its own."""
+    kl: KLController = field(default_factory=lambda: KLController(coef=0.0))
+    """The KL coefficient of the step, and how it adapts."""
+    batch: Batch | None = None
+    """The tokens of the finished samples, in their order, and what is known of each action: (A,) columns."""
+    groups: Sequence[tuple[int, int]] | None = None
+    """(epoch, prompt number) of each sequence of the batch, if the order keeps them together."""
+    trained_on: Sequence[int] = ()
+    """Indices of the sequences of the batch that are trained on."""
+    schedules: dict[str, Schedule] = field(default_factory=dict)
+    """Name of a model that learns -> the sequences of each of its optimizer steps."""
+    updated: Updated | None = None
+    """What the policy's update returned; the metrics are those of all models."""
+    optimizer_steps: int = 0
+    """Number of the policy's optimizer steps before this step."""
+    assign_advantages: Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]] | None = None
+    """Computes advantages and their metrics of a batch and its samples, as the step does."""
+
+    @property
+    def finished(self) -> list[Trajectory]:
+        """The samples that did not fail."""
+        return [t for t in self.samples if t.ok]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evaluation:
+    """An evaluation: the samples of all evaluation prompts, and the metrics `eval/...` of their scores."""
+
+    step: int
+    """Number of steps that are done."""
+    version: int
+    """Version of the weights that sampled."""
+    samples: Sequence[Trajectory]
+    metrics: Metrics
+
+
+class Hook(Selectable):
+    """Listens to the events of a run: override the methods of those that matter, the others do nothing.
+
+    Methods are called in the process of the loop (supervised training: on every rank), in the order in which
+    they stand here. An exception ends the run.
+    """
+
+    # A step of RL
+
+    def sampled(self, step: Step) -> None:
+        """The samples have been collected."""
+
+    def scored(self, step: Step) -> None:
+        """`batch` has the log-probs of policy, reference and teacher and the values of the critic."""
+
+    def advantages(self, step: Step) -> None:
+        """`batch` has advantages and returns, `metrics` those of the samples."""
+
+    def scheduled(self, step: Step) -> None:
+        """`schedules` and `trained_on` are known, and nothing has been trained yet."""
+
+    def updated(self, step: Step) -> None:
+        """The models have been trained. If the update computed the policy's log-probs, `batch` has them."""
+
+    def trained(self, step: Step) -> None:
+        """The step is done with its samples. It is called after an error, too, with what was known then."""
+
+    def synced(self, step: Step) -> None:
+        """The engines have the new weights."""
+
+    # A step of supervised training
+
+    def before_step(self, step: int, rows: Sequence[Any], objective: Any) -> None:
+        """The rank is about to train on these packed rows with this loss; `step` is 1 for the first one."""
+
+    def after_step(self, step: int, metrics: Metrics) -> None:
+        """The optimizer step has been taken, on all ranks."""
+
+    # All runs
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """An evaluation of RL is complete."""
+
+    def saving(self, tag: str) -> None:
+        """A checkpoint is about to be completed: what belongs to it must be on the disk."""
+
+    def saved(self, tag: str) -> None:
+        """A checkpoint is complete."""
+
+    def ended(self, step: Step) -> None:
+        """The step is over, and `metrics` are complete."""
+
+
+def announce(hooks: Iterable[Hook], event: Callable[..., None], *about: Any) -> None:
+    """Calls the method `event` of each hook, as in `announce(hooks, Hook.sampled, step)`."""
+    for hook in hooks:
+        try:
+            getattr(hook, event.__name__)(*about)
+        except CodedError:
+            raise
+        except Exception as error:
+            error.add_note(f"in {event.__name__}() of the hook {type(hook).__name__}")
+            raise

@@ -1,0 +1,42 @@
+"""The numbers that a run's models give for the actions of a batch."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from openrlhf.backends.base import ModelRanks
+from openrlhf.errors import ErrorCode, RunError
+from openrlhf.types import Batch
+
+
+def with_outputs(
+    batch: Batch,
+    policy: ModelRanks | None,
+    critic: ModelRanks | None,
+    teacher: ModelRanks | None,
+    reference: ModelRanks | None,
+    step: int,
+) -> Batch:
+    """Returns the batch with the log-probs of policy, teacher and reference and the critic's values; it has
+    no column of a model that is None. Raises RunError for an output that is not finite."""
+    models = (policy, critic, teacher, reference)
+    pending = [model.forward(batch) if model else None for model in models]
+    answers = [p.result() if p else None for p in pending]
+    check_outputs(zip(("policy", "critic", "teacher", "reference model"), answers, strict=True), step)
+    log_probs, values, of_teacher, of_reference = answers
+    return replace(
+        batch, log_probs=log_probs, values=values, teacher_log_probs=of_teacher, ref_log_probs=of_reference
+    )
+
+
+def check_outputs(answers: Iterable[tuple[str, np.ndarray | None]], step: int) -> None:
+    """Raises RunError if a model's output for any action is not finite. `answers`: (name of the model, its
+    (A,) output)."""
+    for model, answer in answers:
+        if answer is not None and (bad := int((~np.isfinite(answer)).sum())):
+            text = (
+                f"step {step}: {bad} of {len(answer)} outputs of the {model} are not finite. Nothing was "
+                "learned from them.\nLook at its weights and at the step's rollouts in the run folder."
+            )
+            raise RunError(ErrorCode.NOT_FINITE, text)
