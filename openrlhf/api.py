@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from openrlhf.errors import RunError, UsageError
     from openrlhf.loop.lanes import Result
     from openrlhf.loop.run import Run
+    from openrlhf.observability.hooks.base import Evaluation, Hook, Step
     from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Trajectory
 
 PLACES = {
@@ -23,6 +24,7 @@ PLACES = {
     **dict.fromkeys(("RunError", "UsageError"), "errors"),
     "Result": "loop.lanes",
     "Run": "loop.run",
+    **dict.fromkeys(("Evaluation", "Hook", "Step"), "observability.hooks.base"),
     **dict.fromkeys(("Batch", "Outcome", "Prompt", "PromptGroup", "Trajectory"), "types"),
 }
 """Public name -> its module in this package."""

@@ -54,15 +54,19 @@ which takes one `forward_backward` for each `optim_step`. Runs of several proces
 """
 
 
+DESCRIBED = "openrlhf.loop", "openrlhf.observability.hooks"
+"""Packages with classes whose methods the page describes."""
+
+
 def section(name: str) -> str:
     """Returns the text about one public name."""
     found = getattr(openrlhf, name)
     lines = [f"### `{name}`", "", text_of(found), ""]
     if issubclass(found, Enum):
         lines += [f"- `{item.name}`" for item in found]
-    elif is_dataclass(found) and name not in ("PolicyLoss", "AdvantageEstimator"):
+    elif is_dataclass(found) and name not in ("Hook", "PolicyLoss", "AdvantageEstimator"):
         lines += ["Fields: " + ", ".join(f"`{field.name}`" for field in fields(found)) + "."]
-    for method, made in methods(found) if found.__module__.startswith("openrlhf.loop") else []:
+    for method, made in methods(found) if found.__module__.startswith(DESCRIBED) else []:
         called = name if method == "__init__" else f"{name}.{method}"
         lines += [f"#### `{called}{signature(made)}`", "", text_of(made), ""]
     return "\n".join(lines).rstrip() + "\n"

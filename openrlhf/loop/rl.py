@@ -79,20 +79,14 @@ class PPOTrainer(Generic[PolicyT]):
     def __post_init__(self, prompts: PromptSampler, restored: dict | None) -> None:
         self.collector = Collector(self.config, prompts, self.rollout, self.advance)
         self.estimator = self.config.algo.build_estimator()
-        self.saver = Saver(
-            checkpoints=self.checkpoints,
-            models=SavedRanks(self.critic, self.policy),
-            phase=self.observer.phase,
-            hooks=self.hooks,
-        )
+        models, phase = SavedRanks(self.critic, self.policy), self.observer.phase
+        self.saver = Saver(checkpoints=self.checkpoints, models=models, phase=phase, hooks=self.hooks)
         if restored is not None:
             self.load_state(restored)
 
     def fit(self) -> None:
-        """Runs the loop to its end.
-
-        On a request to stop, saves a checkpoint at a step boundary and raises Stopped. Samples of the next
-        step are dropped; a resumed run samples them again."""
+        """Runs the loop to its end. On a request to stop, saves a checkpoint at a step boundary and raises
+        Stopped. Samples of the next step are dropped; a resumed run samples them again."""
         boundary = self.state()
         try:
             with self.stop.dropping():

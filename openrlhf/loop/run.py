@@ -41,6 +41,8 @@ from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollou
 from openrlhf.loop.settings import read_settings
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
+from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
+from openrlhf.observability.hooks.load import hooks_of
 from openrlhf.observability.journal import response_of
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
@@ -102,6 +104,7 @@ class Run:
         self.step = 0
         """Number of logged steps."""
         self._lanes, self._numbers, self._is_closed = Lanes(), count(), False
+        self._hooks = hooks_of(self.config.train.hooks)
         self._held = ExitStack()
         """Locks of the folders in which the run writes."""
         self._num_epochs = 0
@@ -177,14 +180,17 @@ class Run:
 
         def work() -> Metrics:
             groups = self._sample(prompts, "eval", n)
-            return evaluation_metrics(_all(groups if reward is None else self._reward(groups, reward)))
+            samples = _all(groups if reward is None else self._reward(groups, reward))
+            metrics, about = evaluation_metrics(samples), {"step": self.step, "version": self.version}
+            announce(self._hooks, Hook.evaluated, Evaluation(**about, samples=samples, metrics=metrics))
+            return metrics
 
         return self._lanes.on("engines", work)
 
     def sync(self) -> Result[int]:
         """Sends the policy's weights to the engine, and checks that it computes with them. Returns the
         version of the weights."""
-        return self._lanes.on_both(self._sync)
+        return self._lanes.on_both(self._sync, self.step + 1)
 
     # Training
 
@@ -281,7 +287,8 @@ class Run:
         if samples:
             measured |= rollout_metrics(samples, self.version)
             self._observer.log_rollouts(self.step, samples)
-        self._observer.log_step(self.step, measured | own)
+        step = Step(number=self.step, version=self.version, samples=samples, metrics=measured | own)
+        announce([*self._hooks, self._observer], Hook.ended, step)
 
     # The work of the verbs, on their lanes
 
@@ -319,9 +326,10 @@ class Run:
 
         return [replace(group, trajectories=[scored(t) for t in group.trajectories]) for group in groups]
 
-    def _sync(self) -> int:
+    def _sync(self, number: int) -> int:
         self._measured |= self._rollout.sync(self._roles.policy, self.version + 1).result()
         self.version += 1
+        announce(self._hooks, Hook.synced, Step(number=number, version=self.version))
         return self.version
 
     def _optim_step(self) -> Metrics:
@@ -330,25 +338,28 @@ class Run:
 
     def _batch(self, groups: Sequence[PromptGroup], advantages: Any, log_probs: bool) -> Batch:
         self._has_stepped = False
-        trajectories = _all(groups)
-        config, step = self.config, self.step + 1
-        check_stops(trajectories, config.rollout.stop_on or (), step)
-        check_failures(trajectories, config.reward.max_failed_ratio, step)
-        finished = [t for t in trajectories if t.ok]
-        batch = Batch.of(finished, self.version)
-        roles, policy = self._roles, self._roles.policy if log_probs else None
-        batch = with_outputs(batch, policy, roles.critic, roles.teacher, roles.reference, step)
+        samples, config, roles = _all(groups), self.config, self._roles
+        step = Step(number=self.step + 1, version=self.version, samples=samples, kl=self.kl)
+        check_stops(samples, config.rollout.stop_on or (), step.number)
+        check_failures(samples, config.reward.max_failed_ratio, step.number)
+        announce(self._hooks, Hook.sampled, step)
+        models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
+        step.batch = with_outputs(Batch.of(step.finished, self.version), *models, step.number)
+        announce(self._hooks, Hook.scored, step)
+        step.batch, step.metrics = self._assign(step.batch, step.finished, advantages)
+        announce(self._hooks, Hook.advantages, step)
+        self._measured |= step.metrics
+        left = [i for i, t in enumerate(step.finished) if not t.truncated]
+        return step.batch.select(left) if config.rollout.mask_truncated else step.batch
+
+    def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
         if isinstance(advantages, np.ndarray):
             given = advantages.astype(np.float32)
-            return replace(batch, advantages=given, returns=given)
-        estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(config.algo.options)
-        batch, metrics = assign_credit(
-            batch, finished, estimator=estimator, **credit_arguments(config, self.kl.coef)
-        )
-        self._measured |= metrics
-        if config.rollout.mask_truncated:
-            return batch.select([i for i, t in enumerate(finished) if not t.truncated])
-        return batch
+            return replace(batch, advantages=given, returns=given), {}
+        algo = self.config.algo
+        estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(algo.options)
+        arguments = credit_arguments(self.config, self.kl.coef)
+        return assign_credit(batch, finished, estimator=estimator, **arguments)
 
     def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
         metrics: Metrics = {}
@@ -395,6 +406,8 @@ class Run:
                 model.save_checkpoint(tag, own).result()
             for model in models:
                 model.finish_checkpoint().result()
+            announce(self._hooks, Hook.saving, tag)
+        announce(self._hooks, Hook.saved, tag)
         return tag
 
     def _load(self) -> dict[str, Any] | None:

@@ -44,8 +44,7 @@ class SupervisedTrainer(Generic[RowT]):
     """Writes model and tokenizer in Hugging Face format to a folder. Collective."""
     observer: Observer | None
     prepare: Callable[[Sequence[RowT]], Objective[RowT]] | None = None
-    """Optional function from the rows of a step to their objective, for objectives that need a statistic of
-    the whole batch first."""
+    """Function from the rows of a step to their objective, if that needs a statistic of the whole batch."""
     hooks: Sequence[Hook] = ()
     """All that listen to the events of the loop on this rank, in this order."""
     step: int = 0
@@ -67,8 +66,7 @@ class SupervisedTrainer(Generic[RowT]):
         )
 
     def fit(self) -> None:
-        """Trains to the last step. If a rank is asked to stop, saves a checkpoint after the current step and
-        raises Stopped."""
+        """Trains to the last step. On a request to stop, saves a checkpoint and raises Stopped."""
         data_step = self.step - self.checkpoints.fork.get("data_from", 0)
         left = (self.last_step or self.total_steps) - self.step
         try:

@@ -132,6 +132,7 @@ SUPERVISED = {
     "train.grace_seconds",
     "train.rank_timeout",
     "train.on_nonfinite",
+    "train.hooks",
     "train.verify_steps",
 }
 IMAGES = {"data.image_hosts", "data.image_root"}
@@ -207,6 +208,7 @@ OURS = {
         "train.rank_timeout",
         "train.grace_seconds",
         "train.on_nonfinite",
+        "train.hooks",
         "train.verify_steps",
         "teacher.num_gpus_per_node",
         "teacher.num_nodes",

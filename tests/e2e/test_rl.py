@@ -120,9 +120,11 @@ def first_run() -> dict:
 def test_two_steps(task: TaskFiles, tmp_path: Path, first_run: dict, arrangement: str) -> None:
     flags = (
         f"{COMMON.replace('group_norm', 'gae')} --algo.kl.init_coef 0.01 --actor.adam.lr 1e-3 "
-        f"--critic.adam.lr 1e-3 {ARRANGEMENTS[arrangement]}"
+        f"--critic.adam.lr 1e-3 {ARRANGEMENTS[arrangement]} "
+        f"--train.hooks {EXAMPLES / 'solved_groups.py'}:SolvedGroups"
     )
     metrics = train(task, tmp_path, flags)
+    assert all(0 <= metrics[step]["solved_groups"] <= 1 for step in (1, 2))
     rollouts = tmp_path / "run" / "rollouts"
     sampled = read_journal(rollouts / "step_000001.parquet"), read_journal(rollouts / "step_000002.parquet")
 

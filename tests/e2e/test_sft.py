@@ -28,6 +28,7 @@ LAYOUTS = {
     "deepspeed": "--train.micro_batch_size 8 --ds.zero_stage 2 --ds.ring_attn_size 2",
 }
 STEPS = 10
+ROW_COUNTER = f"{Path(__file__).with_name('row_counter.py')}:RowCounter"
 
 
 def sft(task: TaskFiles, folder: Path, launcher: str, flags: str) -> dict[int, dict[str, float]]:
@@ -37,7 +38,7 @@ def sft(task: TaskFiles, folder: Path, launcher: str, flags: str) -> dict[int, d
         "--data.apply_chat_template --data.max_samples 80 --data.max_len 128 --train.batch_size 16 "
         "--train.max_epochs 2 --adam.lr 1e-3 --adam.eps 1e-3 --ds.param_dtype fp32 "
         f"--eval.dataset {task.sft} --eval.max_samples 20 --ckpt.output_dir {folder / 'model'} "
-        f"--ckpt.path {folder / 'ckpt'} --logger.run_dir {folder / 'run'} {flags}"
+        f"--ckpt.path {folder / 'ckpt'} --logger.run_dir {folder / 'run'} --train.hooks {ROW_COUNTER} {flags}"
     )
     if launcher == "forked":
         run_ranks([MODULE, *shlex.split(flags)], log=folder / "log")
@@ -66,6 +67,7 @@ def test_launchers_and_layouts_agree(
         for name in ("sft/loss", "grad_norm", "lr", "num_tokens"):
             assert metrics[step][name] == pytest.approx(expected[step][name], rel=1e-4), (step, name)
     assert metrics[STEPS]["eval/sft/loss"] == pytest.approx(expected[STEPS]["eval/sft/loss"], rel=1e-4)
+    assert all(metrics[step]["packed_rows"] >= 1 for step in metrics), "a hook adds this metric"
     assert metrics[1]["lr"] == pytest.approx(1e-3), "the first step is not made with 0"
     assert metrics[STEPS]["sft/loss"] < metrics[1]["sft/loss"] - 0.3
     ours, theirs = (AutoModelForCausalLM.from_pretrained(f / "model") for f in (tmp_path, folder))

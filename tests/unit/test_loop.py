@@ -395,3 +395,40 @@ def test_the_public_names_are_loaded_when_they_are_used():
     )
     made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert made.stdout.startswith("openrlhf has no public name 'Rum'; there are AdvantageEstimator,"), made
+
+
+class Told(rl.Hook):
+    """Writes down the events of a loop of one's own."""
+
+    def __post_init__(self) -> None:
+        self.events: list[str] = []
+
+    def scored(self, step: rl.Step) -> None:
+        assert step.batch.log_probs is not None and step.batch.advantages is None
+        self.events.append(f"scored {step.number}")
+
+    def advantages(self, step: rl.Step) -> None:
+        assert step.batch.advantages is not None
+        step.metrics["of_hook"] = 3.0
+        self.events.append(f"advantages {step.number}")
+
+    def synced(self, step: rl.Step) -> None:
+        self.events.append(f"synced {step.version}")
+
+    def evaluated(self, evaluation: rl.Evaluation) -> None:
+        self.events.append(f"evaluated {evaluation.step}")
+
+    def ended(self, step: rl.Step) -> None:
+        self.events.append(f"ended {step.number} {step.metrics['of_hook']}")
+
+
+def test_a_loop_announces_what_its_verbs_do(start):
+    run = start(**{"train.hooks": [f"{__file__}:Told"]})
+    (told,) = run._hooks
+    groups = run.reward(run.sample(QUESTIONS), by_length)
+    run.forward_backward(run.batch(groups))
+    metrics = run.optim_step()
+    run.sync().result(60)
+    run.log(metrics, groups)
+    run.evaluate(QUESTIONS, by_length).result(60)
+    assert told.events == ["scored 1", "advantages 1", "synced 1", "ended 1 3.0", "evaluated 1"]
