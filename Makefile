@@ -13,7 +13,7 @@ MUTANTS ?=
 CHAOS ?=
 NUMERIC = tests/unit $(addprefix tests/e2e/test_,invariance.py muon.py lora_training.py ema_training.py)
 
-.PHONY: demo test test-all test-kernels mutants chaos gpu fast quick lint env
+.PHONY: demo test test-all test-kernels mutants chaos gpu fast quick size lint env
 
 demo: env  ## Train a tiny model on this machine: SFT, then RL with a verifier
 	.venv/bin/openrlhf demo
@@ -48,6 +48,9 @@ fast: env  ## The tests that wait for no processes: three minutes
 
 quick: env  ## Formulas, credit, collection, configuration: half a minute
 	.venv/bin/pytest $(PARALLEL) --durations=5 $(QUICK)
+
+size: env  ## Lines of the package by folder, and the code lines that `ppo` and `sft` reach
+	@.venv/bin/python tools/size.py
 
 lint: env  ## Style, prose, spelling, types and import layers
 	.venv/bin/ruff check .

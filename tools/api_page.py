@@ -33,6 +33,7 @@ of submission; `sync` waits for both. An error whose result nobody reads is rais
 | recipe | what it shows |
 |---|---|
 | [grpo.py](../recipes/grpo.py) | the loop above |
+| [sft.py](../recipes/sft.py) | supervised fine-tuning on a dataset's answers |
 | [grpo_async.py](../recipes/grpo_async.py) | the engine samples while the models train |
 | [ppo_with_critic.py](../recipes/ppo_with_critic.py) | values, generalized advantages, several passes over a batch |
 | [best_of_n.py](../recipes/best_of_n.py) | a loss of your own: the policy imitates its best answers |

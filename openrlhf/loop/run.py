@@ -48,7 +48,7 @@ from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
-from openrlhf.text import decode
+from openrlhf.text import decode, prompt_token_ids
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
@@ -59,7 +59,7 @@ from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import missing_template, read_prompts
 from openrlhf.training.schedule import schedule_of
 from openrlhf.training.start import check_output, check_places
-from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory, runs
 
 # bounded .result(): each call in this process ends.
 
@@ -167,6 +167,32 @@ class Run:
         the rewards of the flags if there are any."""
         return self._lanes.on("engines", self._sample, prompts, "train", n)
 
+    def given(self, prompts: Sequence[Prompt], answers: Sequence[str]) -> list[PromptGroup]:
+        """Returns groups whose only sample is the given answer, with the token that ends it, in place of one
+        of the policy: for supervised losses. Nothing sampled it, so its `rollout_log_probs` are NaN, and its
+        reward is 0."""
+        tokenizer, end = self.tokenizer, self.tokenizer.eos_token_id
+        if end is None:
+            text = "the policy's tokenizer has no end token, so answers would not end"
+            raise UsageError(ErrorCode.INVALID_VALUE, text, value=self.config.actor.model_name_or_path)
+        groups = []
+        for prompt, answer in zip(prompts, answers, strict=True):
+            before = prompt_token_ids(tokenizer, prompt.text, is_chat=self.config.data.apply_chat_template)
+            actions = [*tokenizer(answer, add_special_tokens=False)["input_ids"], end]
+            given = Trajectory(
+                prompt=prompt,
+                sample_index=0,
+                seed=0,
+                token_ids=np.array([*before, *actions], np.int32),
+                action_mask=np.arange(len(before) + len(actions)) >= len(before),
+                rollout_log_probs=np.full(len(actions), np.nan, np.float32),
+                weight_versions=runs([self.version] * len(actions)),
+                reward=0.0,
+                score=0.0,
+            )
+            groups.append(PromptGroup(prompt=prompt, trajectories=[given]))
+        return groups
+
     def reward(self, groups: Groups, reward: RewardFunction) -> Result[list[PromptGroup]]:
         """Sets the rewards of all samples by one call of `reward`, in the order of the groups. Errors of the
         function are raised: a loop that goes on without rewards would train on nothing."""
@@ -198,13 +224,14 @@ class Run:
         self,
         groups: Groups,
         *,
-        advantages: str | type[AdvantageEstimator] | np.ndarray | None = None,
+        advantages: str | type[AdvantageEstimator] | np.ndarray | float | None = None,
         log_probs: bool = True,
     ) -> Result[Batch]:
         """Joins the samples to a batch: their tokens, the log-probs and values of the flags' models, and
         advantages. Failed samples are left out, and truncated ones with `rollout.mask_truncated`.
 
-        advantages: an estimator by its name or class, or numbers (A,). None: `algo.advantage.estimator`.
+        advantages: an estimator by its name or class, numbers (A,), or one number for all actions. None:
+            `algo.advantage.estimator`.
         log_probs: compute the policy's log-probs, from which losses take their ratio. False saves this
             forward pass: then only one optimizer step can be taken on the batch, whose ratio is 1.
         """
@@ -353,8 +380,8 @@ class Run:
         return step.batch.select(left) if config.rollout.mask_truncated else step.batch
 
     def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
-        if isinstance(advantages, np.ndarray):
-            given = advantages.astype(np.float32)
+        if isinstance(advantages, np.ndarray | float):
+            given = np.broadcast_to(np.float32(advantages), batch.rollout_log_probs.shape)
             return replace(batch, advantages=given, returns=given), {}
         algo = self.config.algo
         estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(algo.options)

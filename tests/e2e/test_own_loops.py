@@ -36,7 +36,15 @@ def run(program: str, folder: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.py")))
+def test_the_recipe_of_supervised_training_learns_the_answers(knowing, tmp_path):
+    rows = run(f"{RECIPES}/sft.py {knowing.base} {knowing.files.sft} {tmp_path}", tmp_path)
+    losses = [row["policy/loss"] for row in rows]
+    assert len(losses) == 10 and losses[-1] < 0.7 * losses[0], losses
+    assert (tmp_path / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted({path.stem for path in RECIPES.glob("*.py")} - {"sft"}))
 def test_a_recipe_learns_the_task(knowing, tmp_path, name):
     rows = run(f"{RECIPES}/{name}.py {knowing.chat} {knowing.files.prompts} {tmp_path}", tmp_path)
     rewards = [row["rollout/reward_mean"] for row in rows]

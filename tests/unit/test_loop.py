@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import openrlhf as rl
+from openrlhf.cli.train_sft import SFTTask
+from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.loop.lanes import Lanes
+from openrlhf.loop.task import build_train_set
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 QUESTIONS = ["Sam has 4 limes", "Tom has 7 pears, drops 2", "Max has 9 kiwis"]
@@ -432,3 +435,33 @@ def test_a_loop_announces_what_its_verbs_do(start):
     run.log(metrics, groups)
     run.evaluate(QUESTIONS, by_length).result(60)
     assert told.events == ["scored 1", "advantages 1", "synced 1", "ended 1 3.0", "evaluated 1"]
+
+
+def test_given_answers_are_those_that_supervised_training_learns(start, model, tmp_path):
+    """The tokens and their mask are those of `openrlhf sft`, and the loss of a step is its loss."""
+    rows = [{"input": question, "output": f"{i} limes"} for i, question in enumerate(QUESTIONS)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {"data.apply_chat_template": True, "data.label_key": "output"}
+    run = start(**data)
+    (prompts,) = run.prompts(str(file))
+    groups = run.given(prompts, [prompt.label for prompt in prompts])
+    learned = build_train_set(
+        SFTTask(
+            SFTConfig(
+                model=SFTModelConfig(model_name_or_path=str(model)),
+                data=SFTDataConfig(dataset=str(file), output_key="output", apply_chat_template=True),
+            )
+        ),
+        run.tokenizer,
+    )
+    samples = [learned[i] for i in range(3)]
+    expected = {tuple(s.token_ids.tolist()): s.action_mask.tolist() for s in samples}
+    given = [t for group in groups for t in group.trajectories]
+    assert {tuple(t.token_ids.tolist()): t.action_mask.tolist() for t in given} == expected
+    batch = run.batch(groups, advantages=1.0, log_probs=False).result(60)
+    assert batch.advantages.tolist() == [1.0] * batch.num_actions.sum()
+    log_probs = run.log_probs(batch).result(60)
+    loss = run.forward_backward(batch, lambda log_probs, batch: (-log_probs.mean(), {})).result(60)
+    assert loss["policy/loss"] == pytest.approx(-log_probs.mean(), abs=1e-6)
+    assert np.isnan(batch.rollout_log_probs).all(), "no engine sampled these tokens"
