@@ -9,6 +9,8 @@ from openrlhf.backends.base import ModelRanks
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.types import Batch
 
+# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+
 
 def with_outputs(
     batch: Batch,

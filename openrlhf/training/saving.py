@@ -11,6 +11,8 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.training.checkpoints import BEST, COPY, CheckpointFolder
 
+# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+
 STATE_VERSION = 2
 """Version of the format of the state of an RL run. States of version 1 have no entry `version`."""
 

@@ -1,1 +1,1 @@
-"""What a training loop announces, and who listens: checks, the run's record, and users' own observers."""
+"""Events of the training loops, and those who listen: checks, the run's record, users' own observers."""

@@ -25,7 +25,7 @@ class Step:
     filtered: Sequence[Trajectory] = ()
     """Samples that dynamic filtering rejected."""
     metrics: Metrics = field(default_factory=dict)
-    """What the step has measured so far. A hook may add metrics of its own."""
+    """Metrics of the step so far. A hook may add some of its own."""
     kl: KLController = field(default_factory=lambda: KLController(coef=0.0))
     """The KL coefficient of the step, and how it adapts."""
     batch: Batch | None = None
@@ -37,7 +37,7 @@ class Step:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     """Name of a model that learns -> the sequences of each of its optimizer steps."""
     updated: Updated | None = None
-    """What the policy's update returned; the metrics are those of all models."""
+    """Result of the policy's update, with the metrics of all models."""
     optimizer_steps: int = 0
     """Number of the policy's optimizer steps before this step."""
     assign_advantages: Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]] | None = None

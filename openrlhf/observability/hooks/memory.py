@@ -5,6 +5,8 @@ from typing import Any
 
 from openrlhf.observability.hooks.base import Hook, Step
 
+# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+
 
 class PhaseMemory(Hook):
     """Asks all processes for their peak memory while the weights are sent, and adds it to the metrics."""
