@@ -154,11 +154,11 @@ def _files(check: Check) -> None:
     if isinstance(config, PPOConfig):
         from openrlhf.cli.rl_checks import check_files
         from openrlhf.device import DEVICE_TYPE
-        from openrlhf.observability.hooks.load import hooks_of
+        from openrlhf.observability.hooks.load import check_hooks
         from openrlhf.observability.trackers.load import trackers_of
 
         check.ask("--logger.trackers", trackers_of, config.logger)
-        check.ask("--train.hooks", hooks_of, config.train.hooks)
+        check.ask("--train.hooks", check_hooks, config.train.hooks)
         check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
     else:
         from openrlhf.loop.task import check_files as check_task

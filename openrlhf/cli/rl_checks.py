@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def problems_outside(config: PPOConfig) -> list[ValueError]:
     """Returns the first problem of each flag with the cluster, files or users' code. Loads no weights and
     starts no processes."""
-    from openrlhf.observability.hooks.load import hooks_of
+    from openrlhf.observability.hooks.load import check_hooks
     from openrlhf.observability.progress import checking
     from openrlhf.observability.trackers.load import trackers_of
 
@@ -39,7 +39,7 @@ def problems_outside(config: PPOConfig) -> list[ValueError]:
 
     ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
     ask("--logger.trackers", trackers_of, config.logger)
-    ask("--train.hooks", hooks_of, config.train.hooks)
+    ask("--train.hooks", check_hooks, config.train.hooks)
     with checking():
         from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 

@@ -389,8 +389,8 @@ def build_trainer(
         hooks=[
             StepChecks(config=config),
             PhaseMemory(take=roles.peak_memory),
-            *hooks_of(config.train.hooks),
             observer,
+            *hooks_of(config.train.hooks),
         ],
         restored=restored,
     )

@@ -657,8 +657,8 @@ def _liger(ds: Any) -> Iterator[Problem]:
         yield Problem("ds.experts_implementation", text)
 
 
-def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
-    """Checks the flags of checkpoints, folders, trackers and W&B."""
+def outputs(ckpt: CkptConfig, logger: LoggerConfig, hooks: tuple[str, ...] | None) -> Iterator[Problem]:
+    """Checks the flags of checkpoints, folders, hooks, trackers and W&B."""
     if ckpt.save_steps > 0 and ckpt.disable_ds and not ckpt.save_hf:
         text = "disables checkpoints, so nothing is saved every ckpt.save_steps; --ckpt.save_hf saves models"
         yield remark("ckpt.disable_ds", text)
@@ -673,10 +673,10 @@ def outputs(ckpt: CkptConfig, logger: LoggerConfig) -> Iterator[Problem]:
     for key, folder in folders.items():
         if folder is not None and os.path.isfile(folder):
             yield Problem(key, "is a file; name a folder", ErrorCode.NOT_WRITABLE)
-    for name in logger.trackers or ():
-        if (file := file_of(name)) and not os.path.isfile(file):
-            text = missing(file, " ".join(logger.trackers or ()))
-            yield Problem("logger.trackers", text, ErrorCode.NOT_FOUND)
+    for key, names in {"logger.trackers": logger.trackers, "train.hooks": hooks}.items():
+        for name in names or ():
+            if (file := file_of(name)) and not os.path.isfile(file):
+                yield Problem(key, missing(file, " ".join(names or ())), ErrorCode.NOT_FOUND)
     if logger.wandb.key == "***":
         text = "*** stands for a key in printed output; use True and set WANDB_API_KEY"
         yield Problem("logger.wandb.key", text, ErrorCode.INVALID_VALUE)

@@ -52,7 +52,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *checks.precision(config),
             *optimizer_sleep(config),
             *checks.four_bits(config.ds),
-            *checks.outputs(config.ckpt, config.logger),
+            *checks.outputs(config.ckpt, config.logger, config.train.hooks),
             *checks.unread(config, explicit, checks.COMMON_UNREAD + PPO_UNREAD),
         ]
     )

@@ -78,7 +78,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *checks.tensor_parallel(config, {"run": num_ranks}),
             *checks.four_bits(config.ds),
             *checks.broken(config, (BALANCE,)),
-            *checks.outputs(config.ckpt, config.logger),
+            *checks.outputs(config.ckpt, config.logger, config.train.hooks),
             *checks.unread(config, explicit, checks.COMMON_UNREAD + SUPERVISED_UNREAD),
         ]
     )

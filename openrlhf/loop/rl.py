@@ -20,7 +20,7 @@ from openrlhf.backends.finite import NotFiniteError
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
-from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
+from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, announcing_end
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
 from openrlhf.training.checkpoints import CheckpointFolder
@@ -131,12 +131,10 @@ class PPOTrainer(Generic[PolicyT]):
         """Trains on the samples, syncs, evaluates, logs and saves."""
         if self.collector.is_exhausted:
             self.total_steps = step.number
-        try:
+        with announcing_end(self.hooks, Hook.trained, step):
             check_collected(self.config, step)
             announce(self.hooks, Hook.sampled, step)
             self.learn(step)
-        finally:
-            announce(self.hooks, Hook.trained, step)
         self.step += 1
         with self.observer.phase("sync"):
             step.metrics |= self.rollout.sync(self.policy, self.weight_version).result()

@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
+from numbers import Real
 from types import TracebackType
 from typing import Any, Self
 
@@ -48,7 +49,8 @@ from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
-from openrlhf.text import decode, prompt_token_ids
+from openrlhf.rollout.given import given_answer
+from openrlhf.text import decode
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
@@ -59,7 +61,7 @@ from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import missing_template, read_prompts
 from openrlhf.training.schedule import schedule_of
 from openrlhf.training.start import check_output, check_places
-from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory, runs
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.
 
@@ -94,6 +96,7 @@ class Run:
         choose_hub(self.config.use_ms)
         check_places(self.config)
         self.tokenizer = policy_tokenizer(self.config)
+        self._hooks = hooks_of(self.config.train.hooks)
         total = STEPS if steps is None else steps
         self._roles = start_local_roles(self.config, total, total, None, NoEngines())
         self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
@@ -104,7 +107,6 @@ class Run:
         self.step = 0
         """Number of logged steps."""
         self._lanes, self._numbers, self._is_closed = Lanes(), count(), False
-        self._hooks = hooks_of(self.config.train.hooks)
         self._held = ExitStack()
         """Locks of the folders in which the run writes."""
         self._num_epochs = 0
@@ -171,27 +173,13 @@ class Run:
         """Returns groups whose only sample is the given answer, with the token that ends it, in place of one
         of the policy: for supervised losses. Nothing sampled it, so its `rollout_log_probs` are NaN, and its
         reward is 0."""
-        tokenizer, end = self.tokenizer, self.tokenizer.eos_token_id
-        if end is None:
-            text = "the policy's tokenizer has no end token, so answers would not end"
-            raise UsageError(ErrorCode.INVALID_VALUE, text, value=self.config.actor.model_name_or_path)
-        groups = []
-        for prompt, answer in zip(prompts, answers, strict=True):
-            before = prompt_token_ids(tokenizer, prompt.text, is_chat=self.config.data.apply_chat_template)
-            actions = [*tokenizer(answer, add_special_tokens=False)["input_ids"], end]
-            given = Trajectory(
-                prompt=prompt,
-                sample_index=0,
-                seed=0,
-                token_ids=np.array([*before, *actions], np.int32),
-                action_mask=np.arange(len(before) + len(actions)) >= len(before),
-                rollout_log_probs=np.full(len(actions), np.nan, np.float32),
-                weight_versions=runs([self.version] * len(actions)),
-                reward=0.0,
-                score=0.0,
-            )
-            groups.append(PromptGroup(prompt=prompt, trajectories=[given]))
-        return groups
+        data = self.config.data
+        about = {"is_chat": data.apply_chat_template, "max_len": data.max_len, "version": self.version}
+        given = [
+            given_answer(self.tokenizer, prompt, answer, **about)
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        return [PromptGroup(prompt=t.prompt, trajectories=[t]) for t in given]
 
     def reward(self, groups: Groups, reward: RewardFunction) -> Result[list[PromptGroup]]:
         """Sets the rewards of all samples by one call of `reward`, in the order of the groups. Errors of the
@@ -355,8 +343,10 @@ class Run:
 
     def _sync(self, number: int) -> int:
         self._measured |= self._rollout.sync(self._roles.policy, self.version + 1).result()
+        step = Step(number=number, version=self.version)
         self.version += 1
-        announce(self._hooks, Hook.synced, Step(number=number, version=self.version))
+        announce(self._hooks, Hook.synced, step)
+        self._measured |= step.metrics
         return self.version
 
     def _optim_step(self) -> Metrics:
@@ -373,15 +363,20 @@ class Run:
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
         step.batch = with_outputs(Batch.of(step.finished, self.version), *models, step.number)
         announce(self._hooks, Hook.scored, step)
-        step.batch, step.metrics = self._assign(step.batch, step.finished, advantages)
+        step.batch, metrics = self._assign(step.batch, step.finished, advantages)
+        step.metrics |= metrics
         announce(self._hooks, Hook.advantages, step)
         self._measured |= step.metrics
         left = [i for i, t in enumerate(step.finished) if not t.truncated]
         return step.batch.select(left) if config.rollout.mask_truncated else step.batch
 
     def _assign(self, batch: Batch, finished: Sequence[Trajectory], advantages: Any) -> tuple[Batch, Metrics]:
-        if isinstance(advantages, np.ndarray | float):
-            given = np.broadcast_to(np.float32(advantages), batch.rollout_log_probs.shape)
+        if isinstance(advantages, np.ndarray | Real):
+            given = np.zeros_like(batch.rollout_log_probs)
+            if isinstance(advantages, np.ndarray) and advantages.shape != given.shape:
+                text = f"the batch has {len(given)} actions, and advantages the shape {advantages.shape}"
+                raise UsageError(ErrorCode.INVALID_VALUE, text)
+            given[:] = advantages
             return replace(batch, advantages=given, returns=given), {}
         algo = self.config.algo
         estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(algo.options)

@@ -457,11 +457,11 @@ def run(task: Task, argv: Sequence[str] = (), clock: StartClock | None = None) -
 def check_files(task: Task) -> None:
     """Checks models and files before anything is loaded."""
     from openrlhf.data.sources import check_columns
-    from openrlhf.observability.hooks.load import hooks_of
+    from openrlhf.observability.hooks.load import check_hooks
     from openrlhf.observability.trackers.load import trackers_of
 
     trackers_of(task.config.logger)
-    hooks_of(task.config.train.hooks)
+    check_hooks(task.config.train.hooks)
     data, evaluation = task.config.data, task.config.eval
     check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
     check(data.dataset, flag="--data.dataset", split=data.dataset_split)

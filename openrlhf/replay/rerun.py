@@ -36,6 +36,7 @@ OWN_SETTINGS: Mapping[str, Any] = {
     "logger.wandb.key": None,
     "logger.trackers": None,
     "logger.tracker_options": None,
+    "train.hooks": None,
     "train.verify_steps": 0,
 }
 """Values of flags of saving, logging and checks with which steps are computed again."""
@@ -228,8 +229,11 @@ def compare(rerun: Rerun) -> Replayed:
             of_engines = [c for c in stage.found if c.quantity.startswith(OF_ENGINES)]
             left_out += [c.quantity for c in of_engines if not c.is_equal]
             stage = replace(stage, found=[c for c in stage.found if c not in of_engines])
+        if stage.name.startswith("metrics") and recorded.flags.get("train.hooks"):
+            known = computed.metrics.get(stage.step, {})
+            stage = replace(stage, found=[c for c in stage.found if c.quantity in known])
         found += [stage] if stage.found else []
-    reasons = []
+    reasons = ["metrics of hooks (--train.hooks)"] if recorded.flags.get("train.hooks") else []
     if names := list(dict.fromkeys(left_out)):
         reasons.append(f"metrics of sampling, syncs and evaluations: {', '.join(names)}")
     if rerun.is_rl:

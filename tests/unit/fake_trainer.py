@@ -195,8 +195,8 @@ def trainer_of(
         hooks=[
             StepChecks(config=config),
             PhaseMemory(take=lambda: Done({"memory/update_gb": 0.5})),
-            *hooks,
             observer,
+            *hooks,
         ],
         restored=restored,
     )

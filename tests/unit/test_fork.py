@@ -160,7 +160,7 @@ def test_what_is_no_checkpoint_is_refused_before_anything_starts(
 
 def test_a_fork_needs_the_flag_with_which_it_resumes(tmp_path: Path, other: Path) -> None:
     new = config(tmp_path / "new", ckpt__fork_from=f"{other}/global_step4", ckpt__load_enable=False)
-    [problem] = outputs(new.ckpt, new.logger)
+    [problem] = outputs(new.ckpt, new.logger, None)
     assert (problem.key, problem.fatal) == ("ckpt.fork_from", True)
 
 

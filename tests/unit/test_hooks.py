@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_trainer import config_of, fit, metrics_of, trainer_of, with_critic
@@ -10,9 +11,13 @@ from refusals import refused
 
 import openrlhf as rl
 from openrlhf.config.ppo import TrainConfig
-from openrlhf.errors import ErrorCode
+from openrlhf.config.sections import AdamConfig
+from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.supervised import TrainConfig as SupervisedTrainConfig
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
-from openrlhf.observability.hooks.load import hooks_of
+from openrlhf.observability.hooks.load import check_hooks, hooks_of
+from openrlhf.training import verify
 from openrlhf.types import present
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "solved_groups.py"
@@ -98,11 +103,68 @@ def test_an_error_of_a_hook_ends_the_run_and_the_samples_are_kept(tmp_path: Path
             raise ArithmeticError("no more")
 
     trainer = trainer_of(tmp_path, config_of(tmp_path), hooks=[Strict()])
-    with pytest.raises(ArithmeticError, match="no more") as error:
+    with refused(ErrorCode.USER_CODE, flag="--train.hooks", value=__file__) as error:
         fit(trainer)
-    assert error.value.__notes__ == ["in advantages() of the hook Strict"]
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if 'ArithmeticError("no more")' in text)
+    assert f"line {line}: ArithmeticError: no more\nThe hook Strict raised it in advantages()" in str(
+        error.value
+    )
     trainer.observer.close()
     assert sorted(path.name for path in (tmp_path / "run" / "rollouts").glob("step*"))
+
+
+def test_the_first_error_of_a_step_is_the_one_that_is_told(tmp_path: Path) -> None:
+    """A hook that cannot read a step that failed hides neither the failure nor the samples."""
+
+    class Greedy(Hook):
+        def trained(self, step: Step) -> None:
+            print(len(present(step.batch)), present(step.updated).metrics)
+
+    trainer = trainer_of(tmp_path, config_of(tmp_path), hooks=[Greedy()], reward=lambda prompt, i: None)
+    with pytest.raises(RunError, match="samples failed") as error:
+        fit(trainer)
+    (note,) = error.value.__notes__
+    assert "The hook Greedy raised it in trained()" in note
+    trainer.observer.close()
+    assert sorted(path.name for path in (tmp_path / "run" / "rollouts").glob("step*"))
+
+
+def test_a_hook_that_cannot_be_built_is_told(tmp_path: Path) -> None:
+    """Checks import it only, and build none."""
+    (tmp_path / "hook.py").write_text(
+        "import openrlhf as rl\nclass Mine(rl.Hook):\n  def __post_init__(self):\n    raise OSError(7)\n"
+    )
+    check_hooks([f"{tmp_path}/hook.py:Mine"])
+    with refused(ErrorCode.USER_CODE, flag="--train.hooks", value=tmp_path / "hook.py") as error:
+        hooks_of([f"{tmp_path}/hook.py:Mine"])
+    assert "line 4: OSError: 7" in str(error.value) and "__init__" in str(error.value)
+
+
+@pytest.mark.parametrize("verify_steps", [0, 1, 2])
+def test_the_first_steps_of_supervised_training_are_checked(
+    monkeypatch: pytest.MonkeyPatch, verify_steps: int
+) -> None:
+    """Counted from where this process begins: a resumed run checks its own first ones."""
+    checked: list[int] = []
+    monkeypatch.setattr(
+        verify, "verify_step", lambda engine, rows, objective, step, **_: checked.append(step)
+    )
+    config = SupervisedConfig(train=SupervisedTrainConfig(verify_steps=verify_steps, max_epochs=2))
+    windows = SimpleNamespace(shuffles=False)
+    hook = verify.FirstSteps(config=config, engine=None, mesh=None, windows=windows)
+    for step in (5, 6, 7):
+        hook.before_step(step, [], None)
+    assert checked == [5, 6][:verify_steps]
+
+
+def test_the_learning_rate_of_every_supervised_step_is_checked() -> None:
+    config = SupervisedConfig(adam=AdamConfig(lr=1e-3), lr_scheduler="constant", lr_warmup_ratio=0.0)
+    hook = verify.FirstSteps(config=config, engine=None, mesh=None, windows=[None] * 10)
+    hook.after_step(3, {"lr": 1e-3})
+    with refused(ErrorCode.BROKEN_INVARIANT) as error:
+        hook.after_step(4, {"lr": 2e-3})
+    assert "the learning rate is 0.002, and must be 0.001" in str(error.value)
 
 
 def test_hooks_are_called_in_their_order() -> None:

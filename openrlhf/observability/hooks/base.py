@@ -1,13 +1,18 @@
 """The events of a training loop, and the base class of objects that listen to them."""
 
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from openrlhf.algorithms.kl import KLController
-from openrlhf.errors import CodedError
+from openrlhf.errors import CodedError, ErrorCode, RunError
 from openrlhf.registry import Selectable
 from openrlhf.types import Batch, Metrics, Schedule, Trajectory, Updated
+from openrlhf.user_file import line_and_error
+
+CodedErrorT = TypeVar("CodedErrorT", bound=CodedError)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -37,7 +42,8 @@ class Step:
     schedules: dict[str, Schedule] = field(default_factory=dict)
     """Name of a model that learns -> the sequences of each of its optimizer steps."""
     updated: Updated | None = None
-    """Result of the policy's update, with the metrics of all models."""
+    """Result of the policy's update (of the critic's, while it learns alone), with the metrics of all
+    models."""
     optimizer_steps: int = 0
     """Number of the policy's optimizer steps before this step."""
     assign_advantages: Callable[[Batch, Sequence[Trajectory]], tuple[Batch, Metrics]] | None = None
@@ -64,8 +70,8 @@ class Evaluation:
 class Hook(Selectable):
     """Listens to the events of a run: override the methods of those that matter, the others do nothing.
 
-    Methods are called in the process of the loop (supervised training: on every rank), in the order in which
-    they stand here. An exception ends the run.
+    Methods are called in the process of the loop (supervised training: on every rank). A loop of one's own
+    calls them in the threads of its verbs, of which two may work at the same time. An exception ends the run.
     """
 
     # A step of RL
@@ -86,10 +92,11 @@ class Hook(Selectable):
         """The models have been trained. If the update computed the policy's log-probs, `batch` has them."""
 
     def trained(self, step: Step) -> None:
-        """The step is done with its samples. It is called after an error, too, with what was known then."""
+        """The step is done with its samples. It is called after an error, too, with what was known then, and
+        for samples that were all filtered."""
 
     def synced(self, step: Step) -> None:
-        """The engines have the new weights."""
+        """The engines have the new weights, those after version `version`."""
 
     # A step of supervised training
 
@@ -104,23 +111,45 @@ class Hook(Selectable):
     def evaluated(self, evaluation: Evaluation) -> None:
         """An evaluation of RL is complete."""
 
+    def ended(self, step: Step) -> None:
+        """The step of RL is over, and `metrics` are written."""
+
     def saving(self, tag: str) -> None:
         """A checkpoint is about to be completed: what belongs to it must be on the disk."""
 
     def saved(self, tag: str) -> None:
-        """A checkpoint is complete."""
-
-    def ended(self, step: Step) -> None:
-        """The step is over, and `metrics` are complete."""
+        """A checkpoint is complete on this rank. With `ckpt.async_save` that is some steps later."""
 
 
 def announce(hooks: Iterable[Hook], event: Callable[..., None], *about: Any) -> None:
-    """Calls the method `event` of each hook, as in `announce(hooks, Hook.sampled, step)`."""
+    """Calls the method `event` of each hook, as in `announce(hooks, Hook.sampled, step)`. Raises RunError,
+    which names file and line, for an error of a user's hook."""
     for hook in hooks:
         try:
             getattr(hook, event.__name__)(*about)
-        except CodedError:
-            raise
         except Exception as error:
-            error.add_note(f"in {event.__name__}() of the hook {type(hook).__name__}")
-            raise
+            if type(hook).__module__.startswith("openrlhf."):
+                raise
+            raise failed(type(hook), event.__name__, error, RunError) from error
+
+
+@contextmanager
+def announcing_end(hooks: Sequence[Hook], event: Callable[..., None], *about: Any) -> Iterator[None]:
+    """Announces `event` after the block, even if the block fails: its own error is then raised."""
+    try:
+        yield
+    except BaseException as error:
+        for hook in hooks:
+            try:
+                announce([hook], event, *about)
+            except Exception as second:
+                error.add_note(f"and then: {second}")
+        raise
+    announce(hooks, event, *about)
+
+
+def failed(hook: type[Hook], method: str, error: Exception, kind: type[CodedErrorT]) -> CodedErrorT:
+    """Returns an error that names the place in a user's hook at which `error` was raised."""
+    file = inspect.getsourcefile(hook) or hook.__module__
+    text = f"{line_and_error(error, file)}\nThe hook {hook.__name__} raised it in {method}()."
+    return kind(ErrorCode.USER_CODE, text, flag="--train.hooks", value=file)

@@ -9,7 +9,7 @@ from openrlhf.observability.hooks.base import Hook, Step
 
 
 class PhaseMemory(Hook):
-    """Asks all processes for their peak memory while the weights are sent, and adds it to the metrics."""
+    """Asks all processes for their peak memory after an update, and adds the answers to the metrics."""
 
     take: Callable[[], Any]
     """Requests the peaks since the last call, as metrics of a `Pending`."""

@@ -123,6 +123,7 @@ def _everywhere(config: Any, scale: Scale) -> dict[str, Any]:
         "ds.ring_attn_size": scale.sequence,
         "ds.tensor_parallel_size": scale.tensor,
         "train.grace_seconds": 0.0,
+        "train.hooks": None,
     }
 
 
@@ -254,6 +255,7 @@ REASONS: Mapping[str, str] = {
     "algo.dynamic_filtering_enable": "dynamic filtering, which would drop all groups of a random model",
     "ckpt.push_to_hub": "the upload",
     "logger.trackers": "trackers",
+    "train.hooks": "hooks of your own",
     "logger.wandb.key": "Weights & Biases",
     "logger.tensorboard_dir": "TensorBoard",
 }
