@@ -17,7 +17,7 @@ HEAD = """\
 # Loops of your own
 
 `import openrlhf as rl` has a few verbs, with which a training loop is a program of yours: in one process, without
-Ray, on a laptop or a GPU. The flags are those of `openrlhf ppo`, with the same checks; a run leaves the same run
+Ray, on a laptop or a GPU, or on a cluster. The flags are those of `openrlhf ppo`, with the same checks; a run leaves the same run
 folder, report and checkpoints. `python tools/api_page.py > docs/api.md` writes this page.
 
 This is GRPO, from [recipes/grpo.py](../recipes/grpo.py):
@@ -51,7 +51,10 @@ packed. It costs one forward pass more than a loss by name.
 
 Unless a flag says otherwise, transformers samples and PyTorch alone trains: both start in seconds.
 `**{{"rollout.engine": "vllm"}}` starts vLLM's engine, and `**{{"train.backend": "deepspeed"}}` trains with DeepSpeed,
-which takes one `forward_backward` for each `optim_step`. Runs of several processes are those of `openrlhf ppo`.
+which takes one `forward_backward` for each `optim_step`.
+
+`rl.Run(..., placement="ray")` places engines and models as processes of a Ray cluster, as `openrlhf ppo` does, with its
+flags and defaults: vLLM, DeepSpeed, several ranks, machines and engines. The loop stays as it is.
 """
 
 

@@ -98,7 +98,7 @@ def invocation(command: Command, flags: Sequence[str], cluster: "Cluster") -> "I
     if command.name != PPO.name:
         with _launched(cluster.devices):
             return parse(command, flags)
-    from openrlhf.cli.train_ppo_ray import resolve
+    from openrlhf.loop.machines import resolve
 
     choose = lambda config, explicit, _: resolve(config, explicit, cluster.gpus)
     return parse(command, flags, resolve=choose)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.hub import choose_hub
@@ -204,23 +203,6 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
     )
     if config.ds.lora.rank > 0 and config.vllm.lora_sync == "adapter":
         check_vllm_adapts(model_config, flag=ACTOR_FLAG, path=path)
-
-
-def adapts_apart(config: PPOConfig) -> bool:
-    """Returns whether merged adapters would be rounded, and vLLM can apply them apart for this model."""
-    is_rounded = 0 < config.ds.lora.rank <= VLLM_LORA_RANKS[-1] and config.ds.param_dtype != "fp32"
-    if not is_rounded or config.rollout.engine != "vllm" or config.reads_images or config.vllm.speculative:
-        return False
-    from openrlhf.backends.vllm.support import takes_adapters
-    from openrlhf.models.loading import has_experts, load_config
-
-    choose_hub(config.use_ms)
-    path = config.actor.model_name_or_path
-    try:
-        names = load_config(path, ACTOR_FLAG).architectures or ()
-        return any(map(takes_adapters, names)) and not has_experts(path, ACTOR_FLAG)
-    except ValueError:  # there is no such model; the checks report it
-        return False
 
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:

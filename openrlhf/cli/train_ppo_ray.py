@@ -7,14 +7,12 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from openrlhf import heap
-from openrlhf.cli.rl_checks import adapts_apart, check_policy_learns, problems_outside
+from openrlhf.cli.rl_checks import check_policy_learns, problems_outside
 from openrlhf.config.checks import check_launcher
-from openrlhf.config.command import Explicit
 from openrlhf.config.commands import PPO
-from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.errors import (
@@ -29,6 +27,7 @@ from openrlhf.errors import (
     short_errors,
 )
 from openrlhf.hub import choose_hub
+from openrlhf.loop.machines import plan, resolve
 from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar
@@ -49,7 +48,7 @@ from openrlhf.training.start import (
 from openrlhf.user_file import split
 
 if TYPE_CHECKING:
-    from openrlhf.cluster.layout import Layout, Nodes
+    from openrlhf.cluster.layout import Layout
     from openrlhf.cluster.placement import Bundles
     from openrlhf.cluster.rank_groups import PolicyRanks
     from openrlhf.cluster.roles import Roles
@@ -156,12 +155,15 @@ def train(
     from openrlhf.cluster.roles import start_roles
     from openrlhf.cluster.whereabouts import placement_table
     from openrlhf.observability.progress import waiting
+    from openrlhf.training.schedule import num_updates
 
     heap.freeze()
     engines = counted(config.num_engines, "rollout engine")
     title = f"starting {engines}, loading {', '.join(config.placements)}"
     with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
-        roles = start_roles(config, places, layout.on_gpu, len(data.prompts), data.texts, clock)
+        prompts = len(data.prompts)
+        updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
+        roles = start_roles(config, places, layout.on_gpu, *updates, data.texts, clock)
     ended = threading.Event()
     try:
         if table := placement_table(roles.processes, places):
@@ -212,80 +214,6 @@ def _memory_of_rows(roles: "Roles") -> str:
     groups = {"actor": roles.policy, "critic": roles.critic}
     needs = [f"{role} {group.memory_of_rows()}" for role, group in groups.items() if group]
     return f"estimated memory of a rank: {'; '.join(needs)}"
-
-
-def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
-    """Returns the table of the run's placement (`--print_plan`). Raises UsageError if the run does not fit.
-    `cluster`: number of GPUs of each node; empty for the cluster that the run would join, or this machine."""
-    from openrlhf.cluster.layout import layout_of, table
-
-    return table(layout_of(config, _nodes(cluster)))
-
-
-def _nodes(cluster: Sequence[int]) -> "Nodes":
-    from openrlhf.cluster.launch import available_nodes
-    from openrlhf.cluster.layout import described
-
-    return described(cluster) if cluster else available_nodes()
-
-
-def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
-    """Returns values for unset flags, chosen for the available resources and the model. `cluster`: as in
-    `plan`."""
-    suitable = _suitable if config.placement == "auto" else rank_counts
-    chosen: dict[str, Any] = dict(suitable(config, explicit, cluster))
-    if "vllm.lora_sync" not in explicit and adapts_apart(config):
-        chosen["vllm.lora_sync"] = "adapter"
-    return chosen
-
-
-def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:
-    from openrlhf.observability.progress import checking
-
-    with checking():
-        from openrlhf.cluster.layout import demands, total
-        from openrlhf.cluster.planner import suitable_flags
-
-        nodes = _nodes(cluster)
-        chosen = suitable_flags(config, explicit, nodes, _engine_size(config, explicit, cluster))
-    gpus, used = total(nodes, "GPU"), sum(demands(with_values(config, chosen)).values())
-    if used < gpus:
-        print(f"note: --placement auto: {gpus - used} of {gpus} GPUs stay idle", file=sys.stderr, flush=True)
-    return chosen
-
-
-def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> int:
-    """Returns the number of GPUs that an engine's weights need on this machine. Returns the value of
-    --vllm.tensor_parallel_size if the flag is set, if `cluster` describes another machine, or if the GPUs'
-    memory is unknown."""
-    from openrlhf.device import gpu_bytes
-
-    size = config.vllm.tensor_parallel_size
-    if cluster or "vllm.tensor_parallel_size" in explicit or (memory := gpu_bytes()) is None:
-        return size
-    from openrlhf.cluster.planner import least_tensor_parallel_size
-    from openrlhf.models.loading import weight_bytes
-
-    path, dtype = config.actor.model_name_or_path, config.ds.param_dtype
-    try:
-        weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
-    except ValueError:  # there is no such model; the checks report it
-        return size
-    return least_tensor_parallel_size(weights // config.vllm.pipeline_parallel_size, memory)
-
-
-def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, int]:
-    """Returns values of `num_gpus_per_node` for roles whose flag is unset and whose default exceeds the GPUs
-    of the smallest node: the number of these GPUs, or 1 without GPUs. `cluster`: as in `plan`."""
-    keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
-    if all(key in explicit for key in keys):
-        return {}
-    from openrlhf.observability.progress import checking
-
-    with checking():
-        most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
-    values = values_of(config)
-    return {key: most for key in keys if key not in explicit and cast(int, values[key]) > most}
 
 
 def checkpoints_of(config: PPOConfig, origin: "Origin | None" = None) -> "CheckpointFolder":

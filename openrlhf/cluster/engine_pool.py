@@ -91,6 +91,13 @@ class EnginePool:
         self.files = UserFiles.of(config.train.agent, config.reward_function, *config.references.values())
         self.free_fraction: float | None = None
         """Argument of the engines' `start`."""
+        self.num_samples: dict[Purpose, int] = {
+            "train": config.rollout.n_samples_per_prompt,
+            "eval": config.eval.n_samples_per_prompt,
+        }
+        """Number of samples of a prompt."""
+        self.changed: dict[Purpose, int] = {}
+        """Those that differ from the flags, which engines read when they start."""
         self.engines = EngineSupervisor(
             config.num_engines,
             create=self._create,
@@ -105,7 +112,7 @@ class EnginePool:
         self.memory = EngineMemory(self.engines.call, config.engines_sleep)
         self.dispatcher = Dispatcher(
             [RayEngineHandle(member) for member in self.engines.members],
-            {"train": config.rollout.n_samples_per_prompt, "eval": config.eval.n_samples_per_prompt},
+            self.num_samples,
             memory=self.memory,
             longest=config.longest_response,
             score=reward.score if reward else None,
@@ -126,6 +133,8 @@ class EnginePool:
         )
         member: Handle = actor.remote(self.config, self.options, self.files, environment.private())
         actor_names[member._actor_id.hex()] = f"engine {index}"
+        for purpose, count in self.changed.items():
+            member.set_num_samples.remote(purpose, count)
         return member
 
     @property
@@ -144,6 +153,12 @@ class EnginePool:
         if self.config.engines_sleep:
             self.memory.sleep()
             self.bundles.devices.release = self.dispatcher.sleep
+
+    def set_num_samples(self, purpose: Purpose, count: int) -> None:
+        """Sets the number of samples of later prompts, in engines that are started later, too."""
+        if count != self.num_samples[purpose]:
+            self.num_samples[purpose] = self.changed[purpose] = count
+            self.engines.call("set_num_samples", purpose, count).result()
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)

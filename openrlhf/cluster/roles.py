@@ -28,7 +28,6 @@ from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import notify
 from openrlhf.observability.startup import StartClock
-from openrlhf.training.schedule import num_updates
 from openrlhf.types import Metrics
 
 # bounded .result(): watch.py ends calls to processes that make no progress; long waits are reported.
@@ -127,12 +126,14 @@ def start_roles(
     config: PPOConfig,
     places: Mapping[str, Bundles],
     on_gpu: bool,
-    num_prompts: int,
+    updates: int,
+    critic_updates: int,
     texts: SampleStore | None,
     clock: StartClock | None = None,
 ) -> Roles:
     """Creates and loads all engines and models. `places`: bundles of each role, see `placement.place`.
-    `num_prompts`: prompts per episode, which determines the length of learning rate schedules. `texts`:
+    `updates`, `critic_updates`: optimizer steps of the whole run, which determine the schedules of learning
+    rates. `texts`:
     pre-training texts of PPO-ptx; None: no texts. `clock`: gets the seconds until all engines and until all
     models have loaded."""
     began = time.monotonic()
@@ -156,10 +157,9 @@ def start_roles(
         # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
         engines_come_last = config.engines_colocated and on_gpu
         engines = [] if engines_come_last else [rollout.start()]
-        updates = num_updates(config, num_prompts, config.frozen_actor_steps)
         models = [roles.policy.start(updates, ray.put(texts))]
         if roles.critic:
-            models.append(roles.critic.start(num_updates(config, num_prompts)))
+            models.append(roles.critic.start(critic_updates))
         reference = None if isinstance(roles.reference, Unadapted) else roles.reference
         models += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
         _wait_for({"engines": engines, "models": models}, began, clock)

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from threading import Event
 from typing import Any, Generic, Literal, TypeVar
 
@@ -58,10 +59,15 @@ class Lanes:
     verb, so that no loop goes on after it.
     """
 
-    def __init__(self) -> None:
-        self._threads = {
-            name: ThreadPoolExecutor(1, thread_name_prefix=name) for name in ("engines", "models")
-        }
+    def __init__(
+        self, *, share: bool = False, around: Callable[[], AbstractContextManager] = nullcontext
+    ) -> None:
+        """`share`: one thread does all work, because engines and models share their GPUs. `around`: context
+        of each piece of work."""
+        models = ThreadPoolExecutor(1, thread_name_prefix="models")
+        engines = models if share else ThreadPoolExecutor(1, thread_name_prefix="engines")
+        self._threads = {"engines": engines, "models": models}
+        self._around = around
         self._submitted: list[Result] = []
 
     def on(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
@@ -70,12 +76,18 @@ class Lanes:
         return self._submit(lane, work, *arguments)
 
     def _submit(self, lane: Lane, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
-        result = Result(self._threads[lane].submit(lambda: work(*map(value_of, arguments))))
+        def run() -> ResultT:
+            with self._around():
+                return work(*map(value_of, arguments))
+
+        result = Result(self._threads[lane].submit(run))
         self._submitted.append(result)
         return result
 
     def on_both(self, work: Callable[..., ResultT], *arguments: Any) -> Result[ResultT]:
         """Submits work that starts when all earlier work of both lanes is done, and before all later work."""
+        if self._threads["engines"] is self._threads["models"]:
+            return self.on("models", work, *arguments)
         arrived, done = Event(), Event()
 
         def hold() -> None:

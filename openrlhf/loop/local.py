@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -68,8 +68,7 @@ class LocalRollout(LocalEngine):
     def set_num_samples(self, purpose: Purpose, count: int) -> None:
         """Sets the number of samples of later prompts."""
         self.num_samples[purpose] = count
-        samplings = self.engine.samplings
-        samplings[purpose] = replace(samplings[purpose], num_samples=count)
+        self.call(self.engine.set_num_samples(purpose, count))
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)

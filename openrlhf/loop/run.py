@@ -39,7 +39,7 @@ from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.hub import choose_hub
 from openrlhf.loop.lanes import Lanes, Result
 from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
-from openrlhf.loop.settings import read_settings
+from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
@@ -76,10 +76,15 @@ STEPS = 1 << 30
 
 
 class Run:
-    """Models and an engine in this process, and the verbs that work with them."""
+    """Models and engines, in this process or on a cluster, and the verbs that work with them."""
 
     def __init__(
-        self, config: str | os.PathLike | None = None, *, steps: int | None = None, **flags: Any
+        self,
+        config: str | os.PathLike | None = None,
+        *,
+        steps: int | None = None,
+        placement: Placement = "local",
+        **flags: Any,
     ) -> None:
         """Loads the models and starts the engine.
 
@@ -88,25 +93,39 @@ class Run:
         steps: number of optimizer steps of the whole loop, for the schedule of the learning rate. None: the
             learning rate is constant.
 
-        Unless flags say otherwise, the engine is that of transformers and the training backend that of torch:
-        both start in seconds. Raises UsageError that lists all problems of the flags.
+        placement: `local`: everything is in this process. Unless flags say otherwise, the engine is that of
+            transformers and the training backend that of torch: both start in seconds. `ray`: engines and
+            models are processes of a Ray cluster, with the defaults of `openrlhf ppo`.
+
+        Raises UsageError that lists all problems of the flags.
         """
-        invocation = read_settings(config, flags, steps=steps)
+        invocation = read_settings(config, flags, steps=steps, placement=placement)
         self.config, self._explicit = invocation.config, invocation.explicit
         choose_hub(self.config.use_ms)
         check_places(self.config)
         self.tokenizer = policy_tokenizer(self.config)
         self._hooks = hooks_of(self.config.train.hooks)
         total = STEPS if steps is None else steps
-        self._roles = start_local_roles(self.config, total, total, None, NoEngines())
-        self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
+        if placement == "ray":
+            from openrlhf.loop.placed import PlacedRoles
+
+            placed = PlacedRoles(self.config, total)
+            self._roles: Any = placed.roles
+            self._rollout: Any = placed.roles.rollout
+            self._free, shares = placed.close, self.config.engines_colocated
+            self._lanes = Lanes(share=shares, around=placed.explaining)
+            self._rollout.sync(self._roles.policy, 0).result()  # engines start without weights
+        else:
+            self._roles = start_local_roles(self.config, total, total, None, NoEngines())
+            self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
+            self._free, self._lanes = self._rollout.close, Lanes()
         kl = self.config.algo.kl
         self.kl = KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
         self.version = 0
         """Version of the engine's weights: the number of syncs."""
         self.step = 0
         """Number of logged steps."""
-        self._lanes, self._numbers, self._is_closed = Lanes(), count(), False
+        self._numbers, self._is_closed = count(), False
         self._held = ExitStack()
         """Locks of the folders in which the run writes."""
         self._num_epochs = 0
@@ -138,7 +157,7 @@ class Run:
         self._lanes.close(cancel=cancel)
         if "_observer" in vars(self):
             self._observer.close()
-        self._rollout.close()
+        self._free()
         self._held.close()
         leave_distributed()
         if not cancel:

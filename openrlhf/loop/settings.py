@@ -1,16 +1,17 @@
 """Settings of a user's own loop: the flags of `openrlhf ppo`, with defaults for one process."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.commands import PPO
 from openrlhf.config.fields import to_words, values_of
 from openrlhf.config.parse import Invocation, parse
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.ppo_checks import loop_problems
+from openrlhf.config.ppo_checks import loop_problems, ppo_placement_problems
+from openrlhf.loop import machines
 
 SHORT = {"actor": "actor.model_name_or_path", "lr": "actor.adam.lr"}
 """Short names of flags in Python."""
@@ -29,32 +30,43 @@ CONSTANT = {"actor.lr_scheduler": "constant", "actor.lr_warmup_ratio": 0.0}
 """The schedule of a loop of unknown length."""
 
 
+Placement = Literal["local", "ray"]
+
+
 def read_settings(
-    config: str | os.PathLike | None, flags: Mapping[str, Any], *, steps: int | None
+    config: str | os.PathLike | None, flags: Mapping[str, Any], *, steps: int | None, placement: Placement
 ) -> Invocation[PPOConfig]:
-    """Returns the configuration of a run in one process. `config`: a YAML file; `flags` override it. `steps`:
+    """Returns the configuration of a run. `config`: a YAML file; `flags` override it. `steps`, `placement`:
     see `Run`. Raises UsageError that lists all problems."""
     argv = [] if config is None else ["--config", os.fspath(config)]
     for name, value in flags.items():
         argv += [f"--{SHORT.get(name, name)}", *to_words(tuple(value) if isinstance(value, list) else value)]
-    defaults = LOCAL | (CONSTANT if steps is None else {})
+    is_local = placement == "local"
+    defaults = (LOCAL if is_local else {}) | (CONSTANT if steps is None else {})
 
     def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:
         unset = {key: value for key, value in defaults.items() if key not in explicit}
-        return {key: value for key, value in unset.items() if values_of(config)[key] != value}
+        chosen = {key: value for key, value in unset.items() if values_of(config)[key] != value}
+        return chosen if is_local else machines.resolve(config, explicit, cluster) | chosen
 
-    command = replace(PPO, problems=loop_problems, placed=_placed(steps))
+    def placed(config: PPOConfig, explicit: Explicit) -> list[Problem]:
+        of_ranks = _of_one_process(config) if is_local else ppo_placement_problems(config, explicit)
+        return [*of_ranks, *_of_schedule(config, steps)]
+
+    command = replace(PPO, problems=loop_problems, placed=placed)
     return parse(command, argv, resolve=resolve, raises=True)
 
 
-def _placed(steps: int | None) -> Callable[[PPOConfig, Explicit], list[Problem]]:
-    def problems(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
-        values = values_of(config)
-        for key in SIZES:
-            if values[key] != 1:
-                yield Problem(key, "a run in one process has one rank and one engine; leave it out")
-        if steps is None and (name := config.actor.lr_scheduler) != "constant":
-            text = f"{name} needs the number of optimizer steps: Run(..., steps=N)"
-            yield Problem("actor.lr_scheduler", text)
+def _of_one_process(config: PPOConfig) -> Iterator[Problem]:
+    values = values_of(config)
+    for key in SIZES:
+        if values[key] != 1:
+            yield Problem(
+                key, 'in one process there is one rank and one engine; leave it out, or place on "ray"'
+            )
 
-    return lambda config, explicit: list(problems(config, explicit))
+
+def _of_schedule(config: PPOConfig, steps: int | None) -> Iterator[Problem]:
+    if steps is None and (name := config.actor.lr_scheduler) != "constant":
+        text = f"{name} needs the number of optimizer steps: Run(..., steps=N)"
+        yield Problem("actor.lr_scheduler", text)

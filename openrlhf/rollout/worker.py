@@ -101,6 +101,10 @@ class RolloutWorker:
         group = await self.runner.run_group(prompt, self.samplings[purpose], samples)
         return Sampled(group=group, done=self.runner.done.copy())
 
+    async def set_num_samples(self, purpose: Purpose, count: int) -> None:
+        """Sets the number of samples of later prompts."""
+        self.samplings[purpose] = replace(self.samplings[purpose], num_samples=count)
+
     async def answer(self, probe: Probe) -> EngineProbe:
         """Computes the log-probs of a weight sync's probe."""
         return await self.engine.probe(probe.asked, [decoded(image.data) for image in probe.images])

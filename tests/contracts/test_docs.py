@@ -16,7 +16,6 @@ from ray.scripts.scripts import cli
 from openrlhf.cli import check, data, main, rehearse, verify
 from openrlhf.cli import plan as planning
 from openrlhf.cli.run_files import command_and_flags
-from openrlhf.cli.train_ppo_ray import plan, resolve
 from openrlhf.cluster import environment
 from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
@@ -24,6 +23,7 @@ from openrlhf.config.parse import parse
 from openrlhf.config.reference import page
 from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.machines import plan, resolve
 from openrlhf.serving.server import Question, build_app
 
 ROOT = Path(__file__).parents[2]

@@ -53,24 +53,39 @@ def test_a_recipe_learns_the_task(knowing, tmp_path, name):
     assert (tmp_path / "model.safetensors").exists()
 
 
+PLACED = {
+    "local": {
+        "rollout.engine": "transformers",
+        "train.backend": "torch",
+        "actor.num_gpus_per_node": 1,
+        "train.colocate_all": True,
+    },
+    "ray": {"actor.num_gpus_per_node": 2, "vllm.num_engines": 1, "ds.zero_stage": 2},
+    "ray, colocated": {"actor.num_gpus_per_node": 1, "train.colocate_all": True, "vllm.enable_sleep": True},
+}
+"""Placement of the loop -> flags of the command that places the same ranks and engines."""
+
+
 @pytest.mark.slow
-def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, openrlhf):
+@pytest.mark.parametrize("placement", PLACED)
+def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, openrlhf, placement):
     sys.path.insert(0, str(RECIPES))
     from grpo import FLAGS
 
-    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in FLAGS.items())
+    place = PLACED[placement]
+    flags = " ".join(f"--{name} {str(value).lower()}" for name, value in (FLAGS | place).items())
     openrlhf(
         f"ppo --actor.model_name_or_path {knowing.chat} --data.prompt_dataset {knowing.files.prompts} "
         f"{flags} --reward.remote_url {RECIPES}/grpo.py:reward --rollout.batch_size 16 --train.max_steps 3 "
-        "--rollout.engine transformers --train.backend torch --actor.lr_scheduler constant "
-        "--actor.lr_warmup_ratio 0 --actor.num_gpus_per_node 1 --train.colocate_all "
-        f"--ckpt.output_dir {tmp_path}/command"
+        f"--actor.lr_scheduler constant --actor.lr_warmup_ratio 0 --ckpt.output_dir {tmp_path}/command"
     )
-    program = f"from grpo import main; main('{knowing.chat}', '{knowing.files.prompts}', '{tmp_path}/own', 3)"
+    own = FLAGS | ({"placement": "ray"} | place if placement != "local" else {})
+    files = f"'{knowing.chat}', '{knowing.files.prompts}', '{tmp_path}/own'"
+    program = f"from grpo import main; main({files}, 3, {own})"
     rows = run(f"-c {shlex.quote(program)}", tmp_path / "own")
     for own, command in zip(rows, metrics_of(tmp_path / "command"), strict=True):
-        for name in ("reward/mean", "policy/loss", "grad_norm", "actor/lr", "policy/entropy"):
-            assert own.get(name) == command.get(name), (own["step"], name)
+        for name in ("rollout/reward_mean", "policy/loss", "grad_norm", "lr", "num_tokens"):
+            assert own[name] == command[name], (own["step"], name)
     one, other = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "command"))
     assert one.keys() == other.keys()
     assert all(equal(one[name], other[name]) for name in one)

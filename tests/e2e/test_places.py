@@ -287,7 +287,7 @@ def test_processes_that_share_a_gpu_take_turns(tmp_path, monkeypatch) -> None:
     )
     batch = Batch.of([trajectory(actions=(2, 3)), trajectory(actions=(4,))])
     with placed(wanted) as places:
-        roles = start_roles(wanted, places, True, 8, None)
+        roles = start_roles(wanted, places, True, 8, 8, None)
         assert roles.critic and roles.reference
         try:
             roles.rollout.sync(roles.policy, 0).result()

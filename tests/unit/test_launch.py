@@ -13,7 +13,6 @@ from ray.exceptions import ActorDiedError, RayTaskError, colorama
 from refusals import refused
 
 from openrlhf.cli import rl_checks
-from openrlhf.cli.train_ppo_ray import rank_counts
 from openrlhf.cluster import folder, launch
 from openrlhf.cluster.launch import cluster_address
 from openrlhf.cluster.layout import resource_problems
@@ -33,6 +32,7 @@ from openrlhf.config.ppo import (
     VllmConfig,
 )
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.loop.machines import rank_counts
 
 
 def config(

@@ -16,7 +16,6 @@ from refusals import refused
 
 from openrlhf.backends.offload import DeviceMemory, optimizer_loaded
 from openrlhf.backends.vllm.engine import memory_fraction
-from openrlhf.cli.train_ppo_ray import plan, resolve
 from openrlhf.cluster import roles
 from openrlhf.cluster.engine_memory import EngineMemory, ExclusiveDevices, free_fraction
 from openrlhf.cluster.layout import (
@@ -44,6 +43,7 @@ from openrlhf.config.ppo import (
     VllmConfig,
 )
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.machines import plan, resolve
 from openrlhf.mesh import Mesh
 from openrlhf.observability.startup import StartClock
 
@@ -410,7 +410,7 @@ def test_engines_start_last_where_models_share_their_gpus(
     monkeypatch.setattr(roles.ray, "put", lambda texts: texts)
     monkeypatch.setattr(Started, "log", [])
     config = PPOConfig(train=TrainConfig(colocate_all=shares))
-    roles.start_roles(config, {name: name for name in ("actor", "ref", ENGINES)}, on_gpu, 8, None)
+    roles.start_roles(config, {name: name for name in ("actor", "ref", ENGINES)}, on_gpu, 8, 8, None)
     told = [step if step[0] == ENGINES or "started" in step else step[0] for step in Started.log[:-1]]
     assert told == order and Started.log[-1] == "give way"
 

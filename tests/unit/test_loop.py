@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import wait
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
@@ -324,6 +325,23 @@ def test_no_model_of_another_run_is_overwritten(start, tmp_path, model):
 
 
 class TestLanes:
+    def test_one_thread_does_all_work_in_its_order_if_lanes_share(self):
+        """Engines and models take turns on their GPUs; an error of a piece of work is converted around it."""
+        entered: list[str] = []
+
+        @contextmanager
+        def around():
+            entered.append("in")
+            yield
+
+        lanes, done = Lanes(share=True, around=around), []
+        for lane in ("engines", "models"):
+            lanes.on(lane, done.append, lane)
+        assert lanes.on_both(lambda: list(done)).result(10) == ["engines", "models"]
+        lanes.on("engines", done.append, "after").result(10)
+        assert done[-1] == "after" and entered == ["in"] * 4
+        lanes.close(cancel=False)
+
     def test_work_of_both_lanes_surrounds_a_sync(self):
         lanes, seen, go = Lanes(), [], Event()
         slow = lanes.on("engines", lambda: (go.wait(10), seen.append("sampled")))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from test_layout import printed
 from transformers import LlamaConfig
 
-from openrlhf.cli.train_ppo_ray import resolve
 from openrlhf.cluster.layout import ENGINES, Layout, Nodes, described, layout_of, resource_problems, total
 from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
 from openrlhf.config.command import Source
@@ -21,6 +20,7 @@ from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.resume import Change, change_of
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.machines import resolve
 
 CLUSTERS = st.one_of(
     st.tuples(st.integers(1, 8), st.sampled_from([1, 2, 4, 8])).map(lambda shape: [shape[1]] * shape[0]),
