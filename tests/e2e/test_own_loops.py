@@ -91,6 +91,27 @@ def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, open
     assert all(equal(one[name], other[name]) for name in one)
 
 
+LOSES_A_RANK = """
+import ray, openrlhf as rl
+flags = {"actor.num_gpus_per_node": 1, "rollout.engine": "transformers", "train.backend": "torch"}
+flags |= {"rollout.max_new_tokens": 4, "data.max_len": 64, "ckpt.output_dir": FOLDER}
+with rl.Run(actor=MODEL, placement="ray", **flags) as run:
+    groups = run.reward(run.sample(["1 2 3"], n=2), lambda queries, prompts, labels: [0.0, 1.0]).result()
+    assert [len(group.trajectories) for group in groups] == [2]
+    ray.kill(run._roles.policy.workers[0])
+    run.update(run.batch(groups)).result()
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_on_a_cluster_names_the_process_that_it_lost(knowing, tmp_path):
+    program = LOSES_A_RANK.replace("FOLDER", repr(str(tmp_path))).replace("MODEL", repr(str(knowing.chat)))
+    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert made.returncode == 1 and "a rank of the policy" in made.stderr.splitlines()[-1], made.stderr[
+        -3000:
+    ]
+
+
 SHARDINGS = {
     "one rank": (1, {"backend": "deepspeed", "stage": 0}),
     "ZeRO 1": (2, {"backend": "deepspeed", "stage": 1}),

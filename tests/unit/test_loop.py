@@ -13,11 +13,14 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
+from refusals import refused
 
 import openrlhf as rl
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
+from openrlhf.errors import ErrorCode
 from openrlhf.loop.lanes import Lanes
+from openrlhf.loop.settings import read_settings
 from openrlhf.loop.task import build_train_set
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
@@ -483,3 +486,19 @@ def test_given_answers_are_those_that_supervised_training_learns(start, model, t
     loss = run.forward_backward(batch, lambda log_probs, batch: (-log_probs.mean(), {})).result(60)
     assert loss["policy/loss"] == pytest.approx(-log_probs.mean(), abs=1e-6)
     assert np.isnan(batch.rollout_log_probs).all(), "no engine sampled these tokens"
+
+
+def test_a_run_on_a_cluster_has_the_defaults_of_the_command(model, tmp_path):
+    """One in this process has others, which start in seconds; both count ranks by the machines they have."""
+    flags = {"actor": model, "rollout.n_samples_per_prompt": 4, "ckpt.output_dir": tmp_path}
+    on_ray = read_settings(None, flags, steps=None, placement="ray").config
+    local = read_settings(None, flags, steps=None, placement="local").config
+    assert (on_ray.rollout.engine, on_ray.train.backend) == ("vllm", "deepspeed")
+    assert (local.rollout.engine, local.train.backend) == ("transformers", "torch")
+    assert on_ray.actor.num_gpus_per_node == local.actor.num_gpus_per_node == 1  # a machine without GPUs
+    assert on_ray.actor.lr_scheduler == local.actor.lr_scheduler == "constant"
+    two = flags | {"actor.num_gpus_per_node": 2, "train.batch_size": 4}
+    assert read_settings(None, two, steps=3, placement="ray").config.actor.num_gpus_per_node == 2
+    with refused(ErrorCode.CONFLICT) as error:
+        read_settings(None, two, steps=3, placement="local")
+    assert 'place on "ray"' in str(error.value)
