@@ -47,6 +47,12 @@ the policy's, one for each action, and gradients flow through them. The gradient
 log-probs goes to the model as weights of `sum(weight * log_prob)`, so the result does not depend on how rows are
 packed. It costs one forward pass more than a loss by name.
 
+## Checkpoints and signals
+
+`run.state` is a dictionary of your own: each checkpoint has it, and `run.load_state()` restores it with the models. With
+`**{{"ckpt.save_steps": 10}}`, `run.log` saves after every tenth step, and SIGTERM or Ctrl-C ends the program after its step,
+with a checkpoint and status 75, as they end `openrlhf ppo`.
+
 ## Engines and backends
 
 Unless a flag says otherwise, transformers samples and PyTorch alone trains: both start in seconds.

@@ -14,6 +14,7 @@ evaluation work on one lane, the models on another, each in the order of submiss
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,6 +35,7 @@ from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.config.fields import with_values
 from openrlhf.config.parse import to_yaml
+from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.hub import choose_hub
@@ -50,6 +52,7 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
+from openrlhf.stopping import EXIT_STOPPED, Stop
 from openrlhf.text import decode
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, sample_all
@@ -60,7 +63,7 @@ from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import missing_template, read_prompts
 from openrlhf.training.schedule import schedule_of
-from openrlhf.training.start import check_output, check_places
+from openrlhf.training.start import check_output, check_places, grace_of
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.
@@ -125,6 +128,9 @@ class Run:
         """Version of the engine's weights: the number of syncs."""
         self.step = 0
         """Number of logged steps."""
+        self.state: dict[str, Any] = {}
+        """The loop's own numbers and texts, which each checkpoint has and `load_state` restores."""
+        self._stop = Stop()
         self._numbers, self._is_closed = count(), False
         self._held = ExitStack()
         """Locks of the folders in which the run writes."""
@@ -140,6 +146,8 @@ class Run:
         """Metrics since the last `log`."""
 
     def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # others cannot hear signals
+            self._held.enter_context(self._stop.deferred(grace_of(self.config)))
         return self
 
     def __exit__(
@@ -289,15 +297,18 @@ class Run:
     # State
 
     def save_state(self, state: Mapping[str, Any] | None = None) -> Result[str]:
-        """Saves a checkpoint `global_step{N}` of models, optimizers, schedules and the loop's own `state` of
-        numbers and texts to `ckpt.path`. Returns its name."""
-        return self._lanes.on("models", self._save, dict(state or {}))
+        """Saves a checkpoint `global_step{N}` of models, optimizers, schedules and `run.state`, which becomes
+        `state` if that is given, to `ckpt.path`. Returns its name. With `ckpt.save_steps` N, `log` saves one
+        after every N steps."""
+        self.state = self.state if state is None else dict(state)
+        return self._lanes.on("models", self._save, dict(self.state))
 
     def load_state(self) -> dict[str, Any] | None:
-        """Loads the newest undamaged checkpoint of `ckpt.path`, syncs, and returns the loop's own state; None
-        if there is no checkpoint."""
+        """Loads the newest undamaged checkpoint of `ckpt.path`, syncs, and returns `run.state`; None if there
+        is no checkpoint."""
         found = self._lanes.on("models", self._load).result()
         if found is not None:
+            self.state = dict(found)
             self.sync().result()
         return found
 
@@ -312,7 +323,8 @@ class Run:
 
     def log(self, metrics: Mapping[str, float] | Result[Metrics], groups: Groups = ()) -> None:
         """Ends a step: prints its line, and writes `metrics`, what the verbs measured since the last call and
-        the samples of `groups` to the run folder and the trackers."""
+        the samples of `groups` to the run folder and the trackers. Saves a checkpoint if `ckpt.save_steps`
+        says so, and after SIGTERM or Ctrl-C, which then ends the program with status 75."""
         self._lanes.raise_unread()
         own = metrics.result() if isinstance(metrics, Result) else dict(metrics)
         samples = _all(groups.result() if isinstance(groups, Result) else groups)
@@ -323,6 +335,11 @@ class Run:
             self._observer.log_rollouts(self.step, samples)
         step = Step(number=self.step, version=self.version, samples=samples, metrics=measured | own)
         announce([*self._hooks, self._observer], Hook.ended, step)
+        if self._stop.is_requested or is_due(self.step, self.config.ckpt.save_steps):
+            self.save_state().result()
+        if self._stop.is_requested:
+            notify(f"stopped after step {self.step}; {self._checkpoints.resume_hint()}")
+            sys.exit(EXIT_STOPPED)
 
     # The work of the verbs, on their lanes
 

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 from concurrent.futures import wait
@@ -502,3 +504,24 @@ def test_a_run_on_a_cluster_has_the_defaults_of_the_command(model, tmp_path):
     with refused(ErrorCode.CONFLICT) as error:
         read_settings(None, two, steps=3, placement="local")
     assert 'place on "ray"' in str(error.value)
+
+
+@pytest.mark.usefixtures("outlives_stops")
+def test_a_signal_ends_a_loop_after_its_step_with_a_checkpoint(start, tmp_path, capfd):
+    """As it ends `openrlhf ppo`: the same program goes on from there, with the loop's own state."""
+    flags = {"ckpt.path": tmp_path / "ckpt", "ckpt.save_steps": 2, "train.grace_seconds": 60}
+    steps: list[int] = []
+    with pytest.raises(SystemExit) as ended, start(**flags) as run:
+        for i in range(5):
+            run.state["seen"] = i + 1
+            if i == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            run.log({"loss": 0.5})
+            steps.append(run.step)
+    assert ended.value.code == 75 and steps == [1, 2]
+    assert sorted(path.name for path in (tmp_path / "ckpt" / "_actor").glob("global*")) == [
+        *("global_step2", "global_step3"),
+    ]
+    assert "stopped after step 3; the last checkpoint is" in capfd.readouterr().err
+    again = start(**flags)
+    assert again.load_state() == again.state == {"seen": 3} and again.step == 3
