@@ -220,7 +220,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _report_long_phases(self) -> None:
         wait = self._plain_seconds
-        while not self._closed.wait(wait):
+        while not self._closed.wait(wait) and not self._stream.closed:
             silent = time.monotonic() - self._last_line
             wait = self._plain_seconds - silent
             if wait > 0:
