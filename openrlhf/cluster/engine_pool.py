@@ -97,7 +97,7 @@ class EnginePool:
         }
         """Number of samples of a prompt."""
         self.changed: dict[Purpose, int] = {}
-        """Those that differ from the flags, which engines read when they start."""
+        """Numbers that differ from the flags, which engines read when they start."""
         self.engines = EngineSupervisor(
             config.num_engines,
             create=self._create,
