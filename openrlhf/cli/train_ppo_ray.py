@@ -154,16 +154,12 @@ def train(
     from openrlhf.cluster.head import guard
     from openrlhf.cluster.roles import start_roles
     from openrlhf.cluster.whereabouts import placement_table
-    from openrlhf.observability.progress import waiting
     from openrlhf.training.schedule import num_updates
 
     heap.freeze()
-    engines = counted(config.num_engines, "rollout engine")
-    title = f"starting {engines}, loading {', '.join(config.placements)}"
-    with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
-        prompts = len(data.prompts)
-        updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
-        roles = start_roles(config, places, layout.on_gpu, *updates, data.texts, clock)
+    prompts = len(data.prompts)
+    updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
+    roles = start_roles(config, places, layout.on_gpu, *updates, data.texts, clock)
     ended = threading.Event()
     try:
         if table := placement_table(roles.processes, places):

@@ -23,6 +23,7 @@ from openrlhf.cluster.pending import Gathered, Handle, actor_names, first
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.pulse import start_pulse
 from openrlhf.cluster.weight_check import WeightCheck
+from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rollout.dispatch import Dispatcher
@@ -96,8 +97,6 @@ class EnginePool:
             "eval": config.eval.n_samples_per_prompt,
         }
         """Number of samples of a prompt."""
-        self.changed: dict[Purpose, int] = {}
-        """Numbers that differ from the flags, which engines read when they start."""
         self.engines = EngineSupervisor(
             config.num_engines,
             create=self._create,
@@ -133,8 +132,6 @@ class EnginePool:
         )
         member: Handle = actor.remote(self.config, self.options, self.files, environment.private())
         actor_names[member._actor_id.hex()] = f"engine {index}"
-        for purpose, count in self.changed.items():
-            member.set_num_samples.remote(purpose, count)
         return member
 
     @property
@@ -155,10 +152,15 @@ class EnginePool:
             self.bundles.devices.release = self.dispatcher.sleep
 
     def set_num_samples(self, purpose: Purpose, count: int) -> None:
-        """Sets the number of samples of later prompts, in engines that are started later, too."""
-        if count != self.num_samples[purpose]:
-            self.num_samples[purpose] = self.changed[purpose] = count
-            self.engines.call("set_num_samples", purpose, count).result()
+        """Sets the number of samples of later prompts, also in engines that start now or later."""
+        if count == self.num_samples[purpose]:
+            return
+        self.num_samples[purpose] = count
+        flag = {"train": "rollout.n_samples_per_prompt", "eval": "eval.n_samples_per_prompt"}[purpose]
+        self.config = with_values(self.config, {flag: count})  # with which engines are created
+        for number in set(range(len(self.members))) - set(self.engines.serving):
+            self.members[number].set_num_samples.remote(purpose, count)
+        self.engines.call("set_num_samples", purpose, count).result()
 
     def submit(self, prompts: Sequence[Prompt], purpose: Purpose) -> None:
         self.dispatcher.submit(prompts, purpose)

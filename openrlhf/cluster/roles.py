@@ -9,6 +9,7 @@ import ray
 from ray.actor import ActorHandle
 
 from openrlhf.backends.peak_memory import memory_metrics
+from openrlhf.cluster.deaths import explaining_deaths
 from openrlhf.cluster.engine_memory import free_fraction
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
@@ -26,7 +27,8 @@ from openrlhf.cluster.rank_groups import (
 from openrlhf.cluster.watch import Watch
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
-from openrlhf.errors import notify
+from openrlhf.errors import counted, notify
+from openrlhf.observability.progress import waiting
 from openrlhf.observability.startup import StartClock
 from openrlhf.types import Metrics
 
@@ -133,9 +135,8 @@ def start_roles(
 ) -> Roles:
     """Creates and loads all engines and models. `places`: bundles of each role, see `placement.place`.
     `updates`, `critic_updates`: optimizer steps of the whole run, which determine the schedules of learning
-    rates. `texts`:
-    pre-training texts of PPO-ptx; None: no texts. `clock`: gets the seconds until all engines and until all
-    models have loaded."""
+    rates. `texts`: pre-training texts of PPO-ptx; None: no texts. `clock`: gets the seconds until all engines
+    and until all models have loaded."""
     began = time.monotonic()
     reward = RewardRanks(config, places["reward"]) if "reward" in places else None
     rollout = EnginePool(config, places[ENGINES], on_gpu, reward=reward)
@@ -153,7 +154,9 @@ def start_roles(
         roles.teacher = FrozenRanks(
             config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
         )
-    with roles.watching_starts(config):
+    engines, key = counted(config.num_engines, "rollout engine"), config.actor.model_name_or_path
+    title = f"starting {engines}, loading {', '.join(config.placements)}"
+    with explaining_deaths(), waiting(title, key=key), roles.watching_starts(config):
         # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
         engines_come_last = config.engines_colocated and on_gpu
         engines = [] if engines_come_last else [rollout.start()]

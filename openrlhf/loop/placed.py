@@ -8,7 +8,6 @@ from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, sto
 from openrlhf.cluster.placement import place
 from openrlhf.cluster.roles import Roles, start_roles
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import counted
 from openrlhf.observability.progress import waiting
 
 
@@ -25,10 +24,7 @@ class PlacedRoles:
             layout = check_resources(config)
             places = place(config, layout)
             check_disks(config, places)
-            engines = counted(config.num_engines, "rollout engine")
-            title = f"starting {engines}, loading {', '.join(config.placements)}"
-            with explaining_deaths(), waiting(title, key=config.actor.model_name_or_path):
-                self.roles: Roles = start_roles(config, places, layout.on_gpu, updates, updates, None)
+            self.roles: Roles = start_roles(config, places, layout.on_gpu, updates, updates, None)
             held.callback(self.roles.end)
             watch = self.roles.watch(config)
             watch.start()

@@ -101,6 +101,7 @@ class PPOTrainer(Generic[PolicyT]):
                     self.end_early(step)
                     break
                 self.train_step(step)
+                del step  # the next one is collected without its batch in memory
         except Dropped:
             self.end_at_boundary(boundary)
         except NotFiniteError:

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from itertools import count
@@ -55,13 +55,14 @@ from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
 from openrlhf.text import decode
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.collect import check_failures, check_stops, sample_all
+from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import missing_template, read_prompts
+from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import schedule_of
 from openrlhf.training.start import check_output, check_places, grace_of
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
@@ -95,7 +96,6 @@ class Run:
             `**{"rollout.temperature": 0.7}`; `actor` is the policy's model and `lr` its learning rate.
         steps: number of optimizer steps of the whole loop, for the schedule of the learning rate. None: the
             learning rate is constant.
-
         placement: `local`: everything is in this process. Unless flags say otherwise, the engine is that of
             transformers and the training backend that of torch: both start in seconds. `ray`: engines and
             models are processes of a Ray cluster, with the defaults of `openrlhf ppo`.
@@ -108,20 +108,10 @@ class Run:
         check_places(self.config)
         self.tokenizer = policy_tokenizer(self.config)
         self._hooks = hooks_of(self.config.train.hooks)
-        total = STEPS if steps is None else steps
-        if placement == "ray":
-            from openrlhf.loop.placed import PlacedRoles
-
-            placed = PlacedRoles(self.config, total)
-            self._roles: Any = placed.roles
-            self._rollout: Any = placed.roles.rollout
-            self._free, shares = placed.close, self.config.engines_colocated
-            self._lanes = Lanes(share=shares, around=placed.explaining)
-            self._rollout.sync(self._roles.policy, 0).result()  # engines start without weights
-        else:
-            self._roles = start_local_roles(self.config, total, total, None, NoEngines())
-            self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
-            self._free, self._lanes = self._rollout.close, Lanes()
+        with ExitStack() as held:
+            self._start(placement, STEPS if steps is None else steps, held)
+            self._held = held.pop_all()
+        """Engines and models, locks of the folders in which the run writes, and the handlers of signals."""
         kl = self.config.algo.kl
         self.kl = KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon)
         self.version = 0
@@ -132,18 +122,37 @@ class Run:
         """The loop's own numbers and texts, which each checkpoint has and `load_state` restores."""
         self._stop = Stop()
         self._numbers, self._is_closed = count(), False
-        self._held = ExitStack()
-        """Locks of the folders in which the run writes."""
         self._num_epochs = 0
         """Number of epochs of the calls of `prompts`."""
         self._has_stepped = False
         """True if the policy has changed since the last `batch`."""
+        self._num_episodes = 0
+        """Number of episodes of the last `batch`, by which the KL coefficient adapts."""
         self._owned: set[str] = set()
         """Folders with models that this run has exported."""
         self._continues = False
         """True if a checkpoint was loaded."""
         self._measured: Metrics = {}
         """Metrics since the last `log`."""
+
+    def _start(self, placement: Placement, steps: int, held: ExitStack) -> None:
+        """Starts engines and models, which end with `held`."""
+        if placement == "ray":
+            from openrlhf.loop.placed import PlacedRoles
+
+            placed = PlacedRoles(self.config, steps)
+            held.callback(placed.close)
+            self._roles: Any = placed.roles
+            self._rollout: Any = placed.roles.rollout
+            self._lanes = Lanes(share=self.config.engines_colocated, around=placed.explaining)
+            with placed.explaining():
+                self._rollout.sync(self._roles.policy, 0).result()  # engines start without weights
+        else:
+            held.callback(leave_distributed)
+            self._roles = start_local_roles(self.config, steps, steps, None, NoEngines())
+            self._rollout = start_local_rollout(self.config)  # vLLM takes of the GPU what the models leave
+            held.callback(self._rollout.close)
+            self._lanes = Lanes()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # others cannot hear signals
@@ -162,12 +171,12 @@ class Run:
         if self._is_closed:
             return
         self._is_closed = True
-        self._lanes.close(cancel=cancel)
-        if "_observer" in vars(self):
-            self._observer.close()
-        self._free()
-        self._held.close()
-        leave_distributed()
+        with self._held:
+            self._lanes.close(cancel=cancel)
+            if "_saver" in vars(self) and not cancel:
+                self._saver.finish()
+            if "_observer" in vars(self):
+                self._observer.close()
         if not cancel:
             self._lanes.raise_unread()
 
@@ -334,10 +343,11 @@ class Run:
             measured |= rollout_metrics(samples, self.version)
             self._observer.log_rollouts(self.step, samples)
         step = Step(number=self.step, version=self.version, samples=samples, metrics=measured | own)
-        announce([*self._hooks, self._observer], Hook.ended, step)
+        announce([self._observer, *self._hooks], Hook.ended, step)
         if self._stop.is_requested or is_due(self.step, self.config.ckpt.save_steps):
             self.save_state().result()
         if self._stop.is_requested:
+            self._saver.finish()
             notify(f"stopped after step {self.step}; {self._checkpoints.resume_hint()}")
             sys.exit(EXIT_STOPPED)
 
@@ -397,6 +407,7 @@ class Run:
         check_failures(samples, config.reward.max_failed_ratio, step.number)
         announce(self._hooks, Hook.sampled, step)
         models = (roles.policy if log_probs else None, roles.critic, roles.teacher, roles.reference)
+        self._num_episodes = num_samples(step.finished)
         step.batch = with_outputs(Batch.of(step.finished, self.version), *models, step.number)
         announce(self._hooks, Hook.scored, step)
         step.batch, metrics = self._assign(step.batch, step.finished, advantages)
@@ -447,11 +458,10 @@ class Run:
             routed = model is self._roles.policy
             schedule = schedule_of(config, model, batch, range(len(batch)), len(batch), routed=routed)
             metrics |= model.update(batch, schedule, self.kl.coef).result().metrics
-        self.kl = self.kl.update(self._measured.get("kl/mean", 0.0), len(batch))
+        self.kl = self.kl.update(self._measured.get("kl/mean", 0.0), self._num_episodes)
         return metrics
 
     def _save(self, state: dict[str, Any]) -> str:
-        tag, models = f"global_step{self.step}", [m for m in (self._roles.critic, self._roles.policy) if m]
         own = {
             "step": self.step,
             "kl_coef": self.kl.coef,
@@ -459,14 +469,10 @@ class Run:
             "run_name": self.config.logger.wandb.run_name,
             "loop": state,
         }
-        with self._checkpoints.saving(tag):
-            for model in models:
-                model.save_checkpoint(tag, own).result()
-            for model in models:
-                model.finish_checkpoint().result()
-            announce(self._hooks, Hook.saving, tag)
-        announce(self._hooks, Hook.saved, tag)
-        return tag
+        if "_observer" in vars(self):
+            self._observer.journal.flush()  # a loop that resumes does not write these rollouts again
+        self._saver.save(self.step, own)
+        return f"global_step{self.step}"
 
     def _load(self) -> dict[str, Any] | None:
         tag, skipped = self._checkpoints.find()
@@ -474,9 +480,7 @@ class Run:
             raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(skipped), value=self._checkpoints.path)
         if tag is None:
             return None
-        if self._roles.critic:
-            self._roles.critic.load_checkpoint(tag).result()
-        state = self._roles.policy.load_checkpoint(tag).result()
+        state = restore(tag, self._roles.policy, self._roles.critic)
         self._continues = True
         self.step, self.kl = state["step"], replace(self.kl, coef=state["kl_coef"])
         self._estimator.load_state_dict(state["estimator"])
@@ -509,6 +513,12 @@ class Run:
         for line in found.remove_unfinished():
             notify(line)
         return found
+
+    @cached_property
+    def _saver(self) -> Saver:
+        models = SavedRanks(self._roles.critic, self._roles.policy)
+        phase = lambda name: nullcontext()
+        return Saver(checkpoints=self._checkpoints, models=models, phase=phase, hooks=self._hooks)
 
     @cached_property
     def _decode(self) -> Callable:

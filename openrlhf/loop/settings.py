@@ -1,4 +1,4 @@
-"""Settings of a user's own loop: the flags of `openrlhf ppo`, with defaults for one process."""
+"""Settings of a user's own loop: the flags of `openrlhf ppo`; in one process with defaults of its own."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence

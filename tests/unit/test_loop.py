@@ -18,6 +18,7 @@ import torch
 from refusals import refused
 
 import openrlhf as rl
+from openrlhf.algorithms.kl import KLController
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode
@@ -525,3 +526,29 @@ def test_a_signal_ends_a_loop_after_its_step_with_a_checkpoint(start, tmp_path, 
     assert "stopped after step 3; the last checkpoint is" in capfd.readouterr().err
     again = start(**flags)
     assert again.load_state() == again.state == {"seen": 3} and again.step == 3
+
+
+def test_the_kl_coefficient_adapts_by_episodes(start):
+    """An agent that rewrites its history has several sequences in an episode."""
+    run = start(**{"algo.kl.init_coef": 0.1, "algo.kl.target": 0.5, "algo.kl.horizon": 100})
+    groups = run.reward(run.sample(QUESTIONS, n=2), by_length).result(60)
+    twice = [
+        replace(group, trajectories=[replace(t, part=part) for t in group.trajectories for part in (0, 1)])
+        for group in groups
+    ]
+    run.update(run.batch(twice)).result(60)
+    expected = KLController(coef=0.1, target=0.5, horizon=100).update(0.0, 6)  # 3 questions, 2 answers each
+    assert run.kl.coef == pytest.approx(expected.coef, rel=1e-6)
+
+
+def test_checkpoints_of_a_loop_are_those_of_the_flags(start, tmp_path):
+    """With copies in the format of Hugging Face, written while the loop goes on, and all rollouts on disk."""
+    flags = {"ckpt.path": tmp_path / "ckpt", "ckpt.save_hf": True, "ckpt.async_save": True}
+    with start(**flags) as run:
+        groups = run.reward(run.sample(QUESTIONS), by_length)
+        run.log(run.update(run.batch(groups)), groups)
+        run.save_state().result(60)
+        (rollouts,) = run._observer.folder.rollouts_path.glob("step*.parquet")
+        assert rollouts.stat().st_size > 0
+    assert (tmp_path / "ckpt" / "global_step1_hf" / "model.safetensors").exists()
+    assert start(**flags).load_state() == {}

@@ -13,6 +13,7 @@ from refusals import refused
 from openrlhf.config.ppo import KLConfig, PPOCkptConfig
 from openrlhf.errors import ErrorCode, RunError, Stopped
 from openrlhf.loop.rl import check_version
+from openrlhf.observability.journal import read_journal
 from openrlhf.stopping import Dropped
 from openrlhf.types import Prompt
 
@@ -219,3 +220,19 @@ def test_copies_alone(tmp_path):
     saved = [c for c in trainer.policy.calls if re.match("save|export", c)]
     assert saved == ["export global_step1_hf", "export global_step2_hf"]
     assert trainer.checkpoints.latest() is None
+
+
+def test_groups_that_wait_are_in_the_checkpoint(tmp_path):
+    """A step samples twice as many groups as it trains on: a run that resumes trains on the others first."""
+    config = config_of(tmp_path, save_steps=1, best_metric_key="none")
+    config = replace(config, rollout=replace(config.rollout, vllm_generate_batch_size=4))
+    first = trainer_of(tmp_path, config, total_steps=1, eval_prompts=[])
+    fit(first)
+    waiting = [group.prompt.prompt_id for group in first.policy.saved["global_step1"]["collector"]["groups"]]
+    saved = first.policy.saved
+    resumed = trainer_of(tmp_path, config, total_steps=2, eval_prompts=[], resume="global_step1", saved=saved)
+    fit(resumed)
+    assert not [call for call in resumed.policy.calls if call.startswith("generate")]
+    trained = read_journal(tmp_path / "run" / "rollouts" / "step_000002.parquet")
+    assert len(waiting) == 2
+    assert [t.prompt.prompt_id for t in trained] == [i for i in waiting for _ in range(2)]

@@ -98,6 +98,12 @@ class Hook(Selectable):
     def synced(self, step: Step) -> None:
         """The engines have the new weights, those after version `version`."""
 
+    def evaluated(self, evaluation: Evaluation) -> None:
+        """An evaluation of RL is complete."""
+
+    def ended(self, step: Step) -> None:
+        """The step of RL is over, and `metrics` are written."""
+
     # A step of supervised training
 
     def before_step(self, step: int, rows: Sequence[Any], objective: Any) -> None:
@@ -107,12 +113,6 @@ class Hook(Selectable):
         """The optimizer step has been taken, on all ranks."""
 
     # All runs
-
-    def evaluated(self, evaluation: Evaluation) -> None:
-        """An evaluation of RL is complete."""
-
-    def ended(self, step: Step) -> None:
-        """The step of RL is over, and `metrics` are written."""
 
     def saving(self, tag: str) -> None:
         """A checkpoint is about to be completed: what belongs to it must be on the disk."""
