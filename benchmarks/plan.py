@@ -42,8 +42,8 @@ from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.models.attention import PACKED
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
-from openrlhf.planning.memory import training_memory
-from openrlhf.planning.models import model_size
+from openrlhf.tools.plan.memory import training_memory
+from openrlhf.tools.plan.models import model_size
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 

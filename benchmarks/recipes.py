@@ -24,9 +24,9 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from openrlhf.cli.demo import CHAT, PRETRAIN, SFT_FLAGS
 from openrlhf.tasks.prepare import TaskFiles, prepare, write_rows
 from openrlhf.tasks.word_problem import Problem, answer_of, make_problems, solution
+from openrlhf.tools.demo.demo import CHAT, PRETRAIN, SFT_FLAGS
 
 PARTS = 5
 """Number of points of a printed curve; each is the mean of a fifth of the run."""

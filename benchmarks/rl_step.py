@@ -41,12 +41,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from openrlhf.cli import demo
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.prepare import REWARD_FILE
+from openrlhf.tools.demo import demo
 from openrlhf.types import present
 
 SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
-from openrlhf.cli.demo import PRETRAIN, RL, SFT_FLAGS
 from openrlhf.tasks.prepare import TaskFiles, prepare
+from openrlhf.tools.demo.demo import PRETRAIN, RL, SFT_FLAGS
 
 ROLES = {
     "PolicyWorker": "rank of the policy",

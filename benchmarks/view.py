@@ -30,8 +30,8 @@ import pyarrow.parquet as pq
 from openrlhf.files import cache_folder
 from openrlhf.observability.journal import _ENCODING, ROW_GROUP
 from openrlhf.observability.rollout_table import SCHEMA
-from openrlhf.viewer.search import Search, choices, errors, find
-from openrlhf.viewer.server import Viewer
+from openrlhf.tools.view.search import Search, choices, errors, find
+from openrlhf.tools.view.server import Viewer
 
 TEXT = (
     "the sum of two numbers is what we add then multiply by three so that answer equals therefore because "

@@ -34,4 +34,7 @@ cuda_builds.mend()
 
 def __getattr__(name: str) -> Any:
     """Returns a public name of `openrlhf.api` when it is first used: large libraries are imported with it."""
-    return getattr(import_module("openrlhf.api"), name)
+    api = import_module("openrlhf.api")
+    if name not in api.PUBLIC:
+        raise AttributeError(f"openrlhf has no public name {name!r}; there are {', '.join(sorted(api.PUBLIC))}")
+    return getattr(api, name)

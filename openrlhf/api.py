@@ -1,13 +1,16 @@
-"""The public names: `import openrlhf as rl` has each of them as `rl.NAME`, loaded when it is first used.
+"""The names that others may use, loaded when they are first used.
 
-A loop of one's own needs `Run`; the other names are the records and base classes that its verbs take and
-return. What is not listed here may change without notice.
+`import openrlhf as rl` has the first group as `rl.NAME`: `Run` for a loop of one's own, and the records and
+base classes that its verbs take and return. The second group is all that `openrlhf.tools`,
+`openrlhf.environments` and `openrlhf.tasks` take of the rest; it may change without notice.
 """
 
+import ast
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for users
     from openrlhf.agents.base import AgentExecutorBase, AgentInstanceBase
     from openrlhf.algorithms.advantages.base import AdvantageEstimator, StepView
     from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
@@ -17,20 +20,282 @@ if TYPE_CHECKING:
     from openrlhf.observability.hooks.base import Evaluation, Hook, Step
     from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Trajectory
 
-PLACES = {
-    **dict.fromkeys(("AgentExecutorBase", "AgentInstanceBase"), "agents.base"),
-    **dict.fromkeys(("AdvantageEstimator", "StepView"), "algorithms.advantages.base"),
-    **dict.fromkeys(("PolicyLoss", "RowView"), "algorithms.policy_losses.base"),
-    **dict.fromkeys(("RunError", "UsageError"), "errors"),
-    "Result": "loop.lanes",
-    "Run": "loop.run",
-    **dict.fromkeys(("Evaluation", "Hook", "Step"), "observability.hooks.base"),
-    **dict.fromkeys(("Batch", "Outcome", "Prompt", "PromptGroup", "Trajectory"), "types"),
-}
-"""Public name -> its module in this package."""
+if TYPE_CHECKING:  # for tools
+    from openrlhf.agents.base import Reward, RewardError, call_in_time
+    from openrlhf.agents.chat_stream import TemplateProblem
+    from openrlhf.agents.chat_stream import probe as probe_template
+    from openrlhf.agents.openai import BadRequest, OpenAIAgentExecutor, Session, SessionExecutor
+    from openrlhf.agents.openai import Message as ChatMessage
+    from openrlhf.algorithms.logprobs import logits_bytes
+    from openrlhf.algorithms.mismatch import PROBE as MISMATCH_PROBE
+    from openrlhf.backends.base import Objective, TrainEngine
+    from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS
+    from openrlhf.backends.deepspeed.memory import row_memory as deepspeed_row_memory
+    from openrlhf.backends.deepspeed.resharding import MASTER as DEEPSPEED_MASTER
+    from openrlhf.backends.deepspeed.resharding import ORDER as DEEPSPEED_ORDER
+    from openrlhf.backends.deepspeed.resharding import Checkpoint as DeepSpeedCheckpoint
+    from openrlhf.backends.distributed import (
+        ProcessMesh,
+        current_device,
+        free_port,
+        init_distributed,
+        leave_distributed,
+        release_cached_memory,
+        seed_everything,
+    )
+    from openrlhf.backends.jobs import run_job
+    from openrlhf.backends.manifest import MANIFEST as MANIFEST_FILE
+    from openrlhf.backends.manifest import Manifest
+    from openrlhf.backends.rollout import (
+        USABLE_FRACTION,
+        AnswerStream,
+        EngineOptions,
+        RolloutEngine,
+        engine_class,
+    )
+    from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape, layer_bytes, most_tokens
+    from openrlhf.backends.row_memory import activations as activation_bytes
+    from openrlhf.backends.torch.checkpoint_files import METADATA as TORCH_METADATA
+    from openrlhf.backends.torch.checkpoint_files import TorchReader, load_tensors
+    from openrlhf.backends.torch.memory import row_memory as torch_row_memory
+    from openrlhf.backends.vllm.stream import VLLMStream
+    from openrlhf.backends.vllm.support import check_vllm_runs
+    from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
+    from openrlhf.backends.weight_sync.stored_weights import Limit as WeightLimit
+    from openrlhf.backends.weight_sync.stored_weights import Probe as WeightProbe
+    from openrlhf.backends.weight_sync.stored_weights import Sketch as WeightSketch
+    from openrlhf.backends.weight_sync.stored_weights import differing_weights, probe_of_run
+    from openrlhf.backends.weight_sync.stored_weights import reason_of as weight_difference
+    from openrlhf.cluster.layout import ENGINES as ENGINE_ROLE
+    from openrlhf.cluster.layout import Layout, layout_of, resource_problems
+    from openrlhf.cluster.layout import demands as resource_demands
+    from openrlhf.cluster.layout import described as described_layout
+    from openrlhf.cluster.layout import table as layout_table
+    from openrlhf.completions import SamplingParams
+    from openrlhf.config.checks import check_launcher, looks_local, reward_function, split_spec
+    from openrlhf.config.checks import missing as missing_flag
+    from openrlhf.config.command import SECRETS as SECRET_FLAGS
+    from openrlhf.config.command import Command, Explicit
+    from openrlhf.config.commands import (
+        BATCH_INFERENCE,
+        CHAT,
+        DPO,
+        KD,
+        KTO,
+        LORA_COMBINER,
+        PPO,
+        PRM,
+        RM,
+        SERVE_RM,
+        SFT,
+    )
+    from openrlhf.config.fields import fields_of, to_words, values_of, with_values
+    from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+    from openrlhf.config.lora_combiner import LoraCombinerConfig
+    from openrlhf.config.options import PREFIX as OPTION_PREFIX
+    from openrlhf.config.parse import Invocation, parse, to_yaml
+    from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+    from openrlhf.config.reasoning_gym import is_gym
+    from openrlhf.config.resume import Change as ResumeChange
+    from openrlhf.config.resume import change_of as resume_change
+    from openrlhf.config.sections import DeepSpeedConfig
+    from openrlhf.config.serve_rm import ServeRMConfig
+    from openrlhf.config.speculation import parse_speculation
+    from openrlhf.config.supervised import RMConfig, SupervisedConfig
+    from openrlhf.data.batches import Windows
+    from openrlhf.data.encode import Encoder, Text, encode_prompts, end_token_id, with_end
+    from openrlhf.data.files import BadRow
+    from openrlhf.data.images import ImageSources, kept_download, load_image
+    from openrlhf.data.inference import (
+        Answer,
+        Question,
+        build_answers,
+        build_questions,
+        score_last,
+        with_suffix,
+    )
+    from openrlhf.data.inference import fingerprint as inference_fingerprint
+    from openrlhf.data.inference import iteration as inference_iteration
+    from openrlhf.data.messages import with_role
+    from openrlhf.data.packing import pack_to_budget
+    from openrlhf.data.pictures import decoded, png
+    from openrlhf.data.reasoning_gym import entry_of
+    from openrlhf.data.sources import check_columns, count_rows, first_row, load_rows
+    from openrlhf.data.templates import Message, PromptTemplate
+    from openrlhf.device import DEVICE_TYPE, gpu_bytes, gpu_names
+    from openrlhf.errors import (
+        ErrorCode,
+        catch_signals,
+        counted,
+        describe,
+        first_line,
+        notify,
+        readable,
+        short_errors,
+    )
+    from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
+    from openrlhf.heap import freeze as freeze_heap
+    from openrlhf.hub import WEIGHTS, choose_hub, config_json
+    from openrlhf.hub import model_folder as hub_folder
+    from openrlhf.loop.local import NoEngines, start_local_roles
+    from openrlhf.loop.machines import resolve
+    from openrlhf.loop.reference import ComparedTask, reference_path
+    from openrlhf.loop.rl_checks import check_files as check_rl_files
+    from openrlhf.loop.rl_checks import check_users_files
+    from openrlhf.loop.rl_command import build_trainer as build_rl_trainer
+    from openrlhf.loop.rl_command import checkpoints_of as rl_checkpoints
+    from openrlhf.loop.rl_command import run as run_rl
+    from openrlhf.loop.task import MODEL_FLAG, build_train_set, lay_out, load_tokenizer_of
+    from openrlhf.loop.task import Run as SupervisedRun
+    from openrlhf.loop.task import Task as SupervisedTask
+    from openrlhf.loop.task import check_files as check_supervised_files
+    from openrlhf.loop.task import data_notes as supervised_data_notes
+    from openrlhf.loop.task import run as run_supervised
+    from openrlhf.mesh import Mesh
+    from openrlhf.models.backbone import reading_of
+    from openrlhf.models.generation import Generated as GeneratedAnswers
+    from openrlhf.models.generation import generate as generate_answers
+    from openrlhf.models.loading import (
+        DTYPES,
+        OF_FILES,
+        check_model,
+        check_room,
+        check_stops,
+        load_config,
+        load_generator,
+        load_tokenizer,
+        max_length_of,
+        model_folder,
+        policy_tokenizer,
+        stop_token_ids,
+        tell_stops,
+        without_weights,
+    )
+    from openrlhf.models.loading import loading as loading_model
+    from openrlhf.models.lora import load_statistics, merge_rounded
+    from openrlhf.models.policy import TokenScores, transformed_logits
+    from openrlhf.models.prefixes import tree_of
+    from openrlhf.models.saving import check_saving, save_model
+    from openrlhf.models.scorer import (
+        CLASSIFIER_HEAD,
+        ScoreModel,
+        check_reward_model,
+        load_scorer,
+        padding_token_id,
+        register_classifier,
+        score_statistics,
+    )
+    from openrlhf.models.self_check import resolve_reading
+    from openrlhf.observability.failures import commonest_failure, headline
+    from openrlhf.observability.health import (
+        CUT,
+        LONGER,
+        RULES,
+        SHOWN_WITH,
+        SURE,
+        TEMPLATE,
+        USE_TEMPLATE,
+        Rule,
+        signs_of,
+        succeeds,
+    )
+    from openrlhf.observability.hooks.load import check_hooks
+    from openrlhf.observability.journal import (
+        journal_steps,
+        num_samples,
+        read_journal,
+        read_rows,
+        read_table,
+        response_of,
+    )
+    from openrlhf.observability.lock import LOCK as LOCK_FILE
+    from openrlhf.observability.metric_names import headlines
+    from openrlhf.observability.progress import (
+        KEY_METRICS,
+        Phase,
+        Progress,
+        checking,
+        clean_text,
+        format_duration,
+        format_number,
+        is_evaluation,
+        pass_name,
+        tracked,
+        waiting,
+    )
+    from openrlhf.observability.run_folder import (
+        JOURNAL_FILE,
+        RENAMED_COLUMNS,
+        RunFolder,
+        find_secrets,
+        label_of,
+        model_of,
+        read_steps,
+        redact,
+        to_json,
+    )
+    from openrlhf.observability.run_folder import environment as run_environment
+    from openrlhf.observability.run_folder import flat as flat_settings
+    from openrlhf.observability.run_folder import reading as reading_run
+    from openrlhf.observability.selection import best_to_worst, evenly, thinned
+    from openrlhf.observability.trackers.load import trackers_of
+    from openrlhf.observability.trackers.metrics_file import RENAMED, read_metrics
+    from openrlhf.rewards.function import RewardFunction, check_reward_file
+    from openrlhf.rewards.math import extract_boxed_answer, final_answer
+    from openrlhf.rollout.local import LocalEngine
+    from openrlhf.rollout.seeds import seed_at
+    from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options
+    from openrlhf.text import decode, decode_each, first_token_ids, prompt_token_ids
+    from openrlhf.training.checkpoints import COPY as CHECKPOINT_COPY
+    from openrlhf.training.checkpoints import LATEST as LATEST_FILE
+    from openrlhf.training.checkpoints import ORIGIN as ORIGIN_FILE
+    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.training.checkpoints import Found as FoundCheckpoint
+    from openrlhf.training.collect import Admission, Collected, Collector
+    from openrlhf.training.models import load_reward_model
+    from openrlhf.training.objectives.dpo import DPOObjective
+    from openrlhf.training.objectives.kto import KTOObjective
+    from openrlhf.training.objectives.policy import PolicyObjective
+    from openrlhf.training.objectives.rm import RewardObjective
+    from openrlhf.training.objectives.sft import SFTObjective
+    from openrlhf.training.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
+    from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm, plain_sft
+    from openrlhf.training.rl_data import build_data as build_rl_data
+    from openrlhf.training.rl_data import build_prompt_datasets, missing_template
+    from openrlhf.training.rl_data import data_notes as rl_data_notes
+    from openrlhf.training.schedule import num_batches, num_updates, prompts_of_steps, training_schedule
+    from openrlhf.training.start import check_output, check_places, check_space
+    from openrlhf.training.trained_worker import PolicyWorker
+    from openrlhf.types import (
+        ExperienceRow,
+        LossNorm,
+        Metrics,
+        PackedRow,
+        Pair,
+        Sample,
+        Steps,
+        UnpairedExample,
+        present,
+    )
+    from openrlhf.types import runs as runs_of_version
+    from openrlhf.user_file import UserFiles
+
+
+def _places() -> list[dict[str, tuple[str, str]]]:
+    """Reads the two groups above: public name -> (module, name in it)."""
+    groups = [node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If)]
+    imports = [[line for line in group.body if isinstance(line, ast.ImportFrom)] for group in groups]
+    return [
+        {name.asname or name.name: (str(line.module), name.name) for line in group for name in line.names}
+        for group in imports
+    ]
+
+
+PUBLIC, FOR_TOOLS = _places()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in PLACES:
-        raise AttributeError(f"openrlhf has no public name {name!r}; there are {', '.join(sorted(PLACES))}")
-    return getattr(import_module(f"openrlhf.{PLACES[name]}"), name)
+    if (place := PUBLIC.get(name) or FOR_TOOLS.get(name)) is None:
+        raise AttributeError(f"openrlhf.api has no name {name!r}")
+    module, name = place
+    return getattr(import_module(module), name)

@@ -16,7 +16,7 @@ from openrlhf.config.commands import PPO
 from openrlhf.config.fields import with_values
 from openrlhf.config.parse import to_yaml
 from openrlhf.observability.journal import Journal, Trained
-from openrlhf.replay.recorded import RecordedRun
+from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.types import Batch, Trajectory
 
 STEPS = 3

@@ -10,7 +10,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import openrlhf
-from openrlhf.api import PLACES
+from openrlhf.api import PUBLIC
 
 EXAMPLE = Path(__file__).parents[1] / "recipes" / "grpo.py"
 HEAD = """\
@@ -101,7 +101,7 @@ def text_of(found: Any) -> str:
 def page() -> str:
     """Returns the page as text."""
     head = HEAD.format(example=EXAMPLE.read_text().partition("import sys\n")[2].strip())
-    return "\n".join([head, "## Names", "", *map(section, sorted(PLACES, key=lambda n: (n != "Run", n)))])
+    return "\n".join([head, "## Names", "", *map(section, sorted(PUBLIC, key=lambda n: (n != "Run", n)))])
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from openrlhf.cli.arguments import ArgumentParser
-from openrlhf.cli.run_files import TRAINING
 from openrlhf.errors import short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser
+from openrlhf.tools.command_line.run_files import TRAINING
 
 if TYPE_CHECKING:
     from openrlhf.config.command import Command
@@ -88,7 +88,7 @@ def flags_of_commands() -> dict[str, list[Flag]]:
         elif name == "data":
             found[name] = [Flag("samples", "number of samples"), Flag("no_color", "no colours", (), False)]
         else:
-            maker = getattr(import_module(f"openrlhf.cli.{module}"), "make_parser", None)
+            maker = getattr(import_module(module), "make_parser", None)
             found[name] = _flags_of_parser(maker()) if maker else []
     return found
 

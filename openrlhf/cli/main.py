@@ -2,14 +2,13 @@
 
 import difflib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module, metadata
 
 from openrlhf.errors import ErrorCode, UsageError, short_errors
+from openrlhf.plugins import registered
 
-COMMANDS = {
-    "init": ("init", "ask a few questions and write a commented configuration for a training run"),
-    "demo": ("demo", "train a tiny model on a built-in task, on this machine, in minutes"),
+OWN = {
     "sft": ("train_sft", "supervised fine-tuning"),
     "rm": ("train_rm", "train a reward model on pairs of answers"),
     "prm": ("train_prm", "train a process reward model on labelled steps"),
@@ -17,31 +16,33 @@ COMMANDS = {
     "kto": ("train_kto", "KTO on single answers labelled good or bad"),
     "kd": ("train_kd", "knowledge distillation from a teacher model"),
     "ppo": ("train_ppo_ray", "reinforcement learning: PPO, GRPO, RLOO, ... with Ray and vLLM"),
-    "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
-    "check": ("check", "check a training run before it starts, and list all problems"),
-    "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),
-    "doctor": ("doctor", "examine the installation or a run: causes of problems, evidence, remedies"),
-    "verify": ("verify", "compare a run's loss, gradient, engine and checkpoints with references"),
-    "data": ("data", "data preview: show the samples that a supervised command would train on"),
-    "rollouts": ("rollouts", "print samples of an RL run, with tokens coloured by advantage"),
-    "replay": ("replay", "compute a step of a recorded run again, and compare it bit for bit"),
-    "bisect": ("bisect", "find the first difference between two recorded runs, or two commits"),
-    "watch": ("watch", "show a run on one screen: steps, phases, curves, samples, warnings"),
-    "view": ("view", "serve a local web page of runs: curves side by side, and every rollout"),
-    "agent": ("agent", "agent try: play episodes of an agent and print them turn by turn"),
-    "batch_inference": ("batch_inference", "answer the prompts of a dataset, or score its answers"),
-    "chat": ("interactive_chat", "chat with a model"),
-    "serve_rm": ("serve_rm", "serve a reward model over HTTP"),
-    "lora_combiner": ("lora_combiner", "merge a LoRA adapter into its base model"),
     "completion": ("completion", "print a script that completes commands and flags in bash, zsh or fish"),
 }
-"""Command -> (module of `openrlhf.cli`, summary for `--help`)."""
+"""Command of this folder -> (its module, summary for `--help`)."""
+TOOLS = ("demo", "plan", "verify", "doctor", "view", "replay", "serve")
+"""Folders of `openrlhf.tools` that have commands."""
+
+
+def _commands() -> Iterator[tuple[str, tuple[str, str]]]:
+    for name, (module, summary) in OWN.items():
+        yield name, (f"openrlhf.cli.{module}", summary)
+    for tool in TOOLS:
+        folder = import_module(f"openrlhf.tools.{tool}")
+        for name, (module, summary) in folder.COMMANDS.items():
+            yield name, (f"{folder.__name__}.{module}", summary)
+    for name, point in registered("commands").items():
+        yield name, (point.module, f"of the package {point.dist.name if point.dist else point.module}")
+
+
+COMMANDS = dict(_commands())
+"""Command -> (its module, whose `main(argv)` runs it; summary for `--help`). Installed packages add those of
+the entry points `openrlhf.commands`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
-        import_module(f"openrlhf.cli.{COMMANDS[name][0]}").main(rest)
+        import_module(COMMANDS[name][0]).main(rest)
         return
     with short_errors():
         _tell(name)
@@ -53,7 +54,7 @@ def _tell(name: str) -> None:
     elif name == "--version":
         print(f"openrlhf {metadata.version('openrlhf')}")
     else:
-        modules = {module: command for command, (module, _) in COMMANDS.items()}
+        modules = {module.rpartition(".")[2]: command for command, (module, _) in COMMANDS.items()}
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         near = near or difflib.get_close_matches(name, modules, n=1, cutoff=0.8)
         remedy = f"did you mean `openrlhf {modules.get(near[0], near[0])}`?" if near else ""

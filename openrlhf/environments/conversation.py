@@ -1,6 +1,7 @@
 """Conversations with the policy as one token stream in its chat template."""
 
-from openrlhf.agents.openai import BadRequest, Message, Session
+from openrlhf.api import BadRequest, Session
+from openrlhf.api import ChatMessage as Message
 
 
 class Conversation:

@@ -4,11 +4,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from openrlhf.agents.base import call_in_time
-from openrlhf.agents.openai import Session, SessionExecutor
+from openrlhf.api import ErrorCode, Session, SessionExecutor, UsageError, call_in_time
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.randomness import GlobalRandom
-from openrlhf.errors import ErrorCode, UsageError
 
 
 class TextEnvironment(Protocol):

@@ -9,8 +9,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from openrlhf.agents.openai import OpenAIAgentExecutor, Session
-from openrlhf.errors import ErrorCode, RunError, UsageError
+from openrlhf.api import ErrorCode, OpenAIAgentExecutor, RunError, Session, UsageError
 
 SESSION = "openrlhf_session"
 """Field of a request's body with the address and key of the episode's server."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from openrlhf.data.reasoning_gym import entry_of
+from openrlhf.api import entry_of
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import package
 from openrlhf.tasks.reasoning_gym_reward import extract_answer

@@ -3,13 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from openrlhf.agents.base import call_in_time
-from openrlhf.agents.openai import Session, SessionExecutor
+from openrlhf.api import ErrorCode, RunError, Session, SessionExecutor, call_in_time
 from openrlhf.environments.conversation import Conversation
 from openrlhf.environments.gym import seed_of
 from openrlhf.environments.packages import package
 from openrlhf.environments.randomness import GlobalRandom
-from openrlhf.errors import ErrorCode, RunError
 
 textarena = package("textarena")
 

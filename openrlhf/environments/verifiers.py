@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager
 from itertools import islice
 from typing import Any
 
-from openrlhf.agents.openai import OpenAIAgentExecutor, Session
+from openrlhf.api import ErrorCode, OpenAIAgentExecutor, RunError, Session, UsageError
 from openrlhf.environments.packages import package
-from openrlhf.errors import ErrorCode, RunError, UsageError
 
 package("verifiers")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf import device as device  # before anything that imports transformers
+from openrlhf.api import DEVICE_TYPE as DEVICE_TYPE  # before anything that imports transformers
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.word_problem import Problem, make_problems, solution, worked_problem
 

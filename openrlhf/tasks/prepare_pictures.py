@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from openrlhf import device as device  # before anything that imports transformers
+from openrlhf.api import DEVICE_TYPE as DEVICE_TYPE  # before anything that imports transformers
 from openrlhf.tasks.picture import COLOURS, QUESTION, Picture, make_pictures
 from openrlhf.tasks.prepare import write_rows
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model

@@ -2,8 +2,7 @@
 
 import re
 
-from openrlhf.data.reasoning_gym import entry_of
-from openrlhf.rewards.math import extract_boxed_answer
+from openrlhf.api import entry_of, extract_boxed_answer
 
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _END = re.compile(r"(?:\s|<[|｜][^<>\s]*[|｜]>|</s>|<eos>|<pad>|<end_of_turn>|<\|?im_end\|?>)+\Z")

@@ -40,12 +40,12 @@ from openrlhf.data.preference import PairDataset
 from openrlhf.data.steps import StepsDataset
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
-from openrlhf.models.streaming import TransformersStream
 from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout import dispatch
 from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
+from openrlhf.tools.serve.streaming import TransformersStream
 from openrlhf.training import precompute
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective

@@ -13,9 +13,7 @@ import click
 import pytest
 from ray.scripts.scripts import cli
 
-from openrlhf.cli import check, data, main, rehearse, verify
-from openrlhf.cli import plan as planning
-from openrlhf.cli.run_files import command_and_flags
+from openrlhf.cli import main
 from openrlhf.cluster import environment
 from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
@@ -24,7 +22,11 @@ from openrlhf.config.reference import page
 from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.machines import plan, resolve
-from openrlhf.serving.server import Question, build_app
+from openrlhf.tools.command_line.run_files import command_and_flags
+from openrlhf.tools.plan import check, data, rehearse
+from openrlhf.tools.plan import plan as planning
+from openrlhf.tools.serve.server import Question, build_app
+from openrlhf.tools.verify import verify
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -55,7 +57,7 @@ OPTIONS = {
 TARGETS = {
     target for line in (ROOT / "Makefile").read_text().splitlines() if (target := line.partition(":")[0])
 }
-MODULES = {f"openrlhf.cli.{module}": name for name, (module, _) in main.COMMANDS.items()}
+MODULES = {f"openrlhf.cli.{at.rpartition('.')[2]}": name for name, (at, _) in main.COMMANDS.items()}
 RUN = """
 actor: {model_name_or_path: org/model}
 data: {prompt_dataset: org/rows}
@@ -146,7 +148,7 @@ def check_flags(name: str, flags: list[str]) -> None:
     """Parses the flags of commands that train or infer; other commands declare theirs in their source."""
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
-        check_options(ROOT / "openrlhf" / "cli" / f"{main.COMMANDS[name][0]}.py", flags)
+        check_options((ROOT / main.COMMANDS[name][0].replace(".", "/")).with_suffix(".py"), flags)
         return
     try:
         parse(command, flags)

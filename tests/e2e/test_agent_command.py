@@ -10,9 +10,9 @@ import nemo_gym_server
 import pytest
 from processes import port_for_later, run_ranks
 
-from openrlhf.cli.agent import ONE_SEQUENCE
 from openrlhf.data.reasoning_gym import gym_rows
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.plan.agent import ONE_SEQUENCE
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 
@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 def test_every_kind_of_agent(
     task: TaskFiles, tmp_path: Path, file: str, label: str, turns: int, flags: str
 ) -> None:
-    command = ["openrlhf.cli.agent", "try", str(EXAMPLES / file), "--model", str(task.model)]
+    command = ["openrlhf.tools.plan.agent", "try", str(EXAMPLES / file), "--model", str(task.model)]
     command += ["--prompt", "Tom has 3 apples.", "--label", label, *flags.split()]
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")
@@ -72,7 +72,13 @@ PROBLEM = next(gym_rows("reasoning_gym:leg_counting?size=1&seed=1&max_animals=4"
 def test_every_example_of_an_environment(
     task: TaskFiles, tmp_path: Path, name: str, prompt: str, label: str
 ) -> None:
-    command = ["openrlhf.cli.agent", "try", str(EXAMPLES / f"agent_{name}.py"), "--model", str(task.model)]
+    command = [
+        "openrlhf.tools.plan.agent",
+        "try",
+        str(EXAMPLES / f"agent_{name}.py"),
+        "--model",
+        str(task.model),
+    ]
     command += ["--prompt", prompt, "--label", label, "--samples", "3"]
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")

@@ -14,11 +14,11 @@ from processes import run_ranks
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.backends.distributed import leave_distributed
-from openrlhf.cli import batch_inference, interactive_chat
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.parse import parse
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.serve import batch_inference, interactive_chat
 
 NUM_PROMPTS = 12
 WITHOUT_VLLM = str(Path(__file__).parent / "workers" / "without_vllm.py")

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from openrlhf.backends.vllm.stream import VLLMStream
-from openrlhf.cli import interactive_chat
 from openrlhf.completions import SamplingParams
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.serve import interactive_chat
 
 LINES = "Tom has 3 figs.\nclear\nTom has 3 figs.\n\nAnd now?\nexit\nnever read\n"
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import ray
 
-from openrlhf.cli.train_ppo_ray import end_without_head
+from openrlhf.loop.rl_command import end_without_head
 from openrlhf.cluster.head import guard
 from openrlhf.cluster.launch import start_ray
 from openrlhf.cluster.pulse import start_pulse

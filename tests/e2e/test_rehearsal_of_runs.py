@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from openrlhf.cli import rehearse
-from openrlhf.planning.rehearsal.stages import FAILED, LEFT_OUT, OK
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.tasks.prepare_pictures import prepare_pictures
+from openrlhf.tools.plan import rehearse
+from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, OK
 
 pytestmark = pytest.mark.slow
 SUPERVISED = "--data.apply_chat_template --data.max_len 128 --train.backend torch --train.batch_size 64"

@@ -13,10 +13,10 @@ from sft_runs import flags
 from test_rl import COLOCATED, COMMON, train
 
 import openrlhf
-from openrlhf.cli.bisect import run_commits
-from openrlhf.cli.replay import run as replay
 from openrlhf.observability.run_folder import read_jsonl, to_json
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.replay.bisect import run_commits
+from openrlhf.tools.replay.replay import run as replay
 
 pytestmark = pytest.mark.slow
 

@@ -16,11 +16,11 @@ from refusals import changes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.data.order import epoch_order
 from openrlhf.loop.machines import resolve
+from openrlhf.loop.rl_command import run
 from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles

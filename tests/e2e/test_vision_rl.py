@@ -11,9 +11,9 @@ import torch
 from tiny_gemma import tiny_gemma3, tiny_gemma4
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
+from openrlhf.loop.rl_command import run
 from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare_pictures import PictureFiles, prepare_pictures

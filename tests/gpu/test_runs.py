@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from openrlhf.cli.train_ppo_ray import run
 from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
+from openrlhf.loop.rl_command import run
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import prepare
 

@@ -315,7 +315,7 @@ def _cached() -> tuple[dict[str, Any], dict[str, str]]:
     cached = json.loads(CACHE.read_text()) if CACHE.exists() else {}
     digest = {
         str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(ROOT.glob("tests/unit/test_*.py"))
+        for file in sorted(ROOT.glob("tests/unit/**/test_*.py"))
     }
     return {file: entry for file, entry in cached.items() if digest.get(file) == entry["digest"]}, digest
 

@@ -8,9 +8,9 @@ import pytest
 from fake_engine import Engine
 from refusals import refused
 
-from openrlhf.cli.rl_checks import check_files
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.errors import ErrorCode, warn_once
+from openrlhf.loop.rl_checks import check_files
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import UserExecutor, check_agent_file
 from openrlhf.tasks.tiny_model import tiny_tokenizer

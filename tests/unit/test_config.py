@@ -480,7 +480,7 @@ def test_help_into_a_pipe_that_closes():
     [
         "openrlhf.cli.main",
         "openrlhf.cli.main completion bash",
-        "openrlhf.cli.init --what sft --model m --data d --gpus 0 --yes",
+        "openrlhf.tools.plan.init --what sft --model m --data d --gpus 0 --yes",
     ],
 )
 def test_output_that_nobody_reads_ends_a_command_as_sigpipe_does(words, tmp_path):

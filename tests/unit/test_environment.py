@@ -18,8 +18,8 @@ import torch
 from refusals import printed, refused
 
 from openrlhf import device
-from openrlhf.cli import demo
 from openrlhf.errors import ErrorCode
+from openrlhf.tools.demo import demo
 
 ROOT = Path(__file__).parents[2]
 NO_DRIVER_FOR_IT = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."

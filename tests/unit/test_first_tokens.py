@@ -15,7 +15,6 @@ from tokenizers import processors
 from tokenizers_of_users import llama_2_style
 
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
-from openrlhf.cli import data, interactive_chat
 from openrlhf.data.cache import tokenizer_digest
 from openrlhf.data.inference import build_answers, build_questions
 from openrlhf.data.preference import build_pairs
@@ -26,10 +25,12 @@ from openrlhf.data.steps import build_steps
 from openrlhf.data.unpaired import build_unpaired
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards.models import RewardReader
-from openrlhf.serving.scoring import TextScorer
-from openrlhf.serving.server import text_of
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.text import first_token_ids
+from openrlhf.tools.plan import data
+from openrlhf.tools.serve import interactive_chat
+from openrlhf.tools.serve.scoring import TextScorer
+from openrlhf.tools.serve.server import text_of
 from openrlhf.utils import prompt_token_ids
 
 WRITES_FIRST = "{{ bos_token }}{% for m in messages %}[{{ m['content'] }}]{% endfor %}"

@@ -9,7 +9,6 @@ from refusals import printed, refused
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from openrlhf.cli.serve_rm import load
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.parse import parse
 from openrlhf.data.encode import Text
@@ -17,6 +16,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, nf4_of
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tools.serve.serve_rm import load
 
 TEXTS = [Text(text=text) for text in ("1+2=3", "2+2=5", "<|user|>Tom has 3 apples.<|end|>")]
 HIDDEN = 64

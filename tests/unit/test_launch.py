@@ -12,7 +12,6 @@ import yaml
 from ray.exceptions import ActorDiedError, RayTaskError, colorama
 from refusals import refused
 
-from openrlhf.cli import rl_checks
 from openrlhf.cluster import folder, launch
 from openrlhf.cluster.launch import cluster_address
 from openrlhf.cluster.layout import resource_problems
@@ -32,6 +31,7 @@ from openrlhf.config.ppo import (
     VllmConfig,
 )
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.loop import rl_checks
 from openrlhf.loop.machines import rank_counts
 
 

@@ -416,7 +416,7 @@ def test_the_public_names_are_loaded_when_they_are_used():
         "assert 'torch' not in sys.modules\n"
         "assert rl.Prompt.__module__ == 'openrlhf.types'\n"
         "import openrlhf.api\n"
-        "assert all(getattr(rl, name) for name in openrlhf.api.PLACES)\n"
+        "assert all(getattr(rl, name) for name in openrlhf.api.PUBLIC)\n"
         "try: rl.Rum\n"
         "except AttributeError as error: print(error)\n"
     )

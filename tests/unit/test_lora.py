@@ -13,7 +13,6 @@ from refusals import printed, refused
 from safetensors.torch import load_file
 from torch import Tensor
 
-from openrlhf.cli.lora_combiner import main as combine
 from openrlhf.config.commands import DPO, LORA_COMBINER, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
@@ -36,6 +35,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
+from openrlhf.tools.serve.lora_combiner import main as combine
 from openrlhf.training.verify import check_adapters
 from openrlhf.types import PackedRow, Sample
 

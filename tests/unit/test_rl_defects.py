@@ -39,7 +39,6 @@ from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import VLLMEngine
-from openrlhf.cli.train_ppo_ray import build_trainer
 from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
@@ -67,6 +66,7 @@ from openrlhf.data.inference import score_last
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.rl import PPOTrainer
+from openrlhf.loop.rl_command import build_trainer
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.models.lora import prepare_for_training

@@ -29,7 +29,6 @@ from openrlhf.backends.deepspeed.resharding import Checkpoint
 from openrlhf.backends.distributed import ProcessMesh, _store_at_its_address, free_port
 from openrlhf.backends.random_state import load_random_state
 from openrlhf.backends.torch.checkpoint_files import forged, load_tensors
-from openrlhf.cli.lora_combiner import run as combine_run
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
@@ -43,6 +42,7 @@ from openrlhf.observability.model_card import write_model_card
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.wandb import key_of
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.serve.lora_combiner import run as combine_run
 from openrlhf.training.origin import Origin, compare
 from openrlhf.training.precompute import cached_array
 

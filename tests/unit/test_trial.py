@@ -14,8 +14,8 @@ from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.policy_losses.base import PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.trial import try_out
-from openrlhf.cli.rl_checks import check_algorithm
 from openrlhf.errors import UsageError
+from openrlhf.loop.rl_checks import check_algorithm
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,12 @@ from records import batch_of, by_sequence, step_view, trajectory
 from refusals import Refusal, printed
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
-from openrlhf.cli.rl_checks import check_algorithm
 from openrlhf.config.commands import PPO
 from openrlhf.config.options import PREFIX
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.loop.rl_checks import check_algorithm
 from openrlhf.registry import Registry
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of

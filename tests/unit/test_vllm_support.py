@@ -22,12 +22,12 @@ from openrlhf.backends.vllm.support import (
     cpu_head_sizes,
     registered_architectures,
 )
-from openrlhf.cli.rl_checks import check_engines
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.machines import adapts_apart, resolve
+from openrlhf.loop.rl_checks import check_engines
 
 
 def llama(**changes):

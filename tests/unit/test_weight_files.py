@@ -11,7 +11,6 @@ import torch
 from refusals import refused
 from safetensors.torch import save_file
 
-from openrlhf.cli.lora_combiner import run as combine
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, weight_bytes
@@ -19,6 +18,7 @@ from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, load_scorer
 from openrlhf.models.weight_files import check_weight_files
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.serve.lora_combiner import run as combine
 
 FLAG = "--model.model_name_or_path"
 

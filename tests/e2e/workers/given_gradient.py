@@ -14,9 +14,9 @@ from workers.gradients import experiences, options_of, policy
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, OptimConfig
+from openrlhf.tools.verify.layouts import step_with_gradients
 from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
 from openrlhf.types import Batch, ExperienceRow
-from openrlhf.verification.layouts import step_with_gradients
 
 TEMPERATURE = 0.7
 

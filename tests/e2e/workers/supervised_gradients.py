@@ -25,7 +25,7 @@ from openrlhf.cli.train_rm import RewardModelTask
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
 from openrlhf.loop.task import Run
-from openrlhf.verification.layouts import LAYOUTS, steps
+from openrlhf.tools.verify.layouts import LAYOUTS, steps
 
 TASKS = {
     "sft": SFTTask,

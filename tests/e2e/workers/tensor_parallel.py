@@ -12,7 +12,7 @@ from workers.gradients import OBJECTIVES, experiences
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
-from openrlhf.verification.layouts import step_with_gradients
+from openrlhf.tools.verify.layouts import step_with_gradients
 
 TAG = "first"
 

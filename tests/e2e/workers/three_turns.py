@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from openrlhf.cli.agent import play, prepare
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
+from openrlhf.tools.plan.agent import play, prepare
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
 

@@ -1,1 +1,0 @@
-"""Finds the causes of a run's problems from the files of its folder."""

@@ -1,0 +1,275 @@
+"""A run of `openrlhf ppo`: its set-up on a Ray cluster, training, and its end."""
+
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from openrlhf import heap
+from openrlhf.config.commands import PPO
+from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.errors import (
+    EXIT_FAILURE,
+    ErrorCode,
+    RunError,
+    catch_signals,
+    counted,
+    describe,
+    notify,
+    noting_position,
+)
+from openrlhf.loop.rl_checks import check_policy_learns
+from openrlhf.observability.startup import StartClock
+from openrlhf.plugins import digest
+from openrlhf.text import Calendar
+from openrlhf.training.publish import publish
+from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data, data_notes, missing_template
+from openrlhf.training.start import (
+    check_places,
+    check_space,
+    choose_checkpoint,
+    day_of,
+    grace_of,
+    lock_folders,
+    move_old_checkpoints,
+    origin_of,
+    position,
+)
+from openrlhf.user_file import split
+
+if TYPE_CHECKING:
+    from openrlhf.cluster.layout import Layout
+    from openrlhf.cluster.placement import Bundles
+    from openrlhf.cluster.rank_groups import PolicyRanks
+    from openrlhf.cluster.roles import Roles
+    from openrlhf.loop.rl import PPOTrainer
+    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.training.origin import Origin
+
+
+def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
+    """Trains, and writes the policy to `ckpt.output_dir`. `clock`: clock that started with the run."""
+    from openrlhf.cluster.disks import check_disks
+    from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
+    from openrlhf.cluster.placement import place
+    from openrlhf.observability.progress import waiting
+    from openrlhf.training.fork import find_or_fork
+    from openrlhf.training.schedule import prompts_of_steps
+
+    clock = clock or StartClock()
+    check_places(config)
+    with waiting("starting Ray"), clock.stage("Ray"):
+        start_ray([config.train.backend, config.rollout.engine])
+    catch_signals()  # again: Ray has replaced the handlers
+    try:
+        layout = check_resources(config)
+        with naming_logs(), ExitStack() as held:
+            places = place(config, layout)
+            check_disks(config, places)
+            with clock.stage("data"):
+                Calendar.today = day_of(config)
+                data = build_data(config)
+            check_policy_learns(config, len(data.prompts))
+            checkpoints = checkpoints_of(config, _origin(config, data) if config.ckpt.is_used else None)
+            lock_folders(config, checkpoints, held)
+            total_steps = len(prompts_of_steps(config, len(data.prompts)))
+            check_space(config, checkpoints, total_steps)
+            tag = choose_checkpoint(config, checkpoints, find_or_fork(config, checkpoints, total_steps))
+            train(config, argv, layout, places, data, checkpoints, tag, clock)
+    finally:
+        stop_ray()
+    publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
+
+
+def train(
+    config: PPOConfig,
+    argv: Sequence[str],
+    layout: "Layout",
+    places: "Mapping[str, Bundles]",
+    data: RLData,
+    checkpoints: "CheckpointFolder",
+    tag: str | None,
+    clock: StartClock,
+) -> None:
+    """Starts the run's processes on the reserved resources, trains, exports the models and ends the
+    processes."""
+    from openrlhf.cluster.deaths import explaining_deaths, is_lost_process
+    from openrlhf.cluster.head import guard
+    from openrlhf.cluster.roles import start_roles
+    from openrlhf.cluster.whereabouts import placement_table
+    from openrlhf.training.schedule import num_updates
+
+    heap.freeze()
+    prompts = len(data.prompts)
+    updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
+    roles = start_roles(config, places, layout.on_gpu, *updates, data.texts, clock)
+    ended = threading.Event()
+    try:
+        if table := placement_table(roles.processes, places):
+            print(table, file=sys.stderr, flush=True)
+        trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
+        trainer.observer.message(_memory_of_rows(roles))
+        trainer.observer.started(clock)
+        watch = roles.watch(config)
+        watch.start()
+        guard(partial(end_without_head, trainer), ended)
+        try:
+            with (
+                noting_position(partial(position, trainer)),
+                trainer.stop.deferred(grace_of(config), is_lost_process),
+                explaining_deaths(lambda: roles.members),
+            ):
+                trainer.fit()
+                with trainer.observer.phase("save the model"):
+                    roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watch.py
+                    if roles.critic and config.critic.save_value_network:
+                        roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
+        finally:
+            watch.close()
+            trainer.observer.close()
+    finally:
+        try:
+            roles.end()  # without a head, it would wait for a minute
+        finally:
+            ended.set()
+
+
+def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
+    """Ends this process with a message, because Ray's head at this address is gone and calls to Ray would
+    never return. Does nothing after a signal to the process group, by which the run ends."""
+    from openrlhf.cluster.deaths import logs_folder
+
+    if trainer.stop.is_requested:
+        return
+    text = (
+        f"Ray's process gcs_server at {address} was killed (out of memory?) or crashed.\n"
+        f"Its log is {logs_folder()}/gcs_server.out. Start a cluster of `ray start` again."
+    )
+    notify(f"error: {describe(RunError(ErrorCode.CLUSTER, text))}\n{position(trainer, False)}")
+    os._exit(EXIT_FAILURE)
+
+
+def _memory_of_rows(roles: "Roles") -> str:
+    groups = {"actor": roles.policy, "critic": roles.critic}
+    needs = [f"{role} {group.memory_of_rows()}" for role, group in groups.items() if group]
+    return f"estimated memory of a rank: {'; '.join(needs)}"
+
+
+def checkpoints_of(config: PPOConfig, origin: "Origin | None" = None) -> "CheckpointFolder":
+    """Returns the checkpoint folders of the policy and, if there is one, of the critic. `origin`: compared
+    with that of a checkpoint before it is loaded, and stored in new ones; None for neither."""
+    from openrlhf.training.checkpoints import CheckpointFolder
+
+    ckpt = config.ckpt
+    others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
+    universal = config.ds.use_universal_ckpt
+    return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
+
+
+def _origin(config: PPOConfig, data: RLData) -> "Origin":
+    from openrlhf.data.sources import rows_digest
+
+    models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
+    if config.uses_critic:
+        models[CRITIC_FLAG] = [config.critic_path]
+    if path := config.teacher.model_name_or_path:
+        models[TEACHER_FLAG] = [path]
+    if config.uses_reward_model:
+        models[REWARD_FLAG] = config.reward.models
+    more = {"--data.prompt_dataset": f"{len(data.prompts)} prompts (checksum {data.prompts.digest()[:16]})"}
+    if texts := config.data.pretrain_dataset:
+        checksum = rows_digest(texts, flag=PRETRAIN_FLAG, split=config.data.pretrain_split)
+        more[PRETRAIN_FLAG] = f"checksum {checksum[:16]}"
+    users = {"--reward.remote_url": config.reward.function, "--train.agent_func_path": config.train.agent}
+    more |= {flag: f"checksum {digest(name)}" for flag, name in users.items() if name}
+    more |= {
+        f"--{key}": f"checksum {digest(name)} of {split(name)[1]}" for key, name in config.references.items()
+    }
+    return origin_of(config, PPO, models, more)
+
+
+def build_trainer(
+    config: PPOConfig,
+    argv: Sequence[str],
+    roles: "Roles",
+    data: RLData,
+    checkpoints: "CheckpointFolder",
+    tag: str | None,
+) -> "PPOTrainer[PolicyRanks]":
+    """Builds the trainer with its roles, data and observer. Loads the checkpoint `tag` if it is given."""
+    from openrlhf.algorithms.kl import KLController
+    from openrlhf.algorithms.mismatch import MismatchWatch
+    from openrlhf.config.parse import to_yaml
+    from openrlhf.data.prompt_sampler import PromptSampler
+    from openrlhf.loop.rl import PPOTrainer
+    from openrlhf.observability.hooks.load import hooks_of
+    from openrlhf.observability.hooks.memory import PhaseMemory
+    from openrlhf.observability.observer import Observer
+    from openrlhf.observability.progress import waiting
+    from openrlhf.observability.run_folder import RunFolder
+    from openrlhf.text import decode
+    from openrlhf.training.invariants import check_epochs
+    from openrlhf.training.saving import restore
+    from openrlhf.training.schedule import prompts_of_steps
+    from openrlhf.training.step_checks import StepChecks
+
+    move_old_checkpoints(config, checkpoints, tag)
+    folder = RunFolder.create(
+        config.run_dir,
+        config_yaml=to_yaml(config),
+        argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
+        resume=tag is not None and checkpoints.changed is None,
+    )
+    folder.write_fork(checkpoints.fork)
+    restored = None
+    if tag is not None:
+        with waiting("loading the checkpoint", key=config.actor.model_name_or_path):
+            restored = restore(tag, roles.policy, roles.critic)
+    done = 0 if restored is None else restored["step"]
+    observer = Observer(
+        folder,
+        config.logger,
+        resume_step=None if restored is None else done,
+        decode=partial(decode, data.tokenizer),
+        rollouts=config.logger.rollouts,
+        mismatch=MismatchWatch(dtype=config.ds.param_dtype),
+        missing_template=missing_template(config, data.tokenizer, data.prompts),
+    )
+    prompts = PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes)
+    if config.train.verify_steps and prompts.shuffles:
+        check_epochs("prompts", prompts.order, 1)
+    kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))
+    total_steps, samples = len(steps), max(steps) * config.rollout.n_samples_per_prompt
+    trainer = PPOTrainer(
+        config=config,
+        rollout=roles.rollout,
+        policy=roles.policy,
+        reference=roles.reference,
+        teacher=roles.teacher,
+        critic=roles.critic,
+        prompts=prompts,
+        eval_prompts=data.eval_prompts,
+        checkpoints=checkpoints,
+        kl=KLController(coef=kl.init_coef, target=kl.target, horizon=kl.horizon),
+        total_steps=total_steps,
+        observer=observer,
+        hooks=[
+            StepChecks(config=config),
+            PhaseMemory(take=roles.peak_memory),
+            observer,
+            *hooks_of(config.train.hooks),
+        ],
+        restored=restored,
+    )
+    observer.start(total_steps, done=done)
+    repeated = f" ({count} repeat an earlier one)" if (count := data.prompts.num_repeated()) else ""
+    observer.message(
+        f"{counted(len(data.prompts), 'prompt')}{repeated}, {counted(total_steps, 'step')} of "
+        f"{counted(samples, 'sample')}; run folder {folder.path}"
+    )
+    for note in data_notes(config, len(data.prompts), data.prompts, data.eval_prompts):
+        observer.message(f"note: {note}")
+    return trainer

@@ -1,0 +1,63 @@
+"""The argument parser of commands without a configuration class; lengths that follow from a model."""
+
+import argparse
+import re
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, values_of
+
+_MESSAGES = (
+    (r"argument ([^:]+): (.+)", ErrorCode.INVALID_VALUE, r"\2"),
+    (r"the following arguments are required: (.+)", ErrorCode.MISSING_FLAG, "required, but not set"),
+    (r"unrecognized arguments: (.+)", ErrorCode.UNKNOWN_FLAG, "there is no such option"),
+)
+"""Patterns of argparse's messages, whose first group is the flag, with the code and the text of our error."""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """Argument parser that raises UsageError instead of printing the usage and ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        remedy = f"see `{self.prog} --help`"
+        for pattern, code, text in _MESSAGES:
+            if match := re.fullmatch(pattern, message, re.DOTALL):
+                raise UsageError(code, f"{match.expand(text)}; {remedy}", flag=match[1])
+        raise UsageError(ErrorCode.INVALID_VALUE, f"{message}; {remedy}")
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def fitting_lengths(
+    config: Any, explicit: Explicit, cluster: Sequence[int], *, flag: str, keys: Sequence[str]
+) -> dict[str, int]:
+    """Returns smaller values for those of the lengths `keys` that nobody set, with which the model that
+    `flag` names reads the sum of all. For `parse`, which names a cluster that does not matter here."""
+    values = values_of(config)
+    lengths = {key: values[key] for key in keys}
+    free = [key for key in keys if key not in explicit]
+    choose_hub(config.use_ms)
+    room = _context_of(values[flag.removeprefix("--")] or "", flag) if free else None
+    if room is None or sum(lengths.values()) <= room:
+        return {}
+    share = (room - sum(lengths[key] for key in keys if key in explicit)) // len(free)
+    return {key: min(lengths[key], share) for key in free} if share > 0 else {}
+
+
+def _context_of(path: str, flag: str) -> int | None:
+    """Returns the model's maximum length; None without one. Imports transformers only if config.json does
+    not tell."""
+    settings = config_json(path)
+    text = settings.get("text_config") or settings
+    room = text.get("max_position_embeddings")
+    scaling = str(text.get("rope_parameters") or text.get("rope_scaling"))
+    if isinstance(room, int) and "factor" not in scaling:
+        return room
+    from openrlhf.api import load_config, max_length_of
+
+    return max_length_of(load_config(path, flag))

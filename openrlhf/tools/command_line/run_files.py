@@ -1,0 +1,79 @@
+"""Finds the command and the flags of a run that words describe: `RUN.yaml ...` or `COMMAND ...`."""
+
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from openrlhf.api import DPO, KD, KTO, PPO, PRM, RM, SFT, Command, ErrorCode, UsageError, fields_of
+from openrlhf.api import OPTION_PREFIX as PREFIX
+
+if TYPE_CHECKING:
+    from openrlhf.api import SupervisedTask as Task
+
+TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
+"""Commands that train."""
+TASKS = {
+    "sft": ("train_sft", "SFTTask"),
+    "rm": ("train_rm", "RewardModelTask"),
+    "dpo": ("train_dpo", "DPOTask"),
+    "kto": ("train_kto", "KTOTask"),
+    "prm": ("train_prm", "ProcessRewardTask"),
+    "kd": ("train_kd", "DistillationTask"),
+}
+"""Command -> (module of `openrlhf.cli`, name of its `Task`)."""
+
+
+def task_type_of(name: str) -> "type[Task]":
+    """Returns the task of a supervised command."""
+    module, task_type = TASKS[name]
+    return getattr(import_module(f"openrlhf.cli.{module}"), task_type)
+
+
+def command_and_flags(words: Sequence[str], prog: str) -> tuple[Command, list[str]]:
+    """Returns the command and its flags. A file after the command, or in its place, means `--config FILE`.
+    Without a command, exactly one command must have all keys of the file. Raises UsageError if the command
+    remains unknown."""
+    names = {command.name: command for command in TRAINING}
+    first, *rest = words[words[:1] == ["--config"] :] or [""]
+    if first in names:
+        files = [rest.pop(0)] if rest and _is_file(rest[0]) else []
+        return names[first], [*(word for file in files for word in ("--config", file)), *rest]
+    if _is_file(first):
+        return _command_of(first, prog), ["--config", first, *rest]
+    text = f"expects a YAML file of flags, or one of {', '.join(names)} with its flags"
+    raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=repr(first) if first else "")
+
+
+def _is_file(word: str) -> bool:
+    return word.endswith((".yaml", ".yml"))
+
+
+def _command_of(file: str, prog: str) -> Command:
+    """Returns the only training command that has all keys of the file."""
+    import yaml
+
+    from openrlhf.api import flat_settings as flat
+
+    try:
+        tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(ErrorCode.NOT_FOUND, error.strerror or str(error), flag=prog, value=file) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        text = f"not YAML: {' '.join(str(error).split())[:200]}"
+        raise UsageError(ErrorCode.UNREADABLE, text, flag=prog, value=file) from error
+    keys = {key.replace("-", "_") for key in flat(tree)} if isinstance(tree, dict) else set()
+    found = [command for command in TRAINING if all(_has(command, key) for key in keys)]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(command.name for command in found or TRAINING)
+    why = "its keys are flags of several commands" if found else "no single command has all of its keys"
+    text = f"{why}; name the command ({names}): {prog} {(found or TRAINING)[0].name} {file}"
+    raise UsageError(ErrorCode.MISSING_FLAG, text, flag=prog, value=file)
+
+
+def _has(command: Command, key: str) -> bool:
+    fields = fields_of(command.config_type)
+    is_section = any(name.startswith(f"{key}.") for name in fields)
+    is_option = command is PPO and key.startswith(PREFIX.rstrip("."))
+    return not key or key in fields or key in command.old_flags or is_section or is_option

@@ -1,0 +1,9 @@
+"""What the terminal can show."""
+
+import os
+import sys
+
+
+def shows_colours() -> bool:
+    """Returns True if stdout is a terminal that shows colours, and NO_COLOR is unset."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,212 @@
+"""Trains a tiny model on this machine, in minutes, without a download.
+
+Prints and runs three commands, which you can also run and change one by one. The first SFT run teaches the
+model worked problems as plain text. The second teaches it to answer in a chat, with or without reasoning. RL
+with a verifier as the only reward then teaches it that reasoning pays."""
+
+import argparse
+import os
+import shlex
+import textwrap
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+from openrlhf.tools.command_line.arguments import ArgumentParser, positive
+from openrlhf.api import ErrorCode, UsageError, short_errors
+
+SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
+PRETRAIN = (
+    "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 2 --adam.lr 3e-3"
+)
+CHAT = (
+    "--data.max_len 256 --train.batch_size 8 --train.micro_batch_size 8 --train.max_epochs 1 --adam.lr 1e-3"
+)
+RL = (
+    "--algo.advantage.estimator group_norm --algo.kl.init_coef 0 "
+    "--rollout.batch_size 32 --rollout.n_samples_per_prompt 8 --rollout.max_new_tokens 48 --data.max_len 128 "
+    "--train.batch_size 256 --train.dynamic_batch_enable --train.max_tokens_per_gpu 8192 "
+    "--actor.adam.lr 5e-4 --actor.lr_scheduler constant --actor.num_gpus_per_node 1 --train.colocate_all "
+    "--ds.zero_stage 2 --ds.param_dtype fp32 --data.apply_chat_template --data.label_key label "
+    "--ckpt.overwrite --reward.batch 32 --eval.n_samples_per_prompt 1 --eval.temperature 1.0"
+)
+
+NEEDED_GB = 4
+"""GiB of GPU memory for the tiny model's trainer and engine, including the CUDA contexts of two processes."""
+
+
+def make_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)"
+    )
+    parser.add_argument("--steps", type=positive, default=30, help="RL steps (default: 30)")
+    parser.add_argument("--folder", type=Path, default=Path("demo"), help="output folder (default: demo)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    # A second thread only slows down such small models. torch reads the variable when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with short_errors():
+        options = make_parser().parse_args(argv)
+        _check_packages()
+        _engine_memory()  # raises before anything starts if memory is short
+        run(options.folder / f"seed{options.seed}", options.seed, options.steps)
+
+
+def run(folder: Path, seed: int, steps: int) -> None:
+    started = time.monotonic()
+    seconds: dict[str, float] = {}
+    with _phase("prepare: problems, a tokenizer and an untrained model", seconds):
+        from openrlhf.tasks.prepare import prepare
+
+        files = prepare(folder / "task", seed=seed)
+    with _phase("pretrain: SFT on worked problems as plain text", seconds):
+        _sft(
+            folder,
+            f"--model.model_name_or_path {files.model} --model.pretrain_mode_enable "
+            f"--data.dataset {files.pretrain} --ckpt.output_dir {folder / 'base'} --train.seed {seed} "
+            f"{PRETRAIN} {SFT_FLAGS}",
+        )
+    with _phase("chat: SFT on answers with and without reasoning", seconds):
+        _sft(
+            folder,
+            f"--model.model_name_or_path {folder / 'base'} --data.dataset {files.sft} "
+            f"--data.output_key output --data.apply_chat_template --ckpt.output_dir {folder / 'sft'} "
+            f"--train.seed {seed} {CHAT} {SFT_FLAGS}",
+        )
+    with _phase("rl: GRPO with a verifier", seconds):
+        _ppo(
+            folder,
+            f"--actor.model_name_or_path {folder / 'sft'} --data.prompt_dataset {files.prompts} "
+            f"--reward.remote_url {files.reward} --eval.dataset {files.eval} --eval.steps {steps} "
+            f"--train.max_steps {steps} --ckpt.output_dir {folder / 'policy'} "
+            f"--logger.run_dir {folder / 'run'} --train.seed {seed} {RL}{_engine_memory()}",
+        )
+    question = _show_result(folder, steps)
+    phases = ", ".join(f"{name} {s:.0f} s" for name, s in seconds.items())
+    print(f"\n{time.monotonic() - started:.0f} s in all: {phases}")
+    print(f"trained model   {folder / 'policy'}   (AutoModelForCausalLM.from_pretrained loads it)")
+    print(f"curves, samples {folder / 'run' / 'report.html'}")
+    if question:
+        model = str(folder / "policy")
+        print("\nAsk it yourself, for example one of the problems that it solves:")
+        print(f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {shlex.quote(model)}")
+
+
+def _check_packages() -> None:
+    """Raises UsageError if DeepSpeed or vLLM is not installed; the demo's commands use both."""
+    if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
+        text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
+        text += 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+        raise UsageError(ErrorCode.MISSING_PACKAGE, text)
+
+
+def _engine_memory() -> str:
+    """Returns the flag that gives the engine half of the GPU's free memory; "" without a GPU. Trainer and
+    engine share the GPU, and neither is offloaded. Raises UsageError if too little memory is free."""
+    import torch
+
+    from openrlhf.api import DEVICE_TYPE
+
+    if DEVICE_TYPE == "cpu":
+        return ""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    if free < NEEDED_GB << 30:
+        raise UsageError(
+            ErrorCode.RESOURCES,
+            f"the demo needs {NEEDED_GB} GiB of GPU memory, and only {free / 2**30:.1f} of "
+            f"{total / 2**30:.0f} GiB are free.\n`nvidia-smi` lists the processes that use the rest; "
+            "CUDA_VISIBLE_DEVICES selects another GPU.",
+        )
+    return f" --vllm.gpu_memory_utilization {free / total / 2:.2f}"
+
+
+@contextmanager
+def _phase(title: str, seconds: dict[str, float]) -> Iterator[None]:
+    print(f"\n== {title}", flush=True)
+    started = time.monotonic()
+    yield
+    seconds[title.partition(":")[0]] = time.monotonic() - started
+
+
+def _words(folder: Path, command: str, flags: str) -> list[str]:
+    """Prints a command as a shell reads it, and returns its arguments. `flags`: with paths in `folder`."""
+    words = shlex.split(flags.replace(str(folder), shlex.quote(str(folder))))
+    text = " ".join(shlex.quote(word).replace(" ", "\0") for word in ("openrlhf", command, *words))
+    lines = textwrap.wrap(text, 100, break_long_words=False, break_on_hyphens=False)
+    print("$ " + " \\\n    ".join(lines).replace("\0", " "), flush=True)
+    return words
+
+
+def _sft(folder: Path, flags: str) -> None:
+    from openrlhf.tools.command_line.run_files import task_type_of
+    from openrlhf.api import parse
+    from openrlhf.api import run_supervised as run
+
+    argv = _words(folder, "sft", flags)
+    task = task_type_of("sft")
+    run(task(parse(task.command, argv).config), argv)
+
+
+def _ppo(folder: Path, flags: str) -> None:
+    from openrlhf.api import run_rl as run
+    from openrlhf.api import PPO
+    from openrlhf.api import parse
+
+    argv = _words(folder, "ppo", flags)
+    run(parse(PPO, argv).config, argv)
+
+
+def _show_result(folder: Path, steps: int) -> str:
+    """Prints accuracy, fraction of answers with reasoning, answer length and sample answers before and after
+    RL. Returns a problem that was solved after RL; "" if none was."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from openrlhf.api import load_tokenizer
+    from openrlhf.api import journal_steps, read_journal, response_of
+    from openrlhf.api import clean_text
+    from openrlhf.api import decode
+    from openrlhf.api import Trajectory
+
+    tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
+    evals = journal_steps(folder / "run" / "rollouts", "eval")
+    before, after = read_journal(evals[0]), read_journal(evals[steps])
+    console = Console()
+
+    def text(ids: list[int], /, *, after: Sequence[int] = ()) -> str:
+        return clean_text(decode(tokenizer, ids, after=after, skip_special_tokens=True))
+
+    def mean(trajectories: list[Trajectory], read: Callable[[Trajectory], float]) -> float:
+        return sum(map(read, trajectories)) / len(trajectories)
+
+    figures = Table(title=f"{len(before)} held-out problems, sampled at temperature 1")
+    for column in ("", "before RL", f"after {steps} steps"):
+        figures.add_column(column, justify="right")
+    for name, read, form in (
+        ("accuracy", lambda t: t.reward, "{:.1%}"),
+        ("answers with reasoning", lambda t: t.extra_logs["thinks"], "{:.1%}"),
+        ("tokens in an answer", lambda t: t.num_actions, "{:.1f}"),
+    ):
+        figures.add_row(name, form.format(mean(before, read)), form.format(mean(after, read)))
+    samples = Table(title="The same problems, before and after", show_lines=True)
+    for column in ("problem", "before", "after"):
+        samples.add_column(column, overflow="fold")
+    for b, a in list(zip(before, after, strict=True))[:5]:
+        answers = (f"{response_of(t, text)} {'✓' if t.reward else '✗'}" for t in (b, a))
+        samples.add_row(text(b.token_ids[: b.prompt_length].tolist()), *answers)
+    console.print(figures)
+    console.print(samples, markup=False)
+    solved = (text(t.token_ids[: t.prompt_length].tolist()) for t in after if t.reward)
+    return next(solved, "")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Finds a gap between the log-probs of sampler and trainer, the step at which it begins, and its causes."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from openrlhf.api import evenly
+from openrlhf.tools.doctor.finding import Finding
+from openrlhf.tools.doctor.gap_rows import Gap, fresh, rows_of
+from openrlhf.tools.doctor.record import RunRecord, Series
+
+NOISE = {"fp32": 3e-4, "fp16": 4e-3, "bf16": 2e-2}
+"""--ds.param_dtype -> mean of |log r|, in nats, up to which rounding explains a gap."""
+BUDGET = 90.0
+"""Maximum seconds for loading models and recomputing log-probs."""
+EXAMINED = 9
+"""Approximate number of steps whose rollouts are read for the course of the gap."""
+
+REMEDIES = {
+    "temperature": "make sampler and trainer use one temperature: set only --rollout.temperature, and no "
+    "other one in an agent or server",
+    "top-p": "set --rollout.max_kept_tokens above 0, or --rollout.top_p 1 and --rollout.top_k -1; look for "
+    "top_p or top_k in the model's generation_config.json",
+    "kept-sets": "look at what an agent does with the tokens of a turn, because supports reach the trainer "
+    "with other tokens than their own; --rollout.top_p 1 and --rollout.top_k -1 avoid the problem",
+    "rope": "compare rope_theta and rope_scaling in the model's config.json with the values that the engine "
+    "loads",
+    "stale-weights": "set --vllm.sync_check_steps 1, and lower --train.async_queue_size if steps are sampled "
+    "ahead",
+    "adapter": "use --vllm.lora_sync merged",
+    "tokenizer": "give sampler and trainer the same tokenizer files; keep the sampled token ids instead of "
+    "encoding the text again",
+    "template": "give sampler and trainer the same prompt tokens: one chat template and one way to add the "
+    "first token (--data.apply_chat_template)",
+    "head-precision": "compute the head with the same precision on both sides: --ds.param_dtype, and the "
+    "engine's dtype",
+    "dropout": "set dropout to 0 in config.json, and --ds.lora.dropout 0",
+    "routing": "set --algo.router_replay, so that the trainer routes tokens as the sampler did",
+    "weight-chunk": "set --vllm.sync_check_steps 1, which names the wrong weight, and try "
+    "--vllm.sync_with_ray",
+}
+"""Cause of a gap -> its remedy."""
+
+TITLES = {
+    "temperature": "sampler and trainer use different temperatures",
+    "top-p": "only one side applies top-p or top-k",
+    "kept-sets": "the trainer normalises over wrong top-p/top-k supports",
+    "rope": "sampler and trainer use different RoPE frequencies",
+    "stale-weights": "the sampler has stale weights",
+    "adapter": "the sampler computes without the adapter",
+    "tokenizer": "sampler and trainer use different tokenizers",
+    "template": "sampler and trainer see different prompts (chat template)",
+    "head-precision": "one side computes with lower precision (the head in bf16)",
+    "dropout": "one side computes with dropout",
+    "routing": "sampler and trainer route tokens to different experts",
+    "weight-chunk": "a part of the sampler's weights is wrong",
+}
+
+
+def gap_series(run: RunRecord) -> Series:
+    """Returns the mean of |log r| at each step, over samples of the current weights if the run reports it."""
+    fresh = run.series("mismatch/fresh_abs_diff_mean")
+    return fresh if len(fresh) else run.series("mismatch/abs_diff_mean")
+
+
+def noise_of(run: RunRecord) -> float:
+    """Returns the mean of |log r| up to which rounding explains a gap."""
+    return NOISE[str(run.flag("ds.param_dtype", "bf16"))]
+
+
+def gap_of(run: RunRecord) -> Gap | None:
+    """Computes the gap from rollouts of the first steps and of some later ones. Returns None if they have no
+    log-probs of the trainer."""
+    steps = sorted(run.journal)
+    chosen = sorted({*steps[:3], *evenly(steps, EXAMINED - 2)})
+    rows = {step: fresh(rows_of(run.journal[step])) for step in chosen}
+    course = {
+        step: float(np.abs(np.concatenate([row.difference for row in found])).mean())
+        for step, found in rows.items()
+        if found
+    }
+    return Gap(run=run, course=course, rows=rows, noise=noise_of(run)) if course else None
+
+
+def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]:
+    """Yields the causes of a gap. `model`: folder of the weights that step 1 was sampled with; None:
+    `--actor.model_name_or_path`."""
+    gap, reported = gap_of(run), gap_series(run)
+    if gap is None:
+        if len(reported) and reported.last(5) > noise_of(run):
+            yield _unexplained(reported, noise_of(run))
+        return
+    if not gap.above:
+        return
+    from openrlhf.tools.doctor.gap_causes import explain
+
+    shown = ", ".join(f"{value:.2g} (step {step})" for step, value in list(gap.course.items())[:5])
+    evidence = (
+        f"mean |log r| is {shown} nats; rounding explains up to {gap.noise:g}",
+        f"the gap exists {'from the first step on' if gap.from_start else f'since step {gap.above[0]}'}",
+    )
+    causes = explain(gap, model, deadline=time.monotonic() + BUDGET)
+    for cause in causes:
+        yield Finding(
+            cause=f"gap: {cause.name}",
+            title=f"gap between sampler and trainer: {TITLES[cause.name]}",
+            score=cause.score,
+            evidence=(*evidence, *cause.evidence),
+            remedy=f"{REMEDIES[cause.name]}. --algo.advantage.is_correction_enable limits the damage",
+        )
+        evidence = ()
+
+
+def _unexplained(gap: Series, noise: float) -> Finding:
+    above = gap.steps[gap.values > noise]
+    return Finding(
+        cause="gap",
+        title="gap between sampler and trainer",
+        score=0.8,
+        evidence=(
+            f"{gap.describe()}; rounding explains up to {noise:g} nats",
+            f"the gap is larger since step {above[0]}; no rollouts have the log-probs of both sides",
+        ),
+        remedy="set --logger.rollouts full, because the cause can be found from rollouts. "
+        "--algo.advantage.is_correction_enable limits the damage",
+    )

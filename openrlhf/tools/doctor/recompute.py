@@ -1,0 +1,157 @@
+"""Recomputes the log-probs of sampled tokens on the CPU, with a model as it is or with one property
+changed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.api import CHECKPOINT_COPY as COPY
+from openrlhf.api import transformed_logits
+from openrlhf.tools.doctor.gap_rows import GapRow
+
+MOST_LOGITS = 10**8
+"""Maximum number of logits that are in memory at a time."""
+
+
+@dataclass(eq=False)
+class Recomputed:
+    """A model in float32 on the CPU, for recomputing log-probs."""
+
+    model: Any
+    path: str
+
+    @classmethod
+    def load(cls, path: str) -> "Recomputed":
+        """Loads a model, or an adapter with its base model. Raises OSError or ValueError if there is none, or
+        only a part of one."""
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
+        except SafetensorError as error:
+            raise ValueError(str(error)) from error
+        return cls(model.eval(), path)
+
+    @torch.no_grad()
+    def hidden(self, row: GapRow, token_ids: np.ndarray | None = None) -> Tensor:
+        """Returns the inputs of the head from which the actions are predicted, (A, H). `token_ids`: tokens to
+        use instead of the row's, which must end with the same answer."""
+        ids = row.token_ids if token_ids is None else token_ids
+        states = self.decoder(input_ids=torch.tensor(ids)[None]).last_hidden_state[0]
+        shift = len(ids) - len(row.token_ids)
+        return states[torch.tensor(row.actions + shift - 1)]
+
+    @property
+    def decoder(self) -> nn.Module:
+        return self.model.get_decoder()
+
+    @property
+    def head(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Returns the logits, (A, V)."""
+        return self.transformed(self.head(hidden))
+
+    def transformed(self, logits: Tensor) -> Tensor:
+        """Applies the model's scale and softcap to the outputs of its head, (A, V)."""
+        return transformed_logits(logits.float(), self.model.config)
+
+    def all_logits(self, rows: Sequence[GapRow]) -> Tensor:
+        return torch.cat([self.logits(self.hidden(row)) for row in rows])
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.model.config.get_text_config().vocab_size)
+
+    @property
+    def frequencies(self) -> list[Any]:
+        """Modules with the inverse frequencies of RoPE."""
+        return [
+            module for module in self.model.modules() if isinstance(getattr(module, "inv_freq", None), Tensor)
+        ]
+
+    @property
+    def routers(self) -> list[Any]:
+        """Modules that choose the experts of a token."""
+        return [m for m in self.model.modules() if hasattr(m, "top_k") and hasattr(m, "weight")]
+
+
+def targets_of(rows: Sequence[GapRow]) -> Tensor:
+    """Returns the actions of all rows, (A,)."""
+    return torch.tensor(np.concatenate([row.token_ids[row.actions] for row in rows])).long()
+
+
+def log_probs(
+    logits: Tensor, targets: Tensor, temperature: float, support: Tensor | None = None
+) -> np.ndarray:
+    """Returns the log-probs of the targets at a temperature, (A,). `support`: mask of the tokens that they
+    are normalised over, (A, V); None: all."""
+    scaled = logits / temperature
+    if support is not None:
+        scaled = scaled.masked_fill(~support, -torch.inf)
+    chosen = (logits / temperature).gather(1, targets[:, None])[:, 0]
+    return (chosen - scaled.logsumexp(-1)).double().numpy()
+
+
+def support_of(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1) -> Tensor:
+    """Returns the mask of the tokens that remain after top-k and top-p, and of the targets, (A, V)."""
+    ordered, order = (logits / temperature).softmax(-1).sort(-1, descending=True)
+    if top_k > 0:
+        ordered = ordered.clone()
+        ordered[:, top_k:] = 0
+        ordered /= ordered.sum(-1, keepdim=True)
+    inside = (ordered.cumsum(-1) - ordered < top_p) & (ordered > 0)
+    support = torch.zeros_like(inside).scatter(1, order, inside)
+    return support.scatter(1, targets[:, None], True)
+
+
+@contextmanager
+def changed_frequencies(policy: Recomputed, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Changes the inverse frequencies of RoPE inside the context."""
+    before = [(module, module.inv_freq) for module in policy.frequencies]
+    for module, frequencies in before:
+        module.inv_freq = change(frequencies)
+    try:
+        yield
+    finally:
+        for module, frequencies in before:
+            module.inv_freq = frequencies
+
+
+@contextmanager
+def hooked(modules: Sequence[nn.Module], change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Changes the first argument of modules inside the context."""
+    handles = [m.register_forward_pre_hook(lambda _, args: (change(args[0]), *args[1:])) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def tokenizer_at(path: str) -> Any:
+    """Loads a tokenizer. Returns None if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
+
+
+def checkpoints_of(folder: Path) -> dict[int, str]:
+    """Returns step -> folder of the checkpoint's copy in Hugging Face format (--ckpt.save_hf)."""
+    found = {}
+    for path in folder.glob(f"*global_step*{COPY}"):
+        number = path.name.rpartition("global_step")[2].removesuffix(COPY)
+        if number.isdigit():
+            found[int(number)] = str(path)
+    return dict(sorted(found.items()))

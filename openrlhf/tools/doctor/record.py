@@ -1,0 +1,170 @@
+"""Reads a run folder: metrics as series over steps, warnings, configuration, rollouts, and the run's
+process."""
+
+import math
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from openrlhf.api import LOCK_FILE as LOCK
+from openrlhf.api import ErrorCode, RunFolder, UsageError, journal_steps, read_steps
+from openrlhf.api import flat_settings as flat
+
+FEWEST = 8
+"""Number of steps below which a series has no trend."""
+START_SLACK = 5.0
+"""Seconds by which the times of a lock and of the start of its process may differ."""
+_OWNER = re.compile(r"process (\d+) on (\S+), since (\S+ \S+) UTC")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Series:
+    """Values of a metric at the steps that report it."""
+
+    name: str
+    steps: np.ndarray
+    values: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def quarter(self) -> int:
+        """Number of values in a quarter, at least 1."""
+        return max(1, len(self) // 4)
+
+    @property
+    def start(self) -> float:
+        """Mean of the first quarter."""
+        return float(self.values[: self.quarter].mean()) if len(self) else math.nan
+
+    @property
+    def end(self) -> float:
+        """Mean of the last quarter."""
+        return float(self.values[-self.quarter :].mean()) if len(self) else math.nan
+
+    @property
+    def trend(self) -> float:
+        """Difference of `end` and `start` in standard errors; 0 if there are fewer than FEWEST values."""
+        if len(self) < FEWEST:
+            return 0.0
+        first, last = self.values[: self.quarter], self.values[-self.quarter :]
+        error = math.sqrt((first.var(ddof=1) + last.var(ddof=1)) / self.quarter)
+        difference = self.end - self.start
+        return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+
+    def last(self, count: int) -> float:
+        """Returns the mean of the last `count` values; NaN without any."""
+        return float(self.values[-count:].mean()) if len(self) else math.nan
+
+    def describe(self) -> str:
+        """Returns the change as text: "rollout/reward_mean 0.21 -> 0.84 (steps 1 to 120)"."""
+        return f"{self.name} {self.start:.3g} -> {self.end:.3g} (steps {self.steps[0]} to {self.steps[-1]})"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """The process that a lock names."""
+
+    pid: int
+    host: str
+    since: datetime
+
+    @property
+    def is_here(self) -> bool:
+        return self.host == platform.node()
+
+    def process(self) -> psutil.Process | None:
+        """Returns the process; None if it has ended, is on another machine, or its number now belongs to
+        another process."""
+        try:
+            found = psutil.Process(self.pid) if self.is_here else None
+        except psutil.NoSuchProcess:
+            return None
+        too_late = self.since.timestamp() + START_SLACK
+        return found if found is not None and found.create_time() <= too_late else None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """The files of a run folder."""
+
+    path: Path
+    rows: Sequence[Mapping[str, Any]]
+    """Rows of metrics.jsonl."""
+    warnings: Sequence[Mapping[str, Any]]
+    """Rows of health.jsonl."""
+    config: Mapping[str, Any]
+    """Tree of config.yaml; empty if the file is missing."""
+    owner: Owner | None
+    """Process that started the run; None if there is no lock file."""
+
+    @classmethod
+    def read(cls, path: Path) -> "RunRecord":
+        """Reads a run folder. Raises UsageError if it is none."""
+        folder = RunFolder(path)
+        if not folder.is_run:
+            text = f"is no run folder; {folder.runs_inside('metrics.jsonl')}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
+        return cls(
+            path=path,
+            rows=[*read_steps(folder.metrics_path)],
+            warnings=[*read_steps(folder.health_path)],
+            config=folder.read_config(),
+            owner=_owner(folder.read(LOCK)),
+        )
+
+    def series(self, name: str) -> Series:
+        """Returns the finite values of a metric, in the order of steps."""
+        finite = [(row["step"], row[name]) for row in self.numbers if name in row]
+        return Series(name, np.array([step for step, _ in finite], int), np.array([v for _, v in finite]))
+
+    @cached_property
+    def numbers(self) -> list[dict[str, float]]:
+        """The rows of metrics with their finite values."""
+        rows = ({k: float(v) for k, v in row.items() if _is_number(v)} for row in self.rows)
+        return [{name: value for name, value in row.items() if math.isfinite(value)} for row in rows]
+
+    def names(self, prefix: str) -> list[str]:
+        """Returns the metrics with this prefix, in the order of their first row."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
+
+    def flag(self, name: str, default: Any = None) -> Any:
+        """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
+        None."""
+        value = flat(self.config).get(name)
+        return default if value is None else value
+
+    @property
+    def last_step(self) -> int:
+        return max((row["step"] for row in self.rows), default=0)
+
+    @cached_property
+    def journal(self) -> dict[int, Path]:
+        """Step -> file of the rollouts that the step trained on."""
+        return journal_steps(self.path / "rollouts")
+
+    @cached_property
+    def process(self) -> psutil.Process | None:
+        """The run's process on this machine; None if it does not run."""
+        return self.owner.process() if self.owner else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or value in ("NaN", "Infinity", "-Infinity")
+
+
+def _owner(text: str) -> Owner | None:
+    """Returns the owner that the text of a lock names."""
+    if (match := _OWNER.match(text)) is None:
+        return None
+    since = datetime.strptime(match[3], "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC)
+    return Owner(int(match[1]), match[2], since)

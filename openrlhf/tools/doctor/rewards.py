@@ -1,0 +1,190 @@
+"""Finds problems with rewards: equal rewards, failed samples, and rewards that rise while a held-out score
+falls."""
+
+from collections.abc import Iterator
+
+from openrlhf.api import commonest_failure, headline, read_journal, succeeds
+from openrlhf.tools.doctor.finding import Finding
+from openrlhf.tools.doctor.record import FEWEST, RunRecord, Series
+from openrlhf.tools.doctor.samples import Answers, answers_of
+
+RECENT = 20
+"""Number of last steps that represent the present state of a run."""
+FLAT = 0.9
+"""Fraction of samples in groups with equal rewards above which there is hardly anything to learn."""
+FAILED = 0.1
+"""Fraction of failed samples above which there is a finding."""
+CLEAR = 3.0
+"""Standard errors above which a change counts as a trend."""
+LABELLED = 0.2
+"""Fraction of the answers with the lowest reward that may contain the label. If more do, the reward function
+is suspect."""
+
+
+def reward_findings(run: RunRecord) -> Iterator[Finding]:
+    yield from _flat(run)
+    yield from _failed(run)
+    yield from _hacked(run)
+
+
+def _flat(run: RunRecord) -> Iterator[Finding]:
+    mean, std = run.series("rollout/reward_mean"), run.series("rollout/reward_std")
+    share = run.series("reward/zero_std_fraction")
+    truncated = run.series("rollout/truncated_rate").last(RECENT)
+    if not len(mean) or run.names("teacher/") or truncated > 0.5:  # cut answers explain equal rewards
+        return
+    same = len(std) > 0 and not std.values.any() and bool((mean.values == mean.values[0]).all())
+    flat = share.last(RECENT) if len(share) else float(same)
+    if not same and (not flat > FLAT or (share.start < FLAT and succeeds(run.numbers))):
+        return
+    last = answers_of(max(run.journal.items())[1]) if run.journal else None
+    if same:
+        evidence = [
+            f"the reward is {mean.values[0]:g} for every sample of steps {mean.steps[0]} to {mean.steps[-1]}"
+        ]
+    else:
+        evidence = [
+            f"in the last {min(RECENT, len(share))} steps, {flat:.0%} of the samples are in groups whose "
+            f"rewards are all equal ({share.describe()})",
+            mean.describe(),
+        ]
+    yield Finding(
+        cause="flat-reward",
+        title=f"flat reward: {'all samples have the same reward' if same else 'groups have equal rewards'}",
+        score=0.97 if same else min(0.9, flat),
+        evidence=(*evidence, *_reward_evidence(last)),
+        remedy=_flat_remedy(last, mean),
+    )
+
+
+def _reward_evidence(last: Answers | None) -> Iterator[str]:
+    if last is None:
+        return
+    values = sorted(set(last.rewards))
+    shown = ", ".join(f"{value:g}" for value in values[:5])
+    yield f"rewards of the last step: {shown}{', ...' if len(values) > 5 else ''} ({last.count} samples)"
+    if last.contains_label > LABELLED:
+        yield f"{last.contains_label:.0%} of the answers with the lowest reward contain the label as text"
+
+
+def _flat_remedy(last: Answers | None, mean: Series) -> str:
+    if last is not None and last.contains_label > LABELLED:
+        return (
+            "test the reward function of --reward.remote_url with these answers, which contain the label but "
+            'get the lowest reward. A number never equals a text (7 == "7" is False).'
+        )
+    if mean.end > mean.start and mean.end > 0:
+        return "use harder prompts, or --algo.dynamic_filtering_enable: nearly all prompts are solved"
+    return (
+        "check --data.label_key and the reward function with `openrlhf check`; if they are right, use easier "
+        "prompts, a higher --rollout.n_samples_per_prompt or --algo.dynamic_filtering_enable"
+    )
+
+
+def _failed(run: RunRecord) -> Iterator[Finding]:
+    for name, files in (("rollout/failed_ratio", run.journal), ("eval/failed_ratio", {})):
+        ratio = run.series(name)
+        recent = ratio.last(3)
+        if not recent > FAILED:
+            continue
+        evidence = [f"{name} is {recent:.0%} in the last {min(3, len(ratio))} steps that report it"]
+        for step, path in reversed(files.items()):
+            if failed := [trajectory for trajectory in read_journal(path) if not trajectory.ok]:
+                example, count = commonest_failure(failed)
+                evidence.append(
+                    f"step {step}: {count} of {len(failed)} failures are {example.outcome.value}: "
+                    f"{headline(example)[:240]}"
+                )
+                break
+        yield Finding(
+            cause="failed-samples",
+            title=f"samples of {'the evaluation' if name.startswith('eval') else 'training'} fail",
+            score=0.95,
+            evidence=tuple(evidence),
+            remedy="fix the error, which `openrlhf rollouts RUN --failed` lists; for a slow reward function "
+            "raise --reward.timeout, for a slow environment --rollout.episode_timeout",
+        )
+
+
+def _hacked(run: RunRecord) -> Iterator[Finding]:
+    """Yields a finding if the reward rises while a held-out score falls, with the changes of the answers as
+    evidence."""
+    reward = run.series("rollout/reward_mean")
+    if not reward.trend > CLEAR:
+        return
+    scores = [run.series(name) for name in run.names("eval/") if name.endswith("_score_mean")]
+    falling = [score for score in scores if _falls(score)]
+    signs = list(_signs(run))
+    if not falling and (scores or {kind for kind, _, _ in signs} <= {"duplicates"}):  # success has them too
+        return
+    evidence = [reward.describe()]
+    for score in falling:
+        best = int(score.values.argmax())
+        evidence.append(
+            f"{score.name} falls from {score.values[best]:.3g} (step {score.steps[best]}) to "
+            f"{score.values[-1]:.3g} (step {score.steps[-1]})"
+        )
+    if not scores:
+        evidence.append("the run has no evaluation that shows whether the answers became better")
+    kinds = " and ".join(kind for kind, _, _ in signs[:2]) or "the answers give no hint at the reason"
+    remedies = [remedy for _, _, remedy in signs[:2]] or [
+        "read samples: `openrlhf rollouts RUN --sort reward`"
+    ]
+    kl = "raise --algo.kl.init_coef, and keep the best checkpoint (--ckpt.best_metric_key)"
+    yield Finding(
+        cause="reward-hacking",
+        title=f"reward rises while the held-out score falls: {kinds}"
+        if falling
+        else f"reward may be hacked: {kinds}",
+        score=(0.9 if signs else 0.75) if falling else 0.4,
+        evidence=(*evidence, *(text for _, text, _ in signs)),
+        remedy="; ".join([*remedies, kl]),
+    )
+
+
+def _falls(score: Series) -> bool:
+    """Returns True if the mean of the last values is clearly below the best earlier one."""
+    if len(score) < 3:
+        return False
+    best = float(score.values[:-1].max())
+    recent = score.last(max(1, len(score) // 4))
+    return best - recent > max(0.02, 0.1 * abs(best))
+
+
+def _signs(run: RunRecord) -> Iterator[tuple[str, str, str]]:
+    """Yields (kind, evidence, remedy) for each change of the answers that the reward may favour."""
+    length, correlation = (
+        run.series(f"rollout/{name}") for name in ("response_length_mean", "length_reward_correlation")
+    )
+    if length.trend > CLEAR and length.end > 1.5 * length.start and correlation.last(RECENT) > 0.3:
+        yield (
+            "length",
+            f"{length.describe()}; correlation of length and reward {correlation.last(RECENT):.2f}",
+            "do not reward length: --reward.overlong_buffer_len penalises it",
+        )
+    for name, kind in (("duplicate_ratio", "duplicates"), ("repetition_ratio", "repetition")):
+        series = run.series(f"rollout/{name}")
+        if series.trend > CLEAR and series.end - series.start > 0.2:
+            yield kind, series.describe(), "raise --rollout.temperature or --actor.entropy_coef"
+    if len(run.journal) < FEWEST:
+        return
+    steps = sorted(run.journal)
+    first, last = answers_of(run.journal[steps[0]]), answers_of(run.journal[steps[-1]])
+    if first is None or last is None:
+        return
+    for kind, before, after, text in (
+        ("n-gram share", first.ngram_share, last.ngram_share, "the most common 8-gram is in"),
+        (
+            "format",
+            first.format_share,
+            last.format_share,
+            "the most common beginning and end of an answer is that of",
+        ),
+        ("duplicates", first.duplicates, last.duplicates, "the answer of another sample is repeated by"),
+    ):
+        if after - before > 0.3:
+            yield (
+                kind,
+                f"{text} {before:.0%} of the samples of step {steps[0]} and {after:.0%} of step {steps[-1]}",
+                "read these answers: the reward function favours what they have in common",
+            )

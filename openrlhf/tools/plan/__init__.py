@@ -1,0 +1,11 @@
+"""What a run will do: its configuration, checks, samples, batches, memory and time; rehearsals."""
+
+COMMANDS = {
+    "init": ("init", "ask a few questions and write a commented configuration for a training run"),
+    "plan": ("plan", "predict memory, time and batches of a training run from its configuration"),
+    "check": ("check", "check a training run before it starts, and list all problems"),
+    "rehearse": ("rehearse", "run a training command in minutes on CPU cores, with shrunk models"),
+    "data": ("data", "data preview: show the samples that a supervised command would train on"),
+    "agent": ("agent", "agent try: play episodes of an agent and print them turn by turn"),
+}
+"""Command -> (module of this folder, summary for `--help`)."""

@@ -1,0 +1,422 @@
+"""Checks a training run before it starts, and lists all problems: versions, files, models, stop tokens, the
+chat template, the reward function, disks, ports and memory. Shows in colour which tokens have a loss. Takes
+what the run takes: a command with its flags, or a YAML file of flags."""
+
+import asyncio
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.api import (
+    Command,
+    ErrorCode,
+    PPOConfig,
+    UsageError,
+    choose_hub,
+    describe,
+    readable,
+    short_errors,
+    with_values,
+)
+from openrlhf.tools.command_line.arguments import ArgumentParser
+from openrlhf.tools.command_line.run_files import task_type_of
+from openrlhf.tools.command_line.terminal import shows_colours
+from openrlhf.tools.plan.plan import assumed_of, cluster_of_options, invocation, parsed, parser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.api import Invocation, Prompt, Reward
+    from openrlhf.tools.plan.estimate import Assumed
+    from openrlhf.tools.plan.hardware import Cluster
+    from openrlhf.tools.plan.preview import Preview
+
+ROWS = 64
+"""Number of rows that are read from each dataset."""
+SAMPLES = 3
+"""Number of samples that are shown."""
+REWARD_FLAG = "--reward.remote_url"
+
+
+@dataclass
+class Check:
+    """A run that is checked, and what was found so far."""
+
+    command: Command
+    config: Any
+    screen: "Preview"
+    assumed: "Assumed"
+    """Facts about the data; those that were not given come from the rows."""
+    problems: list[Exception] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Probable mistakes, with which the run can start."""
+
+    @contextmanager
+    def part(self, title: str) -> Iterator[None]:
+        """Prints a title. A ValueError inside is kept for `_verdict`, and ends only this part."""
+        self.screen.line(f"\n{title}")
+        before = len(self.problems)
+        try:
+            yield
+        except ValueError as error:
+            if str(error) not in map(str, self.problems):
+                self.problems.append(error)
+        for problem in self.problems[before:]:
+            self.say(f"wrong, see the end: {getattr(problem, 'flag', '')}".removesuffix(": "))
+
+    def say(self, text: str) -> None:
+        self.screen.line(f"  {text}")
+
+    def note(self, *texts: str) -> None:
+        self.notes += texts
+        for text in texts:
+            self.say(f"note: {text}")
+
+    def ask(self, flag: str, check: Callable[..., object], /, *args: Any, **options: Any) -> None:
+        """Calls a check of a flag unless the flag already has a problem."""
+        if any(getattr(problem, "flag", "") == flag for problem in self.problems):
+            return
+        try:
+            check(*args, **options)
+        except ValueError as error:
+            self.problems.append(error)
+
+
+def make_parser() -> ArgumentParser:
+    own = parser("openrlhf check", __doc__)
+    own.add_argument(
+        "--no_color", action="store_true", help="mark tokens with a loss by brackets instead of colour"
+    )
+    return own
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with short_errors():
+        options, command, flags = parsed(make_parser(), argv)
+        cluster = cluster_of_options(options)
+        invoked = invocation(command, flags, cluster)
+        coloured = not options.no_color and shows_colours()
+        sys.exit(run(command, invoked, cluster, assumed_of(options), coloured=coloured))
+
+
+def run(
+    command: Command, invoked: "Invocation", cluster: "Cluster", assumed: "Assumed", *, coloured: bool
+) -> int:
+    """Prints all checks. Returns 0 if nothing is wrong, else 1."""
+    from openrlhf.tools.command_line.installation import own_address
+    from openrlhf.tools.plan.preview import Preview
+
+    choose_hub((config := invoked.config).use_ms)
+    check = Check(command, config, Preview(sys.stdout, coloured=coloured), assumed)
+    with check.part("versions"):
+        _versions(check)
+    with check.part("files and models"):
+        _files(check)
+    if isinstance(config, PPOConfig):
+        _rl_data(check)
+    else:
+        _supervised_data(check)
+    with check.part("disks"):
+        _disks(check)
+    with check.part("ports"):
+        check.say(f"{socket.gethostname()} is {own_address()}, with free ports")
+    with check.part(f"plan for {cluster}"):
+        _plan(check, cluster)
+    check.notes += invoked.remarks
+    return _verdict(check)
+
+
+def _verdict(check: Check) -> int:
+    count = len(check.problems)
+    if not count:
+        check.screen.line("\nthe run can start, but:" if check.notes else "\nnothing is wrong")
+        for note in check.notes:
+            check.say(note)
+        return 0
+    check.screen.line(f"\n{'one problem' if count == 1 else f'{count} problems'}:")
+    for problem in check.problems:
+        check.screen.line(readable(f"error: {describe(problem)}"))
+    return 1
+
+
+def _versions(check: Check) -> None:
+    from openrlhf.tools.command_line.installation import mismatches
+
+    check.problems += mismatches()
+    check.say("packages that are not named here have the versions that every change is tested with")
+
+
+def _files(check: Check) -> None:
+    from openrlhf.api import check_output
+
+    config = check.config
+    check.ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
+    if isinstance(config, PPOConfig):
+        from openrlhf.api import DEVICE_TYPE, check_hooks, trackers_of
+        from openrlhf.api import check_rl_files as check_files
+
+        check.ask("--logger.trackers", trackers_of, config.logger)
+        check.ask("--train.hooks", check_hooks, config.train.hooks)
+        check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
+    else:
+        from openrlhf.api import check_supervised_files as check_task
+
+        check_task(_task(check))
+
+
+def _task(check: Check) -> Any:
+    """Returns the task of a supervised command, limited to the first rows of its dataset and without the
+    cache."""
+    few = with_values(
+        check.config,
+        {"data.max_samples": min(ROWS, check.config.data.max_samples), "data.cache_enable": False},
+    )
+    return task_type_of(check.command.name)(few)
+
+
+def _supervised_data(check: Check) -> None:
+    from openrlhf.api import build_train_set, load_tokenizer_of
+    from openrlhf.api import supervised_data_notes as data_notes
+    from openrlhf.tools.plan.batches import rows_of
+
+    config, assumed, tokenizer = check.config, check.assumed, None
+    is_chat = getattr(config.data, "apply_chat_template", False)
+    with check.part("samples: tokens with a loss are green, or in brackets"):
+        tokenizer = load_tokenizer_of(config)
+        check.screen.first_tokens(tokenizer, is_chat=is_chat)
+        dataset = build_train_set(_task(check), tokenizer)
+        for i in range(min(SAMPLES, len(dataset))):
+            check.screen.item(i + 1, dataset[i], tokenizer)
+        response = assumed.response or round(fmean(dataset.sequence_lengths))
+        check.assumed = replace(assumed, response=response, rows=(rows := assumed.rows or rows_of(config)))
+        check.note(*data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1)))
+    if tokenizer is not None and _task(check).learns_ends:
+        with check.part("stop tokens"):
+            _stops(check, tokenizer, config.model.model_name_or_path, learns=True)
+
+
+def _rl_data(check: Check) -> None:
+    from openrlhf.api import policy_tokenizer
+
+    config, tokenizer, prompts = check.config, None, []
+    is_chat = config.data.apply_chat_template
+    with check.part("prompts: their tokens have no loss, those of responses do"):
+        tokenizer = policy_tokenizer(config)
+        check.screen.first_tokens(tokenizer, is_chat=is_chat)
+        prompts = _show_prompts(check, tokenizer)
+    if tokenizer is not None:
+        with check.part("stop tokens"):
+            _stops(check, tokenizer, config.actor.model_name_or_path, learns=False)
+        if is_chat:
+            with check.part("chat template: answers stay as they were sampled when the chat goes on"):
+                _keeps_answers(check, tokenizer)
+    with check.part("rewards"):
+        _rewards(check, prompts, tokenizer)
+
+
+def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
+    import torch
+
+    from openrlhf.api import (
+        TEMPLATE,
+        USE_TEMPLATE,
+        Sample,
+        build_prompt_datasets,
+        encode_prompts,
+        missing_template,
+    )
+    from openrlhf.api import rl_data_notes as data_notes
+    from openrlhf.tools.plan.batches import rows_of
+
+    config, assumed = check.config, check.assumed
+    most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
+    found, evaluation, _ = build_prompt_datasets(with_values(config, most))
+    prompts = list(found.without_images[:SAMPLES])
+    is_chat = config.data.apply_chat_template
+    encoded = encode_prompts((prompt.text for prompt in prompts), tokenizer, is_chat=is_chat)
+    for number, token_ids in enumerate(encoded, start=1):
+        mask = torch.zeros(len(token_ids), dtype=torch.bool)
+        check.screen.item(number, Sample(token_ids=torch.tensor(token_ids), action_mask=mask), tokenizer)
+    if missing := missing_template(config, tokenizer, found):
+        check.note(f"{TEMPLATE}: {missing}; {USE_TEMPLATE}")
+    tokens = fmean(prompt.num_tokens for prompt in found.without_images)
+    rows = assumed.rows or rows_of(config)
+    check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens), rows=rows)
+    enough = config.rollout.batch_size * (config.train.max_steps or 1)
+    check.note(*data_notes(config, rows or enough, found, evaluation))
+    return prompts
+
+
+def _stops(check: Check, tokenizer: "PreTrainedTokenizerBase", path: str, *, learns: bool) -> None:
+    """Prints the tokens that end a response, and checks that there are some."""
+    from openrlhf.api import check_stops, decode, stop_token_ids
+
+    ids = stop_token_ids(path, tokenizer)
+    check.say(", ".join(f"{number} {decode(tokenizer, [number])!r}" for number in ids) or "none")
+    check_stops(check.config, tokenizer, learns=learns)
+
+
+def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
+    from openrlhf.api import TemplateProblem
+    from openrlhf.api import probe_template as probe
+
+    try:
+        remarks = probe(tokenizer, with_tools=False)
+    except TemplateProblem as problem:
+        if not check.config.train.agent:  # a run without one samples a single answer, so this is no problem
+            check.say(f"not for agents of several turns: {problem}")
+            return
+        raise UsageError(ErrorCode.CHAT_TEMPLATE, str(problem), flag="--train.agent_func_path") from problem
+    for remark in remarks or ["yes"]:
+        check.say(remark)
+
+
+# ---- rewards
+
+
+def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokenizerBase | None") -> None:
+    """Calls the reward function with possible answers to the first prompt; with batches, in both orders."""
+    config = check.config
+    if config.train.agent:
+        check.say("not tried: the agent gives the rewards. `openrlhf agent try` plays one of its episodes")
+        return
+    if servers := config.reward.servers:
+        for url in servers:
+            _reach(check, url)
+        return
+    if not config.reward_function:
+        check.say("not tried: reward models or a teacher give the rewards, and no model is loaded here")
+        return
+    if not prompts:
+        check.say("not tried: there are no prompts")
+        return
+    prompt = prompts[0]
+    answers = _answers("" if prompt.label is None else str(prompt.label))
+    end = tokenizer.eos_token if tokenizer is not None and tokenizer.eos_token else ""
+    in_order = [answer + end for answer in answers.values()]
+    batches = [in_order, in_order, in_order[::-1]] if config.reward.batch > 1 else [in_order]
+    rewards, *others = asyncio.run(_called(config, prompt, batches))
+    for (name, answer), reward in zip(answers.items(), rewards, strict=True):
+        check.say(f"{name:<12} {reward.reward:<8g} {answer!r}")
+    found, limit = [reward.reward for reward in rewards], config.rollout.max_new_tokens
+    best, best_right = max(found), max(found[:-2], default=None)
+    if min(found) == best:
+        check.note(
+            "all answers have the same reward. This is a problem unless a right answer must look different "
+            "from the label."
+        )
+    elif best_right is not None and max(found[-2:]) >= best_right:
+        check.note(f"no right answer has a larger reward ({best_right:g}) than a wrong one")
+    elif tokenizer is not None and limit:
+        texts = [answer for answer, r in zip(answers.values(), found, strict=True) if r == best]
+        if (least := min(len(tokenizer.tokenize(text)) for text in texts)) > limit:
+            check.note(f"the right answer has {least} tokens, more than --rollout.max_new_tokens {limit}")
+    if others:
+        _compare(check, rewards, *others)
+
+
+def _compare(
+    check: Check, once: "Sequence[Reward]", again: "Sequence[Reward]", backwards: "Sequence[Reward]"
+) -> None:
+    """Notes rewards that change with the order of a batch. A function that collects results as they come, or
+    sorts them, gives samples the rewards of others."""
+    first, second, reordered = ([reward.reward for reward in batch] for batch in (once, again, backwards))
+    if first != second:
+        check.note(
+            f"the same answers got the rewards {first} in a first call and {second} in a second one. "
+            "The function is random, or does not return rewards in the order of the answers."
+        )
+    elif first != reordered[::-1]:
+        check.note(
+            f"the same answers got the rewards {first} in one order and {reordered[::-1]} in the "
+            "opposite one. Unless the function compares the answers of a batch, it does not return rewards "
+            "in the order of the answers."
+        )
+
+
+def _answers(label: str) -> dict[str, str]:
+    """Returns answers of a model to a question with this label."""
+    from openrlhf.api import final_answer
+
+    truth, wrong = final_answer(label), "I do not know."
+    if not truth:
+        return {"wrong": wrong, "empty": ""}
+    if re.fullmatch(r"[-+$]?[\d.,/]+%?", truth):
+        wrong = "The answer is {}.".format(re.sub("[0-9]", r"1\g<0>", truth, count=1))
+    right = {"right": f"The answer is {truth}.", "right, boxed": f"\\boxed{{{truth}}}", "right, alone": truth}
+    return right | {"wrong": wrong, "empty": ""}
+
+
+async def _called(
+    config: PPOConfig, prompt: "Prompt", batches: Sequence[Sequence[str]]
+) -> "list[list[Reward]]":
+    """Calls the reward function with each batch of answers. Returns their rewards. Raises UsageError if a
+    call fails."""
+    from openrlhf.api import RewardError, RewardFunction
+
+    function = str(config.reward_function)
+    limits = {"timeout": config.reward.timeout, "memory_gb": config.reward.memory_gb}
+    source = RewardFunction(function, batch_size=max(map(len, batches)), **limits)
+    try:
+        found = []
+        for answers in batches:
+            calls = (source(prompt.text + answer, prompt.text, prompt.label) for answer in answers)
+            found.append(list(await asyncio.gather(*calls)))
+        return found
+    except RewardError as error:
+        raise UsageError(ErrorCode.USER_CODE, str(error), flag=REWARD_FLAG, value=function) from error
+    finally:
+        source.close()
+
+
+def _reach(check: Check, url: str) -> None:
+    """Connects to a reward server. Adds a problem if it does not answer."""
+    from urllib.parse import urlsplit
+
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((str(parts.hostname), port), timeout=3).close()
+    except OSError as error:
+        text = f"the reward server does not answer: {error}.\nStart it before the run."
+        check.problems.append(UsageError(ErrorCode.NOT_FOUND, text, flag=REWARD_FLAG, value=url))
+    else:
+        check.say(f"{url} accepts connections")
+
+
+# ---- the machine
+
+
+def _disks(check: Check) -> None:
+    from openrlhf.api import CheckpointFolder, check_places, check_space
+    from openrlhf.api import rl_checkpoints as checkpoints_of
+
+    config, ckpt = check.config, check.config.ckpt
+    check_places(config)
+    is_rl = isinstance(config, PPOConfig)
+    checkpoints = checkpoints_of(config) if is_rl else CheckpointFolder(ckpt.folder, ckpt)
+    check_space(config, checkpoints, (ckpt.max_num + 1) * max(1, ckpt.save_steps))
+    check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
+
+
+def _plan(check: Check, cluster: "Cluster") -> None:
+    from openrlhf.tools.plan.estimate import plan_run, suggestion
+    from openrlhf.tools.plan.view import batch_lines, binding_lines
+
+    plan = plan_run(check.command, check.config, cluster, check.assumed)
+    suggested = None if plan.fits else suggestion(check.command, check.config, cluster, check.assumed)
+    lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
+    for line in lines:
+        check.say(line)
+    if not plan.fits:
+        text = f"the run does not fit on {cluster}; `openrlhf plan` shows why.\n{lines[-1]}"
+        raise UsageError(ErrorCode.RESOURCES, text)
+
+
+if __name__ == "__main__":
+    main()

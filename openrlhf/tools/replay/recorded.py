@@ -1,0 +1,110 @@
+"""Reads flags, metrics, rollouts and checkpoints of a run from its folder."""
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from openrlhf.api import ORIGIN_BUT_GENERATION as BUT_GENERATION
+from openrlhf.api import ORIGIN_FILE as ORIGIN
+from openrlhf.api import PPO, ErrorCode, RunFolder, UsageError, journal_steps, read_steps
+from openrlhf.api import flat_settings as flat
+from openrlhf.api import reading_run as reading
+
+MEASURED = ("timing/", "start/", "memory/", "throughput/", "health/")
+"""Prefixes of metrics that depend on time or memory, and therefore differ between equal runs."""
+_MODULE = re.compile(r"openrlhf\.cli\.train_(\w+)")
+_TAG = re.compile(r"global_step(\d+)")
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The records of a run. Nothing is written to its folder."""
+
+    path: Path
+    """The run folder (`logger.run_dir`)."""
+
+    @cached_property
+    def flags(self) -> dict[str, Any]:
+        """Values of all flags by key. Raises UsageError if the folder has no configuration."""
+        folder = RunFolder(self.path)
+        if not (config := folder.read_config()):
+            text = f"has no configuration in config.yaml; {folder.runs_inside('config.yaml')}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, value=self.path)
+        return flat(config)
+
+    @property
+    def command(self) -> str:
+        """Name of the command, as in `openrlhf NAME`; "" if argv.txt does not name it."""
+        found = _MODULE.findall(RunFolder(self.path).read("argv.txt"))
+        return found[-1].removesuffix("_ray") if found else ""
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """Versions, machine and variables by name; empty if the folder has none."""
+        return RunFolder(self.path).read("env.json", lambda text: flat(json.loads(text or "{}")))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes in which the command was started; 1 for reinforcement learning."""
+        return 1 if self.command == PPO.name else int(self.environment.get("variables.WORLD_SIZE", 1))
+
+    @cached_property
+    def metrics(self) -> dict[int, dict[str, Any]]:
+        """Metrics of each logged step, except those with a prefix in `MEASURED`."""
+        return {
+            row["step"]: {k: v for k, v in row.items() if k != "step" and not k.startswith(MEASURED)}
+            for row in read_steps(self.path / "metrics.jsonl")
+        }
+
+    def rollouts(self, name: str = "step") -> dict[int, Path]:
+        """Returns step -> journal. `name`: step, filtered or eval."""
+        return journal_steps(self.path / "rollouts", name)
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps with the records that a replay needs: rollouts in reinforcement learning, else metrics."""
+        return sorted(
+            step for step in (self.rollouts() if self.command == PPO.name else self.metrics) if step > 0
+        )
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """The folder that `ckpt.path` and `ckpt.output_dir` name."""
+        named = self.flags.get("ckpt.path") or f"{self.flags['ckpt.output_dir']}/checkpoints"
+        return self.working_directory / named
+
+    @property
+    def working_directory(self) -> Path:
+        """The folder to which the run's relative paths refer, if it follows from a relative `logger.run_dir`;
+        else the current folder."""
+        run_name = self.flags.get("logger.wandb.run_name")
+        named = Path(self.flags.get("logger.run_dir") or f"{self.flags['ckpt.output_dir']}/runs/{run_name}")
+        whole = self.path.resolve()
+        if not named.is_absolute() and whole.parts[-len(named.parts) :] == named.parts:
+            return Path(*whole.parts[: -len(named.parts)])
+        return Path.cwd()
+
+    def checkpoints(self) -> dict[int, dict[str, Path]]:
+        """Returns step -> model -> folder of the checkpoint. The model is `model` for a supervised run, and
+        `actor` or `critic` for an RL run."""
+        found: dict[int, dict[str, Path]] = {}
+        for model, place in (("model", ""), ("actor", "_actor"), ("critic", "_critic")):
+            for folder in (self.checkpoint_folder / place).glob("global_step*"):
+                if folder.is_dir() and (match := _TAG.fullmatch(folder.name)):
+                    found.setdefault(int(match[1]), {})[model] = folder
+        return dict(sorted(found.items()))
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Name -> checksum of data and models, as the last checkpoint records them; empty if there is
+        none."""
+        for models in reversed(self.checkpoints().values()):
+            for folder in models.values():
+                with suppress(FileNotFoundError), reading(file := folder / ORIGIN):
+                    found = json.loads(file.read_bytes())["origin"]["contents"]
+                    return {k: found[k] for k in found if not k.endswith(BUT_GENERATION)}
+        return {}

@@ -1,0 +1,100 @@
+"""The program of a process of `openrlhf replay`, which computes steps of a recorded run again in separate
+folders. In supervised learning each rank runs it. In reinforcement learning one process has all models, and
+recorded samples replace engines and rewards."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+from openrlhf.api import PPO, ErrorCode, PPOConfig, UsageError, catch_signals, choose_hub, parse, short_errors
+from openrlhf.api import build_rl_trainer as build_trainer
+from openrlhf.api import rl_checkpoints as checkpoints_of
+from openrlhf.tools.command_line.run_files import TRAINING, task_type_of
+from openrlhf.tools.replay.journal_collector import JournalCollector
+from openrlhf.tools.replay.recorded import RecordedRun
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser()  # positions, not flags: torchrun would take --start for its own
+    parser.add_argument("command", choices=[command.name for command in TRAINING])
+    parser.add_argument("config")
+    parser.add_argument("source", type=Path)
+    parser.add_argument("start", type=int)
+    parser.add_argument("step", type=int)
+    options = parser.parse_args(sys.argv[1:] if argv is None else argv)
+    command = next(command for command in TRAINING if command.name == options.command)
+    with short_errors():
+        catch_signals()
+        config = parse(command, ["--config", options.config]).config
+        choose_hub(config.use_ms)
+        source = RecordedRun(options.source)
+        if command is PPO:
+            reinforcement(config, source, options.start, options.step)
+        else:
+            supervised(command.name, config, options.step)
+
+
+def supervised(name: str, config: Any, step: int) -> None:
+    """Trains from the checkpoint to the end of `step`."""
+    from openrlhf.api import SupervisedRun as Run
+    from openrlhf.api import leave_distributed
+
+    with ExitStack() as held:
+        trainer = Run(task_type_of(name)(config), [], held).trainer()
+        trainer.last_step = step
+        try:
+            trainer.fit()
+        finally:
+            if trainer.observer:
+                trainer.observer.close()
+    leave_distributed()
+
+
+def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int) -> None:
+    """Loads the checkpoint of step `start` (0: none) and trains on the recorded samples of the steps up to
+    `step`. All models are in this process."""
+    from openrlhf.api import FoundCheckpoint as Found
+    from openrlhf.api import NoEngines, num_updates, start_local_roles
+    from openrlhf.api import build_rl_data as build_data
+
+    checkpoints = checkpoints_of(config)
+    found = checkpoints.find() if start else Found(None, [])
+    if found.skipped:
+        raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(found.skipped), value=source.path)
+    if found.tag:
+        checkpoints.recall_fork(found.tag)
+    data = build_data(config)
+    check_one_process(config)
+    prompts = len(data.prompts)
+    updates, of_critic = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
+    roles = start_local_roles(config, updates, of_critic, data.texts, NoEngines())
+    trainer = build_trainer(config, [], cast(Any, roles), data, checkpoints, found.tag)
+    trainer.collector = JournalCollector(source, trainer.collector.admission, step)
+    trainer.total_steps = step
+    try:
+        trainer.fit()
+    finally:
+        trainer.observer.close()
+
+
+def check_one_process(config: PPOConfig) -> None:
+    """Raises UsageError if one process cannot compute what the run's processes computed."""
+    sizes = {role: own.mesh.size for role, own in config.placements.items() if role != "reward"}
+    if several := [f"{role} {size}" for role, size in sizes.items() if size > 1]:
+        text = (
+            f"a replay has one rank of each model, but the run had {', '.join(several)}; replay another run"
+        )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--actor.num_gpus_per_node")
+    if config.uses_critic and config.ds.lora.dropout > 0:
+        text = (
+            "policy and critic would draw dropout from one random generator instead of two, so the replay "
+            "would differ; runs with a critic can be replayed without dropout of adapters"
+        )
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--ds.lora.dropout", value=config.ds.lora.dropout)
+
+
+if __name__ == "__main__":
+    main()

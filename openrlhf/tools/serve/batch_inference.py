@@ -1,0 +1,411 @@
+"""Batch inference: answers a dataset's prompts, or scores its answers (`openrlhf batch_inference`). The tasks
+generate and rm also run under torchrun or deepspeed, as the module openrlhf.tools.serve.batch_inference."""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.api import (
+    BATCH_INFERENCE,
+    BatchInferenceConfig,
+    ChatConfig,
+    ErrorCode,
+    RunError,
+    check_launcher,
+    choose_hub,
+    counted,
+    load_tokenizer_of,
+    parse,
+    short_errors,
+    values_of,
+)
+from openrlhf.tools.command_line.arguments import fitting_lengths
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+    from openrlhf.api import Progress, SamplingParams
+    from openrlhf.tools.serve.answering import Recorder
+
+Work = Callable[[Sequence[Any], "Recorder"], None]
+"""A function that processes items of work and records their results."""
+
+MODEL_FLAG = "--model.model_name_or_path"
+
+ONLY_SPEED = (
+    *("local_rank", "output_path", "train.micro_batch_size", "data.dataset"),
+    *("vllm.tensor_parallel_size", "vllm.max_num_seqs", "vllm.enable_prefix_caching", "vllm.enforce_eager"),
+    *("vllm.gpu_memory_utilization", "vllm.kv_cache_gb"),
+)
+"""Flags that may change when a stopped run is continued. The rows of the dataset must stay the same
+(`origin`)."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with short_errors():
+        config = parse(BATCH_INFERENCE, argv, resolve=_lengths).config
+        check_launcher()
+        run(config)
+        if config.engine != "vllm":
+            from openrlhf.api import leave_distributed
+
+            leave_distributed()
+
+
+def run(config: BatchInferenceConfig) -> None:
+    """Runs the task and writes `output_path`. Every rank calls it; the process group stays open."""
+    choose_hub(config.use_ms)
+    from openrlhf.api import Progress, checking, waiting
+
+    with checking():
+        check(config)
+    from openrlhf.api import tell_stops
+    from openrlhf.tools.serve.answering import Recorder
+    from openrlhf.tools.serve.result_file import ResultFile, check_origin, finished, write_origin
+
+    tokenizer = load_tokenizer_of(config)
+    if config.task != "rm":
+        tell_stops(config, tokenizer)
+    work, made_from = build_work(config, tokenizer)
+    check_origin(config.raw_path, config.meta_path, made_from)
+    done = finished(config.raw_path)
+    pending = [item for item in work if item.key not in done]
+    rank, world = _join_ranks(config)  # a barrier: all ranks have read the file before one writes
+    mine = pending[rank::world]
+    with Progress(show=rank == 0) as progress:
+        if done:
+            progress.message(f"{config.raw_path} already has {len(done)} of {len(work)} rows")
+        if rank == 0:
+            write_origin(config.meta_path, made_from)
+        recorder = Recorder()
+        try:
+            if pending:
+                with ExitStack() as stack:
+                    with waiting(
+                        "loading the model", key=f"{config.model.model_name_or_path} {_loader(config)}"
+                    ):
+                        do = stack.enter_context(LOADERS[_loader(config)](config, tokenizer))
+                    progress.start(0)
+                    results = stack.enter_context(ResultFile(config.raw_path, rank))
+                    phase = stack.enter_context(progress.phase(_phase_name(config, rank, world), len(mine)))
+                    do(mine, recorder.begin(results, phase))
+            with progress.phase("other ranks"):
+                num_tokens = _sum_over_ranks(config, recorder.num_tokens)
+            if rank == 0:
+                _finish(config, progress, len(work), num_tokens, recorder.elapsed)
+        except KeyboardInterrupt:
+            progress.message(
+                f"stopped; run the same command again to continue from the rows in {config.raw_path}"
+            )
+            raise
+
+
+def check(config: BatchInferenceConfig) -> None:
+    """Checks the dataset and the model's files before anything is loaded. Raises UsageError for problems."""
+    from openrlhf.api import check_columns
+
+    check_columns(
+        config.data.dataset,
+        flag="--data.dataset",
+        required_columns=_columns(config),
+        split=config.data.dataset_split,
+        bad_rows=config.data.bad_rows,
+    )
+    check_answering_model(config, _length_keys(config))
+
+
+def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
+    """Raises UsageError if the model is missing, if its context is shorter than the sum of the flags
+    `lengths`, or if the engine is vLLM and does not support it."""
+    from openrlhf.api import DEVICE_TYPE, check_room, check_vllm_runs, load_config
+
+    path, values = config.model.model_name_or_path, values_of(config)
+    model_config = load_config(path, MODEL_FLAG)
+    check_room(model_config, config, *lengths, path=path)
+    if config.engine == "vllm":
+        check_vllm_runs(
+            model_config,
+            flag=MODEL_FLAG,
+            path=path,
+            dtype=config.ds.param_dtype,
+            max_len=sum(values[key] for key in lengths),
+            on_cpu=DEVICE_TYPE == "cpu",
+            tensor_parallel_size=config.vllm.tensor_parallel_size or 1,
+        )
+
+
+def build_work(
+    config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[list[Any], dict[str, Any]]:
+    """Returns the items of work, each with its `key`, and the `origin` of their results."""
+    from openrlhf.api import build_answers, build_questions, load_rows
+    from openrlhf.api import inference_fingerprint as fingerprint
+    from openrlhf.api import inference_iteration as iteration
+    from openrlhf.tools.serve.answering import requests_for
+
+    data, rollout = config.data, config.rollout
+    rows = load_rows(
+        data.dataset,
+        flag="--data.dataset",
+        required_columns=_columns(config),
+        probs=data.dataset_probs,
+        split=data.dataset_split,
+        max_samples=data.max_samples,
+        seed=config.train.seed,
+        bad_rows=data.bad_rows,
+    )
+    templates = {
+        "input_key": data.input_key,
+        "apply_chat_template": data.apply_chat_template,
+        "input_template": data.input_template,
+        "tools_key": data.tools_key,
+        "bad_rows": data.bad_rows,
+    }
+    if config.task == "rm":
+        answers = build_answers(
+            rows, tokenizer, output_key=data.output_key, max_len=data.max_len, **templates
+        )
+        return answers, origin(config, fingerprint(answers))
+    questions = build_questions(
+        rows,
+        iteration(len(rows), config.iter, rollout.batch_size),
+        tokenizer,
+        suffix=config.csft.prompt if config.csft.enable else None,
+        max_len=data.prompt_max_len,
+        **templates,
+    )
+    requests = requests_for(questions, num_samples=rollout.n_samples_per_prompt, run_seed=config.train.seed)
+    return requests, origin(config, fingerprint(questions))
+
+
+def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
+    """Returns everything that determines the results: flags, fingerprint of the rows, and size and
+    modification time of each weight file."""
+    from pathlib import Path
+
+    flags = {key: value for key, value in values_of(config).items() if key not in ONLY_SPEED}
+    folder = Path(config.model.model_name_or_path)
+    files = sorted(file for ending in ("safetensors", "bin") for file in folder.glob(f"[!.]*.{ending}"))
+    weights = {file.name: [(stat := file.stat()).st_size, stat.st_mtime_ns] for file in files}
+    return flags | {"rows of the dataset": rows, "weights": weights}
+
+
+@contextmanager
+def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
+    import asyncio
+
+    from openrlhf.api import DEVICE_TYPE, EngineOptions, engine_class
+    from openrlhf.tools.serve.answering import answer_with_engine
+
+    options = EngineOptions.of(
+        config,
+        model=config.model.model_name_or_path,
+        max_len=_longest(config),
+        on_gpu=DEVICE_TYPE == "cuda",
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        max_num_seqs=config.vllm.max_num_seqs,
+    )
+    make = engine_class(options)
+    os.environ.update(make.environment(options))
+    engine = make(options)
+    params = sampling_params_of(config, tokenizer, config.rollout.max_new_tokens)
+    concurrency = config.vllm.max_num_seqs
+    with asyncio.Runner() as runner:
+        runner.run(engine.start())
+        try:
+            yield lambda requests, recorder: runner.run(
+                answer_with_engine(
+                    engine, requests, params, recorder.answers(tokenizer), concurrency=concurrency
+                )
+            )
+        finally:
+            engine.shutdown()
+
+
+@contextmanager
+def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
+    from openrlhf.api import current_device
+    from openrlhf.tools.serve.answering import answer_with_transformers
+
+    model = load_answering_model(config).to(current_device()).eval()
+    yield lambda requests, recorder: answer_with_transformers(
+        model,
+        requests,
+        sampling_params_of(config, tokenizer, config.rollout.max_new_tokens),
+        recorder.answers(tokenizer),
+        batch_size=config.train.micro_batch_size,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+@contextmanager
+def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
+    from openrlhf.api import current_device, load_scorer, resolve_reading
+    from openrlhf.tools.serve.answering import score
+
+    model = load_scorer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
+        head_prefix=config.ds.value_head_prefix,
+        in_4bit=config.ds.load_in_4bit,
+        trained=True,
+    )
+    model.to(current_device()).eval()
+    resolve_reading(model, model)
+    mean, std = _statistics(config, model.model.config)
+    yield lambda answers, recorder: score(
+        model,
+        answers,
+        recorder.scores(mean, std),
+        batch_size=config.train.micro_batch_size,
+        device=current_device(),
+    )
+
+
+LOADERS = {"vllm": _vllm, "transformers": _transformers, "rm": _scorer}
+"""Engine, or task rm -> context manager that loads a model and yields the function that processes work."""
+
+
+def _loader(config: BatchInferenceConfig) -> str:
+    return "rm" if config.task == "rm" else config.engine
+
+
+def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
+    """Returns (mean, std) by which scores are normalised. For csft they are (0, 1), because csft normalises
+    all scores at the end."""
+    if not config.reward.normalize_enable or config.post_processor == "csft":
+        return 0.0, 1.0
+    from openrlhf.api import score_statistics
+
+    return score_statistics(model_config, config.model.model_name_or_path)
+
+
+def _finish(
+    config: BatchInferenceConfig, progress: "Progress", num_wanted: int, num_tokens: int, elapsed: float
+) -> None:
+    """Merges the ranks' rows, post-processes them, and prints a summary."""
+    from openrlhf.api import format_duration, format_number
+    from openrlhf.tools.serve.result_file import merge, write_rows
+
+    rows = merge(config.raw_path)
+    if len(rows) != num_wanted:
+        text = f"has {counted(len(rows), 'row')} instead of {num_wanted}. Another run may be writing it."
+        raise RunError(ErrorCode.IN_USE, text, value=config.raw_path)
+    facts = [counted(len(rows), "row")]
+    cut = sum(row.get("finish_reason") == "length" for row in rows)
+    facts += [f"{cut} truncated at rollout.max_new_tokens {config.rollout.max_new_tokens}"] if cut else []
+    if config.post_processor:
+        processed, remark = _post_process(config, rows)
+        write_rows(config.output_path, processed)
+        facts.append(f"{config.post_processor}: {counted(len(processed), 'row')}{remark}")
+    if num_tokens:
+        speed = format_number(num_tokens / max(elapsed, 1e-9))
+        facts.append(f"{num_tokens} tokens in {format_duration(elapsed)}, {speed} tok/s")
+    progress.message(f"{'; '.join(facts)}; {config.output_path}")
+
+
+def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
+    """Returns the post-processed rows, and a remark for the summary."""
+    from openrlhf.tools.serve.post_process import best_and_worst, keep_best, write_rewards
+
+    if config.post_processor == "rs":
+        return keep_best(rows), ""
+    if config.post_processor == "csft":
+        return write_rewards(rows, config.reward.template, normalize=config.reward.normalize_enable), ""
+    pairs, dropped = best_and_worst(rows)
+    return pairs, f" ({dropped} inputs dropped: all their rewards are equal)" if dropped else ""
+
+
+def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
+    """Loads the model for sampling with transformers, not yet on its device."""
+    from openrlhf.api import load_generator
+
+    return load_generator(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
+        in_4bit=config.ds.load_in_4bit,
+    )
+
+
+def sampling_params_of(
+    config: BatchInferenceConfig | ChatConfig, tokenizer: "PreTrainedTokenizerBase", max_tokens: int
+) -> "SamplingParams":
+    """Returns the sampling options of answers with at most `max_tokens` tokens, without a seed."""
+    from openrlhf.api import SamplingParams, stop_token_ids
+
+    rollout = config.rollout
+    return SamplingParams(
+        max_tokens=max_tokens,
+        stop_token_ids=stop_token_ids(config.model.model_name_or_path, tokenizer),
+        temperature=0.0 if rollout.greedy else rollout.temperature,
+        top_p=1.0 if rollout.greedy else rollout.top_p,
+        repetition_penalty=rollout.repetition_penalty,
+        detokenize=False,
+        skip_special_tokens=False,
+    )
+
+
+def _lengths(config: BatchInferenceConfig, *args: Any) -> dict[str, int]:
+    return fitting_lengths(config, *args, flag=MODEL_FLAG, keys=_length_keys(config))
+
+
+def _length_keys(config: BatchInferenceConfig) -> tuple[str, ...]:
+    """Returns the flags whose sum is the length of the longest sequence."""
+    return ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
+
+
+def _longest(config: BatchInferenceConfig) -> int:
+    values = values_of(config)
+    return sum(values[key] for key in _length_keys(config))
+
+
+def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:
+    data = config.data
+    columns = {"--data.input_key": data.input_key, "--data.tools_key": data.tools_column}
+    return columns | ({"--data.output_key": data.output_key} if config.task == "rm" else {})
+
+
+def _phase_name(config: BatchInferenceConfig, rank: int, world: int) -> str:
+    verb = "score" if config.task == "rm" else "generate"
+    return verb if world == 1 else f"{verb} (rank {rank} of {world})"
+
+
+def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
+    """Joins the process group, waits for all ranks, and returns (rank, number of ranks). Returns (0, 1) with
+    vLLM, which starts its own processes."""
+    if config.engine == "vllm":
+        return 0, 1
+    import torch.distributed as dist
+
+    from openrlhf.api import ProcessMesh, init_distributed, seed_everything
+
+    init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less work wait at the end
+    seed_everything(config.train.seed, config.train.full_determinism_enable)
+    dist.barrier()
+    mesh = ProcessMesh.joined()
+    return mesh.rank, mesh.size
+
+
+def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
+    """Returns the sum of `number` over ranks, after all have written their rows."""
+    if config.engine == "vllm":
+        return number
+    import torch
+    import torch.distributed as dist
+
+    from openrlhf.api import current_device
+
+    total = torch.tensor(number, device=current_device())
+    dist.all_reduce(total)
+    return int(total)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""Merges a LoRA adapter into its base model: `openrlhf lora_combiner`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from openrlhf.api import (
+    LORA_COMBINER,
+    ErrorCode,
+    LoraCombinerConfig,
+    UsageError,
+    exporting,
+    first_line,
+    notify,
+    parse,
+    short_errors,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config = parse(LORA_COMBINER, argv).config
+    with short_errors():
+        run(config)
+
+
+def run(config: LoraCombinerConfig) -> None:
+    """Writes the merged model: W + (alpha / rank) B A for every adapted layer, and the base model's other
+    weights."""
+    from openrlhf.api import (
+        check_model,
+        check_saving,
+        load_statistics,
+        load_tokenizer,
+        padding_token_id,
+        save_model,
+        waiting,
+    )
+
+    check_model(config.model_path, "--model_path")
+    trained_on = _check_adapter(config)
+    tokenizer_path, flag = _tokenizer_home(config)
+    tokenizer = load_tokenizer(tokenizer_path, flag=flag)
+    check_saving(config.model_path, "--model_path", tokenizer)
+    with waiting("loading and merging the model", key=config.model_path):
+        model = _merge(config, trained_on)
+    if config.is_rm:
+        tokenizer.pad_token_id = model.config.pad_token_id = padding_token_id(tokenizer)
+        for name, value in load_statistics(config.lora_path).items():
+            setattr(model.config, name, value)
+    with exporting(config.output_path) as made:
+        save_model(model, made, model.state_dict())
+        tokenizer.save_pretrained(made)
+    print(f"merged model saved to {config.output_path}", flush=True)
+
+
+def _check_adapter(config: LoraCombinerConfig) -> str:
+    """Returns the name of the base model that the adapter was trained on. Prints a note if it is not
+    --model_path. Raises UsageError if there is no adapter, if it belongs to another kind of model, or if the
+    rank of its weights is not that of its configuration."""
+    from peft import PeftConfig
+
+    try:
+        adapter = PeftConfig.from_pretrained(config.lora_path)
+    except (OSError, ValueError) as error:
+        raise _wrong_adapter(
+            config, "has no adapter_config.json; give the folder of a LoRA adapter"
+        ) from error
+    if (kind := str(adapter.peft_type).rpartition(".")[2]) != "LORA":
+        raise _wrong_adapter(config, f"is an adapter of the type {kind}; only LoRA has weights to merge")
+    if (adapter.task_type == "SEQ_CLS") != config.is_rm:
+        kind, remedy = ("language", "remove") if config.is_rm else ("reward", "add")
+        raise _wrong_adapter(config, f"is the adapter of a {kind} model; {remedy} --is_rm")
+    _check_rank(config, adapter)
+    trained_on = str(adapter.base_model_name_or_path)
+    if trained_on != config.model_path and Path(trained_on).resolve() != Path(config.model_path).resolve():
+        notify(
+            f"note: --lora_path {config.lora_path} was trained on {trained_on}, and is merged into "
+            f"--model_path {config.model_path}"
+        )
+    return trained_on
+
+
+def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
+    from peft import load_peft_weights
+
+    try:
+        weights = load_peft_weights(config.lora_path, device="cpu")
+    except Exception as error:  # a damaged pickle can raise any error
+        raise _wrong_adapter(config, f"its weights cannot be read: {first_line(error)}") from error
+    if getattr(adapter, "rank_pattern", None):  # layers have different ranks
+        return
+    for name, weight in weights.items():
+        if ".lora_A." in name and len(weight) != adapter.r:
+            raise _wrong_adapter(
+                config,
+                f"adapter_config.json has rank {adapter.r}, and {name} has rank {len(weight)}.\n"
+                "The two files belong to different adapters.",
+            )
+
+
+def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
+    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from openrlhf.api import CLASSIFIER_HEAD, DTYPES, OF_FILES, merge_rounded
+    from openrlhf.api import loading_model as loading
+
+    dtype = DTYPES[config.ds.param_dtype]
+    auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
+    labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
+    with loading("weights", config.model_path, "--model_path", OF_FILES):
+        base = auto_class.from_pretrained(config.model_path, dtype=dtype, trust_remote_code=False, **labels)
+    if config.is_rm:
+        base.config.value_head_prefix = CLASSIFIER_HEAD  # name of the head in the adapter
+    try:
+        model = PeftModel.from_pretrained(base, config.lora_path)
+    except (RuntimeError, ValueError) as error:
+        raise _other_base(config, trained_on, str(error).strip().splitlines()[-1].strip()) from error
+    saved, known = load_peft_weights(config.lora_path, device="cpu"), get_peft_model_state_dict(model)
+    if unknown := sorted(saved.keys() - known):
+        raise _other_base(config, trained_on, f"The base model has no layer for {unknown[0]}.")
+    _untie(base)
+    try:
+        left = merge_rounded(model).fraction
+    except (AttributeError, RuntimeError) as error:
+        raise _wrong_adapter(config, f"peft cannot merge it: {first_line(error)}") from error
+    if left is not None and left < 0.9:
+        notify(
+            f"warning: {left:.0%} of the adapter's change is left after rounding to {str(base.dtype)[6:]}. "
+            "--ds.param_dtype fp32 keeps all of it."
+        )
+    return model.unload()
+
+
+def _untie(base: "PreTrainedModel") -> None:
+    """Unties head and embedding if only one of them is adapted, because merging would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from torch import nn
+
+    layers: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
+    adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
+    if adapted and layers[0].weight is layers[1].weight:
+        own = getattr(layers[0], "base_layer", layers[0])
+        own.weight = nn.Parameter(own.weight.clone())
+        base.config.tie_word_embeddings = base.config.get_text_config().tie_word_embeddings = False
+
+
+def _other_base(config: LoraCombinerConfig, trained_on: str, reason: str) -> UsageError:
+    text = f"does not fit --model_path {config.model_path}.\nIt was trained on {trained_on}.\n{reason}"
+    return _wrong_adapter(config, text)
+
+
+def _wrong_adapter(config: LoraCombinerConfig, text: str) -> UsageError:
+    return UsageError(ErrorCode.INVALID_MODEL, text, flag="--lora_path", value=config.lora_path)
+
+
+def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:
+    """Returns the tokenizer's path and the flag of that path: the adapter's folder if it has a tokenizer,
+    else the base model's."""
+    from transformers.utils import cached_file
+
+    beside = cached_file(
+        config.lora_path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False
+    )
+    return (config.lora_path, "--lora_path") if beside else (config.model_path, "--model_path")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Serves a reward model over HTTP: `openrlhf serve_rm`."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from openrlhf.api import (
+    SERVE_RM,
+    ErrorCode,
+    ServeRMConfig,
+    UsageError,
+    choose_hub,
+    freeze_heap,
+    parse,
+    short_errors,
+)
+from openrlhf.tools.command_line.arguments import fitting_lengths
+
+if TYPE_CHECKING:
+    from openrlhf.tools.serve.scoring import TextScorer
+
+MODEL_FLAG = "--reward.model_name_or_path"
+_lengths = partial(fitting_lengths, flag=MODEL_FLAG, keys=["data.max_len"])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    with short_errors():
+        run(parse(SERVE_RM, argv, resolve=_lengths).config)
+
+
+def run(config: ServeRMConfig) -> None:
+    """Serves until SIGTERM or Ctrl-C."""
+    choose_hub(config.use_ms)
+    from openrlhf.api import checking, waiting
+
+    with checking():
+        check(config)
+    from openrlhf.tools.serve.scoring import ScoreQueue
+    from openrlhf.tools.serve.server import bind, build_app, serve
+
+    freeze_heap()
+    bound = bind(config.host, config.port)
+    with waiting("loading the model", key=config.reward.model_name_or_path or ""):
+        score = load(config)
+    queue = ScoreQueue(score, max_waiting=config.max_queue)
+    serve(build_app(queue, config), bound, config.drain_seconds)
+
+
+def check(config: ServeRMConfig) -> None:
+    """Checks the model's files before the model is loaded. Raises UsageError for problems."""
+    from openrlhf.api import check_room, load_config, score_statistics
+
+    path = config.reward.model_name_or_path or ""
+    model_config = load_config(path, MODEL_FLAG)
+    if config.reward.normalize_enable:
+        score_statistics(model_config, path)
+    check_room(model_config, config, "data.max_len", path=path)
+    own = config.ds.param_dtype is None and str(model_config.dtype)
+    if own == "torch.float32" and "flash_attention" in config.ds.attn_implementation:
+        text = f"flash attention does not support the fp32 weights of {path}.\n"
+        text += "Use auto, or --ds.param_dtype bf16."
+        raise UsageError(
+            ErrorCode.CONFLICT, text, flag="--ds.attn_implementation", value=config.ds.attn_implementation
+        )
+
+
+def load(config: ServeRMConfig) -> "TextScorer":
+    """Loads the model with its tokenizer as a function from texts to scores."""
+    from openrlhf.api import (
+        DEVICE_TYPE,
+        end_token_id,
+        load_scorer,
+        load_tokenizer,
+        resolve_reading,
+        score_statistics,
+    )
+    from openrlhf.tools.serve.scoring import TextScorer
+
+    path = config.reward.model_name_or_path or ""
+    tokenizer = load_tokenizer(path, flag=MODEL_FLAG, use_fast=not config.data.disable_fast_tokenizer)
+    end_token_id(tokenizer)  # refuses a tokenizer without one
+    model = load_scorer(
+        path,
+        flag=MODEL_FLAG,
+        dtype=config.ds.param_dtype,
+        attention=config.ds.attn_implementation,
+        max_len=config.data.max_len,
+        head_prefix=config.ds.value_head_prefix,
+        experts=config.ds.experts_implementation,
+        in_4bit=config.ds.load_in_4bit,
+        trained=True,
+    )
+    model.to(DEVICE_TYPE).eval()
+    resolve_reading(model, model)
+    normalized = config.reward.normalize_enable
+    mean, std = score_statistics(model.model.config, path) if normalized else (0.0, 1.0)
+    return TextScorer(
+        model,
+        tokenizer,
+        max_len=config.data.max_len,
+        max_tokens=config.max_tokens_per_gpu,
+        batch_size=config.batch_size,
+        mean=mean,
+        std=std,
+    )
+
+
+if __name__ == "__main__":
+    main()

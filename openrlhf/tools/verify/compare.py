@@ -1,0 +1,80 @@
+"""Compares two computations of a loss and its gradient, relative to the sizes of the terms that they add
+up."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import Tensor
+
+from openrlhf.tools.verify.layouts import TOTAL_LOSS, LayoutStep
+from openrlhf.tools.verify.report import Finding, judged
+from openrlhf.tools.verify.rounding import Rounding
+
+FLOOR = 0.01
+"""Lower limit of the norm by which the difference of a weight's gradients is divided. It is a fraction of the
+norm that this gradient would have if all elements of all gradients had the same size. Some gradients are
+exactly 0, such as those of key biases, and their computed values are rounding errors."""
+
+REPORT = "Report it with the file of this verification; until then do not trust results of this setup."
+
+
+class Gradient(NamedTuple):
+    """Loss and gradient of a step, on the CPU."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+
+
+class Scale(NamedTuple):
+    """Sizes by which differences of the loss and of weights' gradients are divided."""
+
+    loss: float
+    weights: dict[str, float]
+    relative_to: str = "the norm of a weight's gradient"
+    """Name of these sizes in reports."""
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, float], shapes: Mapping[str, Tensor], loss: float, *more: str) -> "Scale":
+        """`sizes`: size of the gradient of each weight, raised to `FLOOR`."""
+        count = sum(tensor.numel() for tensor in shapes.values())
+        whole = math.sqrt(sum(size**2 for size in sizes.values()))
+        floors = {name: FLOOR * whole * math.sqrt(t.numel() / count) for name, t in shapes.items()}
+        return cls(abs(loss), {name: max(sizes[name], floor) for name, floor in floors.items()}, *more)
+
+
+def on_cpu(step: LayoutStep) -> Gradient:
+    """Copies loss and gradients of a step to the CPU, in float32."""
+    gradients = {name: gradient.float().cpu() for name, gradient in step.gradients.items()}
+    return Gradient(step.metrics[TOTAL_LOSS], gradients)
+
+
+def compared(
+    check: str,
+    claim: str,
+    found: Gradient,
+    expected: Gradient,
+    scale: Scale,
+    rounding: Rounding,
+    meaning: str,
+    seconds: float,
+) -> Finding:
+    """Returns the finding that compares two computations of a loss and its gradient. `meaning`: text for a
+    failure, its usual causes and what to do."""
+    error, where = largest_difference(found, expected, scale)
+    how = f"{rounding}; relative to {scale.relative_to}"
+    return judged(check, claim, error, rounding.bound, how=how, where=where, meaning=meaning, seconds=seconds)
+
+
+def largest_difference(found: Gradient, expected: Gradient, scale: Scale) -> tuple[float, str]:
+    """Returns the largest relative difference of the loss or of the gradient of a weight, and its place."""
+    if missing := found.gradients.keys() ^ expected.gradients.keys():
+        return math.inf, f"{sorted(missing)[0]}, which only one of the two computations has"
+    differences = {"the loss": abs(found.loss - expected.loss) / max(scale.loss, abs(expected.loss), 1e-30)}
+    for name, gradient in found.gradients.items():
+        difference = float((gradient - expected.gradients[name]).norm())
+        differences[f"the gradient of {name}"] = difference / max(scale.weights[name], 1e-30)
+    worst = max(
+        differences, key=lambda place: math.inf if math.isnan(differences[place]) else differences[place]
+    )
+    return differences[worst], worst

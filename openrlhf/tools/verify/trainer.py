@@ -1,0 +1,152 @@
+"""Checks of the trainer in one process: its loss and gradient equal those of transformers' own model, and do
+not depend on the layout of the rows, on shared prefixes or, up to rounding, on the dtype."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from openrlhf.api import PackedRow, reading_of, tree_of
+from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
+from openrlhf.tools.verify.formulas import plain_loss
+from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
+from openrlhf.tools.verify.plain import PlainGradient, plain_gradient
+from openrlhf.tools.verify.ranks import rank_checks
+from openrlhf.tools.verify.report import Finding, not_checked
+from openrlhf.tools.verify.rounding import Rounding
+from openrlhf.tools.verify.subjects import Running, Subject
+from openrlhf.tools.verify.timing import Clock
+
+CLAIMS: Mapping[str, tuple[str, str, str]] = {
+    "shuffled, three in a row": (
+        "micro-batches and order",
+        "Loss and gradient do not depend on the micro-batch size and the order of the rows",
+        "The loss divides by a row's totals instead of the step's, or a row's data are in another order than "
+        "its tokens.",
+    ),
+    "300 tokens in a row": (
+        "token budget",
+        "Loss and gradient do not depend on how rows are filled by --train.max_tokens_per_gpu",
+        "The loss divides by a row's totals instead of the step's, or sequences of a row affect each other.",
+    ),
+    ALL: (
+        "packing",
+        "Loss and gradient of sequences in one packed row are those of each sequence alone",
+        "Attention crosses the boundaries of sequences, or positions do not restart at each sequence. Try "
+        "--ds.attn_implementation eager.",
+    ),
+}
+"""Layout -> (name of the check, claim, usual causes of a failure)."""
+
+
+def number_of_checks(own_dtype: str) -> int:
+    """Returns the number of findings of `trainer_checks` except those of several ranks."""
+    return 2 + len(CLAIMS) + {"fp32": 0, "fp16": 1, "bf16": 2}[own_dtype]
+
+
+def trainer_checks(subject: Subject, own_dtype: str, ranks: Path | None = None) -> Iterator[Finding]:
+    """Yields the outcome of each check. Computes in float32, in which rounding is too small to hide defects,
+    then compares the run's own dtype with these results. `ranks`: scratch folder of a job of several ranks
+    that computes the gradient too; None: no such job."""
+    clock = Clock()
+    with subject.running("fp32") as running:
+        found: dict[str, Gradient] = {}
+        last: LayoutStep | None = None
+        for step in running.steps(LAYOUTS):
+            found[step.layout], last = on_cpu(step), step
+        assert last is not None
+        row = getattr(last.rows[0], "row", last.rows[0])
+        items, objective, unshared = running.items, last.objective, unshared_gradient(running, row)
+        model_config = running.engine.module.model.config
+    seconds_of_layouts = clock.lap() / (len(LAYOUTS) + 1)
+    rounding = Rounding.of(model_config, "fp32", sum(row.lengths))
+    plain, why = plain_of(subject, items, objective)
+    one_by_one = found[ONE_BY_ONE]
+    claim = "Loss and gradient equal those of plain transformers, one sequence at a time"
+    if plain is None:
+        sizes = {name: float(g.norm()) for name, g in one_by_one.gradients.items()}
+        scale = Scale.of(sizes, one_by_one.gradients, one_by_one.loss)
+        yield not_checked("plain transformers", claim, why)
+    else:
+        relative_to = "the sum over the sequences of the norm of each one's part of a weight's gradient"
+        scale = Scale.of(plain.added, plain.gradients, plain.loss_added, relative_to)
+        expected = Gradient(plain.loss, plain.gradients)
+        causes = (
+            "The formula, the mask of actions, the temperature or a weight of the loss is not that of the "
+            "run's flags; or the forward pass differs from that of transformers."
+        )
+        meaning = f"{causes} {REPORT}"
+        yield compared(
+            "plain transformers", claim, one_by_one, expected, scale, rounding, meaning, clock.lap()
+        )
+    for layout, (name, statement, causes) in CLAIMS.items():
+        meaning = f"{causes} {REPORT}"
+        arguments = (found[layout], one_by_one, scale, rounding, meaning, seconds_of_layouts)
+        yield compared(name, statement, *arguments)
+    statement = "Sequences whose common prefix is computed once have the gradient of sequences computed whole"
+    if unshared is None:
+        yield not_checked(
+            "common prefixes",
+            statement,
+            "this model computes each sequence whole, or no two sequences begin alike",
+        )
+    else:
+        meaning = f"Set --ds.share_prefixes false. {REPORT}"
+        arguments = (found[ALL], unshared, scale, rounding, meaning, seconds_of_layouts)
+        yield compared("common prefixes", statement, *arguments)
+    if own_dtype != "fp32":
+        yield from dtype_checks(subject, own_dtype, one_by_one, scale, clock)
+    if ranks is not None:
+        yield from rank_checks(subject, ranks, one_by_one, scale, rounding)
+
+
+def dtype_checks(
+    subject: Subject, dtype: str, expected: Gradient, scale: Scale, clock: Clock
+) -> Iterator[Finding]:
+    """Compares the run's own dtype with float32."""
+    statement = f"In {dtype}, loss and gradient are those of float32 up to rounding"
+    if dtype == "fp16":
+        why = "the loss scale of fp16, and so its gradients, change from step to step"
+        yield not_checked(f"dtype {dtype}", statement, why)
+        return
+    clock.lap()
+    with subject.running(dtype) as running:
+        found = {step.layout: on_cpu(step) for step in running.steps([ONE_BY_ONE, ALL])}
+        rounding = Rounding.of(running.engine.module.model.config, dtype, 0)
+    seconds = clock.lap() / 2
+    meaning = (
+        "The kernels of this dtype are wrong, or the model is unusually sensitive to rounding. Compare with "
+        f"--ds.attn_implementation eager and with --ds.param_dtype fp32. {REPORT}"
+    )
+    names = {ONE_BY_ONE: f"dtype {dtype}", ALL: f"dtype {dtype}, packed"}
+    for layout, gradient in found.items():
+        yield compared(names[layout], statement, gradient, expected, scale, rounding, meaning, seconds)
+
+
+def plain_of(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradient | None, str]:
+    """Returns loss and gradient of transformers' own model and ""; or None and the reason why there is no
+    such comparison."""
+    if subject.why_no_plain_model:
+        return None, subject.why_no_plain_model
+    with torch.no_grad():
+        plain = plain_loss(objective, items, subject.reference())
+    if plain is None:
+        return None, f"there is no plain formula of {type(objective).__name__}"
+    subject.notes["formula"] = plain.formula
+    output = subject.output(plain.entropy, plain.temperature)
+    return plain_gradient(subject.plain_model(), plain, output), ""
+
+
+def unshared_gradient(running: Running, row: PackedRow) -> Gradient | None:
+    """Repeats the step with all items in one row, with each sequence computed whole. `row`: this row. Returns
+    None if its sequences share no prefix."""
+    if not running.engine.trains_on_prefixes or tree_of(row, with_routing=False) is None:
+        return None
+    reading = reading_of(running.engine.module.model)
+    reading.shares_prefixes = False
+    try:
+        (step,) = running.steps([ALL])
+        return on_cpu(step)
+    finally:
+        reading.shares_prefixes = True

@@ -1,0 +1,310 @@
+"""Follows a run, whether it still runs or not, by reading new content of the files in its folder."""
+
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from openrlhf.api import (
+    JOURNAL_FILE,
+    RENAMED,
+    ErrorCode,
+    RunFolder,
+    UsageError,
+    best_to_worst,
+    model_of,
+    unwaiting,
+)
+from openrlhf.api import LOCK_FILE as LOCK
+from openrlhf.api import flat_settings as flat
+from openrlhf.api import reading_run as reading
+
+if TYPE_CHECKING:
+    from openrlhf.api import Metrics  # its module imports torch
+
+STEPS_KEPT = 2000
+"""Number of the newest steps whose metrics are kept."""
+TAIL_BYTES = 16 << 20
+"""Maximum number of bytes, at the end of a file, that the first refresh reads."""
+PROBE_EVERY = 5.0
+"""Seconds between two probes of the folder's lock."""
+QUEUES_VALID = 60.0
+"""Seconds after which the queues of engines, which a run writes every 5 seconds, are no longer shown."""
+SAMPLE_COLUMNS = ("prompt_id", "prompt", "response", "reward", "outcome", "error", "finish_reason")
+SAMPLES_KEPT = 16
+
+State = Literal["running", "ended", "died", "unknown"]
+Sample = dict[str, Any]
+
+
+class Tail:
+    """Reads the rows that are appended to a file of JSON lines."""
+
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
+        """`most_bytes`: bytes at the end of the file that the first call reads; None reads the whole file."""
+        self._path, self._most_bytes = path, most_bytes
+        self._begin(-1, 0)
+
+    def _begin(self, inode: int, offset: int) -> None:
+        self._inode, self._offset, self._num_lines = inode, offset, 0
+        self.num_unreadable = 0
+        """Number of complete lines that are not JSON objects."""
+        self.first_unreadable = 0
+        """Line number of the first unreadable line among the lines that were read, from 1; 0 if there is
+        none."""
+
+    def read(self) -> tuple[bool, list[dict[str, Any]]]:
+        """Returns True if the file was replaced or cut since the last call, and its new complete rows."""
+        try:
+            with reading(self._path), open(self._path, "rb") as file:
+                status = os.fstat(file.fileno())
+                is_new = status.st_ino != self._inode or status.st_size < self._offset
+                if is_new:
+                    skipped = status.st_size - self._most_bytes if self._most_bytes else 0
+                    self._begin(status.st_ino, max(0, skipped))
+                skips_first = is_new and self._offset > 0
+                file.seek(self._offset)
+                content, newline, _ = file.read().rpartition(b"\n")
+        except FileNotFoundError:
+            is_new = self._inode != -1
+            self._begin(-1, 0)
+            return is_new, []
+        self._offset += len(content) + len(newline)
+        lines = content.split(b"\n") if newline else []
+        return is_new, list(self._rows(lines[skips_first:]))
+
+    def _rows(self, lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+        for line in lines:
+            self._num_lines += 1
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = None
+            if isinstance(row, dict):
+                yield row
+            else:
+                self.num_unreadable += 1
+                self.first_unreadable = self.first_unreadable or self._num_lines
+
+
+def metrics_of(row: dict[str, Any]) -> "tuple[int, Metrics]":
+    """Returns the step of a row of metrics.jsonl, and its metrics by their current names. Leaves out values
+    that are not numbers."""
+    metrics = {RENAMED.get(name, name): value for name, value in _numbers(row) if name != "step"}
+    return _integer(row.get("step")), metrics
+
+
+class FollowedRun:
+    """The state of a run, which `refresh` updates from its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder(folder)
+        self.steps: dict[int, Metrics] = {}
+        """Step -> metrics, of the newest steps."""
+        self.start: Metrics = {}
+        """Seconds of each stage of the last start, `start/{stage}`."""
+        self.warnings: list[tuple[int, str]] = []
+        """(step, text) of each warning about the run's health."""
+        self.samples: list[Sample] = []
+        """A few samples of the newest file of rollouts, from best to worst, and failed ones."""
+        self.samples_file = ""
+        self.samples_error = ""
+        """Reason why the newest samples cannot be read; empty if they can."""
+        self.queues: list[tuple[int, int] | None] = []
+        """Running and waiting requests of each engine of a live run; None for an engine that starts."""
+        self.state: State = "unknown"
+        self._metrics = Tail(self.folder.metrics_path, TAIL_BYTES)
+        self._health = Tail(self.folder.health_path, TAIL_BYTES)
+        self._config: tuple[int, dict[str, Any]] = (-1, {})
+        self._rollouts = self._probed = -1.0
+
+    def refresh(self) -> None:
+        is_new, rows = self._metrics.read()
+        if is_new:
+            self.steps, self.start = {}, {}
+        for row in rows:
+            self._add(row)
+        for step in list(self.steps)[:-STEPS_KEPT]:
+            del self.steps[step]
+        is_new, rows = self._health.read()
+        self.warnings = [] if is_new else self.warnings
+        self.warnings += [(_integer(row.get("step")), str(row.get("text", ""))) for row in rows]
+        self._read_samples()
+        self._probe()
+        self.queues = self._read_queues()
+
+    @property
+    def num_unreadable(self) -> int:
+        """Number of lines that are not JSON objects."""
+        return self._metrics.num_unreadable + self._health.num_unreadable
+
+    @property
+    def last_step(self) -> int:
+        return max(self.steps, default=0)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of steps of the whole run; None before the start of the first step."""
+        return self.folder.read_total()
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration of the last start; {} if it cannot be read."""
+        path = self.folder.path / "config.yaml"
+        try:
+            changed = path.stat().st_mtime_ns
+            if changed != self._config[0]:
+                self._config = changed, self.folder.read_config()
+        except (OSError, UsageError):
+            self._config = -1, {}
+        return self._config[1]
+
+    @property
+    def model(self) -> str:
+        """Name of the trained model; empty if unknown."""
+        return model_of(flat(self.config))
+
+    @property
+    def age(self) -> float | None:
+        """Seconds since the last step or, before the first one, since the start; None if nothing is
+        written."""
+        for path in (self.folder.metrics_path, self.folder.path / "config.yaml"):
+            try:
+                return max(0.0, time.time() - path.stat().st_mtime)
+            except OSError:
+                continue
+        return None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean duration of the last 50 steps; None if unknown. The first step, which compiles and warms up,
+        counts only if there is no other."""
+        found = [metrics.get("timing/step_total", math.nan) for step, metrics in self.steps.items() if step]
+        found = [seconds for seconds in found if math.isfinite(seconds)]
+        recent = found[1:][-50:] or found
+        return sum(recent) / len(recent) if recent else None
+
+    @property
+    def eta(self) -> float | None:
+        """Estimated remaining seconds; None if they are unknown or the run does not go on."""
+        total, seconds = self.total_steps, self.seconds_per_step
+        if self.state != "running" or total is None or seconds is None or self.last_step >= total:
+            return None
+        return max(0.0, (total - self.last_step) * seconds - min(self.age or 0.0, seconds))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        step, metrics = metrics_of(row)
+        if "start/total" in metrics:
+            self.start = {name: value for name, value in metrics.items() if name.startswith("start/")}
+        self.steps[step] = self.steps.pop(step, {}) | metrics
+
+    def _read_samples(self) -> None:
+        try:
+            changed = self.folder.rollouts_path.stat().st_mtime
+            if changed == self._rollouts:
+                return
+            found = self.folder.rollouts_path.glob("*.parquet")
+            files = [p for p in found if (m := JOURNAL_FILE.fullmatch(p.name)) and m["name"] != "filtered"]
+            newest = max(files, key=lambda path: path.stat().st_mtime_ns, default=None)
+        except OSError:  # no rollouts, or a file that a resumed run just removed
+            return
+        self._rollouts = changed
+        if newest is None:
+            return
+        self.samples_file = newest.name
+        try:
+            self.samples, self.samples_error = read_samples(newest), ""
+        except (FileNotFoundError, UsageError) as error:
+            self.samples, self.samples_error = [], str(error)
+
+    def _read_queues(self) -> list[tuple[int, int] | None]:
+        """Returns no queues if the run does not write them any more."""
+        try:
+            age = time.time() - self.folder.queues_path.stat().st_mtime
+        except OSError:
+            return []
+        is_live = self.state in ("running", "unknown") and age < QUEUES_VALID
+        return self.folder.read_queues() if is_live else []
+
+    def _probe(self) -> None:
+        if time.monotonic() - self._probed < PROBE_EVERY and self._probed >= 0:
+            return
+        self._probed = time.monotonic()
+        match is_locked(self.folder.path):
+            case True:
+                self.state = "running"
+            case None:
+                self.state = "unknown"
+            case False:
+                self.state = "ended" if self._has_closed() else "died"
+
+    def _has_closed(self) -> bool:
+        """Returns True if the run wrote its report after its last step, as a run does unless it is killed."""
+        try:
+            report = (self.folder.path / "report.html").stat().st_mtime_ns
+            return report >= self.folder.metrics_path.stat().st_mtime_ns
+        except OSError:
+            return False
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Returns True if a living process holds the lock of a run folder; None if there is no lock file, or the
+    file system has no locks. The probe holds a shared lock for some microseconds."""
+    try:
+        with open(folder / LOCK, "rb", opener=unwaiting) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    return False
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Reads a few samples of a step's Parquet file: samples evenly spaced from best to worst reward, and
+    failed ones."""
+    import pyarrow.parquet as pq
+
+    with reading(path), pq.ParquetFile(path) as file:
+        columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
+        rewards = file.read(["reward"])["reward"].to_pylist()
+        chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)
+        return file.read(columns).take(chosen).to_pylist()
+
+
+def find_run(path: Path) -> Path:
+    """Returns the run folder that a path names: itself, or the newest run in an output folder. Raises
+    UsageError if there is none."""
+    if not path.is_dir():
+        raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", value=path)
+    if RunFolder(path).is_run:
+        return path
+    patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
+    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunFolder(folder).is_run}
+    if not runs:
+        text = "has no run inside; give the folder of a run (--logger.run_dir), or --ckpt.output_dir"
+        raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
+    return max(runs, key=_last_change)
+
+
+def _last_change(run: Path) -> float:
+    files = [run / "metrics.jsonl", run / "argv.txt"]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
+
+
+def _integer(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in row.items():
+        try:
+            yield name, float(value)
+        except (TypeError, ValueError, OverflowError):
+            continue

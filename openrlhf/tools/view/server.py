@@ -1,0 +1,294 @@
+"""Serves the page of `openrlhf view` on loopback.
+
+Every address begins with a secret token, which the command prints. A request without it gets 403, and one for
+another host name 400, so that pages of other sites can read nothing. All answers are data, which the page
+shows as text. Its Content-Security-Policy permits only its own scripts."""
+
+import hmac
+import os
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+from fastapi import APIRouter, FastAPI, Query, Request, Response
+from fastapi.responses import FileResponse
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from openrlhf.api import ErrorCode, RunFolder, UsageError, headlines, read_steps, to_json
+from openrlhf.api import flat_settings as flat
+from openrlhf.tools.view import rollout
+from openrlhf.tools.view.index import Index
+from openrlhf.tools.view.metrics import Metrics
+from openrlhf.tools.view.rollout import TokenTexts
+from openrlhf.tools.view.search import Search, choices, errors, find
+
+HOST = "127.0.0.1"
+NAMES = [HOST, "localhost"]
+"""Host names that requests may have. Another one comes from a site whose name was pointed at this address
+(DNS rebinding)."""
+STATIC = Path(__file__).parent / "static"
+WARNINGS_SHOWN = 100
+GRACE_SECONDS = 10
+"""Seconds that requests have to end after Ctrl-C."""
+HEADERS = {
+    # 'unsafe-inline': Plotly sets the styles of its elements.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+
+
+class Viewer:
+    """The runs of a page, and the data that the page requests."""
+
+    def __init__(
+        self, folders: Sequence[Path], token_texts: TokenTexts, *, cache: Path | None = None
+    ) -> None:
+        self.folders = list(folders)
+        self.names = names_of(folders)
+        self.index = Index(folders, cache=cache)
+        self.metrics = [Metrics(RunFolder(folder).metrics_path) for folder in folders]
+        self._token_texts = token_texts
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of the runs, from which the page, by polling, sees whether there are new data."""
+        return {"runs": [self._state_of(i) for i in range(len(self.folders))], "error": self.index.error}
+
+    def _state_of(self, i: int) -> dict[str, Any]:
+        metrics, indexed, problem = self.metrics[i], self.index.runs[i], ""
+        try:
+            metrics.update()
+        except UsageError as error:
+            problem = str(error)
+        return {
+            "name": self.names[i],
+            "path": str(self.folders[i]),
+            "rows": metrics.num_rows,
+            "last_step": metrics.last_step,
+            "rollouts": indexed.num_rows,
+            "files": len(indexed.known),
+            "files_waiting": len(indexed.waiting),
+            "notes": [
+                *([problem] if problem else []),
+                *([indexed.note] if indexed.note else []),
+                *(f"{name} cannot be read: {reason}" for name, (_, reason) in indexed.damaged.items()),
+            ],
+        }
+
+    def metric_names(self) -> dict[str, Any]:
+        names = sorted({name for metrics in self.metrics for name in metrics.names()})
+        shown: dict[Any, str] = {}  # one metric for equal curves
+        for name in headlines(names):
+            shown.setdefault(tuple(tuple(metrics.curve(name)) for metrics in self.metrics), name)
+        return {"names": names, "headlines": list(shown.values())}
+
+    def curves(self, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
+        """Returns, for each metric, the curve of each run that has it."""
+        return {
+            name: [
+                {"run": i, "steps": [step for step, _ in points], "values": [value for _, value in points]}
+                for i, metrics in enumerate(self.metrics)
+                if (points := metrics.curve(name))
+            ]
+            for name in names
+        }
+
+    def comparison(self) -> dict[str, Any]:
+        """Returns the flags in which the runs differ, and the warnings of each run."""
+        runs = [RunFolder(folder) for folder in self.folders]
+        flags = [flat(run.read_config()) for run in runs]
+        keys = sorted({key for own in flags for key in own})
+        values = {key: [own.get(key) for own in flags] for key in keys}
+        differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
+        return {
+            "flags": {
+                key: [None if v is None else to_json(v) for v in row] for key, row in differing.items()
+            },
+            "warnings": [[*read_steps(run.health_path)][-WARNINGS_SHOWN:] for run in runs],
+        }
+
+    def rollout(self, run: int, file: str, row: int) -> dict[str, Any]:
+        return rollout.shown(rollout.read_row(self.index, run, file, row))
+
+    def token_texts(self, run: int, file: str, row: int) -> dict[str, Any]:
+        """Returns {"texts": text of each token of the answer, "note": ""}. If there are no texts, they are
+        None and the note is the reason."""
+        content = rollout.read_row(self.index, run, file, row)
+        try:
+            texts = self._token_texts(self.folders[run], content)
+        except ValueError as error:
+            return {"texts": None, "note": str(error)}
+        if content.get("response") not in (None, "".join(texts)):
+            return {
+                "texts": None,
+                "note": "the tokenizer is not the run's, because it decodes the answer differently",
+            }
+        return {"texts": texts, "note": ""}
+
+    def diff(self, first: tuple[int, str, int], second: tuple[int, str, int]) -> dict[str, Any]:
+        texts = [rollout.read_row(self.index, *place).get("response") or "" for place in (first, second)]
+        return rollout.diff(*texts)
+
+    def picture(self, run: int, file: str, row: int, number: int) -> bytes:
+        images = rollout.read_row(self.index, run, file, row).get("images") or []
+        if not 0 <= number < len(images):
+            text = f"row {row} has {len(images)} images, and no image {number}"
+            raise UsageError(ErrorCode.NOT_FOUND, text, value=file)
+        return rollout.picture(self.folders[run], images[number])
+
+
+def build_app(viewer: Viewer, token: str) -> FastAPI:
+    """Builds the app. Every address begins with `/{token}/`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        viewer.index.start()
+        yield
+        viewer.index.close()
+
+    app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+    app.include_router(page_of(), prefix=f"/{token}")
+    app.include_router(api_of(viewer), prefix=f"/{token}/api")
+
+    @app.exception_handler(UsageError)
+    async def refuse(request: Request, error: UsageError) -> Response:
+        return answer({"error": str(error)}, 404 if error.code == ErrorCode.NOT_FOUND else 422)
+
+    @app.middleware("http")
+    async def guard(request: Request, call: Callable[[Request], Awaitable[Response]]) -> Response:
+        said = request.url.path.split("/")[1]
+        if hmac.compare_digest(said.encode("utf-8", "surrogateescape"), token.encode()):
+            response = await call(request)
+        else:
+            response = Response(
+                "The token is missing or wrong. Open the address that `openrlhf view` printed.\n", 403
+            )
+        response.headers.update(HEADERS)
+        return response
+
+    app.add_middleware(TrustedHostMiddleware, allowed_hosts=NAMES, www_redirect=False)
+    return app
+
+
+def page_of() -> APIRouter:
+    router = APIRouter()
+    files = {name: STATIC / name for name in ("app.js", "style.css")}
+    files["plotly.min.js"] = plotly_js()
+
+    @router.get("/")
+    def page() -> FileResponse:
+        return FileResponse(STATIC / "index.html", media_type="text/html")
+
+    @router.get("/static/{name}")
+    def static(name: str) -> Response:
+        return FileResponse(files[name]) if name in files else Response(status_code=404)
+
+    return router
+
+
+def api_of(viewer: Viewer) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/state")
+    def state() -> Response:
+        return answer(viewer.state())
+
+    @router.get("/metrics")
+    def metrics() -> Response:
+        return answer(viewer.metric_names())
+
+    @router.get("/curves")
+    def curves(name: Annotated[list[str], Query()]) -> Response:
+        return answer(viewer.curves(name))
+
+    @router.get("/comparison")
+    def comparison() -> Response:
+        return answer(viewer.comparison())
+
+    @router.get("/choices")
+    def filter_choices() -> Response:
+        return answer(choices(viewer.index))
+
+    @router.get("/rollouts")
+    def rollouts(search: Annotated[Search, Query()]) -> Response:
+        return answer(find(viewer.index, search))
+
+    @router.get("/errors")
+    def failures(search: Annotated[Search, Query()]) -> Response:
+        return answer(errors(viewer.index, search))
+
+    @router.get("/rollout")
+    def one(run: int, file: str, row: int) -> Response:
+        return answer(viewer.rollout(run, file, row))
+
+    @router.get("/tokens")
+    def tokens(run: int, file: str, row: int) -> Response:
+        return answer(viewer.token_texts(run, file, row))
+
+    @router.get("/diff")
+    def diff(run: int, file: str, row: int, other_run: int, other_file: str, other_row: int) -> Response:
+        return answer(viewer.diff((run, file, row), (other_run, other_file, other_row)))
+
+    @router.get("/image")
+    def image(run: int, file: str, row: int, number: int) -> Response:
+        return Response(viewer.picture(run, file, row, number), media_type="image/png")
+
+    return router
+
+
+def answer(content: Any, status: int = 200) -> Response:
+    """Returns a response in strict JSON, in which NaN and infinities are strings."""
+    return Response(to_json(content), status, media_type="application/json")
+
+
+@cache
+def plotly_js() -> Path:
+    """Returns the path of the JavaScript library for charts, which the package plotly contains."""
+    spec = find_spec("plotly")  # an import takes long
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError("plotly", name="plotly")
+    return Path(spec.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Returns a name for each run: the last parts of its folder's path, as many as make the names differ."""
+    paths = [folder.resolve() for folder in folders]
+    for depth in range(1, max(len(path.parts) for path in paths)):
+        names = ["/".join(path.parts[-depth:]) for path in paths]
+        if len(set(names)) == len(names):
+            return names
+    return [str(path) for path in paths]
+
+
+def bind(port: int) -> socket.socket:
+    """Binds a port of loopback, any free one for 0. Raises UsageError if it cannot be used."""
+    try:
+        return socket.create_server((HOST, port))
+    except OSError as error:
+        text = f"cannot be used: {os.strerror(error.errno or 0)}; choose another one, or 0 for any free one"
+        raise UsageError(ErrorCode.CLUSTER, text, flag="--port", value=port) from error
+
+
+def serve(viewer: Viewer, bound: socket.socket, on_start: Callable[[str], None]) -> None:
+    """Serves until Ctrl-C or SIGTERM. `on_start` receives the address of the page."""
+    token = secrets.token_urlsafe(32)
+    app = build_app(viewer, token)
+    on_start(f"http://{HOST}:{bound.getsockname()[1]}/{token}/")
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="error", access_log=False, timeout_graceful_shutdown=GRACE_SECONDS)
+    )
+    for number in (signal.SIGINT, signal.SIGTERM):  # uvicorn raises the signal again when it has ended
+        signal.signal(number, lambda number, frame: None)
+    server.run(sockets=[bound])

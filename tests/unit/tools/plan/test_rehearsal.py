@@ -1,0 +1,292 @@
+"""`openrlhf rehearse` without its processes: the flags that it derives, the rows that it chooses, the
+comparisons of runs, and the arithmetic of the full size."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import save_file
+
+from openrlhf.config.command import Command
+from openrlhf.config.fields import values_of
+from openrlhf.config.parse import to_yaml
+from openrlhf.mesh import Mesh
+from openrlhf.tools.command_line.run_files import command_and_flags
+from openrlhf.tools.plan.estimate import Assumed, plan_run
+from openrlhf.tools.plan.hardware import cluster_of, cores
+from openrlhf.tools.plan.plan import invocation
+from openrlhf.tools.plan.rehearsal import settings
+from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
+from openrlhf.tools.plan.rehearsal.rows import rows_for, short_ones
+from openrlhf.tools.plan.rehearsal.runs import RunFailedError, differences, run_command, weight_difference
+from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
+from openrlhf.tools.plan.rehearse import run_on
+
+NODES = cluster_of("8x8xH100")
+RL = {
+    "data.prompt_dataset": "rows.jsonl",
+    "data.label_key": "answer",
+    "reward.remote_url": "reward.py",
+    "algo.advantage.estimator": "group_norm",
+    "algo.kl.init_coef": "0",
+    "algo.dynamic_filtering_enable": "true",
+    "rollout.batch_size": "128",
+    "rollout.n_samples_per_prompt": "8",
+    "rollout.max_new_tokens": "4096",
+    "data.max_len": "8192",
+    "train.batch_size": "512",
+    "train.micro_batch_size": "4",
+    "actor.num_nodes": "4",
+    "actor.num_gpus_per_node": "8",
+    "vllm.num_engines": "2",
+    "vllm.tensor_parallel_size": "4",
+    "eval.dataset": "rows.jsonl",
+    "eval.steps": "10",
+    "logger.tensorboard_dir": "theirs/board",
+    "logger.run_dir": "theirs/run",
+    "ckpt.output_dir": "theirs/model",
+    "ckpt.path": "theirs/checkpoints",
+    "ckpt.save_steps": "20",
+}
+SFT = {
+    "data.dataset": "rows.jsonl",
+    "data.output_key": "answer",
+    "train.batch_size": "256",
+    "ds.ring_attn_size": "4",
+    "ds.zero_stage": "3",
+    "ckpt.output_dir": "theirs/model",
+    "eval.dataset": "rows.jsonl",
+    "logger.trackers": "tensorboard",
+    "data.cache_dir": "theirs/cache",
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"input": "x" * (i * 7 % 40), "answer": str(i)} for i in range(40)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("reward.py").write_text("def reward_func(queries, prompts, labels): ...")
+    hf.Qwen3Config(vocab_size=999, num_hidden_layers=4).save_pretrained("model")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Removes the number of ranks that a launcher, or a process group of another test, has set."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+
+
+def words_of(name: str, flags: dict[str, str], **more: str) -> tuple[Command, list[str]]:
+    model = "actor.model_name_or_path" if name == "ppo" else "model.model_name_or_path"
+    flags = {model: "model"} | flags | {key.replace("__", "."): value for key, value in more.items()}
+    words = [name, *(word for key, value in flags.items() for word in (f"--{key}", value))]
+    return command_and_flags(words, "test")
+
+
+def configured(name: str, flags: dict[str, str], **more: str) -> tuple[Command, Any]:
+    command, words = words_of(name, flags, **more)
+    return command, invocation(command, words, NODES).config
+
+
+def small_run(config: Any, ranks: int) -> Any:
+    Path("small").mkdir(exist_ok=True)
+    models: dict[str, str | None] = {
+        key: "small"
+        for key, value in values_of(config).items()
+        if key.endswith("model_name_or_path") and value
+    }
+    small = settings.rehearsed(config, settings.scale_of(config, ranks), Path("tmp"), models)
+    small = settings.with_values(small, rows_for(small, Path("tmp/data")))
+    return settings.in_folders(small, Path("tmp"), "run")
+
+
+@pytest.mark.parametrize(("name", "flags"), [("ppo", RL), ("sft", SFT)])
+def test_nothing_of_the_users_folders_remains(name: str, flags: dict[str, str]) -> None:
+    command, config = configured(name, flags)
+    small = small_run(config, 64)
+    text = to_yaml(small, defaults=False)
+    Path("flags.yaml").write_text(text)
+    assert "theirs" not in text and "model_name_or_path: model" not in text
+    assert small.logger.trackers is None
+    again = invocation(command, ["--config", "flags.yaml"], cluster_of("2xH100")).config
+    assert values_of(again) == values_of(small)
+    changed = {key for key, value in values_of(config).items() if values_of(small)[key] != value}
+    kept = {key for key in flags if key not in changed}
+    expected = {
+        "ppo": {
+            *("data.label_key", "data.max_len", "reward.remote_url", "algo.advantage.estimator"),
+            *("algo.kl.init_coef", "eval.dataset"),
+        },
+        "sft": {"data.output_key", "ds.zero_stage", "eval.dataset"},
+    }
+    assert kept == expected[name]
+
+
+def test_sizes_of_a_rehearsed_rl_run() -> None:
+    _, config = configured("ppo", RL)
+    small = small_run(config, config.actor.num_gpus)
+    assert small.actor.num_gpus == 2 and small.num_engines == 1
+    assert (small.rollout.batch_size, small.rollout.n_samples_per_prompt) == (4, 4)
+    assert small.updates_per_step == config.updates_per_step == 2
+    assert small.rollout.max_new_tokens == 16 and not small.algo.dynamic_filtering_enable
+    left_out = "\n".join(settings.not_rehearsed(config, small))
+    assert "--algo.dynamic_filtering_enable true" in left_out and "--logger.tensorboard_dir" in left_out
+    assert "--vllm.tensor_parallel_size 4" in left_out and "--ds.param_dtype bf16" in left_out
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "expected"),
+    [
+        ({}, 64, (2, 1, 1)),
+        ({}, 1, (1, 1, 1)),
+        ({"ds__ring_attn_size": "4"}, 64, (2, 2, 1)),
+        ({"ds__tensor_parallel_size": "8"}, 64, (2, 1, 2)),
+        ({"ds__tensor_parallel_size": "2", "ds__ring_attn_size": "2"}, 64, (2, 2, 1)),
+    ],
+)
+def test_scales(flags: dict[str, str], ranks: int, expected: tuple[int, int, int]) -> None:
+    some = {"data.dataset": "rows.jsonl", "data.output_key": "answer"}
+    scale = settings.scale_of(configured("sft", some, **flags)[1], ranks)
+    assert (scale.ranks, scale.sequence, scale.tensor) == expected
+
+
+@pytest.mark.parametrize("shared", ["train__colocate_all", "train__async_enable"])
+@pytest.mark.parametrize("samples", ["1", "3", "8"])
+@pytest.mark.parametrize("batch", ["2", "3", "24", "72"])
+def test_every_derived_rl_run_is_valid(shared: str, samples: str, batch: str) -> None:
+    rl = {key: value for key, value in RL.items() if not key.startswith(("vllm.", "actor.", "algo.dynamic"))}
+    rl |= {"actor.num_gpus_per_node": "1", "actor.num_nodes": "1", "train.micro_batch_size": "1"}
+    rl |= {"rollout.batch_size": batch, "train.batch_size": batch, "rollout.n_samples_per_prompt": samples}
+    command, config = configured("ppo", rl, **{shared: "true"})
+    for ranks in (1, 2):
+        small = small_run(config, ranks)
+        problems = [*command.problems(small, {}), *command.placed(small, {})]
+        assert not [problem for problem in problems if problem.fatal]
+        assert small.updates_per_step >= 1
+
+
+OTHERS = {
+    "rm": {"data.dataset": "rows.jsonl", "data.apply_chat_template": "true"},
+    "dpo": {"data.dataset": "rows.jsonl", "ref.model_name_or_path": "other"},
+    "kto": {"data.dataset": "rows.jsonl", "data.output_key": "answer"},
+    "prm": {"data.dataset": "rows.jsonl", "data.placeholder_token": "#"},
+    "kd": {"data.dataset": "rows.jsonl", "data.output_key": "answer", "teacher.model_name_or_path": "other"},
+    "ppo": RL
+    | {"algo.advantage.estimator": "gae", "reward.model_name_or_path": "other,model", "vllm.num_engines": "4"}
+    | {"reward.model_weights": "1,2", "teacher.model_name_or_path": "other", "algo.kl.init_coef": "0.1"},
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_model_is_shrunk_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hf.Qwen3Config(vocab_size=999, num_hidden_layers=8).save_pretrained("other")
+    command, config = configured(name, OTHERS[name])
+    rehearsal = Rehearsal(
+        command=command, config=config, cluster=NODES, assumed=Assumed(), folder=tmp_path / "r"
+    )
+    rehearsal.prepare([])
+    values = values_of(rehearsal.small)
+    paths = {key: value for key, value in values.items() if key.endswith("model_name_or_path") and value}
+    assert {path for value in paths.values() for path in value.split(",")} <= {
+        str(tmp_path / "r" / "models" / number) for number in "01"
+    }
+    if name == "ppo":
+        assert (
+            paths["reward.model_name_or_path"]
+            == f"{paths['teacher.model_name_or_path']},{paths['actor.model_name_or_path']}"
+        )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    small = settings.in_folders(rehearsal.small, tmp_path / "r", "run")
+    problems = [*command.problems(small, {}), *command.placed(small, {})]
+    assert not [problem for problem in problems if problem.fatal]
+
+
+def test_rows_are_short_and_in_order() -> None:
+    assert short_ones([9, 1, 8, 2, 7, 3, 6, 4], 3) == [5, 6, 7]
+    assert short_ones([5, 4], 10) == [0, 1]
+    _, config = configured("sft", SFT)
+    small = small_run(config, 8)
+    chosen = [json.loads(line) for line in Path(small.data.dataset).read_text().splitlines()]
+    assert len(chosen) == settings.STEPS * small.train.batch_size == 24
+    numbers = [int(row["answer"]) for row in chosen]
+    assert numbers == sorted(numbers)
+
+
+# ---- comparing
+
+
+def test_differences_of_metrics() -> None:
+    one = {"loss": 1.0, "grad_norm": 2.0, "timing/update": 1.0, "own": 5.0, "nan": float("nan")}
+    other = {"loss": 1.0 + 1e-6, "grad_norm": 4.0, "timing/update": 9.0, "nan": float("nan")}
+    assert differences(one, other, relative=1e-3, absolute=1e-4) == {"grad_norm": "2 and 4"}
+    assert set(differences(one, other, relative=0, absolute=0)) == {"grad_norm", "loss"}
+    assert differences({"a": float("nan")}, {"a": 1.0}, relative=1, absolute=1)
+    one, other = {"critic/clip_fraction": 0.05}, {"critic/clip_fraction": 0.06}
+    assert differences(one, other, relative=1e-3, absolute=1e-4)
+    assert not differences(one, other, relative=1e-3, absolute=1e-4, at_limits=0.05)
+
+
+def test_difference_of_weights(tmp_path: Path) -> None:
+    for name, value in (("a", 0.0), ("b", 0.5), ("c", 0.0)):
+        (tmp_path / name).mkdir()
+        shape = (2,) if name != "c" else (3,)
+        save_file({"w": torch.full(shape, value)}, tmp_path / name / "model.safetensors")
+    assert weight_difference(tmp_path / "a", tmp_path / "b") == 0.5
+    with pytest.raises(ValueError, match="different names or shapes"):
+        weight_difference(tmp_path / "a", tmp_path / "c")
+
+
+def test_a_run_that_fails_shows_its_error(tmp_path: Path) -> None:
+    Path("flags.yaml").write_text("model: {model_name_or_path: model}\n")
+    with pytest.raises(RunFailedError, match=r"code 2; the end of .*\n.*--data\.dataset"):
+        run_command("sft", Path("flags.yaml"), tmp_path / "run", ranks=1)
+
+
+def test_stages_after_a_failure(tmp_path: Path) -> None:
+    """If the model cannot be shrunk, everything that needs it is left out."""
+    command, config = configured("sft", SFT)
+    hf.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2).save_pretrained("model")
+    rehearsal = Rehearsal(
+        command=command, config=config, cluster=NODES, assumed=Assumed(), folder=tmp_path / "r"
+    )
+    rehearsal.run()
+    outcomes = {stage.name: stage.outcome for stage in rehearsal.stages}
+    assert rehearsal.failed and outcomes["models and data, shrunk"] == FAILED
+    for name in ("run", "evaluation", "export", "losses of one rank", "checkpoint and resume"):
+        assert outcomes[name] == LEFT_OUT
+
+
+# ---- the full size
+
+
+@pytest.mark.parametrize("mesh", [Mesh(data=4, sequence=2, tensor=2), Mesh(), Mesh(data=3, tensor=4)])
+def test_groups_of_a_mesh(mesh: Mesh) -> None:
+    check_mesh(mesh)
+
+
+@pytest.mark.parametrize(("name", "flags"), [("ppo", RL), ("sft", SFT)])
+def test_full_size(name: str, flags: dict[str, str]) -> None:
+    command, config = configured(name, flags)
+    lines = [*simulate(config, plan_run(command, config, NODES, Assumed()))]
+    ranks = {"ppo": "actor: 32 ranks, 32 data", "sft": "model: 64 ranks, 16 data x 4 sequence"}[name]
+    assert lines[0].startswith(ranks)
+
+
+def test_hardware_without_a_cluster() -> None:
+    command, flags = words_of("ppo", RL)
+    assert run_on(command, flags, NODES, is_named=True)[1] == NODES
+    cluster = run_on(command, flags, cores(1), is_named=False)[1]
+    assert cluster.devices == 40 and cluster.kind == NODES.kind
+
+
+def test_a_supervised_run_without_a_cluster_has_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    command, flags = words_of("sft", SFT, ds__ring_attn_size="2")
+    config, cluster = run_on(command, flags, cores(1), is_named=False)
+    assert (config.ds.ring_attn_size, cluster.devices) == (2, 2)
+    with pytest.raises(SystemExit):
+        run_on(*words_of("sft", SFT), cores(1), is_named=False)
+    note, *_ = capsys.readouterr().err.rpartition("error: ")
+    assert "--cluster" in note
