@@ -36,5 +36,7 @@ def __getattr__(name: str) -> Any:
     """Returns a public name of `openrlhf.api` when it is first used: large libraries are imported with it."""
     api = import_module("openrlhf.api")
     if name not in api.PUBLIC:
-        raise AttributeError(f"openrlhf has no public name {name!r}; there are {', '.join(sorted(api.PUBLIC))}")
+        raise AttributeError(
+            f"openrlhf has no public name {name!r}; there are {', '.join(sorted(api.PUBLIC))}"
+        )
     return getattr(api, name)

@@ -26,9 +26,11 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.agents.chat_stream import probe as probe_template
     from openrlhf.agents.openai import BadRequest, OpenAIAgentExecutor, Session, SessionExecutor
     from openrlhf.agents.openai import Message as ChatMessage
+    from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.logprobs import logits_bytes
     from openrlhf.algorithms.mismatch import PROBE as MISMATCH_PROBE
-    from openrlhf.backends.base import Objective, TrainEngine
+    from openrlhf.algorithms.mismatch import check_mismatch
+    from openrlhf.backends.base import Objective, RowT, TrainEngine
     from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS
     from openrlhf.backends.deepspeed.memory import row_memory as deepspeed_row_memory
     from openrlhf.backends.deepspeed.resharding import MASTER as DEEPSPEED_MASTER
@@ -94,11 +96,20 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.lora_combiner import LoraCombinerConfig
     from openrlhf.config.options import PREFIX as OPTION_PREFIX
     from openrlhf.config.parse import Invocation, parse, to_yaml
-    from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+    from openrlhf.config.ppo import (
+        ACTOR_FLAG,
+        CRITIC_FLAG,
+        REWARD_FLAG,
+        TEACHER_FLAG,
+        AdvantageConfig,
+        AlgoConfig,
+        PPOConfig,
+        RewardConfig,
+    )
     from openrlhf.config.reasoning_gym import is_gym
     from openrlhf.config.resume import Change as ResumeChange
     from openrlhf.config.resume import change_of as resume_change
-    from openrlhf.config.sections import DeepSpeedConfig
+    from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
     from openrlhf.config.serve_rm import ServeRMConfig
     from openrlhf.config.speculation import parse_speculation
     from openrlhf.config.supervised import RMConfig, SupervisedConfig
@@ -119,6 +130,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.messages import with_role
     from openrlhf.data.packing import pack_to_budget
     from openrlhf.data.pictures import decoded, png
+    from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.data.reasoning_gym import entry_of
     from openrlhf.data.sources import check_columns, count_rows, first_row, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
@@ -152,7 +164,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.task import data_notes as supervised_data_notes
     from openrlhf.loop.task import run as run_supervised
     from openrlhf.mesh import Mesh
-    from openrlhf.models.backbone import reading_of
+    from openrlhf.models.backbone import alone, reading_of
     from openrlhf.models.generation import Generated as GeneratedAnswers
     from openrlhf.models.generation import generate as generate_answers
     from openrlhf.models.loading import (
@@ -172,20 +184,21 @@ if TYPE_CHECKING:  # for tools
         without_weights,
     )
     from openrlhf.models.loading import loading as loading_model
-    from openrlhf.models.lora import load_statistics, merge_rounded
-    from openrlhf.models.policy import TokenScores, transformed_logits
+    from openrlhf.models.lora import ADAPTER, is_classifier, load_statistics, merge_rounded
+    from openrlhf.models.policy import PolicyModel, TokenScores, head_of, head_options, transformed_logits
     from openrlhf.models.prefixes import tree_of
     from openrlhf.models.saving import check_saving, save_model
     from openrlhf.models.scorer import (
         CLASSIFIER_HEAD,
         ScoreModel,
         check_reward_model,
+        head_name,
         load_scorer,
         padding_token_id,
         register_classifier,
         score_statistics,
     )
-    from openrlhf.models.self_check import resolve_reading
+    from openrlhf.models.self_check import resolve_reading, transformers_attention
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.health import (
         CUT,
@@ -252,29 +265,42 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.checkpoints import CheckpointFolder
     from openrlhf.training.checkpoints import Found as FoundCheckpoint
     from openrlhf.training.collect import Admission, Collected, Collector
+    from openrlhf.training.credit import credit_arguments
+    from openrlhf.training.diagnostics import rollout_metrics
+    from openrlhf.training.evaluate import evaluation_metrics, ks_of
     from openrlhf.training.models import load_reward_model
+    from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective
     from openrlhf.training.objectives.kto import KTOObjective
     from openrlhf.training.objectives.policy import PolicyObjective
+    from openrlhf.training.objectives.reference import reference_log_probs
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.training.objectives.sft import SFTObjective
     from openrlhf.training.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
-    from openrlhf.training.plain import plain_dpo, plain_kto, plain_rm, plain_sft
     from openrlhf.training.rl_data import build_data as build_rl_data
     from openrlhf.training.rl_data import build_prompt_datasets, missing_template
     from openrlhf.training.rl_data import data_notes as rl_data_notes
-    from openrlhf.training.schedule import num_batches, num_updates, prompts_of_steps, training_schedule
+    from openrlhf.training.schedule import (
+        num_batches,
+        num_updates,
+        passes_of,
+        prompts_of_steps,
+        training_schedule,
+    )
     from openrlhf.training.start import check_output, check_places, check_space
-    from openrlhf.training.trained_worker import PolicyWorker
+    from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
         ExperienceRow,
         LossNorm,
         Metrics,
         PackedRow,
         Pair,
+        PairRow,
         Sample,
+        Schedule,
         Steps,
         UnpairedExample,
+        UnpairedRow,
         present,
     )
     from openrlhf.types import runs as runs_of_version

@@ -205,16 +205,14 @@ def build_trainer(
     from openrlhf.config.parse import to_yaml
     from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.loop.rl import PPOTrainer
-    from openrlhf.observability.hooks.load import hooks_of
+    from openrlhf.observability.hooks.load import attached, hooks_of
     from openrlhf.observability.hooks.memory import PhaseMemory
     from openrlhf.observability.observer import Observer
     from openrlhf.observability.progress import waiting
     from openrlhf.observability.run_folder import RunFolder
     from openrlhf.text import decode
-    from openrlhf.training.invariants import check_epochs
     from openrlhf.training.saving import restore
     from openrlhf.training.schedule import prompts_of_steps
-    from openrlhf.training.step_checks import StepChecks
 
     move_old_checkpoints(config, checkpoints, tag)
     folder = RunFolder.create(
@@ -239,8 +237,6 @@ def build_trainer(
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
     prompts = PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes)
-    if config.train.verify_steps and prompts.shuffles:
-        check_epochs("prompts", prompts.order, 1)
     kl, steps = config.algo.kl, prompts_of_steps(config, len(data.prompts))
     total_steps, samples = len(steps), max(steps) * config.rollout.n_samples_per_prompt
     trainer = PPOTrainer(
@@ -257,7 +253,7 @@ def build_trainer(
         total_steps=total_steps,
         observer=observer,
         hooks=[
-            StepChecks(config=config),
+            *attached("rl", config, prompts=prompts),
             PhaseMemory(take=roles.peak_memory),
             observer,
             *hooks_of(config.train.hooks),

@@ -277,9 +277,8 @@ class Run(Generic[ConfigT]):
         started."""
         from openrlhf.backends.distributed import on_any_rank
         from openrlhf.loop.sft import SupervisedTrainer
-        from openrlhf.observability.hooks.load import hooks_of
+        from openrlhf.observability.hooks.load import attached, hooks_of
         from openrlhf.observability.progress import waiting
-        from openrlhf.training.verify import FirstSteps
 
         config, engine = self.config, self.engine
         objective = self.task.objective(self)
@@ -297,7 +296,7 @@ class Run(Generic[ConfigT]):
             export=self.export,
             observer=None,
             hooks=[
-                FirstSteps(config=config, engine=engine, mesh=self.mesh, windows=self.windows),
+                *attached("supervised", config, engine=engine, mesh=self.mesh, windows=self.windows),
                 *hooks_of(config.train.hooks),
             ],
             on_any_rank=on_any_rank,

@@ -1,11 +1,11 @@
-"""The work of one rank of the policy or the critic: updates with their checks, checkpoints, weight syncs."""
+"""The work of one rank of the policy or the critic: updates, checkpoints, weight syncs."""
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -39,18 +39,16 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import Replay
 from openrlhf.models.scorer import ValueModel
 from openrlhf.models.vision import freeze_vision
+from openrlhf.observability.hooks.base import Hook, announce
+from openrlhf.observability.hooks.load import attached
 from openrlhf.training.checkpoints import UNFINISHED
-from openrlhf.training.invariants import check_first_pass, check_learning_rate
 from openrlhf.training.models import load_language_model, load_reward_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
 from openrlhf.training.objectives.ptx import PTXObjective
-from openrlhf.training.plain import plain_learning_rate
-from openrlhf.training.verify import check_log_probs, check_values, is_whole, verify_step
-from openrlhf.training.verify_rl import check_policy_loss, check_value_loss
 from openrlhf.training.worker import ModelWorker, row_groups
-from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample, present
+from openrlhf.types import Batch, ExperienceRow, Metrics, PackedRow, Sample
 
 Loss = str | type[PolicyLoss] | GivenGradient | None
 """The loss of a batch: a policy loss by its name or class; a gradient with respect to the log-probs; None:
@@ -64,8 +62,11 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     """Name of the role, which is part of its checkpoint folder's name."""
     total_steps: int
     """Optimizer steps of the whole run. Set by `start`."""
-    num_verified = 0
-    """Number of updates whose first optimizer step was checked by a second computation."""
+
+    @cached_property
+    def hooks(self) -> list[Hook]:
+        """What installed packages attach to every rank that learns."""
+        return attached("rank", self.config, worker=self)
 
     @property
     @abstractmethod
@@ -78,7 +79,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
         """Takes one optimizer step for each window; a window lists the sequences of `batch` that this rank
         trains on in that step."""
-        self.verify(batch, windows, kl_coef)
+        announce(self.hooks, Hook.before_update, batch, windows, kl_coef)
         return self.take_steps(batch, windows, self.objective(kl_coef)), None
 
     def take_steps(
@@ -89,11 +90,8 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             return [self.take_step(self.rows(batch, window), objective) for window in windows]
 
     def take_step(self, rows: Sequence[ExperienceRow], objective: Objective[ExperienceRow]) -> Metrics:
-        """Takes one optimizer step, and checks its learning rate."""
-        done = self.model.steps
         metrics = self.model.train_step(rows, objective, *self.auxiliary_objectives())
-        expected = plain_learning_rate(self.optim, done, self.total_steps)
-        check_learning_rate(metrics, expected, self.config.ds.param_dtype, done + 1)
+        announce(self.hooks, Hook.after_step, self.model.steps, metrics)
         return metrics
 
     def forward_backward(self, *streams: tuple[Batch, Loss], kl_coef: float) -> Metrics:
@@ -113,34 +111,6 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
         """Takes one optimizer step; see `TrainEngine.optim_step`."""
         with self._optimizer_present():
             return self.model.optim_step()
-
-    def verify(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
-        """Checks the first optimizer step of the run's first `train.verify_steps` updates. Collective."""
-        if self.num_verified < self.config.train.verify_steps:
-            self.num_verified += 1
-            rows, step = self.rows(batch, windows[0]), self.model.steps + 1
-            verify_step(
-                self.model,
-                rows,
-                self.objective(kl_coef),
-                step,
-                ds=self.config.ds,
-                mesh=self.mesh,
-                temperature=self.config.rollout.temperature,
-            )
-            if rows[0].row.num_actions.sum():
-                self.verify_loss(rows[0], kl_coef, step)
-            if (first := windows[0]) and is_whole(self.model.module.model, self.mesh):
-                some = sorted({first[0], first[len(first) // 2], first[-1]})
-                self.verify_outputs(batch.select(some), step)
-
-    @abstractmethod
-    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        """Compares the loss of a row with a plain formula."""
-
-    @abstractmethod
-    def verify_outputs(self, sequences: Batch, step: int) -> None:
-        """Compares the log-probs or values of sequences with those of transformers' own forward pass."""
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         """Returns the additional (rows, objective) pairs of the next optimizer step."""
@@ -278,7 +248,7 @@ class PolicyWorker(TrainedWorker):
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first window,
         from its forward passes, which run before the policy changes."""
-        self.verify(batch, windows, kl_coef)
+        announce(self.hooks, Hook.before_update, batch, windows, kl_coef)
         seen: list[Tensor] = []
         steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
         first = batch.select(windows[0])
@@ -288,24 +258,9 @@ class PolicyWorker(TrainedWorker):
             steps = [metrics | {MERGED: left} for metrics in steps]
         if first.log_probs is None:
             return steps, log_probs
-        if self.config.ds.lora.dropout == 0:
-            dtype = self.config.ds.param_dtype
-            check_first_pass(first.log_probs, log_probs, dtype, self.model.steps - len(windows) + 1)
+        step = self.model.steps - len(windows) + 1
+        announce(self.hooks, Hook.first_pass, first.log_probs, log_probs, step)
         return steps, None
-
-    def verify_outputs(self, sequences: Batch, step: int) -> None:
-        if sequences.log_probs is not None:
-            check_log_probs(
-                self.model.module.model,
-                PackedRow.of_batch(sequences),
-                torch.from_numpy(sequences.log_probs),
-                temperature=self.config.rollout.temperature,
-                dtype=self.config.ds.param_dtype,
-                step=step,
-            )
-
-    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        check_policy_loss(self.config, kl_coef, row, step)
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
         if self.text_windows is None:
@@ -411,18 +366,6 @@ class CriticWorker(TrainedWorker):
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]:
         objective = CriticObjective.from_config(self.config)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
-
-    def verify_loss(self, row: ExperienceRow, kl_coef: float, step: int) -> None:
-        check_value_loss(self.config, row, step)
-
-    def verify_outputs(self, sequences: Batch, step: int) -> None:
-        check_values(
-            self.model.module.model,
-            PackedRow.of_batch(sequences),
-            torch.from_numpy(present(sequences.values)),
-            dtype=self.config.ds.param_dtype,
-            step=step,
-        )
 
     def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the critic; every metric's name starts with `critic/`."""

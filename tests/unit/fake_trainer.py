@@ -31,9 +31,9 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.saving import restore
-from openrlhf.training.step_checks import StepChecks
 from openrlhf.types import Batch, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated
 
 PROMPTS = [Prompt(prompt_id=i, text=f"prompt {i}") for i in range(8)]

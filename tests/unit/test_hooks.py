@@ -14,9 +14,10 @@ from openrlhf.config.sections import AdamConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.config.supervised import TrainConfig as SupervisedTrainConfig
 from openrlhf.errors import ErrorCode, RunError
+from openrlhf.observability.hooks import load
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
-from openrlhf.observability.hooks.load import check_hooks, hooks_of
-from openrlhf.training import verify
+from openrlhf.observability.hooks.load import attached, check_hooks, hooks_of
+from openrlhf.tools.selftest import verify
 from openrlhf.types import present
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "python" / "solved_groups.py"
@@ -44,7 +45,7 @@ def writing(name: str) -> Callable:
     return write
 
 
-for event in set(EVENTS) - {"before_step", "after_step", "of", "option_names"}:
+for event in set(EVENTS) - {"before_step", "after_step", "before_update", "first_pass", "of", "option_names"}:
     setattr(Diary, event, writing(event))
 
 
@@ -60,6 +61,17 @@ def test_a_run_announces_its_events_in_order(tmp_path: Path) -> None:
         *(f"{name} 2" for name in step),
         *("evaluated 2", "ended 2", "saving global_step2", "saved global_step2"),
     ]
+
+
+def test_checks_that_are_not_installed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installation that is older than its code attaches no checks."""
+    monkeypatch.setattr(load, "registered", lambda kind: {})
+    without = config_of(tmp_path)
+    config = replace(without, train=replace(without.train, verify_steps=1))
+    for place in ("rl", "supervised", "rank"):
+        with refused(ErrorCode.MISSING_PACKAGE, flag="--train.verify_steps", value=1):
+            attached(place, config)
+    assert attached("rl", without, prompts=None) == []
 
 
 def test_an_event_finds_what_the_step_has_computed(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
+from openrlhf.tools.selftest.verify import check_adapters
 from openrlhf.tools.serve.lora_combiner import main as combine
-from openrlhf.training.verify import check_adapters
 from openrlhf.types import PackedRow, Sample
 
 ALPHA, RANK = 12, 3

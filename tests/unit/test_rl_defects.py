@@ -78,6 +78,7 @@ from openrlhf.observability.observer import Observer
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training import trained_worker
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.credit import assign_credit
@@ -89,7 +90,6 @@ from openrlhf.training.origin import Origin
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
 from openrlhf.training.saving import restore
 from openrlhf.training.schedule import prompts_of_steps, training_schedule
-from openrlhf.training.step_checks import StepChecks
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker, row_groups
 from openrlhf.types import (

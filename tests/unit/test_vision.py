@@ -26,7 +26,7 @@ from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one, resolve_reading
 from openrlhf.models.vision import freeze_vision
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
-from openrlhf.training.verify import plain_log_probs
+from openrlhf.tools.selftest.verify import plain_log_probs
 from openrlhf.types import Image, PackedRow, Sample
 
 ROUNDING = 256 * 2.0**-24

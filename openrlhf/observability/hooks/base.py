@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from openrlhf.algorithms.kl import KLController
 from openrlhf.errors import CodedError, ErrorCode, RunError
 from openrlhf.registry import Selectable
@@ -110,7 +112,17 @@ class Hook(Selectable):
         """The rank is about to train on these packed rows with this loss; `step` is 1 for the first one."""
 
     def after_step(self, step: int, metrics: Metrics) -> None:
-        """The optimizer step has been taken, on all ranks."""
+        """The optimizer step has been taken, on all ranks; also on a rank of the policy or the critic."""
+
+    # An update on a rank of the policy or the critic, for hooks that packages attach to ranks
+
+    def before_update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
+        """The rank is about to take an optimizer step on each of `windows`, which list sequences of
+        `batch`."""
+
+    def first_pass(self, before: np.ndarray, now: np.ndarray, step: int) -> None:
+        """The first optimizer step of an update, number `step`, has computed the log-probs `now` (A,) of its
+        actions. The batch had `before` (A,), of the same weights."""
 
     # All runs
 

@@ -1,9 +1,11 @@
-"""Builds the hooks that users attach to a run."""
+"""Builds the hooks that users attach to a run, and those that installed packages attach to every run."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.hooks.base import Hook, failed
+from openrlhf.plugins import registered
 from openrlhf.registry import Registry
 
 FLAG = "--train.hooks"
@@ -14,6 +16,23 @@ def hooks_of(names: Sequence[str] | None) -> list[Hook]:
     """Builds the hooks that `train.hooks` names. Raises UsageError, which names the flag, for one that cannot
     be imported or built."""
     return [_made(_class_of(name)) for name in names or ()]
+
+
+def attached(place: str, config: Any, **about: Any) -> list[Hook]:
+    """Builds the hooks of the entry points `openrlhf.attached.PLACE`, called with `about`, and with the
+    configuration unless the place is a rank.
+
+    Places: rl (prompts), supervised (engine, mesh, windows), and rank (worker), each rank of policy and
+    critic. Raises UsageError if there is none although the run is to check its first steps.
+    """
+    about |= {} if place == "rank" else {"config": config}
+    points = registered(f"attached.{place}").values()
+    if config.train.verify_steps and not points:
+        text = "no checks are installed, because openrlhf was installed before it had them; install it again"
+        raise UsageError(
+            ErrorCode.MISSING_PACKAGE, text, flag="--train.verify_steps", value=config.train.verify_steps
+        )
+    return [point.load()(**about) for point in points]
 
 
 def check_hooks(names: Sequence[str] | None) -> None:

@@ -20,12 +20,9 @@ from openrlhf.api import (
     SFTObjective,
     TokenScores,
     UnpairedExample,
-    plain_dpo,
-    plain_kto,
-    plain_rm,
-    plain_sft,
     present,
 )
+from openrlhf.tools.selftest.plain import plain_dpo, plain_kto, plain_rm, plain_sft
 
 Reference = Callable[[Sample], Tensor]
 """Function from a sequence to the log-probs (A,) of its actions under a reference model."""

@@ -9,8 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig, RewardConfig
-from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory, present
+from openrlhf.api import (
+    AdvantageConfig,
+    AlgoConfig,
+    Batch,
+    ExperienceRow,
+    LossNorm,
+    PPOConfig,
+    RewardConfig,
+    Trajectory,
+    present,
+)
 
 LARGEST = 20.0
 """Bound of log ratios."""

@@ -20,32 +20,46 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from openrlhf.backends.base import Objective, RowT, TrainEngine
-from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
-from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.data.batches import Windows
-from openrlhf.device import DEVICE_TYPE
-from openrlhf.mesh import Mesh
-from openrlhf.models.backbone import alone, reading_of
-from openrlhf.models.lora import ADAPTER, is_classifier
-from openrlhf.models.policy import PolicyModel, head_of, head_options, transformed_logits
-from openrlhf.models.scorer import head_name
-from openrlhf.models.self_check import transformers_attention
-from openrlhf.observability.hooks.base import Hook
-from openrlhf.training.invariants import (
+from openrlhf.api import (
+    ADAPTER,
+    DEVICE_TYPE,
+    DeepSpeedConfig,
+    DPOObjective,
+    Hook,
+    KTOObjective,
+    LoraConfig,
+    LossNorm,
+    Mesh,
+    Metrics,
+    Objective,
+    PackedRow,
+    PairRow,
+    PolicyModel,
+    RewardObjective,
+    RowT,
+    SFTObjective,
+    SupervisedConfig,
+    TrainEngine,
+    UnpairedRow,
+    Windows,
+    alone,
+    head_name,
+    head_of,
+    head_options,
+    is_classifier,
+    reading_of,
+    reference_log_probs,
+    transformed_logits,
+    transformers_attention,
+)
+from openrlhf.tools.selftest.invariants import (
     SAME_POLICY,
     broken,
     check_epochs,
     check_learning_rate,
     check_parts,
 )
-from openrlhf.training.objectives.dpo import DPOObjective
-from openrlhf.training.objectives.kto import KTOObjective
-from openrlhf.training.objectives.reference import reference_log_probs
-from openrlhf.training.objectives.rm import RewardObjective
-from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
-from openrlhf.types import LossNorm, Metrics, PackedRow, PairRow, UnpairedRow
+from openrlhf.tools.selftest.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
 
 LOSS, HALVED, PLAIN = "loss", "halved", "plain"
 """The loss of a row; twice the loss with doubled totals; the loss by a plain formula."""

@@ -11,10 +11,10 @@ from statistics import fmean, pstdev
 import numpy as np
 import torch
 
-from openrlhf.training.evaluate import evaluation_metrics, ks_of
-from openrlhf.training.invariants import broken
-from openrlhf.training.plain_rl import LARGEST, plain_kl
-from openrlhf.types import Batch, Metrics, Outcome, Prompt, Trajectory, present, runs
+from openrlhf.api import Batch, Metrics, Outcome, Prompt, Trajectory, evaluation_metrics, ks_of, present
+from openrlhf.api import runs_of_version as runs
+from openrlhf.tools.selftest.invariants import broken
+from openrlhf.tools.selftest.plain_rl import LARGEST, plain_kl
 
 RELATIVE = 1e-3
 """Largest relative difference between two computations of a metric, at least one of which is in float32."""

@@ -15,23 +15,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.algorithms.kl import KLController
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.training.invariants import broken
-from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.plain_rl import PlainAdvantages, plain_policy_loss, plain_value_loss
-from openrlhf.types import (
+from openrlhf.api import (
     Batch,
+    CriticObjective,
     ExperienceRow,
+    KLController,
     LossNorm,
     Outcome,
     PackedRow,
+    PolicyObjective,
+    PPOConfig,
     Prompt,
     Trajectory,
     present,
-    runs,
 )
+from openrlhf.api import runs_of_version as runs
+from openrlhf.tools.selftest.invariants import broken
+from openrlhf.tools.selftest.plain_rl import PlainAdvantages, plain_policy_loss, plain_value_loss
 
 FORMULA = 1e-4
 """Largest relative difference between two formulas of a loss. They compute in float64, except for the KL to

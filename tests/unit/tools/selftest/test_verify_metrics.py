@@ -13,11 +13,7 @@ from refusals import refused
 from openrlhf.algorithms import mismatch
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.training import credit, diagnostics, evaluate
-from openrlhf.training.credit import assign_credit
-from openrlhf.training.diagnostics import rollout_metrics
-from openrlhf.training.evaluate import evaluation_metrics
-from openrlhf.training.verify_metrics import (
+from openrlhf.tools.selftest.verify_metrics import (
     check_evaluation,
     check_metrics,
     made_up_evaluation,
@@ -25,7 +21,11 @@ from openrlhf.training.verify_metrics import (
     plain_log_prob_metrics,
     plain_rollout_metrics,
 )
-from openrlhf.training.verify_rl import made_up_samples
+from openrlhf.tools.selftest.verify_rl import made_up_samples
+from openrlhf.training import credit, diagnostics, evaluate
+from openrlhf.training.credit import assign_credit
+from openrlhf.training.diagnostics import rollout_metrics
+from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 
 

@@ -29,7 +29,7 @@ from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.observability.hooks.base import Step
-from openrlhf.training.invariants import (
+from openrlhf.tools.selftest.invariants import (
     check_epoch_seeds,
     check_epochs,
     check_evaluated,
@@ -45,15 +45,15 @@ from openrlhf.training.invariants import (
     check_staleness,
     check_trained,
 )
+from openrlhf.tools.selftest.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
+from openrlhf.tools.selftest.step_checks import SHOWS, StepChecks
+from openrlhf.tools.selftest.verify import check_head, check_log_probs, verify_step
 from openrlhf.training.objectives import kto, rm
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kto import KTOObjective
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
-from openrlhf.training.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
-from openrlhf.training.step_checks import SHOWS, StepChecks
 from openrlhf.training.trained_worker import PolicyWorker
-from openrlhf.training.verify import check_head, check_log_probs, verify_step
 from openrlhf.types import (
     LossNorm,
     PackedRow,

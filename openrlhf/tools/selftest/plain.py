@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from openrlhf.config.sections import OptimConfig
-from openrlhf.training.objectives.dpo import DPOObjective
-from openrlhf.training.objectives.kto import KTOObjective
+from openrlhf.api import DPOObjective, KTOObjective, OptimConfig
 
 
 def plain_sft(log_probs: Sequence[Tensor], num_actions: float) -> Tensor:

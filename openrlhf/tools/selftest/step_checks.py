@@ -5,14 +5,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import field
 
-from openrlhf.algorithms.mismatch import check_mismatch
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.errors import notify
-from openrlhf.observability.hooks.base import Evaluation, Hook, Step
-from openrlhf.training.credit import credit_arguments
-from openrlhf.training.diagnostics import rollout_metrics
-from openrlhf.training.invariants import (
+from openrlhf.api import (
+    Batch,
+    Evaluation,
+    Hook,
+    Metrics,
+    PPOConfig,
+    PromptSampler,
+    Step,
+    Trajectory,
+    check_mismatch,
+    credit_arguments,
+    notify,
+    passes_of,
+    present,
+    rollout_metrics,
+)
+from openrlhf.tools.selftest.invariants import (
     check_epoch_seeds,
+    check_epochs,
     check_evaluated,
     check_lengths,
     check_orders,
@@ -24,16 +35,14 @@ from openrlhf.training.invariants import (
     check_trained,
     equals_reference,
 )
-from openrlhf.training.plain_rl import plain_advantages
-from openrlhf.training.schedule import passes_of
-from openrlhf.training.verify_metrics import (
+from openrlhf.tools.selftest.plain_rl import plain_advantages
+from openrlhf.tools.selftest.verify_metrics import (
     check_evaluation,
     check_metrics,
     plain_log_prob_metrics,
     plain_rollout_metrics,
 )
-from openrlhf.training.verify_rl import check_advantages, check_controller, made_up_samples
-from openrlhf.types import Batch, Metrics, Trajectory, present
+from openrlhf.tools.selftest.verify_rl import check_advantages, check_controller, made_up_samples
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
 """`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of
@@ -46,6 +55,8 @@ class StepChecks(Hook):
     """The checks of a run. Holds what later steps are compared with."""
 
     config: PPOConfig
+    prompts: PromptSampler | None = None
+    """The order of the prompts, which is checked at once."""
     first_seeds: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict, init=False)
     """(prompt id, sample index) -> epoch and seed in the first step of this process."""
     moved: float = field(default=0.0, init=False)
@@ -53,6 +64,10 @@ class StepChecks(Hook):
     was_below_precision: bool = field(default=False, init=False)
     passes: dict[str, list[list[set]]] = field(default_factory=dict, init=False)
     """Name of a model -> the batches of each pass of its last update, in the first steps."""
+
+    def __post_init__(self) -> None:
+        if self.config.train.verify_steps and self.prompts and self.prompts.shuffles:
+            check_epochs("prompts", self.prompts.order, 1)
 
     def sampled(self, step: Step) -> None:
         config = self.config

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import numpy as np
 
-from openrlhf.errors import ErrorCode, RunError
-from openrlhf.types import Batch, Metrics, Schedule, Trajectory, present
+from openrlhf.api import Batch, ErrorCode, Metrics, RunError, Schedule, Trajectory, present
 
 SAME_POLICY = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
 """Largest mean difference in nats, by `--ds.param_dtype`, between log-probs that the same weights computed in

@@ -33,18 +33,18 @@ from openrlhf.config.ppo import (
     RolloutConfig,
 )
 from openrlhf.errors import ErrorCode
-from openrlhf.training import credit
-from openrlhf.training.objectives import critic
-from openrlhf.training.objectives.critic import CriticObjective
-from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.plain_rl import plain_advantages
-from openrlhf.training.verify_rl import (
+from openrlhf.tools.selftest.plain_rl import plain_advantages
+from openrlhf.tools.selftest.verify_rl import (
     check_advantages,
     check_controller,
     check_policy_loss,
     check_value_loss,
     made_up_samples,
 )
+from openrlhf.training import credit
+from openrlhf.training.objectives import critic
+from openrlhf.training.objectives.critic import CriticObjective
+from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.types import Batch, ExperienceRow, Trajectory
 
 COUNTS = [3, 0, 1, 6, 2]
