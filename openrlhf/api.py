@@ -78,21 +78,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.checks import missing as missing_flag
     from openrlhf.config.command import SECRETS as SECRET_FLAGS
     from openrlhf.config.command import Command, Explicit
-    from openrlhf.config.commands import (
-        BATCH_INFERENCE,
-        CHAT,
-        DPO,
-        KD,
-        KTO,
-        LORA_COMBINER,
-        PPO,
-        PRM,
-        RM,
-        SERVE_RM,
-        SFT,
-    )
     from openrlhf.config.fields import fields_of, to_words, values_of, with_values
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
+    from openrlhf.config.inference_commands import BATCH_INFERENCE, CHAT, LORA_COMBINER, SERVE_RM
     from openrlhf.config.lora_combiner import LoraCombinerConfig
     from openrlhf.config.options import PREFIX as OPTION_PREFIX
     from openrlhf.config.parse import Invocation, parse, to_yaml
@@ -106,13 +94,15 @@ if TYPE_CHECKING:  # for tools
         PPOConfig,
         RewardConfig,
     )
+    from openrlhf.config.ppo_command import PPO
     from openrlhf.config.reasoning_gym import is_gym
     from openrlhf.config.resume import Change as ResumeChange
     from openrlhf.config.resume import change_of as resume_change
     from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
     from openrlhf.config.serve_rm import ServeRMConfig
     from openrlhf.config.speculation import parse_speculation
-    from openrlhf.config.supervised import RMConfig, SupervisedConfig
+    from openrlhf.config.supervised import MODEL_FLAG, RMConfig, SupervisedConfig
+    from openrlhf.config.supervised_commands import DPO, KD, KTO, PRM, RM, SFT
     from openrlhf.data.batches import Windows
     from openrlhf.data.encode import Encoder, Text, encode_prompts, end_token_id, with_end
     from openrlhf.data.files import BadRow
@@ -157,9 +147,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.rl_command import build_trainer as build_rl_trainer
     from openrlhf.loop.rl_command import checkpoints_of as rl_checkpoints
     from openrlhf.loop.rl_command import run as run_rl
-    from openrlhf.loop.task import MODEL_FLAG, build_train_set, lay_out, load_tokenizer_of
     from openrlhf.loop.task import Run as SupervisedRun
     from openrlhf.loop.task import Task as SupervisedTask
+    from openrlhf.loop.task import build_train_set, lay_out, load_tokenizer_of
     from openrlhf.loop.task import check_files as check_supervised_files
     from openrlhf.loop.task import data_notes as supervised_data_notes
     from openrlhf.loop.task import run as run_supervised

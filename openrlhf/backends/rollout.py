@@ -15,8 +15,6 @@ import torch
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
-from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import RunError
 from openrlhf.types import KeptSets
@@ -92,7 +90,7 @@ class EngineOptions:
     @classmethod
     def of(
         cls,
-        config: PPOConfig | BatchInferenceConfig | ChatConfig,
+        config: Any,
         *,
         model: str,
         max_len: int,
@@ -100,8 +98,8 @@ class EngineOptions:
         transfer_backend: str | None = None,
         **own: Any,
     ) -> Self:
-        """Builds the options from the flags that all commands with an engine share. `own`: further fields,
-        which depend on the command."""
+        """Builds the options from the flags that all commands with an engine share: `config.vllm`, `ds` and
+        `train`. `own`: further fields, which depend on the command."""
         vllm = config.vllm
         return cls(
             model=model,

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from openrlhf.cli.train_rm import PairTask
-from openrlhf.config.commands import DPO
 from openrlhf.config.supervised import DPOConfig
+from openrlhf.config.supervised_commands import DPO
 from openrlhf.loop import task
 from openrlhf.loop.reference import ComparedTask, reference_of
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from openrlhf.cli.train_sft import ResponsesTask
-from openrlhf.config.commands import KD
 from openrlhf.config.supervised import KDConfig
+from openrlhf.config.supervised_commands import KD
 from openrlhf.loop import task
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.config.commands import KTO
 from openrlhf.config.supervised import KTOConfig
+from openrlhf.config.supervised_commands import KTO
 from openrlhf.loop import task
 from openrlhf.loop.reference import ComparedTask, reference_of
 

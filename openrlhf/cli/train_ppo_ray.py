@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 
 from openrlhf.config.checks import check_launcher
-from openrlhf.config.commands import PPO
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_command import PPO
 from openrlhf.errors import catch_signals, describe, notify, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.loop.machines import plan, resolve

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from openrlhf.config.commands import PRM
 from openrlhf.config.supervised import PRMConfig
+from openrlhf.config.supervised_commands import PRM
 from openrlhf.loop import task
 
 if TYPE_CHECKING:

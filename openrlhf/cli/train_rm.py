@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from openrlhf.config.commands import RM
 from openrlhf.config.supervised import DPOConfig, RMConfig
+from openrlhf.config.supervised_commands import RM
 from openrlhf.loop import task
 
 if TYPE_CHECKING:

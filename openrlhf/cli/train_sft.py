@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from openrlhf.config.commands import SFT
 from openrlhf.config.supervised import KDConfig, SFTConfig
+from openrlhf.config.supervised_commands import SFT
 from openrlhf.loop import task
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from openrlhf.config.command import SECRETS, Command, Explicit, Problem, Source
 from openrlhf.config.fields import Field, convert, fields_of, to_words, values_of, with_values
+from openrlhf.config.help import help_text
 from openrlhf.config.old_flags import OTHER_NAMES, OldFlag, Words
 from openrlhf.config.options import PREFIX, option_defaults, option_fields
-from openrlhf.config.reference import help_text
 from openrlhf.errors import REDACTED, ErrorCode, UsageError, describe, notify, readable, while_read
 
 ConfigT = TypeVar("ConfigT")

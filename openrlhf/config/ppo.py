@@ -635,6 +635,29 @@ class PPOConfig(TrainingConfig):
     train.async_enable half of the GPUs are for engines (docs/clusters.md)."""
 
     @property
+    def learners(self) -> dict[str, tuple[str, str]]:
+        policy = {"policy": (ACTOR_FLAG, self.actor.model_name_or_path)}
+        return policy | ({"critic": (CRITIC_FLAG, self.critic_path)} if self.uses_critic else {})
+
+    @property
+    def exports(self) -> dict[str, str]:
+        saves = self.uses_critic and self.critic.save_value_network
+        critic = {"--critic.save_value_network": self.critic_output_dir} if saves else {}
+        return super().exports | critic
+
+    @property
+    def checkpoints(self) -> str:
+        return f"{self.ckpt.folder}/_actor"
+
+    @property
+    def keeps_best(self) -> bool:
+        return self.ckpt.best_metric_key != "none" and self.eval.steps > 0
+
+    @property
+    def averages(self) -> bool:
+        return self.train.enable_ema
+
+    @property
     def critic_output_dir(self) -> str:
         """Folder to which critic.save_value_network writes the critic."""
         return f"{self.ckpt.output_dir}_critic"

@@ -16,7 +16,7 @@ from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import values_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.errors import ErrorCode, UsageError
 

@@ -1,40 +1,9 @@
-"""Reference of all flags: the text of `--help`, and docs/flags.md by `python -m
-openrlhf.config.reference`."""
+"""The reference of all flags, docs/flags.md: `python -m openrlhf.config.reference`."""
 
-import textwrap
-from collections.abc import Iterator, Mapping
-from dataclasses import is_dataclass
-from typing import Any, get_type_hints
-
-from openrlhf.config.command import SECRETS, Command
-from openrlhf.config.fields import Field, fields_of, to_words, values_of
-from openrlhf.config.options import option_defaults, option_fields
-from openrlhf.config.sections import OptimConfig
-
-_ORDER = (
-    *("command", "model", "actor", "critic", "ref", "teacher", "reward", "data", "rollout", "csft", "vllm"),
-    *("train", "algo", "eval", "optim", "ds", "ckpt", "logger", "other"),
-)
-"""Sections in the order in which users need them."""
-
-_WIDTH = 110
-
-
-def help_text(command: Command, config: Any, word: str) -> str:
-    """Lists the flags with `word` in their current or old names, with their values in `config`; "" if there
-    are none."""
-    selected = command.selected(config)
-    values, defaults = values_of(config), values_of(command.config_type()) | option_defaults(selected)
-    blocks = []
-    for title, doc, fields in _sections(command, word, option_fields(selected)):
-        lines = [f"{title}: {doc}" if doc else title]
-        for field in fields:
-            lines += _help_of(field, values[field.key], defaults[field.key])
-        blocks.append("\n".join(lines))
-    if not blocks:
-        return ""
-    head = _head(command) + "\n\n" if not word else ""
-    return head + "\n\n".join(blocks) + "\n"
+from openrlhf.config.command import Command
+from openrlhf.config.commands import COMMANDS
+from openrlhf.config.fields import values_of
+from openrlhf.config.help import old_names, sections, shown
 
 
 def page(*commands: Command) -> str:
@@ -47,14 +16,14 @@ def markdown(command: Command) -> str:
     """Returns the flags of a command as one Markdown table per section."""
     values = values_of(command.config_type())
     values["logger.wandb.run_name"] = f"{command.name}_<month, day>T<hour>:<minute>_<number>"
-    old_names = _old_names(command)
+    names = old_names(command)
     lines = [f"## openrlhf {command.name}", "", command.summary]
-    for title, doc, fields in _sections(command, ""):
+    for title, doc, fields in sections(command, ""):
         lines += ["", f"### {title}", ""] + ([doc, ""] if doc else [])
         lines += ["| flag | old spelling | values | default | meaning |", "|---|---|---|---|---|"]
         for field in fields:
-            old = " ".join(f"`--{name}`" for name in old_names.get(field.key, ()))
-            cells = (f"`--{field.key}`", old, field.values, _shown(field, values[field.key]), field.help)
+            old = " ".join(f"`--{name}`" for name in names.get(field.key, ()))
+            cells = (f"`--{field.key}`", old, field.values, shown(field, values[field.key]), field.help)
             lines.append(
                 "| " + " | ".join(cell.replace("|", "\\|").replace("\n", "\\n") for cell in cells) + " |"
             )
@@ -68,78 +37,5 @@ def markdown(command: Command) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _head(command: Command) -> str:
-    plan = "print the placement on this cluster, or on 2 nodes of 8 GPUs, and exit"
-    plan = f"\n          --print_plan [2x8]  {plan}" if command.has_plan else ""
-    return textwrap.dedent(f"""\
-        usage: openrlhf {command.name} [--config FILE ...] [--section.flag VALUE ...]
-
-        {command.summary}
-
-          --config FILE ...   YAML with the same names, nested or dotted; the command line overrides it
-          --print_config      print the whole configuration as YAML, and exit
-          --print_command     print the command with current flag names, and exit{plan}
-          --help [WORD]       print all flags, or those with WORD in their current or old name, and exit
-
-        A switch takes no value, or true or false. "-" and "_" in names mean the same.""")
-
-
-def _sections(
-    command: Command, word: str, options: Mapping[str, Field] = {}
-) -> Iterator[tuple[str, str, list[Field]]]:
-    """Yields title, description and flags of each section that has a flag or an option with `word` in its
-    name."""
-    old_names = _old_names(command)
-    hints = get_type_hints(command.config_type)
-    groups: dict[str, list[Field]] = {name: [] for name in _ORDER}
-    for field in (*fields_of(command.config_type).values(), *options.values()):
-        if any(word in name for name in (field.key, *old_names.get(field.key, ()))):
-            groups[_group(field)].append(field)
-    shared = fields_of(OptimConfig)
-    for name, fields in groups.items():
-        if fields:
-            # Flags of this section alone come first.
-            fields.sort(key=lambda field: field.key.partition(".")[2] in shared)
-            section = hints.get(name)
-            doc = section.__doc__ if is_dataclass(section) else None
-            yield name, " ".join((doc or "").split()), fields
-
-
-def _group(field: Field) -> str:
-    top = field.key.partition(".")[0]
-    if top in _ORDER and "." in field.key:
-        return top
-    if top in ("local_rank", "use_ms"):
-        return "other"
-    return "optim" if field.key in fields_of(OptimConfig) else "command"
-
-
-def _old_names(command: Command) -> dict[str, list[str]]:
-    names: dict[str, list[str]] = {}
-    for old, flag in command.old_flags.items():
-        for key in flag.to:
-            names.setdefault(key, []).append(old)
-    return names
-
-
-def _help_of(field: Field, value: Any, default: Any) -> list[str]:
-    words = "" if field.is_bool else f" {field.values}"
-    state = "" if value == "" else f" ({'default' if value == default else 'now'}: {_shown(field, value)})"
-    help_lines = textwrap.wrap(field.help, _WIDTH, initial_indent="      ", subsequent_indent="      ")
-    return [f"  --{field.key}{words}{state}", *help_lines]
-
-
-def _shown(field: Field, value: Any) -> str:
-    if field.key in SECRETS and value is not None:
-        return "***"
-    if field.is_bool:
-        return "on" if value else "off"
-    return " ".join(
-        word if word.isprintable() and word.strip() == word != "" else repr(word) for word in to_words(value)
-    )
-
-
 if __name__ == "__main__":
-    from openrlhf.config.commands import COMMANDS
-
     print(page(*COMMANDS), end="")

@@ -33,6 +33,9 @@ from openrlhf.config.choices import (
     Steps,
 )
 
+KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
+"""Environment variable with the key of reward servers, read by servers and clients."""
+
 # ---- commands
 
 
@@ -528,6 +531,42 @@ class TrainingConfig(LaunchedConfig):
     def run_dir(self) -> str:
         """Folder of the run's journal, configuration and metrics."""
         return self.logger.run_dir or f"{self.ckpt.output_dir}/runs/{self.logger.wandb.run_name}"
+
+    @property
+    def learners(self) -> dict[str, tuple[str, str]]:
+        """Role of each model that learns -> its flag, and its name or path. The first is the policy, or the
+        only one."""
+        raise NotImplementedError
+
+    @property
+    def exports(self) -> dict[str, str]:
+        """Flag -> folder of each model that the run writes."""
+        return {"--ckpt.output_dir": self.ckpt.output_dir}
+
+    @property
+    def folders(self) -> dict[str, str]:
+        """Flag -> folder of all that the run writes."""
+        found = self.exports | {"--logger.run_dir": self.run_dir}
+        if self.ckpt.is_used:
+            found["--ckpt.path"] = self.ckpt.folder
+        if self.logger.tensorboard_dir:
+            found["--logger.tensorboard_dir"] = self.logger.tensorboard_dir
+        return found
+
+    @property
+    def checkpoints(self) -> str:
+        """Folder of the checkpoints of the first learner."""
+        return self.ckpt.folder
+
+    @property
+    def keeps_best(self) -> bool:
+        """True if the checkpoint with the best evaluation is kept besides the newest ones."""
+        return False
+
+    @property
+    def averages(self) -> bool:
+        """True if checkpoints have a moving average of the policy's weights."""
+        return False
 
 
 def is_due(step: int, every: int) -> bool:

@@ -9,11 +9,8 @@ from openrlhf.config import checks
 from openrlhf.config.checks import Rule
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.command import Explicit, Problem
-from openrlhf.config.sections import HubConfig, InferenceKernelsConfig, TokenizerConfig
+from openrlhf.config.sections import KEY_VARIABLE, HubConfig, InferenceKernelsConfig, TokenizerConfig
 from openrlhf.errors import ErrorCode
-
-KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
-"""Environment variable with the key of reward servers, read by servers and clients."""
 
 
 @dataclass(frozen=True, kw_only=True)

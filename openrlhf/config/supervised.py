@@ -29,6 +29,8 @@ from openrlhf.config.sections import (
     logger_for,
 )
 
+MODEL_FLAG = "--model.model_name_or_path"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(TrainedModelConfig):
@@ -104,6 +106,19 @@ class SupervisedConfig(OptimConfig, TrainingConfig):
     train: TrainConfig = TrainConfig()
     eval: EvalConfig = EvalConfig(split="test")
     ds: DeepSpeedConfig = DeepSpeedConfig()
+
+    @property
+    def learners(self) -> dict[str, tuple[str, str]]:
+        return {"policy": (MODEL_FLAG, self.model.model_name_or_path)}
+
+    @property
+    def folders(self) -> dict[str, str]:
+        cache = self.data.cache_dir if self.data.cache_enable else None
+        return super().folders | ({"--data.cache_dir": cache} if cache else {})
+
+    @property
+    def reads_images(self) -> bool:
+        return self.data.reads_images
 
 
 @dataclass(frozen=True, kw_only=True)

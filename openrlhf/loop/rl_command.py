@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from openrlhf import heap
-from openrlhf.config.commands import PPO
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.config.ppo_command import PPO
 from openrlhf.errors import (
     EXIT_FAILURE,
     ErrorCode,

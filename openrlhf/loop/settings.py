@@ -6,11 +6,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from openrlhf.config.command import Explicit, Problem
-from openrlhf.config.commands import PPO
 from openrlhf.config.fields import to_words, values_of
 from openrlhf.config.parse import Invocation, parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import loop_problems, ppo_placement_problems
+from openrlhf.config.ppo_command import PPO
 from openrlhf.loop import machines
 
 SHORT = {"actor": "actor.model_name_or_path", "lr": "actor.adam.lr"}

@@ -16,9 +16,8 @@ from openrlhf import heap
 from openrlhf.config.checks import SCATTERED, check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.fields import flag_of
-from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.config.parse import parse, to_yaml
-from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.errors import (
     ErrorCode,
     Stopped,
@@ -63,8 +62,6 @@ if TYPE_CHECKING:
     from openrlhf.training.origin import Origin
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
-
-MODEL_FLAG = "--model.model_name_or_path"
 
 
 class Task(ABC, Generic[ConfigT]):
@@ -469,10 +466,8 @@ def check_files(task: Task) -> None:
     task.check_models()  # imports transformers, which takes longer than all of the above
 
 
-def load_tokenizer_of(
-    config: SupervisedConfig | BatchInferenceConfig | ChatConfig,
-) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of the model to train or to query."""
+def load_tokenizer_of(config: Any) -> "PreTrainedTokenizerBase":
+    """Loads the tokenizer of `config.model`, the model to train or to query, as `config.data` says."""
     from openrlhf.models.loading import load_tokenizer
 
     return load_tokenizer(

@@ -26,7 +26,6 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.fields import flag_of, values_of
-from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.data.encode import token_ids_of
 from openrlhf.data.templates import ending
@@ -257,23 +256,24 @@ def load_tokenizer(
     return tokenizer
 
 
-def policy_tokenizer(config: PPOConfig) -> PreTrainedTokenizerBase:
+def policy_tokenizer(config: Any) -> PreTrainedTokenizerBase:
     """Loads the policy's tokenizer, with which a run encodes prompts and decodes responses."""
+    flag, path = config.learners["policy"]
     return load_tokenizer(
-        config.actor.model_name_or_path,
-        flag=ACTOR_FLAG,
+        path,
+        flag=flag,
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=config.data.tokenizer_chat_template,
     )
 
 
-def policy_processor(config: PPOConfig) -> Any:
+def policy_processor(config: Any) -> Any:
     """Returns the policy's tokenizer or, if the policy reads images, its processor with that tokenizer. It is
     saved with the policy."""
     tokenizer = policy_tokenizer(config)
     if not config.reads_images:
         return tokenizer
-    return processor_around(tokenizer, config.actor.model_name_or_path)
+    return processor_around(tokenizer, config.learners["policy"][1])
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
@@ -302,7 +302,7 @@ def stop_token_ids(path: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool = False) -> None:
     """Raises UsageError if no token ends a response of the run's model, or if the chat template ends an
     answer with another. `learns`: True if the model learns ends: the tokenizer's, or the template's."""
-    section = "actor" if isinstance(config, PPOConfig) else "model"
+    section = "actor" if hasattr(config, "actor") else "model"
     flag, path = f"--{section}.model_name_or_path", getattr(config, section).model_name_or_path
     ids, is_chat = stop_token_ids(path, tokenizer), getattr(config.data, "apply_chat_template", False)
     end = token_ids_of(ending(tokenizer)[0], tokenizer) if is_chat and tokenizer.chat_template else []

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import aiohttp
 
 from openrlhf.agents.base import Reward, RewardError
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.errors import without_secrets
 from openrlhf.rewards.calls import BatchedReward, BatchFailed, Call
 from openrlhf.rewards.values import WrongNumber, read_rewards

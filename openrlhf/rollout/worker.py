@@ -12,8 +12,7 @@ from openrlhf.agents.base import SingleTurnAgentExecutor
 from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
-from openrlhf.config.sections import LoraConfig
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE, LoraConfig
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.data.pictures import decoded
 from openrlhf.device import DEVICE_TYPE

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import Invocation
-from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.supervised import SupervisedConfig
+from openrlhf.config.sections import TrainingConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import VARIABLE, faults
 from openrlhf.files import holds_model, nearest, read_object, unwritable
@@ -24,8 +23,9 @@ if TYPE_CHECKING:
     from openrlhf.training.checkpoints import CheckpointFolder, Found
     from openrlhf.training.origin import Origin
 
-Config = PPOConfig | SupervisedConfig
-ConfigT = TypeVar("ConfigT", PPOConfig, SupervisedConfig)
+Config = Any
+"""A `TrainingConfig` with the sections `data`, `train` and `ds` of its command."""
+ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
 
 
 def origin_of(
@@ -52,8 +52,7 @@ DAY = "the date that chat templates write"
 
 def _recorded(config: Config, section: str, key: str) -> str | None:
     """Returns a text in the origin of the newest checkpoint that a run begins with and that has it."""
-    root = Path(config.ckpt.folder, "_actor" if isinstance(config, PPOConfig) else "")
-    found = list(root.glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    found = list(Path(config.checkpoints).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
     if not found and config.ckpt.fork_from and section == "contents":
         found = [Path(config.ckpt.fork_from, "origin.json")]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):
@@ -87,16 +86,7 @@ def check_places(config: Config) -> None:
     if ckpt.fork_from and not (is_there and re.search(r"/(best_)?global_step\d+/*$", f"/{ckpt.fork_from}")):
         text = "it is no checkpoint.\nName a folder `global_step{N}` in another run's --ckpt.path."
         raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.fork_from", value=ckpt.fork_from)
-    places = {"--ckpt.output_dir": ckpt.output_dir, "--logger.run_dir": config.run_dir}
-    if ckpt.is_used:
-        places["--ckpt.path"] = ckpt.folder
-    if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
-        places["--critic.save_value_network"] = config.critic_output_dir
-    if isinstance(config, SupervisedConfig) and config.data.cache_enable and config.data.cache_dir:
-        places["--data.cache_dir"] = config.data.cache_dir
-    if config.logger.tensorboard_dir:
-        places["--logger.tensorboard_dir"] = config.logger.tensorboard_dir
-    for flag, folder in places.items():
+    for flag, folder in config.folders.items():
         if reason := unwritable(folder):
             text = (
                 f"cannot be written to: {reason}.\nFree space, change its permissions, or name another "
@@ -109,10 +99,7 @@ def check_output(config: Config, *, resumes: bool) -> None:
     """Raises UsageError if the run would overwrite a finished model, unless it resumes the run that wrote it,
     or a model that it reads: an adapter, for example, would replace its base model."""
     ckpt = config.ckpt
-    folders = {"--ckpt.output_dir": ckpt.output_dir}
-    if isinstance(config, PPOConfig) and config.uses_critic and config.critic.save_value_network:
-        folders["--critic.save_value_network"] = config.critic_output_dir
-    for flag, folder in folders.items():
+    for flag, folder in config.exports.items():
         for key, path in _models(config):
             if os.path.exists(path) and os.path.exists(folder) and os.path.samefile(path, folder):
                 text = f"this run reads the model in this folder (--{key}).\nName another --ckpt.output_dir."
@@ -167,11 +154,8 @@ def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: in
     checkpoint = sum(size.state for size in sizes.values()) * (not ckpt.disable_ds)
     checkpoint += policy.export * ckpt.save_hf
     count = min(ckpt.max_num + 1, total_steps // ckpt.save_steps) if ckpt.save_steps > 0 else 0
-    final = policy.export
-    if isinstance(config, PPOConfig):
-        count += bool(count) and config.ckpt.best_metric_key != "none" and config.eval.steps > 0
-        if config.critic.save_value_network and "critic" in sizes:
-            final += sizes["critic"].export
+    count += bool(count) and config.keeps_best
+    final = sum(size.export for size in list(sizes.values())[: len(config.exports)])
     needs = {"--ckpt.path": (ckpt.folder, count * checkpoint), "--ckpt.output_dir": (ckpt.output_dir, final)}
     disks = {flag: nearest(folder).stat().st_dev for flag, (folder, _) in needs.items()}
     for flag, (folder, needed) in needs.items():
@@ -195,19 +179,11 @@ def _sizes(config: Config) -> dict[str, _Sizes]:
     """Returns the sizes of the policy or the only model, and of the critic if there is one."""
     from openrlhf.models.loading import adapter_parameters, weight_bytes
 
-    ds = config.ds
-    if isinstance(config, PPOConfig):
-        models = {"policy": ("--actor.model_name_or_path", config.actor.model_name_or_path)}
-        if config.uses_critic:
-            models["critic"] = ("--critic.model_name_or_path", config.critic_path)
-        images, has_average = config.reads_images, config.train.enable_ema
-    else:
-        models = {"policy": ("--model.model_name_or_path", config.model.model_name_or_path)}
-        images, has_average = config.data.reads_images, False
+    ds, images = config.ds, config.reads_images
     in_float32 = config.train.backend == "torch" or (ds.zero_stage == 0 and ds.param_dtype == "fp32")
     state_bytes = STATE_BYTES["torch" if in_float32 else ds.param_dtype]
     sizes = {}
-    for role, (flag, path) in models.items():
+    for role, (flag, path) in config.learners.items():
         whole = weight_bytes(path, flag=flag, dtype=ds.param_dtype, images=images)
         if rank := ds.lora.rank:
             trained = adapter_parameters(path, flag=flag, rank=rank, images=images)
@@ -215,7 +191,7 @@ def _sizes(config: Config) -> dict[str, _Sizes]:
         else:
             trained = whole // (4 if ds.param_dtype == "fp32" else 2)
             export = whole
-        average = 4 * trained * (role == "policy" and has_average)
+        average = 4 * trained * (role == "policy" and config.averages)
         sizes[role] = _Sizes(state_bytes * trained + average, export)
     return sizes
 

@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.backends.distributed import free_port
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import load_scorer
 from openrlhf.rewards import remote as remote_reward

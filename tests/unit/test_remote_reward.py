@@ -17,7 +17,7 @@ from fake_engine import Engine
 from refusals import refused
 
 from openrlhf.agents.base import AgentExecutorBase, Reward, RewardError
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards import remote as remote_reward
 from openrlhf.rewards.remote import REMIND, RemoteReward

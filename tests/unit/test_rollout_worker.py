@@ -24,8 +24,7 @@ from openrlhf.config.ppo import (
     TrainConfig,
     VllmConfig,
 )
-from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE, LoraConfig, ScorerDeepSpeedConfig
 from openrlhf.rewards.function import NoReward
 from openrlhf.rollout import worker as workers
 from openrlhf.rollout.executors import AgentSetting

@@ -32,7 +32,7 @@ from openrlhf.backends.torch.checkpoint_files import forged, load_tensors
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
-from openrlhf.config.serve_rm import KEY_VARIABLE
+from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.data.cache import cached
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from openrlhf.config.commands import SERVE_RM
 from openrlhf.config.parse import parse, to_yaml
-from openrlhf.config.serve_rm import KEY_VARIABLE, ServeRMConfig
+from openrlhf.config.sections import KEY_VARIABLE
+from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import ScoreModel, load_scorer
