@@ -240,6 +240,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.observability.run_folder import environment as run_environment
     from openrlhf.observability.run_folder import flat as flat_settings
     from openrlhf.observability.run_folder import reading as reading_run
+    from openrlhf.observability.samples import shorten
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
     from openrlhf.observability.trackers.load import trackers_of
     from openrlhf.observability.trackers.metrics_file import RENAMED, read_metrics

@@ -13,13 +13,14 @@ from openrlhf.observability.health import Health
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step
 from openrlhf.observability.journal import Decode, Journal, Trained, response_of
 from openrlhf.observability.progress import Phase, Progress
-from openrlhf.observability.report import few_samples, print_samples, shorten, write_report
 from openrlhf.observability.run_folder import RunFolder, to_json
+from openrlhf.observability.samples import few_samples, print_samples, shorten
 from openrlhf.observability.startup import StartClock
 from openrlhf.observability.trackers.base import TrackedRun
 from openrlhf.observability.trackers.load import open_trackers
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
 from openrlhf.observability.trackers.mirrors import Trackers
+from openrlhf.plugins import registered
 from openrlhf.types import Metrics, Trajectory
 
 SAMPLES_IN_TABLE = 8
@@ -151,8 +152,9 @@ class Observer(Hook):
         self.progress.message(text)
 
     def close(self) -> None:
-        """Closes all files, writes the report, and prints a few samples of the last evaluation, or of the
-        last step if there was none."""
+        """Closes all files, gives the run folder to the programs that installed packages attach (entry points
+        `openrlhf.attached.folder`), and prints a few samples of the last evaluation, or of the last step if
+        there was none."""
         try:
             with self.progress.phase("write rollouts"):
                 self.journal.close()
@@ -161,10 +163,11 @@ class Observer(Hook):
             for text in self.health.at_end():
                 self._warn(self.step, text)
             self.progress.close()
-        try:
-            write_report(self.folder.path)
-        except Exception as error:  # of old files or of the disk; the model is not saved yet
-            logger.warning("%s/report.html is not written: %r", self.folder.path, error)
+        for name, point in registered("attached.folder").items():
+            try:
+                point.load()(self.folder.path)
+            except Exception as error:  # of old files or of the disk; the model is not saved yet
+                logger.warning("%s: %s was not made: %r", self.folder.path, name, error)
         if self.decode and self.samples:
             print_samples(self.samples.get("eval") or self.samples["step"], self.decode)
 

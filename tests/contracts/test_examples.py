@@ -80,7 +80,7 @@ class Call:
             return None
         if self.words[0] == "openrlhf":
             return self.words[1]
-        modules = {f"openrlhf.cli.{module}": name for name, (module, _) in main.COMMANDS.items()}
+        modules = {f"openrlhf.cli.{at.rpartition('.')[2]}": name for name, (at, _) in main.COMMANDS.items()}
         module = next((word for word in self.words if word.startswith("openrlhf.cli.")), None)
         return None if module is None else modules.get(module, module.rpartition(".")[2])
 

@@ -147,9 +147,9 @@ def test_every_command_samples_without_vllm(task: TaskFiles, tmp_path: Path) -> 
     agent += f"--data.apply_chat_template --rollout.max_new_tokens 8 --data.max_len 500 {engine}".split()
     chat = f"--model.model_name_or_path {task.model} --data.max_len 128 --ds.param_dtype fp32 {engine}"
     commands = [
-        ["batch_inference", flags(task, output, f"--task generate_vllm {engine}")],
-        ["agent", agent],
-        ["interactive_chat", chat.split()],
+        ["openrlhf.cli.batch_inference", flags(task, output, f"--task generate_vllm {engine}")],
+        ["openrlhf.tools.plan.agent", agent],
+        ["openrlhf.cli.interactive_chat", chat.split()],
     ]
     run_ranks([WITHOUT_VLLM, json.dumps(commands)], log=log)
     assert read(output) == infer(flags(task, tmp_path / "generate.jsonl", "--task generate"))

@@ -1688,8 +1688,8 @@ def test_a_value_becomes_words_of_the_command_line():
         (["trian_sft"], 2, "did you mean `openrlhf sft`?"),
         (["dmo"], 2, "did you mean `openrlhf demo`?"),
         (["grpo"], 2, "did you mean `openrlhf ppo`?"),
-        (["trian"], 2, "the commands are init, demo, sft, rm, "),
-        (["train"], 2, "the commands are init, demo, sft, rm, "),
+        (["trian"], 2, "the commands are sft, rm, prm, dpo, "),
+        (["train"], 2, "the commands are sft, rm, prm, dpo, "),
         (["zzz"], 2, "see `openrlhf --help`"),
     ],
 )

@@ -2,7 +2,7 @@
 wrong. A violated one raises a RunError with the code `broken-invariant`, which names the quantity, its value,
 the expected value and usual causes.
 
-The checks of this module compare numbers that a step has anyway. training/verify.py computes some of them a
+The checks of this module compare numbers that a step has anyway. verify.py computes some of them a
 second time.
 """
 

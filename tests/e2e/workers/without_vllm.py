@@ -9,6 +9,6 @@ sys.modules["vllm"] = None  # pyrefly: ignore[unsupported-operation]
 if __name__ == "__main__":
     for module, flags in json.loads(sys.argv[1]):
         try:
-            import_module(f"openrlhf.cli.{module}").main(flags)
+            import_module(module).main(flags)
         except SystemExit as end:  # as `agent try` ends
             assert not end.code, f"{module} ended with {end.code}"

@@ -15,7 +15,6 @@ from run_folders import sample, write_journal, write_run
 from openrlhf.errors import UsageError
 from openrlhf.observability.journal import journal_steps, read_journal
 from openrlhf.observability.lock import LOCK
-from openrlhf.observability.report import write_report
 from openrlhf.tools.demo import demo
 from openrlhf.tools.doctor import doctor
 from openrlhf.tools.doctor.gap_rows import signs_of
@@ -24,6 +23,7 @@ from openrlhf.tools.view import rollouts, view, watch
 from openrlhf.tools.view.followed_run import FollowedRun, find_run
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
+from openrlhf.tools.view.report import write_report
 
 
 def _replay(folder: Path) -> None:

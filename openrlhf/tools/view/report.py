@@ -8,33 +8,37 @@ import itertools
 import json
 import math
 import re
-import sys
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from jinja2 import Environment, StrictUndefined, Template
 
-from openrlhf.errors import counted
-from openrlhf.files import write_atomically
-from openrlhf.observability.journal import (
-    Decode,
+from openrlhf.api import (
+    RunFolder,
+    clean_text,
+    counted,
+    format_duration,
+    format_number,
+    headlines,
+    is_evaluation,
     journal_steps,
+    label_of,
+    model_of,
     num_samples,
+    read_metrics,
     read_rows,
+    read_steps,
     read_table,
-    response_of,
+    shorten,
+    thinned,
+    write_atomically,
 )
-from openrlhf.observability.metric_names import headlines
-from openrlhf.observability.progress import clean_text, format_duration, format_number, is_evaluation
-from openrlhf.observability.run_folder import RunFolder, flat, label_of, model_of, read_steps
-from openrlhf.observability.selection import best_to_worst, thinned
-from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.types import Trajectory
+from openrlhf.api import flat_settings as flat
 
 CURVE_POINTS = 160
 CURVES_SHOWN = 32
@@ -45,7 +49,6 @@ FILE_CHARACTERS = 12_000
 SAME_SHOWN = 20
 WARNINGS_SHOWN = 20
 WARNING_CHARACTERS = 500
-SAMPLES_PRINTED = 4
 
 PLOT = {"width": 270, "height": 158, "left": 44, "right": 262, "top": 8, "bottom": 138}
 """Size of a chart and of its plot area, in pixels."""
@@ -123,31 +126,6 @@ def contents_of(folder: RunFolder) -> dict[str, Any]:
             if (text := folder.read(name))
         ],
     }
-
-
-def few_samples(trajectories: Sequence[Trajectory], limit: int = SAMPLES_PRINTED) -> list[Trajectory]:
-    """Returns trajectories evenly spaced from best to worst reward, then failures if there is room."""
-    return [trajectories[i] for i in best_to_worst([t.reward for t in trajectories], limit)]
-
-
-def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: TextIO | None = None) -> None:
-    """Prints samples as a table on a terminal, as plain lines in a file."""
-    stream = stream or sys.stdout
-    rows = [
-        (
-            "–" if t.reward is None else format_number(t.reward),
-            f"{t.num_actions}{' cut' if t.truncated else ''}",
-            shorten(t.prompt.text, 300, keep_end=True),
-            shorten(response_of(t, decode) if t.ok else f"{t.outcome.value}: {t.error}", 500),
-        )
-        for t in samples
-    ]
-    if stream.isatty():
-        _print_rich(rows, stream)
-        return
-    for reward, tokens, prompt, answer in rows:
-        print(f"--- reward {reward}  tokens {tokens}", file=stream)
-        print(f"prompt: {prompt}\nanswer: {answer}", file=stream, flush=True)
 
 
 Curve = list[tuple[int, float]]
@@ -472,7 +450,7 @@ def _sample_text(value: Any, *, keep_end: bool = False) -> str:
 
 @cache
 def _template() -> Template:
-    source = resources.files("openrlhf.observability").joinpath("report.html.j2").read_text(encoding="utf-8")
+    source = resources.files("openrlhf.tools.view").joinpath("report.html.j2").read_text(encoding="utf-8")
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_cleaned
     )
@@ -482,27 +460,3 @@ def _template() -> Template:
 def _cleaned(value: Any) -> Any:
     """Removes control characters from plain text. Markup of the template passes unchanged."""
     return clean_text(value) if type(value) is str else value
-
-
-def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
-    text = clean_text(text).strip()
-    if len(text) <= limit:
-        return text
-    # The question is at the end of a long prompt; an answer keeps its beginning and its conclusion.
-    head = limit // 4 if keep_end else limit * 2 // 3
-    return f"{text[:head]} […{len(text) - limit:,} characters…] {text[len(text) - (limit - head) :]}"
-
-
-def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title="samples", show_lines=True, expand=True)
-    table.add_column("reward", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("prompt", ratio=2)
-    table.add_column("answer", ratio=3)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(file=stream).print(table)

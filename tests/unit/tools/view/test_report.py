@@ -13,18 +13,17 @@ from refusals import refused
 
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.journal import Journal
-from openrlhf.observability.report import (
+from openrlhf.observability.run_folder import RunFolder, to_json
+from openrlhf.observability.samples import few_samples, print_samples
+from openrlhf.observability.selection import thinned
+from openrlhf.observability.trackers.metrics_file import JsonlTracker
+from openrlhf.tools.view.report import (
     CURVE_POINTS,
     _is_noisy,
     _running_mean,
     _ticks,
-    few_samples,
-    print_samples,
     write_report,
 )
-from openrlhf.observability.run_folder import RunFolder, to_json
-from openrlhf.observability.selection import thinned
-from openrlhf.observability.trackers.metrics_file import JsonlTracker
 from openrlhf.types import Outcome, Prompt, Trajectory, runs
 
 HOSTILE = "\x1b[2J\x9b<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[bold]\ud800"
@@ -90,11 +89,11 @@ class Page(HTMLParser):
 
 
 def test_an_installed_package_has_the_template():
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[4]
     listed = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     others = {path for path in (root / "openrlhf").rglob("*.*") if path.suffix not in (".py", ".pyc")}
     assert {path for pattern in listed["openrlhf"] for path in (root / "openrlhf").glob(pattern)} == others
-    assert resources.files("openrlhf.observability").joinpath("report.html.j2").is_file()
+    assert resources.files("openrlhf.tools.view").joinpath("report.html.j2").is_file()
 
 
 def test_a_report_shows_the_run(tmp_path):
