@@ -336,7 +336,8 @@ def test_failures_up_to_the_ratio_are_dropped():
     prompt = Prompt(prompt_id=0, text="")
     mixed = group_of(prompt, [0.5, None, 0.5]).trajectories
     check_failures(mixed, 1 / 3, 5)
-    for samples, ratio, counts in ((mixed, 0.3, "1 of 3"), (mixed[1:2], 1.0, "1 of 1")):
+    none_left = "1 of 1 samples failed, so none is left to train on."
+    for samples, ratio, counts in ((mixed, 0.3, "1 of 3 samples failed."), (mixed[1:2], 1.0, none_left)):
         limit = {"flag": "--reward.max_failed_ratio", "value": f"{ratio:g}"}
         with refused(ErrorCode.REWARDS_FAILED, **limit) as error:
             check_failures(samples, ratio, 5)

@@ -42,7 +42,7 @@ from openrlhf.config.commands import (
 from openrlhf.config.fields import fields_of, to_words, values_of
 from openrlhf.config.old_flags import OTHER_NAMES
 from openrlhf.config.parse import parse, suggest, to_yaml
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import PPOConfig, PromptDataConfig
 from openrlhf.config.ppo_checks import PPO_UNREAD, RULES
 from openrlhf.config.sections import DeepSpeedConfig, is_due
 from openrlhf.config.supervised import DPOConfig
@@ -137,6 +137,13 @@ def test_a_printed_configuration_has_no_anchors(say):
     config, _ = say(PPO, "")
     assert config.actor.adam.betas is config.critic.adam.betas  # YAML writes it once and then refers to it
     assert to_yaml(config).count("betas: [0.9, 0.95]") == 2
+
+
+def test_a_printed_configuration_breaks_lines_after_110_characters():
+    template = " ".join(["words"] * 30)
+    text = to_yaml(PPOConfig(data=PromptDataConfig(input_template=template)), defaults=False)
+    first = " ".join(["words"] * 16)  # ends at character 113, the first end of a word after 110
+    assert f"  input_template: {first}\n    words" in text
 
 
 def test_the_last_word_on_the_command_line_counts(say):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from refusals import printed, refused
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -338,6 +339,8 @@ def test_a_saved_adapter_loads_with_peft_and_with_transformers(
     assert {p.name for p in tmp_path.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["r"], config["lora_alpha"]) == (str(base), RANK, ALPHA)
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}  # as peft writes it
     fresh = hf.AutoModelForCausalLM.from_pretrained(base)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(fresh, tmp_path), row), logits(model, row))
     assert torch.equal(logits(hf.AutoModelForCausalLM.from_pretrained(tmp_path), row), logits(model, row))

@@ -14,6 +14,7 @@ from fake_trainer import (
     REF_LOG_PROB,
     VALUE,
     Done,
+    Model,
     Rollout,
     Trained,
     config_of,
@@ -22,6 +23,7 @@ from fake_trainer import (
     trainer_of,
     with_critic,
 )
+from records import batch_of, trajectory
 from refusals import refused
 
 from openrlhf.config.choices import Failure
@@ -36,6 +38,7 @@ from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.training import schedule
 from openrlhf.training.checkpoints import UNFINISHED
+from openrlhf.training.outputs import with_outputs
 from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
 
 
@@ -270,6 +273,15 @@ def test_a_step_whose_update_fails_can_be_looked_at(tmp_path):
     trainer.observer.close()
     table = read_table(journal_steps(tmp_path / "run" / "rollouts")[1])
     assert len(table) == 4 and table["advantages"].null_count == 4
+
+
+def test_the_output_of_each_model_is_a_column_of_its_own():
+    policy, critic, teacher, reference = (Model([], "", log_prob) for log_prob in (-1, -2, -3, -4))
+    sampled = batch_of([trajectory(1.0, [2, 3])])
+    columns = lambda batch: (batch.log_probs, batch.values, batch.teacher_log_probs, batch.ref_log_probs)
+    found = columns(with_outputs(sampled, policy, critic, teacher, reference, step=1))
+    assert [column.tolist() for column in found] == [[-1, -1], [-2, -2], [-3, -3], [-4, -4]]
+    assert columns(with_outputs(sampled, None, None, None, None, step=1)) == (None, None, None, None)
 
 
 @pytest.mark.parametrize("name", ["policy", "reference"])

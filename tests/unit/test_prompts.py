@@ -7,6 +7,7 @@ from itertools import chain
 import pytest
 from refusals import refused
 
+from openrlhf.config.fields import fields_of
 from openrlhf.config.ppo import ActorConfig, EvalConfig, PPOConfig, PromptDataConfig
 from openrlhf.data.files import REMEDY
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
@@ -14,7 +15,7 @@ from openrlhf.data.prompts import LONG_PROMPT, build_prompts, source_names
 from openrlhf.data.sources import Rows, load_rows
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.training.rl_data import build_data, build_prompt_datasets
+from openrlhf.training.rl_data import build_data, build_prompt_datasets, pretrain_column, prompt_columns
 from openrlhf.types import Prompt
 
 OPTIONS = {
@@ -167,7 +168,8 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer):
     assert len(build(rows, tokenizer, max_len=prompts.needed_len - 1)) == 3
     with refused(ErrorCode.NO_ROWS, value="rows.json") as told:
         build(rows[1:3], tokenizer)
-    assert f"2 × {LONG_PROMPT}" in told.value.text and remedy in told.value.text
+    assert told.value.text.startswith(f"no prompt is left of 2 rows: 2 × {LONG_PROMPT}")
+    assert remedy in told.value.text
 
 
 def test_a_bad_row_of_a_file_is_named_with_its_line(tokenizer, tmp_path):
@@ -352,6 +354,11 @@ def test_many_prompts_are_made_of_their_rows_again(tokenizer, monkeypatch, in_me
     read = json.dumps([[p.prompt_id, p.text, p.label, p.source] for p in expected])
     assert prompts.digest() == hashlib.sha256(read.encode()).hexdigest()
     assert prompts.fingerprint() == zlib.crc32("".join(p.text for p in expected).encode())
+
+
+def test_columns_are_named_by_flags_of_the_command():
+    columns = prompt_columns(PPOConfig()) | pretrain_column(PPOConfig())
+    assert columns.keys() < {f"--{key}" for key in fields_of(PPOConfig)}
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,12 @@ def test_rows_with_one_prompt_are_refused():
         assert f"all {len(some)} rows" in told.value.text
 
 
+def test_nothing_left_is_an_error():
+    with refused(ErrorCode.NO_ROWS, value="rows.json") as told:
+        build(ROWS, max_len=3)
+    assert told.value.text.startswith("no answer is left of 2 rows: 2 × ")
+
+
 @pytest.mark.parametrize("label", [True, False, 1, 0, 1.0, 0.0])
 def test_labels_are_true_false_one_and_zero(label):
     example = build([{"input": "1", "output": "2", "label": label}, ROWS[0]])[0]

@@ -167,8 +167,9 @@ def test_orders_of_many_items_differ() -> None:
 def test_epochs_visit_a_dataset_in_orders_of_their_own() -> None:
     same = lambda epoch: [*range(1, 21), 0]
     in_place = lambda epoch: list(range(21)) if epoch == 0 else same(epoch)
-    check_epochs("prompts", lambda epoch: same(epoch)[epoch:] + same(epoch)[:epoch], step=1)
-    for wrong in (same, in_place):
+    moved = lambda epoch: same(epoch)[epoch:] + same(epoch)[:epoch]
+    check_epochs("prompts", moved, step=1)
+    for wrong in (same, in_place, lambda epoch: moved(epoch // 2)):
         with broken() as refusal:
             check_epochs("prompts", wrong, step=1)
         assert "the order of prompts" in refusal.value.text
@@ -334,9 +335,17 @@ class OfTheRow:
         return -model(row).log_probs.mean(), {}
 
 
+class NoiseAroundZero:
+    """An objective whose loss is 0 but for rounding."""
+
+    def __call__(self, model: Callable, row: PackedRow, norm: LossNorm) -> tuple[Tensor, dict]:
+        return 0 * model(row).log_probs.sum() + 1e-6, {}
+
+
 @pytest.mark.parametrize(
     ("objective", "rows"),
     [
+        (NoiseAroundZero(), ROWS),
         (SFTObjective(), ROWS),
         (DPOObjective(beta=0.5, label_smoothing=0.1, nll_coef=0.2), PAIRS),
         (DPOObjective(beta=0.5, ipo=True), PAIRS),
