@@ -189,6 +189,7 @@ def test_states_start_anew_where_the_kernels_do_that(tmp_path, monkeypatch, mode
     convolve, attend = modeling.causal_conv1d_fn, modeling.torch_chunk_gated_delta_rule
 
     def convolve_each(x: Tensor, *args, seq_idx: Tensor | None = None, **options) -> Tensor:
+        assert seq_idx is None or seq_idx.dtype == torch.int32
         parts = [x] if seq_idx is None else x.split(seq_idx[0].bincount().tolist(), 2)
         return torch.cat([convolve(part, *args, **options) for part in parts], 2)
 

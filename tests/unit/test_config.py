@@ -524,7 +524,9 @@ def test_help_with_a_word_finds_present_and_old_names(capsys):
     text = shown(PPO, ["--help", "lora-rank"], capsys)
     assert "--ds.lora.rank INT (default: 0)" in text and "alpha" not in text
     assert shown(PPO, ["--help=lora"], capsys).count("  --ds.lora.") == 4
-    assert "--ds.lora.rank" in refused(PPO, ["--help", "lora.rankk"], capsys)
+    (unknown,) = printed(refused(PPO, ["--help", "lora.rankk"], capsys))
+    assert (unknown.code, unknown.place) == ("unknown-flag", "--help lora.rankk")
+    assert "--ds.lora.rank" in unknown.text
 
 
 def test_help_shows_the_values_in_force(tmp_path, capsys):

@@ -288,13 +288,15 @@ def test_rows_of_the_hub_are_asked_for_as_the_flag_says(monkeypatch):
 
     def load(name, **options):
         asked.append((name, options))
-        return datasets.Dataset.from_list([{"input": "1"}])
+        return datasets.Dataset.from_list([{"input": name}])
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     for flag in ("org/rows", "org/rows@part/of/it"):
         assert len(load_rows(flag, flag="--data.dataset", required_columns={}, split="test")) == 1
     folders = [None, "part/of/it"]
     assert asked == [("org/rows", {"data_dir": folder, "split": "test"}) for folder in folders]
+    digests = [rows_digest(spec, flag=FLAG) for spec in ("org/a", "org/a", "org/b", "org/a,org/b")]
+    assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
 def test_commas_and_at_signs_of_existing_paths(tmp_path):

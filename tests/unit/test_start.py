@@ -119,6 +119,14 @@ def test_a_full_disk_is_told_before_anything_starts(tmp_path: Path, monkeypatch:
     assert refusal.value.code is ErrorCode.NOT_WRITABLE
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_used"),
+    [({}, False), ({"save_steps": 0}, False), ({"save_steps": 1}, True), ({"load_enable": True}, True)],
+)
+def test_a_folder_of_checkpoints_is_used_by_runs_that_read_or_write_them(flags: dict, is_used: bool) -> None:
+    assert CkptConfig(**flags).is_used == is_used
+
+
 MILLION = 1_000_000
 
 
