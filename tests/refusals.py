@@ -60,3 +60,14 @@ def refused(code: ErrorCode, **expected: object) -> Iterator[pytest.ExceptionInf
     found = {name: getattr(error, name) for name in expected}
     wanted = {name: str(value) if name == "value" else value for name, value in expected.items()}
     assert (error.code, found) == (code, wanted), f"[{error.code}] {error}"
+
+
+_BROKEN = re.compile(r"step \d+: .+, and must be .+\.\n[^\n]+ [^\n]+\.")
+
+
+@contextmanager
+def broken() -> Iterator[pytest.ExceptionInfo[CodedError]]:
+    """Expects the error of a quantity of a step that has another value than it must have, with its causes."""
+    with refused(ErrorCode.BROKEN_INVARIANT) as raised:
+        yield raised
+    assert _BROKEN.fullmatch(raised.value.text), raised.value.text

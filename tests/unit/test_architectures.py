@@ -221,6 +221,12 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
     (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("openrlhf")]
     assert note.startswith("StableLmForCausalLM ")
 
+    caplog.clear()
+    tiny_model(tiny_config("bloom")).save_pretrained(tmp_path)
+    policy = load("auto")
+    resolve_reading(policy, policy)
+    assert caplog.messages[-1].endswith("its attention does not know where sequences end")
+
     tiny_model(tiny_config("opt")).save_pretrained(tmp_path)
     policy = load("eager")
     with refused(ErrorCode.UNSUPPORTED, flag="--ds.attn_implementation", value="eager") as refusal:

@@ -24,6 +24,7 @@ from openrlhf.config.checks import (
     LAUNCHER,
     PRECISION,
     check_launcher,
+    optimizer_unread,
     sequence_parallel,
 )
 from openrlhf.config.commands import (
@@ -144,6 +145,13 @@ def test_a_printed_configuration_breaks_lines_after_110_characters():
     text = to_yaml(PPOConfig(data=PromptDataConfig(input_template=template)), defaults=False)
     first = " ".join(["words"] * 16)  # ends at character 113, the first end of a word after 110
     assert f"  input_template: {first}\n    words" in text
+
+
+@pytest.mark.parametrize(
+    ("word", "loss"), [("sigmoid", "sigmoid"), ("logexp", "logexp"), ("other", "logexp")]
+)
+def test_every_other_name_of_the_loss_of_a_pair_meant_logexp(say, word, loss):
+    assert say(RM, f"--loss {word}")[0].model.loss_type == loss
 
 
 def test_the_last_word_on_the_command_line_counts(say):
@@ -1510,6 +1518,11 @@ def test_liger_kernels(command, say, installed):
     assert say(command, "--use_liger_kernel")[0].ds.use_liger_kernel
     found = problems_of(say(command, "--use_liger_kernel --ds.experts_implementation grouped_mm")[1])
     assert found == [("conflict", "--ds.experts_implementation grouped_mm")]
+
+
+def test_the_optimizer_of_a_section_has_the_flags_without_effect_of_any_other():
+    of_actor = [row.keys.replace("actor.", "") for row in optimizer_unread("actor.")]
+    assert of_actor == [row.keys for row in optimizer_unread()]
 
 
 def test_every_reason_is_tested(say):

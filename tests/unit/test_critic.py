@@ -99,6 +99,7 @@ def test_explained_variance():
     assert explained_variance(returns, torch.ones(4)) == 0
     values = torch.tensor([0.3, -0.2, 0.1, 0.7])
     assert explained_variance(values, 1e-8 * returns) == 0  # rounding errors of sums of these values
+    assert explained_variance(1000 + 0.01 * returns, 1000 + 0.01 * returns) == 1  # far more than rounding
 
 
 def test_only_a_plain_language_model_gets_a_new_head(tmp_path):

@@ -257,6 +257,18 @@ def test_evaluation_sets_with_the_same_texts_are_told_apart(model_folder, tmp_pa
     assert len({p.text for p in prompts}) == 1
 
 
+def test_prompts_are_those_of_their_split(model_folder, tmp_path):
+    for split in ("train", "test"):
+        write(tmp_path / f"{split}.jsonl", [{"input": split}])
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=str(model_folder)),
+        data=PromptDataConfig(prompt_dataset=str(tmp_path), max_len=64, prompt_split="test"),
+        eval=EvalConfig(dataset=str(tmp_path), split="train"),
+    )
+    prompts, held_out, _ = build_prompt_datasets(config)
+    assert "test" in prompts[0].text and "train" in held_out[0].text
+
+
 def test_one_evaluation_set_is_the_default_source(model_folder, tmp_path):
     one = write(tmp_path / "test.jsonl", [{"input": "x"}, {"input": "y", "datasource": "own"}])
     prompts = eval_prompts(model_folder, one)

@@ -8,7 +8,7 @@ from refusals import refused
 from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
-from openrlhf.data.encode import LONG_PROMPT
+from openrlhf.data.encode import LONG_PROMPT, tell_losses
 from openrlhf.data.files import REMEDY
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
@@ -349,6 +349,23 @@ def test_a_prompt_may_have_max_len_minus_three_tokens(tokenizer):
     with refused(ErrorCode.NO_ROWS, value="rows.json") as told:
         build(rows, tokenizer, apply_chat_template=False, max_len=7)
     assert told.value.text.startswith(f"no sample is left of 1 row: 1 × {LONG_PROMPT}")
+
+
+def test_losses_are_told_with_the_length_that_would_keep_every_row(tokenizer, caplog, monkeypatch):
+    rows = [{"input": "12", "output": "345"}, {"input": "123456", "output": "7"}]
+    samples = build(rows, tokenizer, apply_chat_template=False, max_len=5)
+    tell_losses(build(rows, tokenizer, apply_chat_template=False, max_len=9), "--data.dataset")
+    assert not caplog.messages
+    for room in (None, 9, 8):
+        tell_losses(samples, "--data.dataset", room)
+    said = (
+        f"--data.dataset: of 2 rows 1 were dropped (1 × {LONG_PROMPT}), 1 were truncated at --data.max_len;\n"
+        "--data.max_len 9 would keep every row whole"
+    )
+    assert caplog.messages == [said, said, f"{said}, but the model reads at most 8"]
+    monkeypatch.setenv("RANK", "1")
+    tell_losses(samples, "--data.dataset")
+    assert len(caplog.messages) == 3
 
 
 BAD = {

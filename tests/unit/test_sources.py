@@ -17,7 +17,7 @@ from openrlhf.config.checks import split_spec
 from openrlhf.data import sources
 from openrlhf.data.bad_rows import read_each, value_of
 from openrlhf.data.files import REMEDY
-from openrlhf.data.sources import check_columns, count_rows, load_rows, rows_digest
+from openrlhf.data.sources import check_columns, count_rows, first_row, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 
 FLAG = "--data.dataset"
@@ -71,6 +71,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
     rows = load(tmp_path / name, columns=("input", "label"))
     assert list(rows) == ROWS
     assert rows.columns == ["input", "label"]
+    assert first_row(str(tmp_path / name), flag=FLAG) == ROWS[0]
     check_columns(str(tmp_path / name), flag=FLAG, required_columns={"--data.input_key": "input"})
 
 

@@ -47,6 +47,7 @@ from openrlhf.training.start import (
     check_output,
     check_places,
     check_space,
+    choose_checkpoint,
     continuing,
     day_of,
     move_old_checkpoints,
@@ -64,6 +65,19 @@ def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path:
         check_output(config, resumes=False)
     assert "--ckpt.overwrite" in refusal.value.text
     check_output(SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), overwrite=True)), resumes=False)
+
+
+def test_the_chosen_checkpoint_belongs_to_the_finished_model(tmp_path: Path, capsys) -> None:
+    (tmp_path / "config.json").touch()
+    config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), load_enable=True))
+    of: Any = lambda tag: SimpleNamespace(choose=lambda found: (tag, ["a line"]), path="ckpt")
+    found: Any = SimpleNamespace(skipped=["global_step3: damaged"])
+    assert choose_checkpoint(config, of("global_step2"), found) == "global_step2"
+    printed = capsys.readouterr()
+    assert printed.out == "a line\n"
+    assert printed.err == "--ckpt.load_enable: in ckpt: global_step3: damaged\n"
+    with refused(ErrorCode.NOT_WRITABLE, flag="--ckpt.output_dir", value=tmp_path):
+        choose_checkpoint(config, of(None), None)
 
 
 @pytest.mark.parametrize("saved", [True, False])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from records import batch_of, trajectory
-from refusals import refused
+from refusals import broken
 from test_torch_engine import SAMPLES, engine_of, sample, saved_model
 from torch import Tensor
 
@@ -22,7 +22,6 @@ from openrlhf.backends.torch.engine import TorchEngine
 from openrlhf.config.choices import LR_SCHEDULERS
 from openrlhf.config.ppo import ActorConfig, PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, LoraConfig, OptimConfig
-from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
@@ -80,10 +79,6 @@ def group(prompt_id: int = 0, **changes: Any) -> list[Trajectory]:
         trajectory(prompt_id=prompt_id, sample_index=i, seed=10 * prompt_id + i + 1, **changes)
         for i in range(2)
     ]
-
-
-def broken() -> Any:
-    return refused(ErrorCode.BROKEN_INVARIANT)
 
 
 def test_groups_are_whole() -> None:

@@ -12,7 +12,7 @@ import records
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from refusals import refused
+from refusals import broken
 from torch import Tensor
 
 from openrlhf.algorithms import reductions
@@ -32,7 +32,6 @@ from openrlhf.config.ppo import (
     RewardConfig,
     RolloutConfig,
 )
-from openrlhf.errors import ErrorCode
 from openrlhf.tools.selftest.plain_rl import plain_advantages
 from openrlhf.tools.selftest.verify_rl import (
     check_advantages,
@@ -50,10 +49,6 @@ from openrlhf.types import Batch, ExperienceRow, Trajectory
 COUNTS = [3, 0, 1, 6, 2]
 LONGEST = 8
 PENALTIES = {"overlong_buffer_len": 3, "stop_properly_penalty_coef": 0.5, "clip_range": (-2.0, 3.0)}
-
-
-def broken() -> Any:
-    return refused(ErrorCode.BROKEN_INVARIANT)
 
 
 def samples(rewards: list[float], counts: list[int], truncated: int = 0) -> list[Trajectory]:

@@ -8,11 +8,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from records import trajectory
-from refusals import refused
+from refusals import broken
 
 from openrlhf.algorithms import mismatch
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from openrlhf.errors import ErrorCode
 from openrlhf.tools.selftest.verify_metrics import (
     check_evaluation,
     check_metrics,
@@ -27,10 +26,6 @@ from openrlhf.training.credit import assign_credit
 from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
-
-
-def broken() -> Any:
-    return refused(ErrorCode.BROKEN_INVARIANT)
 
 
 def samples() -> list[Trajectory]:
