@@ -45,6 +45,7 @@ from openrlhf.config.old_flags import OTHER_NAMES
 from openrlhf.config.parse import parse, suggest, to_yaml
 from openrlhf.config.ppo import PPOConfig, PromptDataConfig
 from openrlhf.config.ppo_checks import PPO_UNREAD, RULES
+from openrlhf.config.reference import page
 from openrlhf.config.sections import DeepSpeedConfig, is_due
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_checks import (
@@ -166,6 +167,13 @@ def test_an_empty_file_and_empty_sections_change_nothing(say, tmp_path):
     (tmp_path / "b.yaml").write_text("ds:\nactor: {adam: }\n")
     config, lines = say(PPO, "--config a.yaml --config b.yaml")
     assert config.ds.zero_stage == 2 and not lines
+
+
+@pytest.mark.parametrize("null", ["", "~", "null", "None"])
+def test_an_empty_value_of_a_file_is_none(say, tmp_path, null):
+    (tmp_path / "a.yaml").write_text("data.input_template: x{}\n")
+    (tmp_path / "b.yaml").write_text(f"data:\n  input_template: {null}\n")
+    assert say(PPO, "--config a.yaml b.yaml")[0].data.input_template is None
 
 
 def test_everything_wrong_in_a_file_is_listed_with_its_line(tmp_path, capsys, monkeypatch):
@@ -535,6 +543,8 @@ def test_help_with_a_word_finds_present_and_old_names(capsys):
     (unknown,) = printed(refused(PPO, ["--help", "lora.rankk"], capsys))
     assert (unknown.code, unknown.place) == ("unknown-flag", "--help lora.rankk")
     assert "--ds.lora.rank" in unknown.text
+    (unknown,) = printed(refused(PPO, ["--help", "qqqq"], capsys))
+    assert unknown.text.splitlines()[0] == "no flag has this in its name"
 
 
 def test_help_shows_the_values_in_force(tmp_path, capsys):
@@ -545,10 +555,11 @@ def test_help_shows_the_values_in_force(tmp_path, capsys):
 
 
 def test_the_reference_names_every_flag():
-    result = run("-m", "openrlhf.config.reference")
+    text = page(*COMMANDS)
     for command in COMMANDS:
         for name in [*fields_of(command.config_type), *command.old_flags]:
-            assert f"`--{name}`" in result.stdout
+            assert f"`--{name}`" in text
+    assert run("-m", "openrlhf.config.reference").stdout.startswith(text.partition("\n\n## ")[0])
 
 
 # ---- what is wrong between flags

@@ -1,6 +1,8 @@
 """Models in NF4 for inference equal models in float32 with the same quantised weights."""
 
 import re
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -11,12 +13,15 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from openrlhf.config.commands import BATCH_INFERENCE, CHAT, SERVE_RM
 from openrlhf.config.parse import parse
+from openrlhf.config.sections import DeepSpeedConfig
+from openrlhf.config.supervised import SFTConfig
 from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import check_nf4, load_causal_lm, load_generator, nf4_of
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve.serve_rm import load
+from openrlhf.training.models import load_language_model
 
 TEXTS = [Text(text=text) for text in ("1+2=3", "2+2=5", "<|user|>Tom has 3 apples.<|end|>")]
 HIDDEN = 64
@@ -88,9 +93,12 @@ def test_a_model_that_answers(folder: str) -> None:
 
 def test_a_policy_whose_adapters_are_trained(folder: str) -> None:
     options = {"flag": "--model", "dtype": "fp32", "attention": "auto"}
-    for in_4bit, layers in ((True, 2 * 7), (False, 0)):
+    config = SFTConfig(ds=DeepSpeedConfig(param_dtype="fp32"))
+    ours = partial(load_language_model, config, folder, "--model")
+    loaders = partial(load_causal_lm, folder, **options), ours
+    for load_it, (in_4bit, layers) in product(loaders, ((True, 2 * 7), (False, 0))):
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        assert read_back(load_causal_lm(folder, **options, in_4bit=in_4bit), plain) == layers
+        assert read_back(load_it(in_4bit=in_4bit), plain) == layers
 
 
 GENERATE = ["--model.model_name_or_path", "org/m", "--data.dataset", "org/d", "--output_path", "o.jsonl"]

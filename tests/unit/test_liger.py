@@ -141,6 +141,12 @@ def test_kernels_are_exchanged_and_put_back(package, model, monkeypatch) -> None
     assert "rms_norm" in calls and modeling_qwen3.apply_rotary_pos_emb is rope
 
 
+def test_transformers_kernels_of_a_model_without_others(model) -> None:
+    names = dict(vars(modeling_qwen3))
+    with transformers_kernels(model):
+        assert vars(modeling_qwen3) == names
+
+
 def test_a_second_model_of_the_architecture_knows_transformers_functions_too(package, model, folder) -> None:
     """The second model is a teacher, or the reference of DPO."""
     own_rope = modeling_qwen3.apply_rotary_pos_emb

@@ -16,7 +16,7 @@ from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
 from openrlhf.data import reasoning_gym
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
-from openrlhf.data.sources import check_columns, load_rows, rows_digest
+from openrlhf.data.sources import check_columns, first_row, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.tasks.reasoning_gym_reward import extract_answer, reward_func
@@ -68,6 +68,10 @@ def test_rows_become_prompts_with_a_source(tmp_path):
         max_len=512,
     )
     assert [(p.label, p.source) for p in prompts] == [(row["label"], "chain_sum") for row in rows]
+
+
+def test_the_first_row_has_the_columns_of_a_gym():
+    assert first_row(LEGS, flag=FLAG) == {"input": "", "label": "", "datasource": ""}
 
 
 def test_the_digest_of_rows_follows_the_specification():

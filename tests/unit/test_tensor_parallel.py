@@ -44,6 +44,7 @@ from openrlhf.models.scorer import ValueModel
 from openrlhf.models.self_check import read_one_by_one, resolve_reading, shard_matrices_checked
 from openrlhf.models.tensor_parallel import (
     check_tensor_parallel,
+    put_together,
     shard_matrices,
     whole,
     whole_shape,
@@ -297,6 +298,9 @@ def test_what_each_rank_keeps(threads: Callable) -> None:
         unshared = dict(original.model.named_parameters())
         for name, p in module.model.named_parameters():
             assert torch.equal(whole(p), unshared[name]) and whole_shape(p) == unshared[name].shape
+            parts = [torch.empty_like(p) for _ in range(2)]
+            dist.all_gather(parts, p.detach())
+            assert torch.equal(put_together(parts, p), unshared[name])
         return {name: tuple(p.shape) for name, p in module.model.named_parameters() if ".1." not in name}
 
     first, second = threads(2, kept)

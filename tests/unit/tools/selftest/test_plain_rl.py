@@ -1,5 +1,6 @@
 """The second computation of advantages and losses of RL, and its comparison with a run's own."""
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import count, product
@@ -32,7 +33,7 @@ from openrlhf.config.ppo import (
     RewardConfig,
     RolloutConfig,
 )
-from openrlhf.tools.selftest.plain_rl import plain_advantages
+from openrlhf.tools.selftest.plain_rl import plain_advantages, plain_policy_loss
 from openrlhf.tools.selftest.verify_rl import (
     check_advantages,
     check_controller,
@@ -44,7 +45,7 @@ from openrlhf.training import credit
 from openrlhf.training.objectives import critic
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, Trajectory
+from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
 
 COUNTS = [3, 0, 1, 6, 2]
 LONGEST = 8
@@ -346,6 +347,15 @@ def test_policy_losses_are_those_of_the_plain_formula(names: tuple) -> None:
     for config in (plain, whole, by_sequence):
         for row in (row_of(), row_of(staleness=None), row_of(old_log_probs=None)):
             check_policy_loss(config, 0.1, row, step=1)
+
+
+@pytest.mark.parametrize(("moved", "advantage"), [(30.0, -1.0), (-30.0, 1.0)])
+def test_the_plain_formula_bounds_log_ratios(moved: float, advantage: float) -> None:
+    now = torch.tensor([-31.0], dtype=torch.float64)
+    old, advantages = (now - moved).numpy(), np.array([advantage])
+    row = ExperienceRow.of(records.batch_of(samples([0.0], [1]), log_probs=old, advantages=advantages))
+    loss = plain_policy_loss(config_of(), row, LossNorm(1, 1), now, None, 0.0)
+    assert loss is not None and float(loss) == pytest.approx(-advantage * math.exp(np.sign(moved) * 20))
 
 
 def unbounded(self: PPO, row: RowView) -> tuple:
