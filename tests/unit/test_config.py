@@ -148,13 +148,6 @@ def test_a_printed_configuration_breaks_lines_after_110_characters():
     assert f"  input_template: {first}\n    words" in text
 
 
-@pytest.mark.parametrize(
-    ("word", "loss"), [("sigmoid", "sigmoid"), ("logexp", "logexp"), ("other", "logexp")]
-)
-def test_every_other_name_of_the_loss_of_a_pair_meant_logexp(say, word, loss):
-    assert say(RM, f"--loss {word}")[0].model.loss_type == loss
-
-
 def test_the_last_word_on_the_command_line_counts(say):
     config, _ = say(
         PPO, "--max_norm 2 --critic_learning_rate 1e-3 --actor.max_norm 3 --actor.adam.lr 1 --actor.adam.lr 2"
