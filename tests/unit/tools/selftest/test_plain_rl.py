@@ -304,6 +304,7 @@ def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:
     controller = KLController(coef=0.1, target=0.2, horizon=100)
     check_controller(controller, step=1)
     check_controller(KLController(coef=0.1), step=1)
+    check_controller(KLController(coef=0.0, target=0.2, horizon=100), step=1)
     unbounded = lambda self, kl, n: replace(self, coef=self.coef * (1 + 0.2 * n / self.horizon))
     with patch.object(KLController, "update", unbounded), broken():
         check_controller(controller, step=1)
@@ -349,13 +350,27 @@ def test_policy_losses_are_those_of_the_plain_formula(names: tuple) -> None:
             check_policy_loss(config, 0.1, row, step=1)
 
 
+def plain_loss_of_an_action(config: PPOConfig, now: float, **columns: float) -> float:
+    row = ExperienceRow.of(records.batch_of(samples([0.0], [1]), **columns))
+    log_probs = torch.tensor([now], dtype=torch.float64)
+    loss = plain_policy_loss(config, row, LossNorm(1, 1), log_probs, None, 0.0)
+    assert loss is not None
+    return float(loss)
+
+
 @pytest.mark.parametrize(("moved", "advantage"), [(30.0, -1.0), (-30.0, 1.0)])
 def test_the_plain_formula_bounds_log_ratios(moved: float, advantage: float) -> None:
-    now = torch.tensor([-31.0], dtype=torch.float64)
-    old, advantages = (now - moved).numpy(), np.array([advantage])
-    row = ExperienceRow.of(records.batch_of(samples([0.0], [1]), log_probs=old, advantages=advantages))
-    loss = plain_policy_loss(config_of(), row, LossNorm(1, 1), now, None, 0.0)
-    assert loss is not None and float(loss) == pytest.approx(-advantage * math.exp(np.sign(moved) * 20))
+    loss = plain_loss_of_an_action(config_of(), -31.0, log_probs=-31.0 - moved, advantages=advantage)
+    assert loss == pytest.approx(-advantage * math.exp(np.sign(moved) * 20))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "loss"), [((1.0, 1.5), -2), ((0.5, 1.0), -2), ((1.1, 1.5), 0), ((0.5, 0.9), 0)]
+)
+def test_the_plain_formula_keeps_sequences_on_their_bounds(bounds: tuple, loss: float) -> None:
+    config = config_of(correction="seq-mask-tis", is_correction_sequence_threshold=bounds)
+    columns = {"log_probs": -1.0, "rollout_log_probs": -1.0, "advantages": 2.0}
+    assert plain_loss_of_an_action(config, -1.0, **columns) == loss
 
 
 def unbounded(self: PPO, row: RowView) -> tuple:
