@@ -28,8 +28,9 @@ from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.vllm.stream import VLLMStream
 from openrlhf.backends.weight_sync import client, gloo, source
-from openrlhf.cluster import engine_memory, engine_pool
+from openrlhf.cluster import engine_memory
 from openrlhf.cluster.engine_client import RayEngineClient
+from openrlhf.cluster.engine_handle import RayEngineHandle
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks
@@ -46,7 +47,6 @@ from openrlhf.rollout import dispatch
 from openrlhf.rollout.executors import UserExecutor
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.tools.serve.streaming import TransformersStream
-from openrlhf.training import precompute
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.dpo import DPOObjective
@@ -140,10 +140,6 @@ def reference(model: FrozenModel) -> Reference:
     return model
 
 
-def answers(model: TrainEngine | FrozenModel) -> precompute.Answers:
-    return model
-
-
 def offloadable(engine: TrainEngine) -> offload.Offloadable:
     return engine
 
@@ -164,8 +160,8 @@ def memory(engines: engine_memory.EngineMemory) -> dispatch.Memory:
     return engines
 
 
-def sampler(engine: engine_pool._Sampler) -> dispatch.Sampler:
-    return engine
+def handle(member: RayEngineHandle) -> dispatch.EngineHandle:
+    return member
 
 
 def scored(models: RewardRanks) -> Callable[[list[PromptGroup]], list[PromptGroup]]:
