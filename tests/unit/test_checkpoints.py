@@ -268,6 +268,13 @@ def test_a_checkpoint_that_lists_more_than_tensors_is_damaged(tmp_path, write):
     assert reason.startswith("global_step3: .metadata: ") and "a is no tensor" in reason
 
 
+def test_what_cannot_be_removed_from_the_place_of_a_checkpoint_is_moved_aside(write, tmp_path, capsys):
+    (tmp_path / "global_step2").write_text("no folder")
+    assert write(folder(tmp_path), "global_step2") == ["global_step2"]
+    assert (tmp_path / "global_step2.damaged").read_text() == "no folder"
+    assert "global_step2 could not be removed: Not a directory." in capsys.readouterr().err
+
+
 def test_a_model_whose_generation_config_alone_has_changed_is_the_same(tmp_path):
     model = tiny_chat_model(tmp_path / "model", seed=0)
     flag, config = "--model.model_name_or_path", SFTConfig()

@@ -275,7 +275,7 @@ def test_only_files_of_the_split_are_fetched(bucket, cache):
 
 
 @pytest.mark.parametrize("has_splits", [False, True])
-def test_a_saved_dataset_in_a_bucket(bucket, tmp_path, has_splits):
+def test_a_saved_dataset_in_a_bucket(bucket, tmp_path, monkeypatch, has_splits):
     saved = datasets.Dataset.from_list(ROWS)
     (datasets.DatasetDict(train=saved) if has_splits else saved).save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "saved").rglob("*"):
@@ -285,6 +285,10 @@ def test_a_saved_dataset_in_a_bucket(bucket, tmp_path, has_splits):
     assert list(rows) == ROWS
     assert rows.origin(0) == f"memory://b/saved{'/train' * has_splits}:1"
     check_columns("memory://b/saved", flag=FLAG, required_columns=COLUMNS)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "file"))
+    with refused(ErrorCode.NOT_WRITABLE, flag=FLAG, value="memory://b/saved"):
+        load("memory://b/saved")
 
 
 def test_names_that_lead_out_of_the_cache_are_refused(monkeypatch, cache):
