@@ -19,6 +19,7 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 
 # the tests' models are so small that a second thread costs more than it saves
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OPENRLHF_FAULT", "")  # no fault, but `fault` checks that it knows the point
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for processes that join each other's cluster
 
 INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")

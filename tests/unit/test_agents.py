@@ -198,6 +198,12 @@ def test_what_an_executor_raises(tmp_path: Path, body: str, outcome: Outcome, er
     assert t.error.startswith(error.replace("PATH", path))
 
 
+def test_of_a_deep_error_the_last_calls_are_told(tmp_path: Path) -> None:
+    body = "def dive(depth):\n    return dive(depth - 1) if depth else 1 / 0\ndive(9)"
+    (t,) = run(agent_file(tmp_path, body), Engine([65]))
+    assert t.error.count(", in dive\n") == 3 and t.error.count("  File ") == 3
+
+
 def test_what_was_sampled_before_an_exception_is_kept(tmp_path: Path) -> None:
     (t,) = run(agent_file(tmp_path, f"{ASK}raise OSError('sandbox')"), Engine([65, 66]))
     assert t.outcome is Outcome.ENV_ERROR and t.action_ids.tolist() == [65, 66]

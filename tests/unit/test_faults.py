@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
-def no_visits():
+def no_visits(monkeypatch):
+    monkeypatch.delenv(VARIABLE)
     faults._visits.clear()
 
 

@@ -1,6 +1,7 @@
 import errno
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Barrier
 
@@ -15,6 +16,7 @@ from openrlhf.files import (
     holds_model,
     made_once,
     replacing,
+    sync_folder,
     write_atomically,
     writing_to_cache,
 )
@@ -91,6 +93,16 @@ def test_every_file_of_a_folder_is_on_the_disk_before_the_folder_has_its_name(tm
     assert sorted(order[:2]) == ["a", "b"] and sorted(order[2:4]) == [".entry.tmp", "in"]
     assert order[4:] == ["rename", tmp_path.name]
     assert (tmp_path / "entry" / "in" / "b").read_text() == "2"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_folder_need_not_reach_the_disk_where_no_folder_does(tmp_path, monkeypatch, number):
+    def fails(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(OSError) if number == errno.EIO else nullcontext():
+        sync_folder(tmp_path)
 
 
 def test_a_folder_that_fails_leaves_nothing(tmp_path):

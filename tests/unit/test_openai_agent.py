@@ -160,11 +160,13 @@ def test_several_choices_are_branches() -> None:
 def test_streamed_answers_are_recorded() -> None:
     async def agent(prompt, label, session):
         stream = await chat(session, [user(prompt)], stream=True, stream_options={"include_usage": True})
-        text, usage = "", None
+        text, usage, reasons = "", None, []
         async for chunk in stream:
             usage = chunk.usage or usage
+            reasons += [choice.finish_reason for choice in chunk.choices]
             text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
         assert usage.completion_tokens == len(tokens(f"three{END}"))
+        assert reasons == [None, "stop"]
         return float(text == "three")
 
     (t,), _ = episodes(agent, f"three{END}")

@@ -26,7 +26,7 @@ def test_every_rank_goes_on_with_its_own_numbers(tmp_path):
 
 def test_where_there_are_none_for_this_rank_it_is_told(tmp_path, caplog):
     load_random_state(tmp_path, 0, num_ranks=1)
-    assert str(tmp_path) in caplog.text
+    assert f"{tmp_path} was saved by a version without random states" in caplog.text
     caplog.clear()
     save_random_state(CheckpointWriter(tmp_path), 0, num_ranks=2)
     before = torch.get_rng_state()

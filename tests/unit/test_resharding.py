@@ -1,16 +1,32 @@
 """Shards of saved ranks are assembled to the shards of other ranks."""
 
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refusals import refused
 from torch import nn
 
 from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
-from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint, SavedStates, check_same_model, slice_of
+from openrlhf.backends.deepspeed.resharding import (
+    MASTER,
+    Checkpoint,
+    Piece,
+    SavedStates,
+    _groups_of,
+    check_same_model,
+    names_in_order,
+    slice_of,
+    stepped_tensors,
+)
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
@@ -88,3 +104,84 @@ def test_a_checkpoint_of_another_model_is_refused() -> None:
     with refused(ErrorCode.OTHER_RUN) as refusal:
         check_same_model(unknown={"c", "d"}, missing=[])
     assert "has no c." in refusal.value.text
+
+
+def test_a_universal_checkpoint_has_a_folder_for_each_parameter(tmp_path: Path) -> None:
+    """DeepSpeed's converter stores some vectors alone and some in a dictionary, and the number of steps with
+    each parameter or, at stage 3, with the optimizer."""
+    torch.save({"param_shapes": [{"a": 0, "b": 0}], "module": {}}, tmp_path / "mp_rank_00_model_states.pt")
+    for name, step in (("a", 3), ("b", None)):
+        folder = tmp_path / "zero" / name
+        folder.mkdir(parents=True)
+        values = torch.arange(6.0).view(2, 3) + (name == "b")
+        torch.save(values, folder / "fp32.pt")
+        torch.save({"param": -values}, folder / "exp_avg.pt")
+        if step:
+            torch.save(torch.tensor(step), folder / "step.pt")
+    common = {"overflow": False, "optimizer_state_dict": {"state": {0: {"step": 7}}}}
+    torch.save(common, tmp_path / "zero" / "optimizer_state.pt")
+    checkpoint = Checkpoint(tmp_path)
+    assert not checkpoint.fits(stage=3, num_ranks=1)
+    saved = checkpoint.states(["a", "b"])
+    assert saved.read("a", MASTER, 1, 4).tolist() == [1, 2, 3, 4]
+    assert saved.read("b", "exp_avg", 4, 2).tolist() == [-5, -6]
+    assert (saved.scalars, saved.loss_scale) == ({"a": {"step": 3}, "b": {"step": 7}}, {"overflow": False})
+    with refused(ErrorCode.OTHER_RUN):
+        checkpoint.states(["a", "c"])
+
+
+def optimizer_of(kind: type, **attributes: Any) -> Any:
+    """Returns an optimizer of DeepSpeed with these attributes alone."""
+    optimizer = kind.__new__(kind)
+    optimizer.__dict__.update(attributes)
+    return optimizer
+
+
+def test_groups_of_parameters_without_shards() -> None:
+    """In half precision the optimizer updates copies of the parameters."""
+    params = [nn.Parameter(torch.full((n,), float(n))) for n in (1, 2, 3)]
+    masters = [p.detach().clone() for p in params]
+    names = dict(zip(params, "abc", strict=True))
+    half = optimizer_of(
+        FP16_UnfusedOptimizer,
+        fp16_groups=[params[:1], params[1:]],
+        fp32_groups=[masters[:1], masters[1:]],
+        optimizer=SimpleNamespace(state={masters[1]: {"exp_avg": -masters[1], "step": torch.tensor(4)}}),
+    )
+    plain = torch.optim.SGD([{"params": params[:1]}, {"params": params[1:]}], lr=0.1)
+    for optimizer, stepped_on in ((half, masters), (plain, params)):
+        engine = SimpleNamespace(optimizer=optimizer, param_names=names)
+        groups = list(_groups_of(engine))
+        assert [(g.names, g.pieces) for g in groups] == [
+            ([name], [Piece(name, 0, size, 0)]) for name, size in (("a", 1), ("b", 2), ("c", 3))
+        ]
+        assert all(group.master is one for group, one in zip(groups, stepped_on, strict=True))
+    found = {
+        name: tensor.tolist()
+        for name, tensor in stepped_tensors(SimpleNamespace(optimizer=half, param_names=names))
+    }
+    assert found == {"a (fp32)": [1], "b (exp_avg)": [-2, -2], "b (fp32)": [2, 2], "c (fp32)": [3, 3, 3]}
+
+
+def test_groups_of_parameters_that_all_ranks_share(threads: Callable) -> None:
+    """At stage 3 each of two ranks has the half of every parameter, padded to the size of the first half."""
+
+    def of_rank() -> tuple:
+        params = [nn.Parameter(torch.zeros(1)) for _ in range(3)]
+        for param, numel in zip(params, (4, 5, 1), strict=True):
+            param.ds_numel, param.partition_numel = numel, lambda numel=numel: -(-numel // 2)
+        optimizer = optimizer_of(
+            DeepSpeedZeroOptimizer_Stage3,
+            fp16_groups=[params[:2], params[2:]],
+            fp32_partitioned_groups_flat=[torch.zeros(5), torch.zeros(1)],
+            dp_process_group=dist.group.WORLD,
+        )
+        engine = SimpleNamespace(optimizer=optimizer, param_names=dict(zip(params, "abc", strict=True)))
+        return dist.get_rank(), names_in_order(engine), [group.pieces for group in _groups_of(engine)]
+
+    expected = {
+        0: [[Piece("a", 0, 2, 0), Piece("b", 0, 3, 2)], [Piece("c", 0, 1, 0)]],
+        1: [[Piece("a", 2, 2, 0), Piece("b", 3, 2, 2)], [Piece("c", 1, 0, 0)]],
+    }
+    for rank, names, pieces in threads(2, of_rank):
+        assert names == ["a", "b", "c"] and pieces == expected[rank]

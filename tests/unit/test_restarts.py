@@ -19,7 +19,7 @@ PROGRAM = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
 def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     found: list[list[str]] = []
     monkeypatch.delenv(RESTARTS, raising=False)
-    monkeypatch.setattr(train_ppo_ray.os, "execv", lambda program, argv: found.append(argv))
+    monkeypatch.setattr(train_ppo_ray.os, "execv", lambda program, argv: found.append([program, *argv[1:]]))
     return found
 
 

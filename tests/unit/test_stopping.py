@@ -28,6 +28,8 @@ def test_the_first_signal_is_a_request(number: int, capfd: pytest.CaptureFixture
         raise stop.at_boundary(saved=True)
     assert (ended.value.code, ended.value.is_at_boundary) == (EXIT_STOPPED, True)
     send(number)  # the end of the run is not interrupted
+    limits = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert limits and all(limit.daemon for limit in limits), "and does not wait for its limit"
     assert " 300 s (--train.grace_seconds)" in capfd.readouterr().err
 
 

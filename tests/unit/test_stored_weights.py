@@ -19,15 +19,16 @@ from openrlhf.backends.weight_sync.stored_weights import (
     differing_weights,
     make_probe,
     probe_of,
+    probe_of_run,
     reason_of,
     sketches,
 )
 from openrlhf.cluster.weight_check import WeightCheck
-from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo import ActorConfig, PPOConfig, PromptDataConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import has_experts
 from openrlhf.models.vision import image_reader
-from openrlhf.tasks.tiny_model import tiny_tokenizer
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
 
 OURS = torch.tensor([-1.0, -3.0] * 10)  # 1 nat from their mean
@@ -104,6 +105,13 @@ def test_the_probe_is_made_of_ordinary_tokens():
     assert probe_of(tokenizer, 5) == [tokenizer.bos_token_id, *probe[:4]]
     assert make_probe(tokenizer, None, 9).token_ids == make_probe(tokenizer, None, 9).asked
     assert len(make_probe(tokenizer, None, 9).asked) == 9
+
+
+def test_the_probe_of_a_run_leaves_room_for_a_token(tmp_path):
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=str(tiny_chat_model(tmp_path))), data=PromptDataConfig(max_len=9)
+    )
+    assert probe_of_run(config) == make_probe(tiny_tokenizer(), None, 8)
 
 
 def test_the_probe_of_a_policy_with_pictures_begins_with_one(tmp_path):
