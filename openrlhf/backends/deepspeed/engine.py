@@ -13,6 +13,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.utils import clip_grad_norm_
+from deepspeed.utils import groups as process_groups
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -320,10 +321,16 @@ class DeepSpeedFrozen(ModelRank):
 
 
 def join_deepspeed() -> None:
-    """Initializes DeepSpeed with the process group that `init_distributed` created."""
+    """Initializes DeepSpeed with the process group that `init_distributed` created. DeepSpeed forgets the
+    groups of an earlier run of this process, which `leave_distributed` has destroyed."""
     if DEVICE_TYPE == "cpu":  # DeepSpeed would compile its shared-memory collectives on first use
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=BACKENDS[DEVICE_TYPE], verbose=False)
+    if process_groups._WORLD_GROUP is not None:
+        try:
+            dist.get_global_rank(process_groups._WORLD_GROUP, 0)
+        except ValueError:
+            process_groups._release_process_group_references()
 
 
 def _optimizer(module: RowModel, optim: OptimConfig) -> torch.optim.Optimizer:

@@ -1,0 +1,146 @@
+"""Whole supervised runs in this process, of a tiny model and a few rows."""
+
+import json
+import math
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from judged_answers import PLACEHOLDER
+from safetensors.torch import load_file
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from openrlhf.backends.distributed import leave_distributed
+from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
+from openrlhf.config.parse import parse
+from openrlhf.loop import task
+from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.text import Calendar
+
+TASKS = {
+    "sft": (train_sft.SFTTask, "--data.output_key output"),
+    "rm": (train_rm.RewardModelTask, "--data.prompt_key input"),
+    "prm": (
+        train_prm.ProcessRewardTask,
+        f"--data.placeholder_token {PLACEHOLDER} --data.reward_tokens + - "
+        "--data.input_key solution --data.label_key steps",
+    ),
+    "dpo": (train_dpo.DPOTask, "--data.prompt_key input"),
+    "kto": (train_kto.KTOTask, "--data.output_key output --data.label_key good"),
+    "kd": (train_kd.DistillationTask, "--data.output_key output --teacher.model_name_or_path MODEL"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Returns a model. The process group of the runs ends with the tests."""
+    yield tiny_chat_model(tmp_path_factory.mktemp("run") / "model")
+    leave_distributed()
+
+
+@pytest.fixture
+def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns a file with six rows that every command can read."""
+    rows = [
+        {
+            "input": f"{i} + 1 =",
+            "output": f" {i + 1}",
+            "chosen": f" {i + 1}",
+            "rejected": f" {i}",
+            "good": i % 2 == 0,
+            "solution": f"{i} + 1{PLACEHOLDER}= {i}{PLACEHOLDER}",
+            "steps": ["+", "-"],
+        }
+        for i in range(6)
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(Calendar, "today", Calendar.today)
+    return file
+
+
+def run(name: str, model: Path, rows: Path, *more: str) -> dict[int, dict[str, float]]:
+    """Runs a command; returns the metrics of its steps."""
+    kind, flags = TASKS[name]
+    folder = rows.parent
+    argv = [
+        *("--model.model_name_or_path", str(model), "--data.dataset", str(rows), "--data.max_len", "64"),
+        *("--eval.dataset", str(rows), "--eval.steps", "3", "--ds.param_dtype", "fp32"),
+        *("--train.batch_size", "2", "--train.micro_batch_size", "2", "--train.max_epochs", "1"),
+        *("--ckpt.output_dir", f"{folder}/out", "--ckpt.path", f"{folder}/ckpt", "--ckpt.save_steps", "2"),
+        *("--logger.run_dir", f"{folder}/run", *flags.replace("MODEL", str(model)).split(), *more),
+    ]
+    task.run(kind(parse(kind.command, argv).config), argv)
+    return read_metrics(folder / "run" / "metrics.jsonl")
+
+
+def nll_of(model: Path, rows: Path) -> float:
+    """Returns the loss of SFT on a whole file, as the mean over all answers' tokens."""
+    tokenizer, total, count = AutoTokenizer.from_pretrained(model), 0.0, 0
+    language_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for row in map(json.loads, rows.read_text().splitlines()):
+        prompt, text = row["input"], row["input"] + row["output"] + tokenizer.eos_token
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        start = len(tokenizer(prompt)["input_ids"])
+        logits = language_model(input_ids=ids).logits.detach()
+        total += float(cross_entropy(logits[0, start - 1 : -1], ids[0, start:], reduction="sum"))
+        count += ids.shape[1] - start
+    return total / count
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_command_trains_evaluates_and_saves(
+    name: str, model: Path, rows: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The first loss is that of a model that equals its reference, or its teacher."""
+    metrics = run(name, model, rows)
+    folder, first, last = rows.parent, metrics[1], metrics[3]
+    assert list(metrics) == [1, 2, 3] and f"eval/{name}/loss" in last and f"eval/{name}/loss" not in first
+    expected = {
+        "dpo": {"dpo/loss": math.log(2), "dpo/chosen_reward": 0},
+        "kto": {"kto/loss": 0.5, "kto/kl": 0},
+        "kd": {"kd/kl": 0, "kd/loss": 0.6 * first.get("kd/nll", 0)},
+    }.get(name, {})
+    assert {key: first[key] for key in expected} == pytest.approx(expected, abs=1e-5)
+    assert (folder / "ckpt" / "latest").read_text() == "global_step2"
+    before, after = (load_file(place / "model.safetensors") for place in (model, folder / "out"))
+    if name != "rm":
+        assert before.keys() == after.keys()
+        moved = max(float((after[key] - before[key]).abs().max()) for key in before)
+        assert 0 < moved < 1e-3, "three steps of AdamW move each weight by three learning rates at most"
+    told = capsys.readouterr().out
+    assert "6 samples" in told and f"3 steps an epoch; run folder {folder / 'run'}" in told
+    assert "estimated memory of a rank: " in told and "is trained on: no held-out scores" in told
+    line = shlex.split((folder / "run" / "argv.txt").read_text().splitlines()[-1])
+    assert line[-line[::-1].index("-m") - 1 :][:2] == ["-m", f"openrlhf.cli.train_{name}"]
+
+
+def test_the_loss_is_that_of_transformers(model: Path, rows: Path) -> None:
+    metrics = run("sft", model, rows, "--adam.lr", "0", "--adam.weight_decay", "0")
+    assert metrics[3]["eval/sft/loss"] == pytest.approx(nll_of(model, rows), abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["deepspeed", "torch"])
+def test_a_run_continues_from_its_checkpoint(
+    backend: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Its losses are those of a run that never stopped, from the step after the checkpoint on."""
+    flags = ["--train.backend", backend, "--train.max_epochs", "2"]
+    whole = run("sft", model, rows, *flags)
+    for name in ("global_step4", "global_step6"):
+        shutil.rmtree(tmp_path / "ckpt" / name)
+    (tmp_path / "ckpt" / "latest").write_text("global_step2")
+    leave_distributed()  # as the process of the first run would at its end
+    capsys.readouterr()
+    again = run("sft", model, rows, *flags, "--ckpt.load_enable")
+    said = capsys.readouterr()
+    assert "global_step2" in said.out + said.err
+    assert list(again) == list(whole) == [1, 2, 3, 4, 5, 6]
+    for step in (3, 4, 5, 6):
+        for key in ("sft/loss", "lr", "grad_norm"):
+            assert again[step][key] == pytest.approx(whole[step][key], rel=1e-6)
