@@ -1,6 +1,7 @@
 import json
 import socket
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -301,7 +302,7 @@ def test_what_ray_ignores_of_a_job_is_told(monkeypatch):
     monkeypatch.delenv("RAY_JOB_CONFIG_JSON_ENV_VAR", raising=False)
     assert launch._ignored_by_ray() == []
     given = {"setup_commands": ["pip install openrlhf"], "working_dir": "gcs://x.zip", "env_vars": {}}
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps({"runtime_env": given, "metadata": {}}))
+    monkeypatch.setenv(launch.RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps({"runtime_env": given, "metadata": {}}))
     assert launch._ignored_by_ray() == ["setup_commands"]
 
 
@@ -332,3 +333,63 @@ def test_ray_leaves_a_folder_that_is_too_long_or_closed(tmp_path, monkeypatch, c
     monkeypatch.setattr(launch, "unwritable", lambda place: "Read-only file system")
     assert launch._place_of_session() is not None
     launch.stop_ray()
+
+
+def node(name: str, alive: bool = True, **resources: float) -> dict:
+    return {"NodeID": name, "Alive": alive, "NodeManagerAddress": f"10.0.0.{name}", "Resources": resources}
+
+
+def test_a_cluster_that_is_joined_is_told_with_its_resources(monkeypatch, capsys):
+    """Another job holds a GPU and a half of the first machine; the machine without GPUs does not count."""
+    nodes = [node("1", GPU=4.0, CPU=8.0), node("2", GPU=2.0, CPU=8.0), node("3", CPU=2.0)]
+    free = {"1": {"GPU": 2.5, "CPU": 1.0}, "2": {"CPU": 8.0}, "3": {}}
+    joined = []
+    monkeypatch.setattr(launch.ray, "is_initialized", lambda: bool(joined))
+    monkeypatch.setattr(launch.ray, "init", lambda **options: joined.append(options))
+    monkeypatch.setattr(launch.ray, "nodes", lambda: [*nodes, node("4", alive=False, GPU=8.0)])
+    monkeypatch.setattr(launch.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "2"))
+    monkeypatch.setattr(launch.ray._private.state, "available_resources_per_node", lambda: free)
+    monkeypatch.setattr(launch, "cluster_address", lambda: "10.0.0.1:6379")
+    monkeypatch.setenv(
+        launch.RAY_JOB_CONFIG_JSON_ENV_VAR, json.dumps({"runtime_env": {"pips": [], "pip": []}})
+    )
+    launch.start_ray()
+    assert [known["NodeID"] for known in launch.living_nodes()] == ["2", "1", "3"], "this machine is first"
+    assert launch.free_gpus() == [0.0, 2.5]
+    (options,) = joined
+    assert options["log_to_driver"] and "address" not in options
+    said = capsys.readouterr().err
+    assert "joined the Ray cluster at 10.0.0.1:6379: 3 nodes, 6 GPUs (2.5 of them free), 18 CPU cores" in said
+    assert "Ray ignores pips; it reads " in said
+    launch.start_ray()
+    assert len(joined) == 1
+
+
+def test_ray_starts_on_this_machine_without_another_cluster(monkeypatch, capsys):
+    started, warmed = [], []
+
+    @contextmanager
+    def warm_workers(backends):
+        warmed.append(backends)
+        yield
+
+    for name in ("_use_own_token", "_stay_on_loopback"):
+        monkeypatch.setattr(launch, name, lambda: None)
+    monkeypatch.setattr(launch, "start_reaper", lambda: started.append("reaper"))
+    monkeypatch.setattr(launch, "_warm_workers", warm_workers)
+    monkeypatch.setattr(launch, "_place_of_session", lambda: "/short")
+    monkeypatch.setattr(launch, "cluster_address", lambda: None)
+    monkeypatch.setattr(launch, "_last_started", lambda: "127.0.0.1:1")
+    monkeypatch.setattr(launch.ray, "init", lambda **options: started.append(options))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
+    launch.start_ray(["torch", "vllm"])
+    assert warmed == [["torch", "vllm"]]
+    reaper, options = started
+    assert reaper == "reaper" and options["address"] == "local" and options["_temp_dir"] == "/short"
+    assert options["object_store_memory"] == launch.OBJECT_STORE_BYTES and not options["include_dashboard"]
+    said = capsys.readouterr().err
+    assert "names a cluster that is gone (127.0.0.1:1): started Ray on this machine" in said
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    launch.start_ray(["torch"])
+    assert capsys.readouterr().err == "started Ray on this machine\n"
