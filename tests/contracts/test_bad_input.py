@@ -286,8 +286,6 @@ def test_columns_of_the_evaluation_set(refused, files, tmp_path_factory, command
     text = refused(command, "--eval.dataset", str(other), "--eval.steps", "1", "--eval.split", "train")
     column = "steps" if command == "prm" else "question"
     assert says(text, ErrorCode.MISSING_COLUMN, f"{FIRST_COLUMN[command]} {column}", str(other), "prompt")
-    text = refused(command, "--eval.dataset", "gone.jsonl", "--eval.steps", "1")
-    assert says(text, ErrorCode.NOT_FOUND, "--eval.dataset gone.jsonl")
 
 
 def test_a_reward_file_without_the_function(refused, files):

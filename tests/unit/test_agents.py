@@ -202,6 +202,7 @@ def test_of_a_deep_error_the_last_calls_are_told(tmp_path: Path) -> None:
     body = "def dive(depth):\n    return dive(depth - 1) if depth else 1 / 0\ndive(9)"
     (t,) = run(agent_file(tmp_path, body), Engine([65]))
     assert t.error.count(", in dive\n") == 3 and t.error.count("  File ") == 3
+    assert t.error.splitlines()[-1] == "ZeroDivisionError: division by zero" == t.error[-35:]
 
 
 def test_what_was_sampled_before_an_exception_is_kept(tmp_path: Path) -> None:

@@ -21,13 +21,14 @@ from openrlhf.backends.vllm.engine import (
 )
 from openrlhf.backends.vllm.weight_receiver import CheckedRay, WorkerExtension
 from openrlhf.backends.weight_sync.checksum import Checksum
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe
 from openrlhf.completions import SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllmConfig, InferenceVllmConfig
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.rollout.worker import engine_options
+from openrlhf.rollout.worker import _on_engine, engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import present
 
@@ -104,11 +105,12 @@ class AwakeLLM:
     errored = False
 
     def __init__(self, *peaks):
-        self.calls, self.peaks = [], iter(peaks)
+        self.calls, self.arguments, self.peaks = [], [], iter(peaks)
 
     def __getattr__(self, name):
         async def call(*args, **kwargs):
             self.calls.append(name)
+            self.arguments.append(kwargs)
             return next(self.peaks, None) if name == "collective_rpc" else True
 
         return call
@@ -238,8 +240,40 @@ def test_requests_have_the_adapter_once_it_has_come():
     assert engine.adapter is None
     asyncio.run(synced(engine))
     assert engine.adapter is not None and engine.adapter.lora_int_id == 1
+    sent = engine.llm.arguments[engine.llm.calls.index("collective_rpc")]
+    config = {"r": 12, "lora_alpha": 24, "target_modules": ["q_proj"]}
+    assert sent == {"args": (engine.adapter.lora_int_id, config)}
     update = ["pause_generation", "start_weight_update", "finish_weight_update", "collective_rpc"]
     assert engine.llm.calls == [*update, "reset_prefix_cache", "resume_generation"]
+
+
+def test_calls_of_the_control_plane_are_the_engines():
+    called = []
+
+    async def wake(*arguments):
+        called.append(arguments)
+        return "awake"
+
+    worker = SimpleNamespace(engine=SimpleNamespace(wake=wake))
+    call = _on_engine("wake")
+    assert call.__name__ == "wake" and asyncio.run(call(worker, ["weights"])) == "awake"
+    assert called == [(["weights"],)]
+
+
+def test_a_probe_asks_for_the_log_probs_of_its_own_tokens():
+    """The engine samples one token, which nobody reads."""
+    asked = []
+
+    async def answer(token_ids, params, images):
+        asked.append((params.max_tokens, params.prompt_logprobs, params.temperature, images))
+        of = [None, {5: SimpleNamespace(logprob=-1.0)}, {6: SimpleNamespace(logprob=-2.0), 9: None}]
+        output = SimpleNamespace(weight_versions=[SimpleNamespace(version="3"), SimpleNamespace(version="4")])
+        return SimpleNamespace(prompt_token_ids=token_ids, prompt_logprobs=of, outputs=[output])
+
+    engine = engine_of()
+    engine._answer = answer
+    assert asyncio.run(engine.probe([4, 5, 6])) == EngineProbe(log_probs=[-1.0, -2.0], version=4)
+    assert asked == [(1, 0, 0.0, None)]
 
 
 def test_requests_name_the_adapter():

@@ -170,7 +170,7 @@ def test_a_folder_that_could_not_be_filled_is_not_there(tmp_path):
 
 
 def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeypatch):
-    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "new" / "cache"))
     about = {"flag": "--x", "value": "y"}
     with (
         refused(ErrorCode.NOT_WRITABLE, **about) as told,
@@ -178,7 +178,7 @@ def test_what_the_cache_folder_refuses_is_told_with_the_remedy(tmp_path, monkeyp
     ):
         assert folder.is_dir()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for named in (f"not kept in {tmp_path}/cache", os.strerror(errno.ENOSPC), "OPENRLHF_CACHE", ", or z"):
+    for named in (f"not kept in {tmp_path}/new/cache", os.strerror(errno.ENOSPC), "OPENRLHF_CACHE", ", or z"):
         assert named in told.value.text
     with pytest.raises(OSError, match=r"^damaged$"), writing_to_cache("not kept in"):
         raise OSError("damaged")  # errors that libraries raise about a file have no number

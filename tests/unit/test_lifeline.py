@@ -2,6 +2,7 @@
 
 import os
 import signal
+from threading import current_thread
 
 import pytest
 
@@ -43,8 +44,8 @@ def test_a_process_ends_with_its_parent_and_watches_another_leader(
         prctl = staticmethod(lambda *arguments: options.append(arguments))
 
     monkeypatch.setattr(lifeline.ctypes, "CDLL", lambda _: Library)
-    monkeypatch.setattr(lifeline, "_watch", lambda leader, core: watched.append((leader, core)))
+    monkeypatch.setattr(lifeline, "_watch", lambda *of: watched.append((*of, current_thread().daemon)))
     monkeypatch.setenv(lifeline.VARIABLE, str(os.getppid() if is_parent else 2**22 + 1))
     lifeline.follow()
     assert options == [(lifeline.PR_SET_PDEATHSIG, signal.SIGKILL)]
-    assert watched == ([] if is_parent else [(2**22 + 1, os.getppid())])
+    assert watched == ([] if is_parent else [(2**22 + 1, os.getppid(), True)])

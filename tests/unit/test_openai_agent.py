@@ -12,7 +12,7 @@ import pytest
 from fake_engine import Engine
 from refusals import refused
 
-from openrlhf.agents.openai import OpenAIAgentExecutor, Session
+from openrlhf.agents.openai import OpenAIAgentExecutor, Session, _chunks, _same
 from openrlhf.config.ppo import PPOConfig, RolloutConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
@@ -171,6 +171,23 @@ def test_streamed_answers_are_recorded() -> None:
 
     (t,), _ = episodes(agent, f"three{END}")
     assert t.reward == 1, t.error
+
+
+def test_a_streamed_answer_numbers_its_tool_calls() -> None:
+    message = {"role": "assistant", "content": None, "tool_calls": [{"id": "a"}, {"id": "b"}]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    answer = {"id": "x", "created": 1, "model": "m", "choices": [choice], "usage": {"total_tokens": 3}}
+    whole, end, usage = _chunks(answer, with_usage=True)
+    assert whole["choices"][0]["delta"]["tool_calls"] == [{"id": "a", "index": 0}, {"id": "b", "index": 1}]
+    assert end["choices"][0] | {"delta": {}, "finish_reason": "tool_calls"} == end["choices"][0]
+    assert usage["usage"] == {"total_tokens": 3} and usage["choices"] == []
+    assert {chunk["object"] for chunk in (whole, end, usage)} == {"chat.completion.chunk"}
+
+
+def test_empty_fields_that_clients_add_change_no_message() -> None:
+    known = {"role": "assistant", "content": "1"}
+    assert _same(known, known | {"name": None, "refusal": "", "tool_calls": []})
+    assert not _same(known, known | {"name": "x"}) and not _same(known, {"role": "assistant"})
 
 
 def test_tools() -> None:

@@ -957,6 +957,8 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
     again = build()
     assert again.step == trainer.step == 2
     again.observer.close()
+    config = replace(config, train=replace(config.train, verify_steps=1))
+    build().observer.close()  # the orders of two epochs differ
 
 
 # ---- whose setting is it?

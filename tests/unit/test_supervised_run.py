@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from judged_answers import PLACEHOLDER
+from refusals import refused
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
 from openrlhf.config.parse import parse
+from openrlhf.errors import ErrorCode
 from openrlhf.loop import task
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -118,6 +120,12 @@ def test_a_command_trains_evaluates_and_saves(
     assert "estimated memory of a rank: " in told and "is trained on: no held-out scores" in told
     line = shlex.split((folder / "run" / "argv.txt").read_text().splitlines()[-1])
     assert line[-line[::-1].index("-m") - 1 :][:2] == ["-m", f"openrlhf.cli.train_{name}"]
+
+
+def test_an_empty_evaluation_set_is_refused_under_its_flag(model: Path, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "none.jsonl").touch()
+    with refused(ErrorCode.UNREADABLE, flag="--eval.dataset", value=tmp_path / "none.jsonl"):
+        run("sft", model, rows, "--eval.dataset", str(tmp_path / "none.jsonl"))
 
 
 def test_the_loss_is_that_of_transformers(model: Path, rows: Path) -> None:
