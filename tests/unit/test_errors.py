@@ -6,6 +6,7 @@ import time
 import pytest
 from refusals import printed, refused
 
+from openrlhf.agents.sandbox import SandboxUnavailable
 from openrlhf.errors import (
     ErrorCode,
     RunError,
@@ -98,3 +99,14 @@ def test_secrets_of_urls_are_in_no_message(text: str, shown: str, capsys: pytest
     assert str(error) == f"--data.dataset {shown}: {shown}"
     notify(text)
     assert capsys.readouterr().err == f"{shown}\n"
+
+
+def test_a_machine_without_a_sandbox_is_told_in_every_process() -> None:
+    """Errors of workers arrive as pickles."""
+    error = SandboxUnavailable("no namespaces")
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert (type(each), each.code, each.text) == (
+            SandboxUnavailable,
+            ErrorCode.UNSUPPORTED,
+            "no namespaces",
+        )

@@ -216,6 +216,8 @@ def test_a_loop_continues_from_its_checkpoint(start, tmp_path):
     assert again.step == 2
     assert steps(again, 2) == rest
     again.close()
+    starts = next(tmp_path.rglob("argv.txt")).read_text().splitlines()
+    assert [line.split()[0] for line in starts] == ["#", "python"] * 2
     rows = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all("reward/mean" in row and "policy/loss" in row for row in rows)
@@ -547,7 +549,11 @@ def test_checkpoints_of_a_loop_are_those_of_the_flags(start, tmp_path):
     with start(**flags) as run:
         groups = run.reward(run.sample(QUESTIONS), by_length)
         run.log(run.update(run.batch(groups)), groups)
+        journal, flushed = run._observer.journal, []
+        flush = journal.flush
+        journal.flush = lambda: flushed.append(run.step) or flush()
         run.save_state().result(60)
+        assert flushed, "the rollouts before a checkpoint are not sampled again"
         (rollouts,) = run._observer.folder.rollouts_path.glob("step*.parquet")
         assert rollouts.stat().st_size > 0
     assert (tmp_path / "ckpt" / "global_step1_hf" / "model.safetensors").exists()

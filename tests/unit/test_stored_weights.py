@@ -126,6 +126,17 @@ def test_the_probe_of_a_policy_with_pictures_begins_with_one(tmp_path):
     assert probe.asked == [reader.patch_id, *text] and text == probe_of(tokenizer, len(text))
 
 
+def test_the_probe_of_a_run_with_pictures_has_its_readers_picture(tmp_path):
+    folder = str(tiny_vision_model(tmp_path))
+    config = PPOConfig(
+        actor=ActorConfig(model_name_or_path=folder),
+        data=PromptDataConfig(max_len=41, max_images_per_prompt=1),
+    )
+    reader = image_reader(folder)
+    expected = make_probe(reader.processor.tokenizer, reader, 40)
+    assert probe_of_run(config).token_ids == expected.token_ids and len(probe_of_run(config).images) == 1
+
+
 def test_an_adapter_that_moves_nothing_proves_nothing():
     limit = ON_GPU["bf16"]  # an eighth is allowed
     check_adapter(OURS, OURS + 0.51, limit)
