@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from refusals import refused
 
 from openrlhf.algorithms.mismatch import PROBE
@@ -230,6 +230,13 @@ def test_while_the_run_waits_for_samples_a_new_engine_gets_the_last_weights(new_
     while ("0.2", "submit_groups") not in {call[:2] for call in run.calls}:
         assert time.monotonic() < until
         time.sleep(0.001)
+
+
+def test_a_death_during_sampling_is_no_error_of_the_run(new_run) -> None:
+    run = new_run()
+    engine, error = SimpleNamespace(engine=run.pool.members[1]), RayActorError(error_msg="gone")
+    assert run.pool.dispatcher._is_replaced(1, engine, error) and run.pool.engines.is_dead(1)
+    assert not run.pool.dispatcher._is_replaced(0, engine, KeyError("of an episode"))
 
 
 def test_another_number_of_samples_reaches_engines_of_any_state(new_run) -> None:

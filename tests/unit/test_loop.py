@@ -345,7 +345,7 @@ class TestLanes:
         lanes, done = Lanes(share=True, around=around), []
         for lane in ("engines", "models"):
             lanes.on(lane, done.append, lane)
-        assert lanes.on_both(lambda: list(done)).result(10) == ["engines", "models"]
+        assert lanes.on_both(lambda *more: [*done, *more], 3).result(10) == ["engines", "models", 3]
         lanes.on("engines", done.append, "after").result(10)
         assert done[-1] == "after" and entered == ["in"] * 4
         lanes.close(cancel=False)

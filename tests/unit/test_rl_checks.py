@@ -110,10 +110,9 @@ def test_a_run_prepares_everything_and_trains(
 ) -> None:
     """The cluster is a stand-in; it is left whether or not the training ends well."""
     calls: list[Any] = []
-    note = lambda name, answer=None: lambda *arguments, **named: calls.append(name) or answer
+    note = lambda name, answer=None: lambda *_, **named: calls.append(name) or answer
     monkeypatch.chdir(tmp_path)
     for module, name, answer in (
-        (launch, "start_ray", None),
         (launch, "stop_ray", None),
         (launch, "check_resources", "layout"),
         (placement, "place", "places"),
@@ -123,6 +122,7 @@ def test_a_run_prepares_everything_and_trains(
         (rl_command, "publish", None),
     ):
         monkeypatch.setattr(module, name, note(name, answer))
+    monkeypatch.setattr(launch, "start_ray", lambda backends: calls.append(("start_ray", *backends)))
     monkeypatch.setattr(rl_command.Calendar, "today", rl_command.Calendar.today)
     trained: list[tuple] = []
     monkeypatch.setattr(rl_command, "train", lambda *arguments: trained.append(arguments))
@@ -132,7 +132,8 @@ def test_a_run_prepares_everything_and_trains(
     assert arguments[:4] == (config, ["--x"], "layout", "places")
     assert len(arguments[4].prompts) == 1 and arguments[6] is None
     assert calls == [
-        *("start_ray", "catch_signals", "check_resources", "place", "check_disks", "build_data"),
+        ("start_ray", "deepspeed", "vllm"),
+        *("catch_signals", "check_resources", "place", "check_disks", "build_data"),
         *("stop_ray", "publish"),
     ]
     calls.clear()

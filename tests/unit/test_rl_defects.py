@@ -38,7 +38,7 @@ from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
-from openrlhf.backends.vllm.engine import VLLMEngine
+from openrlhf.backends.vllm.engine import CPU_KV_CACHE_GB, VLLMEngine
 from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
@@ -972,8 +972,8 @@ def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
         pass
 
     class Arguments:
-        def __init__(self, dtype: str, **options) -> None:
-            raise Started(dtype)
+        def __init__(self, dtype: str, *, kv_cache_memory_bytes: int, **options) -> None:
+            raise Started(dtype, kv_cache_memory_bytes)
 
     names = {
         "vllm": {},
@@ -994,7 +994,8 @@ def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
     config = replace(PPOConfig(), ds=ScorerDeepSpeedConfig(param_dtype=name))
     with pytest.raises(Started) as started:
         asyncio.run(VLLMEngine(engine_options(config, on_gpu=False)).start())
-    assert getattr(torch, str(started.value)) is DTYPES[name]
+    dtype, cache = started.value.args
+    assert getattr(torch, dtype) is DTYPES[name] and cache == CPU_KV_CACHE_GB * 2**30
 
 
 def test_the_chat_template_of_the_flag_is_that_of_prompts_and_of_the_exported_tokenizer(tmp_path):

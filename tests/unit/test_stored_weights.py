@@ -79,6 +79,12 @@ def test_the_message_names_engine_version_and_both_log_probs():
     assert ", -1 in the trainer" in refusal.value.text
 
 
+def test_a_difference_of_exactly_the_limit_is_rounding():
+    check(OURS + 1 / 8)
+    with refused(ErrorCode.WRONG_WEIGHTS):
+        check(OURS + 9 / 64)
+
+
 def test_nan_is_a_difference():
     broken = OURS.clone()
     broken[4] = math.nan

@@ -161,3 +161,10 @@ def test_a_run_continues_from_its_checkpoint(
     for step in (3, 4, 5, 6):
         for key in ("sft/loss", "lr", "grad_norm"):
             assert again[step][key] == pytest.approx(whole[step][key], rel=1e-5)
+
+
+@pytest.mark.parametrize(("flags", "column"), [([], None), (["--data.tools_key", "functions"], "functions")])
+def test_the_column_of_tools_must_exist_if_a_flag_names_it(model: Path, flags: list, column: str) -> None:
+    argv = f"--model.model_name_or_path {model} --data.dataset a/b --data.apply_chat_template".split()
+    config = parse(train_sft.SFTTask.command, [*argv, *flags]).config
+    assert train_sft.SFTTask(config).columns()["--data.tools_key"] == column

@@ -141,8 +141,9 @@ def test_a_model_without_layers_for_adapters(tmp_path):
     check_engines(config, on_cpu=False)
     adapted = replace(config, ds=replace(config.ds, lora=LoraConfig(rank=8)))
     check_engines(adapted, on_cpu=False)
-    with refused(ErrorCode.UNSUPPORTED, **lora_sync):
+    with refused(ErrorCode.UNSUPPORTED, **lora_sync) as refusal:
         check_engines(replace(adapted, vllm=VllmConfig(lora_sync="adapter")), on_cpu=False)
+    assert f"(--actor.model_name_or_path {tmp_path})" in refusal.value.text
 
 
 @pytest.mark.parametrize(
