@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.tools.command_line.arguments import ArgumentParser, positive
 from openrlhf.api import ErrorCode, UsageError, short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser, positive
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
@@ -146,9 +146,9 @@ def _words(folder: Path, command: str, flags: str) -> list[str]:
 
 
 def _sft(folder: Path, flags: str) -> None:
-    from openrlhf.tools.command_line.run_files import task_type_of
     from openrlhf.api import parse
     from openrlhf.api import run_supervised as run
+    from openrlhf.tools.command_line.run_files import task_type_of
 
     argv = _words(folder, "sft", flags)
     task = task_type_of("sft")
@@ -156,9 +156,8 @@ def _sft(folder: Path, flags: str) -> None:
 
 
 def _ppo(folder: Path, flags: str) -> None:
+    from openrlhf.api import PPO, parse
     from openrlhf.api import run_rl as run
-    from openrlhf.api import PPO
-    from openrlhf.api import parse
 
     argv = _words(folder, "ppo", flags)
     run(parse(PPO, argv).config, argv)
@@ -170,11 +169,15 @@ def _show_result(folder: Path, steps: int) -> str:
     from rich.console import Console
     from rich.table import Table
 
-    from openrlhf.api import load_tokenizer
-    from openrlhf.api import journal_steps, read_journal, response_of
-    from openrlhf.api import clean_text
-    from openrlhf.api import decode
-    from openrlhf.api import Trajectory
+    from openrlhf.api import (
+        Trajectory,
+        clean_text,
+        decode,
+        journal_steps,
+        load_tokenizer,
+        read_journal,
+        response_of,
+    )
 
     tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
     evals = journal_steps(folder / "run" / "rollouts", "eval")
