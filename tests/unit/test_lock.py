@@ -1,5 +1,8 @@
 """A folder has one living run."""
 
+import errno
+import fcntl
+import logging
 import os
 import signal
 import subprocess
@@ -49,3 +52,23 @@ def test_a_lock_ends_with_a_run_that_fails(tmp_path):
     for _ in range(2):
         with pytest.raises(RuntimeError, match="of the run"), locked(tmp_path / "new", flag="--x"):
             raise RuntimeError("of the run")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told(tmp_path, monkeypatch, caplog, number):
+    def flock(file, operation):
+        raise OSError(number, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path, flag="--x"):
+        (record,) = caplog.records
+    assert record.levelno == logging.WARNING and str(tmp_path) in record.getMessage()
+
+
+def test_another_error_of_a_lock_is_raised(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.EIO, "broken disk")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="broken disk"), locked(tmp_path, flag="--x"):
+        pytest.fail("it was let in")

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import time
@@ -78,8 +79,9 @@ def test_a_healthy_run_has_no_findings_and_says_why(
     run = write_run(tmp_path / "run", HEALTHY)
     assert doctor.examine_run(run, as_data=False) == 0
     out = capsys.readouterr().out
+    assert " ".join(out.split()).startswith(f"{run}: 40 rows of metrics, last step 40; not running ")
     assert "healthy" in out
-    assert "rollout/reward_mean 0.2" in out
+    assert "\n   - rollout/reward_mean 0.2" in out
 
 
 @pytest.mark.parametrize("cause", DEFECTS)
@@ -384,6 +386,14 @@ def test_the_installation_is_listed_with_what_mends_it(
     assert doctor.examine_installation(as_data=True) == 1
     facts = json.loads(capsys.readouterr().out)["facts"]
     assert [fact["name"] for fact in facts if fact["problem"]] == ["ray", "/dev/shm"]
+    assert [fact["name"] for fact in facts] == [
+        *("python", "packages", "ray", "vllm", "deepspeed", "GPUs", "machine", "C compiler"),
+        *("/dev/shm", "cache", "address"),
+    ]
+    (ray, shared) = (fact for fact in facts if fact["problem"])
+    assert (ray["problem"], ray["remedy"]) == ("version 1 is installed", "pip install 'ray==2'")
+    assert shared["problem"].endswith("need 1.07374e+09 GiB")
+    assert re.fullmatch(rf"{platform.node()} is \d+(\.\d+){{3}}, with free ports", facts[-1]["found"])
 
 
 def test_supervised_loss_that_rises(tmp_path: Path) -> None:

@@ -60,6 +60,17 @@ def test_a_run_that_is_right(words: list[str], capsys: pytest.CaptureFixture[str
     code, text = checked(words, capsys)
     assert code == 0, text
     assert text.endswith("nothing is wrong\n")
+    titles = re.findall("\n\n([a-z ]+)", f"\n{text}")
+    assert titles[:-2] == [
+        "versions",
+        "files and models",
+        "prompts",
+        "stop tokens",
+        "chat template",
+        "rewards",
+        "disks",
+        "ports",
+    ]
     assert "--- sample 1: " in text and "0+1=?" in text
     assert "  right        1        'The answer is 1.'\n" in text
     assert "  right, boxed 1        '\\\\boxed{1}'\n" in text

@@ -2,6 +2,11 @@
 comparisons of runs, and the arithmetic of the full size."""
 
 import json
+import re
+import tempfile
+import time
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +23,20 @@ from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.hardware import cluster_of, cores
 from openrlhf.tools.plan.plan import invocation
-from openrlhf.tools.plan.rehearsal import settings
+from openrlhf.tools.plan import rehearse
+from openrlhf.tools.plan.rehearsal import settings, stages
+from openrlhf.tools.plan.rehearsal.report import as_data, show
 from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
 from openrlhf.tools.plan.rehearsal.rows import rows_for, short_ones
-from openrlhf.tools.plan.rehearsal.runs import RunFailedError, differences, run_command, weight_difference
+from openrlhf.tools.plan.rehearsal.runs import (
+    Result,
+    RunFailedError,
+    differences,
+    run_command,
+    weight_difference,
+)
 from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
-from openrlhf.tools.plan.rehearse import run_on
+from openrlhf.tools.plan.rehearse import Progress, run_on
 
 NODES = cluster_of("8x8xH100")
 RL = {
@@ -273,6 +286,215 @@ def test_full_size(name: str, flags: dict[str, str]) -> None:
     lines = [*simulate(config, plan_run(command, config, NODES, Assumed()))]
     ranks = {"ppo": "actor: 32 ranks, 32 data", "sft": "model: 64 ranks, 16 data x 4 sequence"}[name]
     assert lines[0].startswith(ranks)
+
+
+def test_what_a_rehearsal_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run whose processes fail at once, and one whose model cannot be shrunk."""
+
+    def fail(command: str, flags: Path, folder: Path, **options: Any) -> Result:
+        raise RunFailedError("it ended with code 2; the end of log.txt:\nerror: broken")
+
+    monkeypatch.setattr(stages, "run_command", fail)
+    command, config = configured("sft", SFT)
+    rehearsal = Rehearsal(
+        command=command, config=config, cluster=NODES, assumed=Assumed(rows=7), folder=tmp_path / "r"
+    )
+    rehearsal.run()
+    show(rehearsal, 12.3, out := StringIO())
+    text = out.getvalue()
+    assert re.search(r"\nrun +failed +0 +it ended with code 2; the end of log\.txt: *\n", text)
+    assert re.search(r"\nexport +not rehearsed +0 +the run failed *\n", text)
+    assert "\nrun: it ended with code 2; the end of log.txt:\nerror: broken\n" in text
+    assert "\nnot rehearsed\n  GPU kernels" in text and "\n  --ds.ring_attn_size 4: sequence" in text
+    assert "\nplan of the run on 8 x 8 H100 80 GB\n" in text
+    assert re.search(r"\n  samples of a step +\d+   rehearsed with 8\n", text)
+    assert text.endswith("\nfailed: run (12 s)\n")
+    data = as_data(rehearsal, 12.3)
+    assert (data["command"], data["ok"], data["seconds"]) == ("sft", False, 12.3)
+    assert {stage["name"]: stage["outcome"] for stage in data["stages"]}["run"] == FAILED
+    assert data["rehearsed"]["samples of a step"] == "8"
+    assert data["plan"]["data-parallel ranks"] == "16"
+    assert data["not_rehearsed"][0].startswith("GPU kernels")
+    hf.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2).save_pretrained("model")
+    other = replace(rehearsal, stages=[], small=None, small_plan=None, folder=tmp_path / "other")
+    other.run()
+    show(other, 1.0, out := StringIO())
+    assert "\nnot rehearsed\n" not in out.getvalue() and "rehearsed with" not in out.getvalue()
+    assert as_data(other, 1.0)["not_rehearsed"] == [] and as_data(other, 1.0)["rehearsed"] is None
+
+
+def ran(folder: Path, rows: dict[int, dict[str, float]], weight: float = 0.0) -> Result:
+    """Writes the metrics and the model of a run that succeeded."""
+    (folder / "run").mkdir(parents=True)
+    lines = [json.dumps({"step": step} | row) for step, row in rows.items()]
+    (folder / "run" / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (folder / "model").mkdir()
+    save_file({"w": torch.full((2,), weight)}, folder / "model" / "model.safetensors")
+    return Result(folder=folder, seconds=1.0)
+
+
+LOSSES: dict[int, dict[str, float]] = {step: {"sft/loss": 1 / step, "grad_norm": 2.0} for step in (1, 2, 3)}
+EVALUATED = LOSSES | {2: LOSSES[2] | {"eval/sft/loss": 0.25}}
+GOOD = {"run": EVALUATED, "one_rank": LOSSES, "resumed": {3: LOSSES[3]}}
+EVIDENCE = {
+    "run": "2 ranks (2 sequence parallel), 3 steps; sft/loss 1, 0.5, 0.333333; grad_norm 2, 2, 2",
+    "evaluation": "eval/sft/loss 0.25",
+    "losses of one rank": "equal in steps 1 to 3 up to rounding; "
+    "sft/loss 1, 0.5, 0.333333; grad_norm 2, 2, 2",
+    "checkpoint and resume": "after step 2; step 3 and the final weights are equal to the last bit",
+}
+
+
+@pytest.mark.parametrize(
+    ("runs", "weight", "told"),
+    [
+        (GOOD, 0.0, {}),
+        ({"run": {1: LOSSES[1]}}, 0.0, {"run": "it logged the steps [1] instead of 1 to 3"}),
+        ({"run": LOSSES}, 0.0, {"evaluation": "step 2 has no metrics of the evaluation"}),
+        (
+            {"one_rank": LOSSES | {3: {"grad_norm": 4.0}}},
+            0.0,
+            {
+                "losses of one rank": "one rank and 2 ranks (2 sequence parallel) in step 3 differ:\n"
+                "grad_norm: 4 and 2"
+            },
+        ),
+        (
+            {"resumed": {2: LOSSES[2], 3: LOSSES[3]}},
+            0.0,
+            {"checkpoint and resume": "resumed after step 2, it logged the steps [2, 3]"},
+        ),
+        (
+            {"resumed": {3: LOSSES[3] | {"grad_norm": 2.1}}},
+            0.0,
+            {
+                "checkpoint and resume": "the resumed and the uninterrupted run in step 3 differ:\n"
+                "grad_norm: 2.1 and 2"
+            },
+        ),
+        ({}, 0.5, {"checkpoint and resume": "weights of the resumed run differ by up to 0.5"}),
+        (
+            {},
+            2**-24,
+            {"checkpoint and resume": "after step 2; step 3 and the final weights are equal up to 6e-08"},
+        ),
+    ],
+)
+def test_what_stages_find_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runs: dict, weight: float, told: dict[str, str]
+) -> None:
+    started: list[tuple[str, int, Any]] = []
+
+    def run_command(command: str, flags: Path, folder: Path, *, ranks: int, tick: Any) -> Result:
+        tick(5.0)
+        config = invocation(sft, ["--config", str(flags)], cluster_of(f"{ranks}xH100")).config
+        started.append((folder.name, ranks, config))
+        own = weight if folder.name == "resumed" else 0.0
+        return ran(folder, (GOOD | runs)[folder.name], own)
+
+    monkeypatch.setattr(stages, "run_command", run_command)
+    monkeypatch.setattr(stages, "reloaded", lambda model, original, *, head: f"{model} {original} {head}")
+    sft, config = configured("sft", SFT)
+    heard: list[tuple[str, float, float]] = []
+    rehearsal = Rehearsal(
+        command=sft,
+        config=config,
+        cluster=NODES,
+        assumed=Assumed(),
+        folder=tmp_path / "r",
+        tell=lambda *told: heard.append(told),
+    )
+    rehearsal.run()
+    found = {stage.name: stage for stage in rehearsal.stages}
+    failed = {name for name, text in told.items() if not text.startswith("after step 2; ")}
+    if "run" in told:
+        assert found["export"].outcome == found["losses of one rank"].outcome == LEFT_OUT
+    else:
+        assert {name for name, stage in found.items() if stage.outcome == FAILED} == failed
+        assert [(name, ranks) for name, ranks, _ in started] == [("run", 2), ("one_rank", 1), ("resumed", 2)]
+        by_name = {name: config for name, _, config in started}
+        assert [config.ckpt.load_enable for config in by_name.values()] == [False, False, True]
+        assert [config.ckpt.save_steps for config in by_name.values()] == [2, -1, -1]
+        assert [config.ds.ring_attn_size for config in by_name.values()] == [2, 1, 2]
+        assert len({config.train.batch_size for config in by_name.values()}) == 1
+        assert len({config.model.model_name_or_path for config in by_name.values()}) == 1
+        small = tmp_path / "r" / "models" / "0"
+        assert found["export"].evidence == f"{tmp_path / 'r' / 'run' / 'model'} {small} score"
+    for name, text in (EVIDENCE | told if "run" not in told else told).items():
+        if name in told or runs.get(name, GOOD.get(name)) is GOOD.get(name):
+            assert found[name].evidence == text
+    assert ("run", 0.0, 0.0) in heard and ("run", 5.0, 20.0) in heard
+    assert rehearsal.failed == bool(failed)
+
+
+def test_losses_of_a_run_of_rl() -> None:
+    """Row 0 is an evaluation before the first step."""
+    rows = {1: {"policy/loss": 0.5, "critic/loss": 3.0, "grad_norm": 1.0}, 0: {"eval/x": 1.0}}
+    rows |= {2: {"policy/loss": 0.25, "grad_norm": 2.0}}
+    assert stages._losses(rows) == "policy/loss 0.5, 0.25; grad_norm 1, 2"
+    assert stages._losses({1: {"dpo/loss": 2.0}}) == "dpo/loss 2"
+
+
+def test_differences_between_engines_and_trainer() -> None:
+    metrics = {0: {"mismatch/abs_diff_max": 9.0}, 1: {"mismatch/abs_diff_max": 0.5}} | {
+        2: {"mismatch/abs_diff_max": 0.25, stages.PROBE: 0.125}
+    }
+    assert stages._synchronised(metrics) == (
+        f"log-probs of engines and trainer after each sync: {stages.PROBE} at most 0.12, "
+        "mismatch/abs_diff_max at most 0.5"
+    )
+    with pytest.raises(stages.LeftOutError):
+        stages._synchronised({1: {"policy/loss": 1.0}})
+
+
+def test_a_secret_is_not_shown() -> None:
+    _, config = configured("ppo", RL)
+    config = settings.with_values(config, {"logger.wandb.key": "abc123", "train.hooks": "hooks.py"})
+    listed = [*settings.not_rehearsed(config, small_run(config, 2))]
+    assert "--logger.wandb.key: Weights & Biases" in listed
+    assert "--train.hooks hooks.py: hooks of your own" in listed
+
+
+def test_progress_is_printed_on_stderr_every_15_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    say = Progress(98.0)
+    say("plan", 0.0, 0.0)
+    for seconds, expected in ((0.0, 20.0), (14.0, 20.0), (15.0, 20.0), (30.0, 20.0)):
+        now[0] = 100.0 + seconds
+        say("run", seconds, expected)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == [
+        "[   2 s] plan",
+        "[   2 s] run (0 s, about 20 s left)",
+        "[  17 s] run (15 s, about 5 s left)",
+        "[  32 s] run (30 s)",
+    ]
+
+
+@pytest.mark.parametrize("more", [[], ["--json"], ["--keep"]])
+def test_the_command_rehearses_in_a_folder_that_goes_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    """`openrlhf rehearse` with a model that cannot be shrunk."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    hf.MambaConfig(vocab_size=99, hidden_size=64, num_hidden_layers=2).save_pretrained("model")
+    flags = {"model.model_name_or_path": "model"} | SFT
+    words = ["sft", *(word for key, value in flags.items() for word in (f"--{key}", value))]
+    with pytest.raises(SystemExit) as stop:
+        rehearse.main([*words, "--cluster", "8xH100", "--response_tokens", "33", "--rows", "1000", *more])
+    assert stop.value.code == 1
+    out, err = capsys.readouterr()
+    left = [*(tmp_path / "temporary").iterdir()]
+    assert len(left) == (more == ["--keep"]) and all(f"logs and models: {path}" in err for path in left)
+    if more == ["--json"]:
+        assert json.loads(out)["command"] == "sft"
+    else:
+        assert "run: 1,000 rows" in out and "tokens of a sequence: 33\n" in out, out
 
 
 def test_hardware_without_a_cluster() -> None:

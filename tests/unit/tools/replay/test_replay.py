@@ -11,11 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 import yaml
 from recorded_runs import Recording, samples
-from refusals import refused
+from refusals import printed, refused
 
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.replay import rerun
 from openrlhf.tools.replay.journal_collector import JournalCollector
+from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay.replay import run as replay
 from openrlhf.tools.replay.rerun import Rerun, compare, configured, environment_of
 from openrlhf.training.collect import Admission
@@ -191,3 +192,31 @@ def test_a_folder_that_is_a_file_or_not_empty_is_refused(recording, tmp_path, na
     (recording.run.path / "argv.txt").write_text("python -m openrlhf.cli.train_sft\n")
     with refused(ErrorCode.NOT_WRITABLE, flag="--folder", value=tmp_path / name):
         replay(recording.run.path, 3, tmp_path / name)
+
+
+def test_the_command_passes_on_its_options(recording, tmp_path, capsys):
+    folder = tmp_path / "full"
+    folder.mkdir()
+    (folder / "file").touch()
+    for words in (["--step", "3", "--folder", str(folder)], ["--step", "9"]):
+        with pytest.raises(SystemExit) as stop:
+            command.main([str(recording.run.path), *words])
+        assert stop.value.code == 2
+    told = [(problem.code, problem.place) for problem in printed(capsys.readouterr().err)]
+    assert told == [(ErrorCode.NOT_WRITABLE, f"--folder {folder}"), (ErrorCode.NOT_FOUND, "--step 9")]
+
+
+def test_metrics_of_hooks_are_named_and_not_compared(tmp_path):
+    recording = Recording(tmp_path / "hooked", **{"train.hooks": "hooks.py"})
+    rerun = computed_again(recording, tmp_path / "again", 2)
+    recording.metrics(**{"mine/value": 7.0})
+    result = compare(rerun)
+    assert result.is_equal
+    assert "metrics of hooks (--train.hooks)" in result.not_compared
+
+
+def test_steps_without_metrics_are_named(recording, tmp_path):
+    rerun = computed_again(recording, tmp_path / "again", 3)
+    path = recording.run.path / "metrics.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[2:]))
+    assert "metrics of steps 1, 2: the run did not log them" in compare(rerun).not_compared

@@ -438,6 +438,14 @@ def test_lengths_that_nobody_set_fit_the_model(tmp_path, line, lengths):
             },
             2048,
         ),
+        (
+            {
+                "model_type": "llama",
+                "max_position_embeddings": 512,
+                "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+            },
+            1024,
+        ),
     ],
 )
 def test_the_context_of_a_model_is_read_from_its_configuration(tmp_path, settings, length):
