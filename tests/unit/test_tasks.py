@@ -86,6 +86,12 @@ def test_a_box_in_the_prompt_earns_nothing():
     assert reward_func([prompt + "no"], [prompt], ["2"])["rewards"] == [0.0]
 
 
+@pytest.mark.parametrize("lists", [(["a", "b"], ["a"], ["2", "2"]), (["a", "b"], ["a", "b"], ["2"])])
+def test_every_query_has_a_prompt_and_a_label(lists):
+    with pytest.raises(ValueError, match="zip"):
+        reward_func(*lists)
+
+
 def test_the_reward_file_is_found():
     assert "def reward_func(queries" in REWARD_FILE.read_text()
 

@@ -152,6 +152,8 @@ def test_a_mirror_that_hangs_does_not_delay_training(tmp_path, caplog, monkeypat
     released = threading.Event()
     hanging = Recorder(lambda step: released.wait(20))
     trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [hanging])
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "tracker-Recorder")
+    assert thread.daemon  # it does not keep the process alive
     started = time.monotonic()
     for step in range(100):
         trackers.log(step, {})

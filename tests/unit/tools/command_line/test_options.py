@@ -118,7 +118,8 @@ def test_the_help_names_the_command_and_explains_every_option(name: str) -> None
         for action in parser._actions:
             assert action.help or action.dest == "shell", action.dest
             if action.nargs != 0:  # it has a value, which the help names in capitals
-                names = action.metavar or action.choices or action.dest.upper()
+                option = action.dest.upper() if action.option_strings else action.dest
+                names = action.metavar or action.choices or option
                 names = [names] if isinstance(names, str) else names
                 assert action.choices or all(re.match(r"[{A-Z]", name) for name in names), action.dest
 

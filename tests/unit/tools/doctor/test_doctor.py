@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from refusals import refused
 from run_folders import sample, write_journal, write_run
@@ -20,7 +21,7 @@ from run_folders import sample, write_journal, write_run
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.lock import locked
 from openrlhf.tools.command_line import installation
-from openrlhf.tools.doctor import doctor
+from openrlhf.tools.doctor import doctor, stacks
 from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
@@ -69,6 +70,12 @@ DEFECTS = {
 }
 
 
+TITLES = {
+    "memory": "memory of update grows",
+    "slow-steps": "2 of 40 steps are slow: save takes the time",
+}
+
+
 def causes(run: Path) -> list[str]:
     return [finding.cause for finding in diagnose(RunRecord.read(run))]
 
@@ -88,6 +95,7 @@ def test_a_healthy_run_has_no_findings_and_says_why(
 def test_each_cause_comes_first_in_a_run_that_has_it(cause: str, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY | DEFECTS[cause])
     assert causes(run)[0] == cause
+    assert found(run, cause).title == TITLES.get(cause, found(run, cause).title)
 
 
 def found(run: Path, cause: str) -> Finding:
@@ -248,6 +256,13 @@ def test_a_run_that_only_takes_long_is_healthy(tmp_path: Path, capsys: pytest.Ca
     assert data["healthy"] and [finding["cause"] for finding in data["findings"]] == ["slow-steps"]
 
 
+def test_a_rare_phase_takes_all_its_time_from_a_usual_step(tmp_path: Path) -> None:
+    """Two of 40 steps save, for 60 s each; no usual step saves."""
+    seconds = {"timing/save": [60.0 if i in (20, 30) else None for i in range(STEPS)]}
+    run = write_run(tmp_path / "run", HEALTHY | DEFECTS["slow-steps"] | seconds)
+    assert found(run, "slow-steps").evidence[1] == "save accounts for 120 s of that"
+
+
 def test_slowness_comes_last(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY | DEFECTS["slow-steps"] | {"memory/update_gb": ramp(1, 4)})
     assert causes(run) == ["memory", "slow-steps"]
@@ -399,3 +414,16 @@ def test_the_installation_is_listed_with_what_mends_it(
 def test_supervised_loss_that_rises(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", {"sft/loss": ramp(1, 3)})
     assert causes(run) == ["loss-rises"]
+    assert found(run, "loss-rises").title == "sft/loss rises"
+    run = write_run(tmp_path / "held_out", {"eval/sft/loss": ramp(1, 3)})
+    assert found(run, "loss-rises").title == "eval/sft/loss rises on held-out data: the model overfits"
+
+
+def test_a_process_whose_stack_cannot_be_read_in_time_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(command: list[str], **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, 1)
+
+    monkeypatch.setattr(stacks.shutil, "which", lambda name, path=None: "py-spy")
+    monkeypatch.setattr(stacks.subprocess, "run", hang)
+    stack = stacks._dump(psutil.Process(), is_driver=True)
+    assert stack == Stack(f"the driver (process {os.getpid()})", ())

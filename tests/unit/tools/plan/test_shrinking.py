@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_tokenizer, tiny_vision_weights
-from openrlhf.tools.plan.rehearsal.shrinking import shrunk_config, shrunk_model
+from openrlhf.tools.plan.rehearsal.shrinking import _shrink_text, shrunk_config, shrunk_model
 
 FLAG = "--model.model_name_or_path"
 HEADS: dict[str, Any] = {"head_dim": 128}
@@ -70,6 +70,14 @@ def test_proportions_are_kept() -> None:
     assert small["gemma3"].sliding_window == 32
     assert (small["moe"].num_experts, small["moe"].num_experts_per_tok) == (4, 2)
     assert (small["latent"].num_hidden_layers, small["latent"].first_k_dense_replace) == (2, 1)
+
+
+def test_sizes_of_each_layer_are_shrunk_too() -> None:
+    """Gemma 3n lists the inner size of each layer."""
+    values = {"num_hidden_layers": 3, "intermediate_size": [8192, 8192, 4096], "num_attention_heads": 8}
+    values |= {"hidden_size": 2048, "num_key_value_heads": 2}
+    _shrink_text(values)
+    assert values["intermediate_size"] == [128] * values["num_hidden_layers"]
 
 
 def test_a_model_that_reads_images(tmp_path: Path) -> None:

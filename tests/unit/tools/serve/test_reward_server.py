@@ -12,10 +12,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import uvicorn
+from fastapi.testclient import TestClient
 from refusals import printed, refused
 from torch import Tensor
 
@@ -30,7 +32,8 @@ from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve import server
 from openrlhf.tools.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
 from openrlhf.tools.serve.serve_rm import check, load
-from openrlhf.tools.serve.server import build_app, occurs, text_of
+from openrlhf.tools.serve.serve_rm import run as serve
+from openrlhf.tools.serve.server import build_app, occurs, read_question, text_of
 from openrlhf.types import PackedRow
 
 TOKENIZER = tiny_tokenizer()
@@ -123,6 +126,17 @@ def test_what_the_model_reads_of_a_query(query: str, prompt: str, expected: Text
 )
 def test_a_prompt_is_part_of_its_query(prompt: str, query: str, answer: bool) -> None:
     assert occurs(prompt, query) is answer
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_request_becomes_texts(is_chat: bool) -> None:
+    config = config_of("--data.apply_chat_template", str(is_chat))
+    body = b'{"query": ["a: b", "a: cd"], "prompts": ["a: ", "a: c"], "labels": ["x", null]}'
+    texts = [Text(text="a: b", spans=((3, 4),), is_chat=is_chat)]
+    texts += [Text(text="a: cd", spans=((4, 5),), is_chat=is_chat)]
+    assert read_question(body, config) == texts
+    alone = [replace(text, spans=()) for text in texts]
+    assert read_question(b'{"query": ["a: b", "a: cd"]}', config) == alone
 
 
 @pytest.fixture(scope="module")
@@ -308,6 +322,27 @@ def test_a_model_without_statistics_is_told(tmp_path: Path) -> None:
     with refused(ErrorCode.TOO_LONG, flag="--data.max_len", value="2048 (default)") as told:
         check(config_of(*flags))
     assert "--data.max_len 512" in told.value.text
+
+
+def test_the_command_serves_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It listens before it loads the model, and answers requests with the model's scores."""
+    folder = str(tiny_chat_model(tmp_path))
+    made = load_scorer(folder, flag="--x", dtype="fp32", attention="auto")
+    made.model.save_pretrained(tmp_path)
+    words = ("--data.max_len", "512", "--port", "0", "--max_queue", "4096", "--drain_seconds", "7")
+    config = config_of("--reward.model_name_or_path", folder, "--ds.param_dtype", "fp32", *words)
+    found = []
+
+    def ask(app: Any, bound: socket.socket, seconds: float) -> None:
+        client = TestClient(app, base_url=f"http://localhost:{bound.getsockname()[1]}")
+        found.append((client.get("/health"), client.post("/get_reward", json={"query": ["four"]}), seconds))
+
+    monkeypatch.setattr(server, "serve", ask)
+    serve(config)
+    ((health, answer, seconds),) = found
+    assert health.status_code == 200 and answer.status_code == 200 and seconds == 7
+    score = TextScorer(made.eval(), TOKENIZER, max_len=512, max_tokens=1000)
+    assert answer.json()["rewards"] == [pytest.approx(score([Text(text="four")])[0].score, abs=1e-6)]
 
 
 def test_a_body_that_does_not_arrive_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 import fcntl
 import io
 import json
+import math
 import os
 import pty
 import re
@@ -150,6 +151,20 @@ def test_a_run_that_resumes_removes_its_last_steps(folder: Path) -> None:
     run.folder.rewind(8)
     run.refresh()
     assert list(run.steps) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_seconds_of_a_step_leave_out_the_first(folder: Path) -> None:
+    """The last 50 count; a step without a duration does not."""
+    run = follow(folder)
+
+    def mean(*seconds: float) -> float | None:
+        run.steps.clear()
+        run.steps.update({i: {"timing/step_total": s} for i, s in enumerate(seconds, start=1)})
+        return run.seconds_per_step
+
+    assert mean() is None and mean(90.0) == 90 and mean(90.0, 4.0) == 4 and mean(90.0, 4.0, 2.0) == 3
+    assert mean(90.0, math.nan, 2.0) == 2
+    assert mean(90.0, 1000.0, *[2.0] * 50) == 2
 
 
 def test_the_end_of_a_large_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

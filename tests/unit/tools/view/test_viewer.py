@@ -166,7 +166,9 @@ def test_each_token_has_its_numbers(tmp_path, viewer_of):
         versions=[4, 4, 5],
         seed=2**63 + 1,
     )
-    batch = records.batch_of([turns], log_probs=[-1.5, -2.0, -2.0], advantages=[1.0, -1.0, math.nan])
+    batch = records.batch_of(
+        [turns], log_probs=[-1.5, -2.0, -2.0], advantages=[1.0, -1.0, math.nan], returns=[3.0, 2.0, 1.0]
+    )
     trained = Trained(batch=batch, schedule=[[[0]]], first_update=0)
     path = write(run, 1, [turns], decode=answer_of("ab<c>"), trained=trained)
     content = viewer_of(run).rollout(0, path.name, 0)
@@ -176,6 +178,7 @@ def test_each_token_has_its_numbers(tmp_path, viewer_of):
     assert tracks["gap"] == [-0.5, 0, None, 1] and tracks["surprisal"] == [1, 2, None, 3]
     assert tracks["version"] == [4, 4, None, 5] and tracks["turn"] == [1, 1, None, 2]
     assert tracks["advantages"][:3] == [1, -1, None] and math.isnan(tracks["advantages"][3])
+    assert tracks["returns"] == [3, 2, None, 1]
     assert "values" not in tracks and "reference" not in tracks
 
 
