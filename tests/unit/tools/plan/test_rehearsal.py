@@ -22,14 +22,14 @@ from openrlhf.config.parse import to_yaml
 from openrlhf.mesh import Mesh
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tools.command_line.run_files import command_and_flags
+from openrlhf.tools.plan import rehearse
 from openrlhf.tools.plan.estimate import Assumed, plan_run
 from openrlhf.tools.plan.hardware import cluster_of, cores
 from openrlhf.tools.plan.plan import invocation
-from openrlhf.tools.plan import rehearse
 from openrlhf.tools.plan.rehearsal import settings, stages
-from openrlhf.tools.plan.rehearsal.report import as_data, show
 from openrlhf.tools.plan.rehearsal.export import reloaded
 from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
+from openrlhf.tools.plan.rehearsal.report import as_data, show
 from openrlhf.tools.plan.rehearsal.rows import rows_for, short_ones
 from openrlhf.tools.plan.rehearsal.runs import (
     Result,

@@ -14,9 +14,9 @@ from recorded_runs import Recording, samples
 from refusals import printed, refused
 
 from openrlhf.errors import ErrorCode
+from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay import rerun
 from openrlhf.tools.replay.journal_collector import JournalCollector
-from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay.replay import run as replay
 from openrlhf.tools.replay.rerun import Rerun, compare, configured, environment_of
 from openrlhf.training.collect import Admission
