@@ -305,6 +305,7 @@ def test_on_a_terminal(monkeypatch):
     screen = on_a_terminal(show_a_run)
     for expected in ("step 1/3  loss 0.25", "generate", "128/256", "tokens_per_second 9,012", "eta", "3/3"):
         assert expected in screen
+    assert "[it] " in screen
     assert "[2J]0;title31m[bold]<script>" in screen
     assert "\x1b[2J" not in screen and "\x1b]0" not in screen and "\x9b" not in screen
     # The cursor is visible again.
@@ -346,7 +347,7 @@ def show_a_run(stream, seen=lambda: "128/256"):
         progress.start(3)
         for step in range(1, 4):
             with progress.phase("generate", total=256) as phase:
-                phase.advance(128, tokens_per_second=9012.0, note=HOSTILE)
+                phase.advance(128, tokens_per_second=9012.0, note=f"[it] {HOSTILE}")
                 deadline = time.monotonic() + 10
                 while "128/256" not in seen() and time.monotonic() < deadline:
                     time.sleep(0.02)

@@ -256,6 +256,14 @@ def test_a_run_that_only_takes_long_is_healthy(tmp_path: Path, capsys: pytest.Ca
     assert data["healthy"] and [finding["cause"] for finding in data["findings"]] == ["slow-steps"]
 
 
+@pytest.mark.parametrize("longer", [False, True])
+def test_a_phase_that_becomes_slower_is_named(tmp_path: Path, longer: bool) -> None:
+    lengths = {"rollout/response_length_mean": ramp(100, 400 if longer else 100)}
+    seconds = {"timing/generate": ramp(5, 40), "timing/step_total": ramp(8, 43)}
+    finding = found(write_run(tmp_path / "run", HEALTHY | lengths | seconds), "slow-steps")
+    assert finding.title == f"generate becomes slower{', with longer answers' * longer}"
+
+
 def test_a_rare_phase_takes_all_its_time_from_a_usual_step(tmp_path: Path) -> None:
     """Two of 40 steps save, for 60 s each; no usual step saves."""
     seconds = {"timing/save": [60.0 if i in (20, 30) else None for i in range(STEPS)]}
@@ -417,6 +425,20 @@ def test_supervised_loss_that_rises(tmp_path: Path) -> None:
     assert found(run, "loss-rises").title == "sft/loss rises"
     run = write_run(tmp_path / "held_out", {"eval/sft/loss": ramp(1, 3)})
     assert found(run, "loss-rises").title == "eval/sft/loss rises on held-out data: the model overfits"
+
+
+def test_a_process_whose_stack_cannot_be_read_is_shown_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(command: list[str], **options: object) -> None:
+        raise subprocess.CalledProcessError(1, command, stderr="Error: no access\nPermission denied\n")
+
+    monkeypatch.setattr(stacks.shutil, "which", lambda name, path=None: "py-spy")
+    monkeypatch.setattr(stacks.subprocess, "run", fail)
+    stack = stacks._dump(psutil.Process(), is_driver=True)
+    assert stack == Stack(f"the driver (process {os.getpid()}): Permission denied", ())
+    monkeypatch.setattr(stacks.psutil, "pid_exists", lambda pid: False)
+    assert stacks._dump(psutil.Process(), is_driver=True) is None
 
 
 def test_a_process_whose_stack_cannot_be_read_in_time_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

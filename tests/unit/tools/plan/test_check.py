@@ -1,5 +1,6 @@
 """`openrlhf check`: a run that is right, and one in which much is wrong, all of it listed at once."""
 
+import io
 import json
 import re
 from pathlib import Path
@@ -9,11 +10,17 @@ import pytest
 import refusals
 from transformers import AutoTokenizer
 
+from openrlhf.config.fields import values_of
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line import installation
 from openrlhf.tools.command_line.installation import mismatches, requirements
+from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import check
+from openrlhf.tools.plan.estimate import Assumed
+from openrlhf.tools.plan.hardware import cores
+from openrlhf.tools.plan.plan import invocation
+from openrlhf.tools.plan.preview import Preview
 
 REWARD = """\
 from openrlhf.utils import grade_response
@@ -78,6 +85,19 @@ def test_a_run_that_is_right(words: list[str], capsys: pytest.CaptureFixture[str
     assert "  wrong        0        'The answer is 11.'\n" in text
     assert "  empty        0        ''\n" in text
     assert "step: 4 prompts x 2 samples = 8 samples" in text
+
+
+def test_each_check_is_asked_about_its_own_flag(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flag that has a problem already is not checked again."""
+    command, flags = command_and_flags([*words, "--eval.dataset", "rows.jsonl"], "check")
+    config = invocation(command, flags, cores(1)).config
+    run = check.Check(command, config, Preview(io.StringIO(), coloured=False), Assumed())
+    asked: list[str] = []
+    monkeypatch.setattr(run, "ask", lambda flag, check, /, *_, **__: asked.append(flag))
+    check._files(run)
+    assert asked[:3] == ["--ckpt.output_dir", "--logger.trackers", "--train.hooks"]
+    known = {f"--{key}" for key in values_of(config)}
+    assert len(asked) > 5 and set(asked) <= known
 
 
 def verdict(text: str) -> list[str]:

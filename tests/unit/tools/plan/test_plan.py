@@ -22,7 +22,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import plan as cli
-from openrlhf.tools.plan.estimate import Assumed, RunPlan, plan_run, spelled, suggestion
+from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled, suggestion
 from openrlhf.tools.plan.hardware import REPORTED, Cluster, cluster_of, cores, with_measured
 from openrlhf.tools.plan.memory import training_memory
 from openrlhf.tools.plan.models import model_size
@@ -313,6 +313,21 @@ def test_a_suggestion_fits(folders: dict[str, str], model: str, cluster: str, mo
         assert needed or value is False or not plan_run(PPO, fewer, described, Assumed()).fits, key
 
 
+def test_the_cheapest_changes_come_first(folders: dict[str, str]) -> None:
+    cluster = cluster_of("8xH100-80GB")
+    config, _ = planned(ppo_flags(folders["8b"]), cluster)
+    assert [*_remedies(config, cluster)][:6] == [
+        (("vllm.enable_sleep", True),),
+        (("ds.enable_sleep", True),),
+        (("actor.gradient_checkpointing_enable", True),),
+        (("ds.bucket_mb", 100),),
+        (("train.micro_batch_size", 1),),
+        (("rollout.micro_batch_size", 1),),
+    ]
+    offloaded = {"ref.offload", "reward.offload", "teacher.offload"}
+    assert offloaded <= {key for changes in _remedies(config, cluster) for key, value in changes if value}
+
+
 def test_nothing_fits_a_70b_on_one_small_gpu(folders: dict[str, str]) -> None:
     cluster = cluster_of("1xA10G")
     config, plan = planned(ppo_flags(folders["70b"], **{"train.batch_size": 128}), cluster)
@@ -409,6 +424,7 @@ def test_the_command_prints_tables_and_data(
     data = json.loads(capsys.readouterr().out)
     assert stop.value.code == again.value.code == int(not data["fits"])
     assert data["models"]["actor"]["parameters"] == B8 and data["batches"]["samples"] == 1024
+    assert "memory of each of 8 devices with " in " ".join(text.split())
     assert "bound by" in text and data["advice"] and data["advice"] in text
 
 

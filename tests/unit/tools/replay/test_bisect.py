@@ -13,7 +13,7 @@ from openrlhf.config.parse import to_yaml
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.replay import bisect as command
 from openrlhf.tools.replay.compare import bisect, cause_of
-from openrlhf.tools.replay.differences import ORDER, same
+from openrlhf.tools.replay.differences import NUMBER, ORDER, same
 from openrlhf.types import Trajectory, runs
 
 
@@ -43,6 +43,15 @@ def test_equal_runs(pair, capsys):
     assert {(s.step, s.name) for s in result.equal} >= {(1, "rollouts"), (3, "metrics")}
     assert command.run(a.run.path, b.run.path) == 0
     assert "no difference" in capsys.readouterr().out
+
+
+def test_a_run_with_more_samples(pair):
+    a, b = pair
+    b.step(2, [*samples(2), replace(samples(2)[3], sample_index=2)])
+    result = bisect(a.run, b.run)
+    assert result.first is not None
+    (found,) = result.first.differing
+    assert (result.first.step, found.quantity, found.first) == (2, NUMBER, "4 | 5")
 
 
 LOWER = np.array([-1, -1, -1 - 1e-6, -1], np.float32)

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import refused
+from safetensors.torch import load_file
 
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.backends.jobs import LAUNCHED
@@ -19,6 +21,7 @@ from openrlhf.backends.transformers.engine import TransformersEngine
 from openrlhf.config.commands import DPO, KTO, PPO, RM, SFT
 from openrlhf.config.parse import parse
 from openrlhf.data import batches
+from openrlhf.errors import ErrorCode, RunError
 from openrlhf.models import backbone, policy, scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.verify import continuing, engine, ranks, trainer
@@ -26,7 +29,7 @@ from openrlhf.tools.verify.compare import Gradient, Scale
 from openrlhf.tools.verify.report import Finding, Verdict, judged, not_checked, table, write_report
 from openrlhf.tools.verify.rounding import Rounding
 from openrlhf.tools.verify.subjects import Size, shortest
-from openrlhf.tools.verify.verify import subject_of
+from openrlhf.tools.verify.verify import _with_layers, subject_of
 from openrlhf.training.objectives import kto, sft
 from openrlhf.types import ExperienceRow, PackedRow, PairRow
 
@@ -95,6 +98,7 @@ def verified(
         init_distributed()
         findings = list(checks(subject_of(command, config, tmp_path, Size(rows=6)), dtype))
         assert len(findings) == (trainer.number_of_checks(dtype) if count is None else count)
+        assert all(finding.claim for finding in findings)
         return {finding.check: finding for finding in findings}
 
     yield verify
@@ -247,13 +251,55 @@ def test_the_report_has_everything_and_no_secret(tmp_path: Path, monkeypatch: py
     write_report(tmp_path / "v.json", "sft", config, findings, {"rows": "synthetic"})
     written = json.loads((tmp_path / "v.json").read_text())
     assert [f["check"] for f in written["findings"]] == ["a", "b", "c", "d"]
-    assert "seed: 7" in written["config"]
+    assert written["command"] == "sft" and "seed: 7" in written["config"]
     assert written["environment"]["versions"] and "host" not in written["environment"]
     text = (tmp_path / "v.txt").read_text()
     for part in ("B is broken", "arithmetic", "equal bits", "no GPU", "synthetic", "at the loss"):
         assert part in text
     assert "very-secret-key" not in text + (tmp_path / "v.json").read_text()
     assert table(findings) in text.replace("<redacted>", "very-secret-key")
+
+
+def test_the_sync_that_differs_most_or_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def error_of(*outcomes: float | RunError) -> tuple[float | None, str]:
+        left = list(outcomes)
+
+        def sync() -> None:
+            if isinstance(left[0], RunError):
+                raise left[0]
+
+        pair: Any = SimpleNamespace(sync=sync, difference=lambda: left.pop(0), reason=lambda: "old weights")
+        return engine.error_of_syncs(pair, None, len(outcomes))
+
+    moves = [True]
+    monkeypatch.setattr(engine, "moved", lambda pair, batch: moves[0])
+    gone = RunError(ErrorCode.ENGINE_FAILED, "gone")
+    assert error_of(0.25, 0.5, 0.1) == (0.5, "sync 2")
+    assert error_of(0.25, 2.0, 0.1) == (2.0, "sync 2: old weights")
+    assert error_of(0.25, gone) == (math.inf, f"sync 2: {gone}")
+    moves[0] = False
+    assert error_of(0.25)[0] is None
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "ppo"])
+def test_only_the_first_layers_are_verified(folder: Path, tmp_path: Path, name: str) -> None:
+    command, flags = COMMANDS[name]
+    model, data = ("actor", "prompt_dataset") if command is PPO else ("model", "dataset")
+    words = f"--{model}.model_name_or_path {folder / 'model'} --data.{data} {folder / 'rows.jsonl'} "
+    config = parse(command, (words + flags.format(reference=folder / "reference")).split()).config
+    assert _with_layers(command, config, None, tmp_path) is config
+    cut = _with_layers(command, config, 1, tmp_path)
+    kept = {model: "model"} | ({"ref": "reference"} if name == "dpo" else {})
+    for section, source in kept.items():
+        path = tmp_path / f"{section}-of-1-layers"
+        assert getattr(cut, section).model_name_or_path == str(path)
+        few, whole = (load_file(at / "model.safetensors") for at in (path, folder / source))
+        assert few.keys() == {key for key in whole if ".layers." not in key or ".layers.0." in key}
+        assert all(torch.equal(few[key], whole[key]) for key in few)
+        assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 1
+        assert (path / "tokenizer.json").is_file()
+    with refused(ErrorCode.INVALID_VALUE, flag="--layers", value=99):
+        _with_layers(command, config, 99, tmp_path)
 
 
 def test_bounds_follow_from_the_dtype_and_the_sizes() -> None:

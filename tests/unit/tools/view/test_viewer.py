@@ -182,6 +182,13 @@ def test_each_token_has_its_numbers(tmp_path, viewer_of):
     assert "values" not in tracks and "reference" not in tracks
 
 
+def test_numbers_of_two_lengths_have_no_difference():
+    assert rollout._difference([3.0, 2.0], [1.0, 2.0]) == [2, 0]
+    assert rollout._difference(None, [1.0]) is None
+    with pytest.raises(ValueError, match="zip"):
+        rollout._difference([1.0, 2.0], [1.0])
+
+
 def test_tokens_have_texts_or_a_reason(tmp_path, viewer_of):
     run = written(tmp_path)
     path = write(run, 1, [records.trajectory(1.0, (2, 3))], decode=answer_of("ab"))
