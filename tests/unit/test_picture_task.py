@@ -67,8 +67,9 @@ def test_files_agree_and_the_held_out_pictures_are_in_no_other_file(files):
     images = {name: {row["images"][0] for row in some} for name, some in rows.items()}
     assert images["sft"] == images["prompts"] == images["pairs"]
     assert not images["sft"] & images["eval"]
-    for row in rows["pairs"]:
+    for row in rows["pairs"] + rows["pairs_eval"]:
         assert fraction_right(row["rejected"], row["chosen"]) == 0
+    assert rows["pairs_eval"][0]["rejected"] == "white yellow blue yellow"  # the same for ever
 
 
 def test_the_files_of_the_model_are_those_of_a_vision_language_model(files):

@@ -20,6 +20,7 @@ import json, shutil, sys
 from pathlib import Path
 
 command, config, source, start, step = sys.argv[1:]
+assert f"save_steps: {{step}}" in Path(config).read_text()
 made = Path(config).parent / "run"
 shutil.copytree(source, made)
 rows = [json.loads(line) for line in (made / "metrics.jsonl").read_text().splitlines()]
@@ -27,7 +28,8 @@ rows[int(step) - 1]["grad_norm"] += {added}
 (made / "metrics.jsonl").write_text("".join(json.dumps(row) + chr(10) for row in rows))
 {more}
 """
-"""Stands in for the process of a replay: writes a run whose last gradient norm is larger."""
+"""Stands in for the process of a replay: writes a run whose last gradient norm is larger, if it was
+told to save its last step."""
 
 
 def git(clone: Path, *words: str) -> str:

@@ -12,6 +12,7 @@ import pytest
 from refusals import refused
 
 from openrlhf.errors import ErrorCode
+from openrlhf.observability import report
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.run_folder import RunFolder, to_json
 from openrlhf.observability.samples import few_samples, print_samples
@@ -378,3 +379,9 @@ def test_metrics_of_any_name_are_drawn_once(tmp_path):
     page = Page(write_report(folder.path).read_text())
     assert sorted(svg["aria-label"] for svg in page.named("svg")) == sorted(names)
     assert json.loads(folder.metrics_path.read_text().splitlines()[0])["a/b/c"] == 2
+
+
+def test_a_long_name_of_a_metric_is_cut_to_60_characters():
+    assert report._label("rollout/extra_" + 54 * "a") == {"section": "rollout", "words": "extra " + 54 * "a"}
+    cut = report._label(f"{31 * 's'}/extra_" + 55 * "a")
+    assert cut["section"] == 30 * "s" and "\u2026" in cut["words"]
