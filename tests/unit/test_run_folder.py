@@ -11,6 +11,7 @@ from damages import IN_ITS_PLACE, put_in_place
 from refusals import refused
 
 from openrlhf.errors import ErrorCode
+from openrlhf.observability import run_folder
 from openrlhf.observability.run_folder import (
     REDACTED,
     RunFolder,
@@ -198,3 +199,23 @@ def test_a_line_that_is_no_row_is_told_by_its_number(tmp_path, line) -> None:
     folder.health_path.write_text(f'{{"step": 1}}\n{line}\n')
     with refused(ErrorCode.UNREADABLE, value=folder.health_path, row=2):
         folder.rewind(2)
+
+
+def test_a_commit_is_named_by_its_hash_although_it_has_a_tag(tmp_path):
+    """With changes of files it is dirty; a folder without a repository has none."""
+    own = ["-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
+
+    def git(*words):
+        command = ["git", "-C", str(tmp_path), *own, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout.strip()
+
+    assert run_folder._git_commit(tmp_path) is None
+    (tmp_path / "file").write_text("1")
+    git("init", "--quiet")
+    git("add", "file")
+    git("commit", "--quiet", "--message", "first")
+    git("tag", "--annotate", "v1", "--message", "a release")
+    sha = git("rev-parse", "HEAD")
+    assert run_folder._git_commit(tmp_path) == sha
+    (tmp_path / "file").write_text("2")
+    assert run_folder._git_commit(tmp_path) == f"{sha}-dirty"

@@ -1,6 +1,7 @@
 """`openrlhf bisect` on synthetic run folders: each kind of difference is found, in causal order."""
 
 import json
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -190,6 +191,7 @@ def test_settings(tmp_path, capsys):
     assert command.run(a.run.path, b.run.path) == 1
     out = capsys.readouterr().out
     assert "--train.seed" in out and "first difference: step 1, rollouts, seed" in out
+    assert re.search(r"quantity +differs in +largest +first difference", out)
 
 
 def test_a_run_that_ended_early_is_equal_as_far_as_it_goes(pair):

@@ -13,12 +13,14 @@ import yaml
 from recorded_runs import Recording, samples
 from refusals import printed, refused
 
+from openrlhf.backends.manifest import Entry, Manifest
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay import rerun
 from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.replay import run as replay
 from openrlhf.tools.replay.rerun import Rerun, compare, configured, environment_of
+from openrlhf.tools.replay.tensors import compare_checkpoints, have_same_hashes
 from openrlhf.training.collect import Admission
 from openrlhf.types import Image
 
@@ -174,6 +176,24 @@ def test_a_tampered_checkpoint_is_found(recording, tmp_path):
     (stage,) = [stage for stage in compare(rerun).stages if stage.differing]
     assert stage.name == "checkpoint of the actor"
     assert stage.differing[0].first.startswith("element [1, 2]: 0.5 | ")
+
+
+def test_checkpoints_with_the_same_hashes_are_not_read(tmp_path):
+    """Files without tensors may differ; of two tensors' files one is enough."""
+
+    def checkpoint(name: str, **hashes: str) -> Path:
+        files = {file.replace("__", "."): Entry(3, sha256) for file, sha256 in hashes.items()}
+        (tmp_path / name).mkdir()
+        Manifest(files=files, step=1).write(tmp_path / name)
+        return tmp_path / name
+
+    one = checkpoint("one", weights__pt="a", origin__json="b", random_state_0__pt="c")
+    other = checkpoint("other", weights__pt="a", origin__json="d")
+    changed = checkpoint("changed", weights__pt="e", origin__json="b", random_state_0__pt="c")
+    assert have_same_hashes(one, other) and not have_same_hashes(one, changed)
+    (tmp_path / "none").mkdir()
+    assert not have_same_hashes(one, tmp_path / "none")
+    assert [*compare_checkpoints(one, other)] == []
 
 
 def test_what_engines_measure_is_not_compared(recording, tmp_path):

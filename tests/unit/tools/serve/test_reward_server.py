@@ -340,6 +340,7 @@ def test_the_command_serves_the_model(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(server, "serve", ask)
     serve(config)
     ((health, answer, seconds),) = found
+    assert health.json() == {"ok": True, "waiting": 0, "scoring": 0, "scored": 0}
     assert health.status_code == 200 and answer.status_code == 200 and seconds == 7
     score = TextScorer(made.eval(), TOKENIZER, max_len=512, max_tokens=1000)
     assert answer.json()["rewards"] == [pytest.approx(score([Text(text="four")])[0].score, abs=1e-6)]

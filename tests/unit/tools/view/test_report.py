@@ -381,6 +381,12 @@ def test_metrics_of_any_name_are_drawn_once(tmp_path):
     assert json.loads(folder.metrics_path.read_text().splitlines()[0])["a/b/c"] == 2
 
 
+def test_of_a_long_prompt_begin_and_end_are_printed():
+    stream = io.StringIO()
+    print_samples([trajectory(1.0, "Begin. " + 500 * "x" + " End?")], lambda *_, **__: "4", stream=stream)
+    assert "Begin." in stream.getvalue() and "xxx End?" in stream.getvalue()
+
+
 def test_a_long_name_of_a_metric_is_cut_to_60_characters():
     assert report._label("rollout/extra_" + 54 * "a") == {"section": "rollout", "words": "extra " + 54 * "a"}
     cut = report._label(f"{31 * 's'}/extra_" + 55 * "a")
