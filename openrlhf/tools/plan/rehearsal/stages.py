@@ -127,7 +127,7 @@ class Rehearsal:
     def _evaluated(self, whole: Result | None) -> str:
         if not self.config.eval.dataset:
             raise LeftOutError("the run has no --eval.dataset")
-        metrics = _needed(whole).metrics.get(settings.SAVED, {})
+        metrics = _needed(whole).metrics[settings.SAVED]
         found = {name: value for name, value in metrics.items() if name.startswith("eval/")}
         if not found:
             raise RunFailedError(f"step {settings.SAVED} has no metrics of the evaluation")
