@@ -153,7 +153,6 @@ def test_a_mirror_that_hangs_does_not_delay_training(tmp_path, caplog, monkeypat
     hanging = Recorder(lambda step: released.wait(20))
     trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [hanging])
     (thread,) = (thread for thread in threading.enumerate() if thread.name == "tracker-Recorder")
-    assert thread.daemon  # it does not keep the process alive
     started = time.monotonic()
     for step in range(100):
         trackers.log(step, {})
@@ -162,6 +161,7 @@ def test_a_mirror_that_hangs_does_not_delay_training(tmp_path, caplog, monkeypat
     released.set()
     assert len(read_metrics(tmp_path / "m.jsonl")) == 100
     assert "did not finish" in caplog.text and "too slow" in caplog.text
+    assert thread.daemon  # it does not keep the process alive
 
 
 def test_a_failing_record_is_raised(tmp_path):
