@@ -86,7 +86,7 @@ def test_a_box_in_the_prompt_earns_nothing():
     assert reward_func([prompt + "no"], [prompt], ["2"])["rewards"] == [0.0]
 
 
-@pytest.mark.parametrize("lists", [(["a", "b"], ["a"], ["2", "2"]), (["a", "b"], ["a", "b"], ["2"])])
+@pytest.mark.parametrize("lists", [(["a", "b"], ["a"], ["2"]), (["a", "b"], ["a", "b"], ["2"])])
 def test_every_query_has_a_prompt_and_a_label(lists):
     with pytest.raises(ValueError, match="zip"):
         reward_func(*lists)
