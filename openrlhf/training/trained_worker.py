@@ -65,7 +65,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
 
     @cached_property
     def hooks(self) -> list[Hook]:
-        """What installed packages attach to every rank that learns."""
+        """Hooks that installed packages attach to every rank that learns."""
         return attached("rank", self.config, worker=self)
 
     @property

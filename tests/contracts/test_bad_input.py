@@ -255,6 +255,7 @@ def test_columns_are_looked_at_before_models(refused, files, command):
     assert says(text, ErrorCode.MISSING_COLUMN, f"{FIRST_COLUMN[command]} questions", files["data"])
 
 
+@pytest.mark.processes
 def test_columns_are_looked_at_without_transformers():
     """Columns are checked without importing transformers, whose import takes longer than all other checks
     together."""
@@ -317,6 +318,7 @@ def test_a_reward_file_that_is_not_there(refused, files):
     assert places(text) == [(ErrorCode.NOT_FOUND, f"--reward.remote_url {wrong}")] and "reward.py" in text
 
 
+@pytest.mark.processes
 def test_a_module_that_is_not_there(refused):
     reward, agent = "--reward.remote_url", "--train.agent_func_path"
     for flag, others in ((reward, ()), (agent, (reward, "None"))):
@@ -325,6 +327,7 @@ def test_a_module_that_is_not_there(refused):
         assert says(text, ErrorCode.USER_CODE, f"{flag} no_such.module:judge", *words)
 
 
+@pytest.mark.processes
 def test_a_name_that_a_module_has_not(refused, files):
     text = refused("ppo", "--reward.remote_url", f"{files['no_reward']}:grade")
     assert says(text, ErrorCode.USER_CODE, f"--reward.remote_url {files['no_reward']}:grade", "grade")

@@ -237,6 +237,7 @@ SIGNATURES = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("signature", SIGNATURES.values(), ids=SIGNATURES)
 def test_an_executor_gets_what_it_accepts(tmp_path: Path, signature: str) -> None:
     path = tmp_path / "agent.py"
@@ -250,6 +251,7 @@ def test_an_executor_gets_what_it_accepts(tmp_path: Path, signature: str) -> Non
 CLASS = f"{HEAD}class AgentExecutor(AgentExecutorBase):\n"
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "text"),
     [
@@ -307,6 +309,7 @@ def test_a_constructor_that_raises_names_its_line(tmp_path: Path) -> None:
     assert error.value.text == f"{path}: line 5: OSError: no sandbox"
 
 
+@pytest.mark.processes
 def test_a_run_is_refused_before_it_starts(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text("class AgentExecutor: pass")

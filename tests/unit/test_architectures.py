@@ -149,6 +149,7 @@ def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
     assert row.split(" | ")[1:5] == [*(verdict.how for verdict in verdicts), _prefixes(verdicts)]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("model_type", [*TEN, *EXPERTS])
 def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> None:
     """Experts are covered too, whose routers may send a token elsewhere because of a rounding."""

@@ -223,6 +223,7 @@ def test_scores_in_blocks(monkeypatch, options, rows: int) -> None:
         torch.testing.assert_close(in_blocks, whole, atol=1e-6, rtol=1e-6)  # scores are float32
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("window", [None, 64])
 def test_memory_of_scores_is_linear(monkeypatch, window: int | None) -> None:
     """The largest number of bytes alive at once, forward and backward, grows with the length: with all scores

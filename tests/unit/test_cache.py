@@ -196,6 +196,7 @@ def _build_slowly(folder, local_rank, barrier, answers):
     answers.put((builds, digest(contents(store))))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("local_ranks", [("0", "0", "0"), ("1", "0", "2")])
 def test_of_processes_at_once_one_builds_and_all_read_the_same(tmp_path, local_ranks):
     barrier, answers = FORKSERVER.Barrier(len(local_ranks)), FORKSERVER.Queue()

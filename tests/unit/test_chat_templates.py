@@ -522,6 +522,7 @@ def test_columns_that_overlap_are_refused(asked, answer):
     assert "'talk'" in told.value.text and "--data.output_key" in told.value.text
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "template",
     [

@@ -61,5 +61,6 @@ def test_an_allowance_has_a_reason_and_a_kind(tmp_path: Path, comment: str) -> N
     assert len(check(tmp_path)) == 1
 
 
+@pytest.mark.processes
 def test_the_package_has_none() -> None:
     assert not check(ROOT / "openrlhf")

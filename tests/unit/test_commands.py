@@ -1,4 +1,4 @@
-"""What `openrlhf` says instead of running a command."""
+"""Answers of `openrlhf` that run no command."""
 
 from importlib import metadata
 

@@ -361,6 +361,7 @@ def test_only_one_process_of_a_machine_speaks(monkeypatch, capsys):
     assert refused(SFT, ["--nonsense"], capsys) == ""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_the_right_name_for_a_typo(command):
     """A letter may be wrong, missing, doubled or swapped, in every flag and every old name of more than three
@@ -409,6 +410,7 @@ def test_nothing_near_nonsense(capsys):
     assert "--help [unknown-flag]" in refused(SFT, ["--qqqq"], capsys)
 
 
+@pytest.mark.processes
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
@@ -491,6 +493,7 @@ def test_help_into_a_pipe_that_closes():
     assert result.stdout.startswith("usage: openrlhf ppo") and result.stderr == ""
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "words",
     [
@@ -1529,6 +1532,7 @@ def test_the_optimizer_of_a_section_has_the_flags_without_effect_of_any_other():
     assert of_actor == [row.keys for row in optimizer_unread()]
 
 
+@pytest.mark.processes
 def test_every_reason_is_tested(say):
     """Each row of the tables of rules and of unread flags applies to a command line above."""
     told = "\n".join(line for command, words, *_ in CHECKS + REMARKS for line in say(command, words)[1])
@@ -1706,6 +1710,7 @@ def test_a_value_becomes_words_of_the_command_line():
 # ---- openrlhf COMMAND
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("argv", "code", "text"),
     [

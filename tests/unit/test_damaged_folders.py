@@ -76,6 +76,7 @@ def test_a_save_has_all_models_and_the_files_beside_them(sound: Path) -> None:
     assert of(sound).find() == Found("global_step6", [])
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("part", ["_actor", "_critic"])
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_every_damage_is_found_and_an_older_one_taken(copy: Path, kind: str, part: str) -> None:
@@ -128,6 +129,7 @@ def test_whatever_stands_in_place_of_a_file_of_the_newest_the_next_is_taken(copy
     assert of(copy).find() == Found("global_step6", [])
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("name", ["latest", "latest_universal"])
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)

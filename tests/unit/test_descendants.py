@@ -1,4 +1,4 @@
-"""Which processes the program that ends a run's processes finds and kills, on a machine made up here."""
+"""Processes that the program which ends a run's processes finds and kills, on a machine made up here."""
 
 import os
 import signal

@@ -370,6 +370,7 @@ class LossyEngine(FakeEngine):
         return future
 
 
+@pytest.mark.processes
 def test_of_lost_requests_and_answers_every_prompt_comes_back_once(dispatcher_of: Build):
     """Ray reports both by the same error, so the prompt runs again, perhaps for the second time."""
     lost: SimpleQueue[int] = SimpleQueue()

@@ -94,6 +94,7 @@ def makespan(groups: Groups, num_engines: int, build: Callable[[int, int], Balan
             balance.update_expected_length("train", len(lengths), sum(lengths))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("size", "sigma", "most"), [(8, 1.0, 0.95), (16, 1.5, 0.8), (64, 1.5, 0.9)])
 def test_engines_are_kept_full(size: int, sigma: float, most: float) -> None:
     """The baseline counts whole groups, most of whose samples have finished long before the last one."""

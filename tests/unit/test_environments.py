@@ -349,6 +349,7 @@ def test_a_package_that_is_missing(name: str, extra: str, monkeypatch: pytest.Mo
         runpy.run_path(str(EXAMPLES / f"agent_{name}.py"), run_name="agent")
 
 
+@pytest.mark.processes
 def test_an_executor_without_an_environment_is_refused(tmp_path: Path) -> None:
     """A run is refused before it starts; a whole executor keeps to the limits of a run."""
     flag = "--train.agent_func_path"

@@ -107,6 +107,7 @@ def test_one_turn(processor) -> None:
         play(processor, executor, max_len=len(prompt))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("value", ["picture", "file.getvalue()"])
 def test_an_environment_shows_pictures(tmp_path: Path, processor, value: str) -> None:
     """Pictures stand in the place that the environment's text names, as the model writes them; every turn
@@ -126,6 +127,7 @@ def test_an_environment_shows_pictures(tmp_path: Path, processor, value: str) ->
     assert t.action_mask.sum() == 6 and not t.action_mask[t.token_ids == processor.image_token_id].any()
 
 
+@pytest.mark.processes
 def test_pictures_count_for_the_room(tmp_path: Path, processor) -> None:
     """After the first answer eight patches do not fit."""
     step = "return {'rewards': 1, 'done': False, 'environment_feedback': '', 'environment_images': [picture]}"
@@ -136,6 +138,7 @@ def test_pictures_count_for_the_room(tmp_path: Path, processor) -> None:
     assert t.truncated and [params.max_tokens for _, params in engine.asked] == [13, 1]
 
 
+@pytest.mark.processes
 def test_a_rewritten_history_has_its_own_pictures(tmp_path: Path, processor) -> None:
     step = (
         "first = 'new' not in states['observation_text']\n"
@@ -151,6 +154,7 @@ def test_a_rewritten_history_has_its_own_pictures(tmp_path: Path, processor) -> 
     assert one.images == (RED,) and [decoded(i.data).tobytes() for i in two.images] == [WIDE.tobytes()]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "step, text",
     [
@@ -194,6 +198,7 @@ def test_returned_observation_tokens_must_have_all_tokens_of_an_image(tmp_path: 
         assert ok or "observation_tokens" in t.error
 
 
+@pytest.mark.processes
 def test_an_executor_that_takes_no_images_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(TOLD.replace("{tokens}", "ids").replace(", images)", ")"))

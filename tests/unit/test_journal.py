@@ -449,6 +449,7 @@ def write_for_ever(folder: Path) -> None:
         journal.write(step, [TWO_TURNS] * 1000)
 
 
+@pytest.mark.processes
 def test_a_killed_writer_leaves_whole_steps(tmp_path):
     """The writer is killed while it writes one step after the other: every file is whole, up to the last
     one."""

@@ -412,6 +412,7 @@ class TestLanes:
         lanes.close(cancel=False)
 
 
+@pytest.mark.processes
 def test_the_public_names_are_loaded_when_they_are_used():
     program = (
         "import openrlhf as rl, sys\n"

@@ -29,6 +29,7 @@ def faults(**environment: str) -> int:
     return int(subprocess.check_output(command, env=kept | environment, text=True).splitlines()[-1])
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="another C library")
 def test_memory_of_a_pass_is_kept_for_the_next_unless_the_user_says_otherwise() -> None:
     assert faults() < faults(MALLOC_MMAP_THRESHOLD_="131072") / 4

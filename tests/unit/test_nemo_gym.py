@@ -127,6 +127,7 @@ def test_failures(gym: type[NemoGym], label: dict, text: str) -> None:
     assert t.outcome is Outcome.ENV_ERROR and text in t.error, t.error
 
 
+@pytest.mark.processes
 def test_rows_of_nemo_gym_are_read() -> None:
     lines = [json.dumps(row(i)) + "\n" for i in range(2)]
     first, second = rows(lines)

@@ -314,6 +314,7 @@ def test_sixteen_conversations_never_mix() -> None:
     assert len(engine.asked) == 64
 
 
+@pytest.mark.processes
 def test_hundreds_that_knock_at_once_are_let_in() -> None:
     """asyncio would keep 128 connections waiting, and turn the others away."""
 
@@ -356,6 +357,7 @@ def test_a_limit_of_turns() -> None:
     assert [t.reward for t in found] == [0.25, 0.25] and len(engine.asked) == 2
 
 
+@pytest.mark.processes
 def test_an_executor_without_an_agent_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(

@@ -154,6 +154,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(score_last_token):
     assert told.value.text.startswith(f"no pair is left of 1 row: 1 × {SAME_ANSWERS}.")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("score_last_token", [False, True])
 @settings(max_examples=60, deadline=None)
 @given(prompt=DIGITS, one=DIGITS.filter(bool), other=DIGITS.filter(bool))

@@ -400,6 +400,7 @@ REWARDS = {"compared": (0.0, 1.0), "solved": (1.0, 1.0), "alone": (0.5, None)}
 """Rewards of the samples of a prompt; filtering does not keep those that are solved."""
 
 
+@pytest.mark.processes
 @settings(deadline=None, max_examples=40)
 @given(data=st.data())
 def test_every_accepted_sample_is_learned_from_once_in_each_epoch(data):
@@ -472,6 +473,7 @@ def test_what_the_critic_warmed_up_on_is_kept_for_nobody():
 lengths_lists = st.lists(st.integers(2, 20), min_size=1, max_size=12)
 
 
+@pytest.mark.processes
 @settings(deadline=None, max_examples=60)
 @given(lengths_lists, st.integers(1, 5), st.booleans(), st.integers(2, 40), st.integers(1, 3))
 def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic, budget, most):
@@ -734,6 +736,7 @@ def test_the_kl_counts_once(use_loss):
     assert loss.item() == pytest.approx(0.1 * 2.0 if use_loss else 0.0)
 
 
+@pytest.mark.processes
 def test_a_coefficient_of_zero_loads_no_reference_and_trains_without_one():
     """GRPO without KL places no reference, asks for none and misses none; the loss is the policy's alone."""
     kl = KLConfig(init_coef=0.0, use_loss=True, estimator="k3")

@@ -69,6 +69,7 @@ def loading_calls() -> list[tuple[str, ast.Call]]:
     return found
 
 
+@pytest.mark.processes
 def test_code_of_models_is_refused_without_a_question() -> None:
     calls = loading_calls()
     assert len(calls) > 10

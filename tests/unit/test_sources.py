@@ -358,6 +358,7 @@ def test_concatenation_and_caps(tmp_path):
     assert [row["input"] for row in load(both, max_samples=3, probs="0.5,0.5")][:3] != ["a0", "a1", "a2"]
 
 
+@pytest.mark.processes
 def test_mixing_repeats_the_shorter_dataset_until_all_are_used_up(tmp_path):
     write_lines(tmp_path / "a.jsonl", [{"input": f"a{i}"} for i in range(300)])
     write_lines(tmp_path / "b.jsonl", [{"input": f"b{i}"} for i in range(300)])
@@ -506,6 +507,7 @@ def decoded_on_disk(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.processes
 def test_a_large_parquet_file_is_mapped_and_leaves_nothing_behind(tmp_path, decoded_on_disk):
     pq.write_table(pa.Table.from_pylist(NESTED), tmp_path / "a.parquet")
     before = pa.total_allocated_bytes()

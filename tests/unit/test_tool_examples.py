@@ -45,12 +45,14 @@ def test_code_with_feedback() -> None:
     assert (t.reward, t.extra_logs) == (0, {"tries": 3, "shown_right": 0})
 
 
+@pytest.mark.processes
 def test_the_example_of_mcp_calls_its_server() -> None:
     calls = call("price", fruit="plum") + call("price", fruit="pear")
     t = episode("agent_mcp.py", calls, "It is 3", label="3")
     assert (t.reward, t.extra_logs) == (1, {"tool_calls": 2, "tool_errors": 1})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "file", ["agent_tools.py", pytest.param("agent_code.py", marks=needs_namespaces), "agent_mcp.py"]
 )

@@ -226,6 +226,7 @@ def test_tools_that_cannot_be_used() -> None:
     assert t.outcome is Outcome.ENV_ERROR and "add, add" in t.error
 
 
+@pytest.mark.processes
 def test_an_executor_without_a_reward_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(

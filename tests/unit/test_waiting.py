@@ -156,6 +156,7 @@ def on_gpu(kind: type[RowModel], folder: str) -> RowModel:
     return kind(load_causal_lm(folder, **options)).to("meta")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", CASES)
 def test_no_objective_waits_for_the_gpu(folder: str, name: str) -> None:
     case = CASES[name]

@@ -1,1 +1,1 @@
-"""What the tools' commands share: their arguments, and the runs that words describe."""
+"""Parts that the commands of tools share: arguments, and the runs that words describe."""

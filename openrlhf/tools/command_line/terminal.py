@@ -1,4 +1,4 @@
-"""What the terminal can show."""
+"""Abilities of the terminal."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a run will do: its configuration, checks, samples, batches, memory and time; rehearsals."""
+"""Checks, plans and rehearses a run, and shows its samples, before it starts."""
 
 COMMANDS = {
     "init": ("init", "ask a few questions and write a commented configuration for a training run"),

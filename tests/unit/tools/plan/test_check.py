@@ -169,6 +169,7 @@ def test_a_reward_that_never_differs(words: list[str], capsys: pytest.CaptureFix
     assert verdict(checked(words, capsys)[1])[0].startswith("all answers have the same reward")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reward", "label", "told"),
     [
@@ -191,6 +192,7 @@ def test_rewards_meet_answers_of_a_model(
     assert [note.startswith(told) for note in notes] == [True] if told else not notes
 
 
+@pytest.mark.processes
 def test_the_plan_has_the_lengths_of_the_rows(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     text = checked(words, capsys)[1]
     lengths = [int(n) for n in re.findall(r"sample \d+: (\d+) tokens", text)]
@@ -220,6 +222,7 @@ def test_a_reward_function_that_fails(words: list[str], capsys: pytest.CaptureFi
     assert "rewards\n  wrong, see the end: --reward.remote_url\n" in parts
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reward", "remark"),
     [
@@ -247,6 +250,7 @@ def test_rewards_that_depend_on_the_order_of_a_batch(
     assert remark is None or remark in " ".join(text.split())
 
 
+@pytest.mark.processes
 def test_a_template_whose_answers_never_end(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     template = "{% for m in messages %}{{ m.content }} + {% endfor %}"
     code, text = checked([*words, "--data.tokenizer_chat_template", template], capsys)

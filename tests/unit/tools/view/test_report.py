@@ -12,12 +12,12 @@ import pytest
 from refusals import refused
 
 from openrlhf.errors import ErrorCode
-from openrlhf.observability import report
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.run_folder import RunFolder, to_json
 from openrlhf.observability.samples import few_samples, print_samples
 from openrlhf.observability.selection import thinned
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
+from openrlhf.tools.view import report
 from openrlhf.tools.view.report import (
     CURVE_POINTS,
     _is_noisy,
@@ -269,6 +269,7 @@ def test_hostile_text_is_inert(tmp_path):
     assert "default-src 'none'" in policy
 
 
+@pytest.mark.processes
 def test_a_large_run_stays_below_300_kb(tmp_path):
     """The run has more metrics than fit, long answers and a long configuration."""
     noise = lambda step, k: math.sin(step * step * (k + 1))
