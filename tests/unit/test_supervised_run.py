@@ -2,10 +2,12 @@
 
 import json
 import math
+import os
 import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli import train_dpo, train_kd, train_kto, train_prm, train_rm, train_sft
+from openrlhf.config.checks import LAUNCHER
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
 from openrlhf.loop import task
@@ -40,9 +43,12 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Returns a model. The process group of the runs ends with the tests."""
-    yield tiny_chat_model(tmp_path_factory.mktemp("run") / "model")
-    leave_distributed()
+    """Returns a model. The process group of the runs and its variables end with the tests."""
+    with mock.patch.dict(os.environ):
+        for name in LAUNCHER:
+            os.environ.pop(name, None)
+        yield tiny_chat_model(tmp_path_factory.mktemp("run") / "model")
+        leave_distributed()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import transformers as hf
 from refusals import refused
 
 from openrlhf.backends.distributed import leave_distributed
+from openrlhf.config.checks import LAUNCHER
 from openrlhf.config.commands import BATCH_INFERENCE
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
@@ -48,7 +49,8 @@ def scorer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name in LAUNCHER:
+        monkeypatch.delenv(name, raising=False)
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
 
 
