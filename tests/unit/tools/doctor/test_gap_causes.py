@@ -285,7 +285,6 @@ def first_with(cause: Callable[[Folders], Case]) -> Flags:
     return SETTINGS[2] if cause is kept_sets else SETTINGS[0]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
 def test_each_injected_cause_comes_first(cause: Callable[[Folders], Case], tmp_path: Path) -> None:
     run = RunRecord.read(build(tmp_path, cause, first_with(cause)))
