@@ -20,64 +20,52 @@ if TYPE_CHECKING:  # for users
     from openrlhf.observability.hooks.base import Evaluation, Hook, Step
     from openrlhf.types import Batch, Outcome, Prompt, PromptGroup, Trajectory
 
+# fmt: off
+# isort: off
 if TYPE_CHECKING:  # for tools
     from openrlhf.agents.base import Reward, RewardError, call_in_time
-    from openrlhf.agents.chat_stream import TemplateProblem
-    from openrlhf.agents.chat_stream import probe as probe_template
-    from openrlhf.agents.openai import BadRequest, OpenAIAgentExecutor, Session, SessionExecutor
-    from openrlhf.agents.openai import Message as ChatMessage
+    from openrlhf.agents.chat_stream import TemplateProblem, probe as probe_template
+    from openrlhf.agents.openai import (
+        BadRequest, Message as ChatMessage, OpenAIAgentExecutor, Session, SessionExecutor,
+    )
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.logprobs import logits_bytes
-    from openrlhf.algorithms.mismatch import PROBE as MISMATCH_PROBE
-    from openrlhf.algorithms.mismatch import check_mismatch
+    from openrlhf.algorithms.mismatch import PROBE as MISMATCH_PROBE, check_mismatch
     from openrlhf.backends.base import Objective, RowT, TrainEngine
-    from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS
-    from openrlhf.backends.deepspeed.memory import row_memory as deepspeed_row_memory
-    from openrlhf.backends.deepspeed.resharding import MASTER as DEEPSPEED_MASTER
-    from openrlhf.backends.deepspeed.resharding import ORDER as DEEPSPEED_ORDER
-    from openrlhf.backends.deepspeed.resharding import Checkpoint as DeepSpeedCheckpoint
+    from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS, row_memory as deepspeed_row_memory
+    from openrlhf.backends.deepspeed.resharding import (
+        Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
+    )
     from openrlhf.backends.distributed import (
-        ProcessMesh,
-        current_device,
-        free_port,
-        init_distributed,
-        leave_distributed,
-        release_cached_memory,
+        ProcessMesh, current_device, free_port, init_distributed, leave_distributed, release_cached_memory,
         seed_everything,
     )
     from openrlhf.backends.jobs import run_job
-    from openrlhf.backends.manifest import MANIFEST as MANIFEST_FILE
-    from openrlhf.backends.manifest import Manifest
+    from openrlhf.backends.manifest import MANIFEST as MANIFEST_FILE, Manifest
     from openrlhf.backends.rollout import (
-        USABLE_FRACTION,
-        AnswerStream,
-        EngineOptions,
-        RolloutEngine,
-        engine_class,
+        AnswerStream, EngineOptions, RolloutEngine, USABLE_FRACTION, engine_class,
     )
-    from openrlhf.backends.row_memory import ITEM_BYTES, ModelShape, layer_bytes, most_tokens
-    from openrlhf.backends.row_memory import activations as activation_bytes
-    from openrlhf.backends.torch.checkpoint_files import METADATA as TORCH_METADATA
-    from openrlhf.backends.torch.checkpoint_files import TorchReader, load_tensors
+    from openrlhf.backends.row_memory import (
+        ITEM_BYTES, ModelShape, activations as activation_bytes, layer_bytes, most_tokens,
+    )
+    from openrlhf.backends.torch.checkpoint_files import METADATA as TORCH_METADATA, TorchReader, load_tensors
     from openrlhf.backends.torch.memory import row_memory as torch_row_memory
     from openrlhf.backends.vllm.stream import VLLMStream
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
-    from openrlhf.backends.weight_sync.stored_weights import Limit as WeightLimit
-    from openrlhf.backends.weight_sync.stored_weights import Probe as WeightProbe
-    from openrlhf.backends.weight_sync.stored_weights import Sketch as WeightSketch
-    from openrlhf.backends.weight_sync.stored_weights import differing_weights, probe_of_run
-    from openrlhf.backends.weight_sync.stored_weights import reason_of as weight_difference
-    from openrlhf.cluster.layout import ENGINES as ENGINE_ROLE
-    from openrlhf.cluster.layout import Layout, layout_of, resource_problems
-    from openrlhf.cluster.layout import demands as resource_demands
-    from openrlhf.cluster.layout import described as described_layout
-    from openrlhf.cluster.layout import table as layout_table
+    from openrlhf.backends.weight_sync.stored_weights import (
+        Limit as WeightLimit, Probe as WeightProbe, Sketch as WeightSketch, differing_weights, probe_of_run,
+        reason_of as weight_difference,
+    )
+    from openrlhf.cluster.layout import (
+        ENGINES as ENGINE_ROLE, Layout, demands as resource_demands, described as described_layout, layout_of,
+        resource_problems, table as layout_table,
+    )
     from openrlhf.completions import SamplingParams
-    from openrlhf.config.checks import check_launcher, looks_local, reward_function, split_spec
-    from openrlhf.config.checks import missing as missing_flag
-    from openrlhf.config.command import SECRETS as SECRET_FLAGS
-    from openrlhf.config.command import Command, Explicit
+    from openrlhf.config.checks import (
+        check_launcher, looks_local, missing as missing_flag, reward_function, split_spec,
+    )
+    from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
     from openrlhf.config.fields import fields_of, to_words, values_of, with_values
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
     from openrlhf.config.inference_commands import BATCH_INFERENCE, CHAT, LORA_COMBINER, SERVE_RM
@@ -85,19 +73,12 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.options import PREFIX as OPTION_PREFIX
     from openrlhf.config.parse import Invocation, parse, to_yaml
     from openrlhf.config.ppo import (
-        ACTOR_FLAG,
-        CRITIC_FLAG,
-        REWARD_FLAG,
+        ACTOR_FLAG, AdvantageConfig, AlgoConfig, CRITIC_FLAG, PPOConfig, REWARD_FLAG, RewardConfig,
         TEACHER_FLAG,
-        AdvantageConfig,
-        AlgoConfig,
-        PPOConfig,
-        RewardConfig,
     )
     from openrlhf.config.ppo_command import PPO
     from openrlhf.config.reasoning_gym import is_gym
-    from openrlhf.config.resume import Change as ResumeChange
-    from openrlhf.config.resume import change_of as resume_change
+    from openrlhf.config.resume import Change as ResumeChange, change_of as resume_change
     from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
     from openrlhf.config.serve_rm import ServeRMConfig
     from openrlhf.config.speculation import parse_speculation
@@ -108,15 +89,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.files import BadRow
     from openrlhf.data.images import ImageSources, kept_download, load_image
     from openrlhf.data.inference import (
-        Answer,
-        Question,
-        build_answers,
-        build_questions,
-        score_last,
-        with_suffix,
+        Answer, Question, build_answers, build_questions, fingerprint as inference_fingerprint,
+        iteration as inference_iteration, score_last, with_suffix,
     )
-    from openrlhf.data.inference import fingerprint as inference_fingerprint
-    from openrlhf.data.inference import iteration as inference_iteration
     from openrlhf.data.messages import with_role
     from openrlhf.data.packing import pack_to_budget
     from openrlhf.data.pictures import decoded, png
@@ -126,120 +101,57 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.templates import Message, PromptTemplate
     from openrlhf.device import DEVICE_TYPE, gpu_bytes, gpu_names
     from openrlhf.errors import (
-        ErrorCode,
-        catch_signals,
-        counted,
-        describe,
-        first_line,
-        notify,
-        readable,
-        short_errors,
+        ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors,
     )
     from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
     from openrlhf.heap import freeze as freeze_heap
-    from openrlhf.hub import WEIGHTS, choose_hub, config_json
-    from openrlhf.hub import model_folder as hub_folder
+    from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder
     from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.loop.machines import resolve
     from openrlhf.loop.reference import ComparedTask, reference_path
-    from openrlhf.loop.rl_checks import check_files as check_rl_files
-    from openrlhf.loop.rl_checks import check_users_files
-    from openrlhf.loop.rl_command import build_trainer as build_rl_trainer
-    from openrlhf.loop.rl_command import checkpoints_of as rl_checkpoints
-    from openrlhf.loop.rl_command import run as run_rl
-    from openrlhf.loop.task import Run as SupervisedRun
-    from openrlhf.loop.task import Task as SupervisedTask
-    from openrlhf.loop.task import build_train_set, lay_out, load_tokenizer_of
-    from openrlhf.loop.task import check_files as check_supervised_files
-    from openrlhf.loop.task import data_notes as supervised_data_notes
-    from openrlhf.loop.task import run as run_supervised
+    from openrlhf.loop.rl_checks import check_files as check_rl_files, check_users_files
+    from openrlhf.loop.rl_command import (
+        build_trainer as build_rl_trainer, checkpoints_of as rl_checkpoints, run as run_rl,
+    )
+    from openrlhf.loop.task import (
+        Run as SupervisedRun, Task as SupervisedTask, build_train_set, check_files as check_supervised_files,
+        data_notes as supervised_data_notes, lay_out, load_tokenizer_of, run as run_supervised,
+    )
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, reading_of
-    from openrlhf.models.generation import Generated as GeneratedAnswers
-    from openrlhf.models.generation import generate as generate_answers
+    from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
     from openrlhf.models.loading import (
-        DTYPES,
-        OF_FILES,
-        check_model,
-        check_room,
-        check_stops,
-        load_config,
-        load_generator,
-        load_tokenizer,
-        max_length_of,
-        model_folder,
-        policy_tokenizer,
-        stop_token_ids,
-        tell_stops,
+        DTYPES, OF_FILES, check_model, check_room, check_stops, load_config, load_generator, load_tokenizer,
+        loading as loading_model, max_length_of, model_folder, policy_tokenizer, stop_token_ids, tell_stops,
         without_weights,
     )
-    from openrlhf.models.loading import loading as loading_model
     from openrlhf.models.lora import ADAPTER, is_classifier, load_statistics, merge_rounded
     from openrlhf.models.policy import PolicyModel, TokenScores, head_of, head_options, transformed_logits
     from openrlhf.models.prefixes import tree_of
     from openrlhf.models.saving import check_saving, save_model
     from openrlhf.models.scorer import (
-        CLASSIFIER_HEAD,
-        ScoreModel,
-        check_reward_model,
-        head_name,
-        load_scorer,
-        padding_token_id,
-        register_classifier,
-        score_statistics,
+        CLASSIFIER_HEAD, ScoreModel, check_reward_model, head_name, load_scorer, padding_token_id,
+        register_classifier, score_statistics,
     )
     from openrlhf.models.self_check import resolve_reading, transformers_attention
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.health import (
-        CUT,
-        LONGER,
-        RULES,
-        SHOWN_WITH,
-        SURE,
-        TEMPLATE,
-        USE_TEMPLATE,
-        Rule,
-        signs_of,
-        succeeds,
+        CUT, LONGER, RULES, Rule, SHOWN_WITH, SURE, TEMPLATE, USE_TEMPLATE, signs_of, succeeds,
     )
     from openrlhf.observability.hooks.load import check_hooks
     from openrlhf.observability.journal import (
-        journal_steps,
-        num_samples,
-        read_journal,
-        read_rows,
-        read_table,
-        response_of,
+        journal_steps, num_samples, read_journal, read_rows, read_table, response_of,
     )
     from openrlhf.observability.lock import LOCK as LOCK_FILE
     from openrlhf.observability.metric_names import headlines
     from openrlhf.observability.progress import (
-        KEY_METRICS,
-        Phase,
-        Progress,
-        checking,
-        clean_text,
-        format_duration,
-        format_number,
-        is_evaluation,
-        pass_name,
-        tracked,
-        waiting,
+        KEY_METRICS, Phase, Progress, checking, clean_text, format_duration, format_number, is_evaluation,
+        pass_name, tracked, waiting,
     )
     from openrlhf.observability.run_folder import (
-        JOURNAL_FILE,
-        RENAMED_COLUMNS,
-        RunFolder,
-        find_secrets,
-        label_of,
-        model_of,
-        read_steps,
-        redact,
-        to_json,
+        JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, environment as run_environment, find_secrets,
+        flat as flat_settings, label_of, model_of, read_steps, reading as reading_run, redact, to_json,
     )
-    from openrlhf.observability.run_folder import environment as run_environment
-    from openrlhf.observability.run_folder import flat as flat_settings
-    from openrlhf.observability.run_folder import reading as reading_run
     from openrlhf.observability.samples import shorten
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
     from openrlhf.observability.trackers.load import trackers_of
@@ -250,11 +162,10 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options
     from openrlhf.text import decode, decode_each, first_token_ids, prompt_token_ids
-    from openrlhf.training.checkpoints import COPY as CHECKPOINT_COPY
-    from openrlhf.training.checkpoints import LATEST as LATEST_FILE
-    from openrlhf.training.checkpoints import ORIGIN as ORIGIN_FILE
-    from openrlhf.training.checkpoints import CheckpointFolder
-    from openrlhf.training.checkpoints import Found as FoundCheckpoint
+    from openrlhf.training.checkpoints import (
+        COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
+        ORIGIN as ORIGIN_FILE,
+    )
     from openrlhf.training.collect import Admission, Collected, Collector
     from openrlhf.training.credit import credit_arguments
     from openrlhf.training.diagnostics import rollout_metrics
@@ -268,34 +179,21 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.training.objectives.sft import SFTObjective
     from openrlhf.training.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
-    from openrlhf.training.rl_data import build_data as build_rl_data
-    from openrlhf.training.rl_data import build_prompt_datasets, missing_template
-    from openrlhf.training.rl_data import data_notes as rl_data_notes
+    from openrlhf.training.rl_data import (
+        build_data as build_rl_data, build_prompt_datasets, data_notes as rl_data_notes, missing_template,
+    )
     from openrlhf.training.schedule import (
-        num_batches,
-        num_updates,
-        passes_of,
-        prompts_of_steps,
-        training_schedule,
+        num_batches, num_updates, passes_of, prompts_of_steps, training_schedule,
     )
     from openrlhf.training.start import check_output, check_places, check_space
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
-        ExperienceRow,
-        LossNorm,
-        Metrics,
-        PackedRow,
-        Pair,
-        PairRow,
-        Sample,
-        Schedule,
-        Steps,
-        UnpairedExample,
-        UnpairedRow,
-        present,
+        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, PairRow, Sample, Schedule, Steps, UnpairedExample,
+        UnpairedRow, present, runs as runs_of_version,
     )
-    from openrlhf.types import runs as runs_of_version
     from openrlhf.user_file import UserFiles
+# isort: on
+# fmt: on
 
 
 def _places() -> list[dict[str, tuple[str, str]]]:
