@@ -3,7 +3,7 @@
 Code lines have no blanks, comments and docstrings. The code that a command can run is that of all modules
 which its module reaches by imports, at the top of a file or inside functions, and by texts such as
 "package.module:NAME". The public names of `openrlhf.api`, which are imported when they are used, count for
-none.
+none; nor do the hooks and programs that entry points attach to a run.
 """
 
 import ast

@@ -30,13 +30,17 @@ def _commands() -> Iterator[tuple[str, tuple[str, str]]]:
         folder = import_module(f"openrlhf.tools.{tool}")
         for name, (module, summary) in folder.COMMANDS.items():
             yield name, (f"{folder.__name__}.{module}", summary)
+
+
+def _of_packages() -> Iterator[tuple[str, tuple[str, str]]]:
     for name, point in registered("commands").items():
         yield name, (point.module, f"of the package {point.dist.name if point.dist else point.module}")
 
 
-COMMANDS = dict(_commands())
+OURS = dict(_commands())
+COMMANDS = OURS | {name: command for name, command in _of_packages() if name not in OURS}
 """Command -> (its module, whose `main(argv)` runs it; summary for `--help`). Installed packages add those of
-the entry points `openrlhf.commands`."""
+the entry points `openrlhf.commands`, and replace none."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`python -m openrlhf.cli.replayed`: see `openrlhf.tools.replay`."""
+"""The program of a process of `openrlhf replay`, under the name that it has in all commits."""
 
 from openrlhf.tools.replay.replayed import main
 

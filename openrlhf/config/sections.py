@@ -540,7 +540,7 @@ class TrainingConfig(LaunchedConfig):
 
     @property
     def exports(self) -> dict[str, str]:
-        """Flag -> folder of each model that the run writes."""
+        """Flag -> folder of each model that the run writes, in the order of `learners`."""
         return {"--ckpt.output_dir": self.ckpt.output_dir}
 
     @property

@@ -38,7 +38,7 @@ def problems_outside(config: PPOConfig) -> list[ValueError]:
 
     ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
     ask("--logger.trackers", trackers_of, config.logger)
-    ask("--train.hooks", check_hooks, config.train.hooks)
+    ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
     with checking():
         from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 

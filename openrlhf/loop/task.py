@@ -457,7 +457,7 @@ def check_files(task: Task) -> None:
     from openrlhf.observability.trackers.load import trackers_of
 
     trackers_of(task.config.logger)
-    check_hooks(task.config.train.hooks)
+    check_hooks(task.config.train.hooks, task.config.train.verify_steps)
     data, evaluation = task.config.data, task.config.eval
     check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
     check(data.dataset, flag="--data.dataset", split=data.dataset_split)

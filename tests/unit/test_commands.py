@@ -1,10 +1,13 @@
 """Answers of `openrlhf` that run no command."""
 
+import runpy
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from refusals import refused
 
+from openrlhf.cli import main as main_module
 from openrlhf.cli.main import COMMANDS, _tell
 from openrlhf.errors import ErrorCode
 
@@ -33,3 +36,22 @@ def test_an_unknown_command_is_answered_with_a_near_one(name: str, remedy: str) 
     with refused(ErrorCode.UNKNOWN_FLAG, flag="openrlhf", value=repr(name)) as told:
         _tell(name)
     assert f"there is no such command; {remedy}" in told.value.text
+
+
+def test_a_package_adds_a_command_and_replaces_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As an installed package has them: a module, and entry points in the metadata beside it."""
+    (tmp_path / "house_tool.py").write_text("def main(argv):\n    print('house', argv)\n")
+    (tmp_path / "house-1.0.dist-info").mkdir()
+    (tmp_path / "house-1.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: house\nVersion: 1.0\n"
+    )
+    points = "[openrlhf.commands]\nhouse = house_tool\nppo = house_tool\n"
+    (tmp_path / "house-1.0.dist-info" / "entry_points.txt").write_text(points)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    fresh = runpy.run_path(str(main_module.__file__))
+    assert fresh["COMMANDS"]["house"] == ("house_tool", "of the package house")
+    assert fresh["COMMANDS"]["ppo"] == COMMANDS["ppo"]
+    fresh["main"](["house", "--much"])
+    assert capsys.readouterr().out == "house ['--much']\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,14 +65,37 @@ def test_a_run_announces_its_events_in_order(tmp_path: Path) -> None:
 
 
 def test_checks_that_are_not_installed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installation that is older than its code attaches no checks."""
-    monkeypatch.setattr(load, "registered", lambda kind: {})
+    """An installation that is older than its code attaches no checks; hooks of others are none."""
+    other = EntryPoint("mine", "house.hooks:Mine", "openrlhf.attached.rl")
+    monkeypatch.setattr(load, "entry_points", lambda group: [other] if group == other.group else [])
     without = config_of(tmp_path)
     config = replace(without, train=replace(without.train, verify_steps=1))
     for place in ("rl", "supervised", "rank"):
         with refused(ErrorCode.MISSING_PACKAGE, flag="--train.verify_steps", value=1):
             attached(place, config)
-    assert attached("rl", without, prompts=None) == []
+    with refused(ErrorCode.MISSING_PACKAGE, flag="--train.verify_steps", value=1):
+        check_hooks((), 1)
+    check_hooks((), 0)
+    assert attached("supervised", without) == []
+
+
+def test_a_package_attaches_a_hook_beside_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that cannot be built is told with its entry point."""
+    (tmp_path / "house_hooks.py").write_text(
+        "import openrlhf as rl\n"
+        "class Mine(rl.Hook):\n    config: object\n    prompts: object\n"
+        "class Wrong(Mine):\n    more: int\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    own = load.entry_points(group="openrlhf.attached.rl")
+    group, found = "openrlhf.attached.rl", []
+    monkeypatch.setattr(load, "entry_points", lambda group: [*own, *found])
+    found.append(EntryPoint("mine", "house_hooks:Mine", group))
+    names = [type(hook).__name__ for hook in attached("rl", config_of(tmp_path), prompts=None)]
+    assert names == ["StepChecks", "Mine"]
+    found.append(EntryPoint("wrong", "house_hooks:Wrong", group))
+    with refused(ErrorCode.USER_CODE, value=f"entry point {group}: house_hooks:Wrong"):
+        attached("rl", config_of(tmp_path), prompts=None)
 
 
 def test_an_event_finds_what_the_step_has_computed(tmp_path: Path) -> None:
@@ -146,7 +170,7 @@ def test_a_hook_that_cannot_be_built_is_told(tmp_path: Path) -> None:
     (tmp_path / "hook.py").write_text(
         "import openrlhf as rl\nclass Mine(rl.Hook):\n  def __post_init__(self):\n    raise OSError(7)\n"
     )
-    check_hooks([f"{tmp_path}/hook.py:Mine"])
+    check_hooks([f"{tmp_path}/hook.py:Mine"], 0)
     with refused(ErrorCode.USER_CODE, flag="--train.hooks", value=tmp_path / "hook.py") as error:
         hooks_of([f"{tmp_path}/hook.py:Mine"])
     assert "line 4: OSError: 7" in str(error.value) and "__init__" in str(error.value)

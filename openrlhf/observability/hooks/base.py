@@ -118,11 +118,11 @@ class Hook(Selectable):
 
     def before_update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
         """The rank is about to take an optimizer step on each of `windows`, which list sequences of
-        `batch`."""
+        `batch`. Only hooks that packages attach to ranks are called."""
 
     def first_pass(self, before: np.ndarray, now: np.ndarray, step: int) -> None:
         """The first optimizer step of an update, number `step`, has computed the log-probs `now` (A,) of its
-        actions. The batch had `before` (A,), of the same weights."""
+        actions. The batch had `before` (A,), of the same weights. Called as `before_update` is."""
 
     # All runs
 

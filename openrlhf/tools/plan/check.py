@@ -161,7 +161,7 @@ def _files(check: Check) -> None:
         from openrlhf.api import check_rl_files as check_files
 
         check.ask("--logger.trackers", trackers_of, config.logger)
-        check.ask("--train.hooks", check_hooks, config.train.hooks)
+        check.ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
         check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
     else:
         from openrlhf.api import check_supervised_files as check_task
