@@ -36,8 +36,8 @@ import torch
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.data.packing import partition
 from openrlhf.observability.journal import Journal, Trained
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.training.credit import assign_credit
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.schedule import training_schedule
 from openrlhf.types import (
     Batch,

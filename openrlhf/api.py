@@ -168,7 +168,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.training.collect import Admission, Collected, Collector
     from openrlhf.training.credit import credit_arguments
-    from openrlhf.training.diagnostics import rollout_metrics
+    from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics, ks_of
     from openrlhf.training.models import load_reward_model
     from openrlhf.training.objectives.critic import CriticObjective

@@ -9,9 +9,10 @@ from openrlhf.config.checks import check_launcher
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_command import PPO
-from openrlhf.errors import catch_signals, describe, notify, short_errors
+from openrlhf.errors import catch_signals, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.loop.machines import plan, resolve
+from openrlhf.loop.restarts import RESTARTS, restart_after
 from openrlhf.loop.rl_checks import problems_outside
 from openrlhf.loop.rl_command import run
 from openrlhf.observability.startup import StartClock, process_clock
@@ -28,7 +29,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             run(config, argv, clock)
         except Exception as error:
-            restart_after(error, config, argv)
+            resume = () if config.ckpt.load_enable else ("--ckpt.load_enable",)
+            command = ["-m", "openrlhf.cli.train_ppo_ray", *argv, *resume]
+            restart_after(error, config.train.max_restarts, command)
             raise
 
 
@@ -44,25 +47,6 @@ def inspect(config: PPOConfig) -> list[ValueError]:
     if problems:
         cool_down()
     return problems
-
-
-RESTARTS = "OPENRLHF_RESTARTS"
-"""Environment variable with the number of restarts of this run."""
-
-
-def restart_after(error: Exception, config: PPOConfig, argv: Sequence[str]) -> None:
-    """Starts the command again in this process, from the newest checkpoint, if the error is the loss of a
-    process and `train.max_restarts` allows it; otherwise returns."""
-    from openrlhf.cluster.deaths import is_lost_process
-
-    count = int(os.environ.get(RESTARTS, "0")) + 1
-    if count > config.train.max_restarts or not is_lost_process(error):
-        return
-    notify("\n".join([describe(error), *getattr(error, "__notes__", ())]))
-    notify(f"restart {count} of at most {config.train.max_restarts} (--train.max_restarts)")
-    resume = () if config.ckpt.load_enable else ("--ckpt.load_enable",)
-    os.environ[RESTARTS] = str(count)
-    os.execv(sys.executable, [sys.executable, "-m", "openrlhf.cli.train_ppo_ray", *argv, *resume])
 
 
 if __name__ == "__main__":

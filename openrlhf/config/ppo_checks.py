@@ -62,7 +62,7 @@ LOOP_UNREAD = (
     Unread(
         "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps "
         "rollout.batch_size train.max_steps train.num_episodes train.async_enable train.async_queue_size "
-        "train.partial_rollout_enable algo.dynamic_filtering_enable train.max_restarts ckpt.load_enable "
+        "train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
         "ckpt.fork_from ckpt.best_metric_key placement "
         "actor.ptx_coef train.shuffle critic.freezing_steps critic.save_value_network",
         lambda c: True,

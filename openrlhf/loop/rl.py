@@ -24,14 +24,13 @@ from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, 
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
 from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.collect import Collector, check_collected, num_samples, sample_all, trained_on
+from openrlhf.training.collect import Collector, check_collected, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments, log_prob_metrics
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import best_metric, evaluation_metrics
 from openrlhf.training.outputs import with_outputs
 from openrlhf.training.saving import STATE_VERSION, SavedRanks, Saver, check_version
-from openrlhf.training.schedule import schedule_of
-from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Trajectory, Updated, present
+from openrlhf.training.schedule import schedule_of, trained_on
+from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Trajectory, Updated
 
 # bounded .result(): the cluster's watch ends calls to processes that make no progress.
 
@@ -159,8 +158,8 @@ class PPOTrainer(Generic[PolicyT]):
             step.batch = with_outputs(Batch.of(finished, step.version), *models, step.number)
         announce(self.hooks, Hook.scored, step)
 
-        step.batch, of_advantages = self.assign_advantages(step.batch, finished)
-        step.metrics |= rollout_metrics(step.samples, step.version) | of_advantages
+        step.batch, metrics = self.assign_advantages(step.batch, finished)
+        step.metrics |= metrics
         announce(self.hooks, Hook.advantages, step)
 
         step.batch = batch = replace(step.batch, teacher_log_probs=None)  # advantages contain them
@@ -174,7 +173,7 @@ class PPOTrainer(Generic[PolicyT]):
         announce(self.hooks, Hook.scheduled, step)
 
         with self.observer.phase("update"):
-            step.updated = updated = self.update(step)
+            step.updated = updated = self.update(batch, step)
         step.metrics |= updated.metrics
         if updated.log_probs is not None:  # of the first optimizer step, before any change of the policy
             first = replace(batch.select(updated.first), log_probs=updated.log_probs)
@@ -192,11 +191,10 @@ class PPOTrainer(Generic[PolicyT]):
         arguments = credit_arguments(self.config, self.kl.coef)
         return assign_credit(batch, finished, estimator=self.estimator, **arguments)
 
-    def update(self, step: Step) -> Updated:
+    def update(self, batch: Batch, step: Step) -> Updated:
         """Takes the optimizer steps of all models that learn, in parallel if they have separate GPUs."""
         pending = [
-            model.update(present(step.batch), step.schedules[name], step.kl.coef)
-            for name, model in self.learners.items()
+            model.update(batch, step.schedules[name], step.kl.coef) for name, model in self.learners.items()
         ]
         updated = [update.result() for update in pending]
         metrics = {name: value for of_model in updated for name, value in of_model.metrics.items()}

@@ -41,6 +41,7 @@ from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.hub import choose_hub
 from openrlhf.loop.lanes import Lanes, Result
 from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
+from openrlhf.loop.restarts import restart_after
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
@@ -57,7 +58,6 @@ from openrlhf.text import decode
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import with_outputs
@@ -132,6 +132,8 @@ class Run:
         """Folders with models that this run has exported."""
         self._continues = False
         """True if a checkpoint was loaded."""
+        self._may_continue = False
+        """True if the loop has asked for a checkpoint."""
         self._measured: Metrics = {}
         """Metrics since the last `log`."""
 
@@ -163,6 +165,9 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(cancel=kind is not None)
+        if isinstance(error, Exception):
+            most = self.config.train.max_restarts
+            restart_after(error, most, sys.orig_argv[1:], resumes=self._may_continue)
 
     def close(self, *, cancel: bool = False) -> None:
         """Finishes the submitted work, writes the report and frees models and engine. `cancel`: leave out
@@ -314,7 +319,8 @@ class Run:
 
     def load_state(self) -> dict[str, Any] | None:
         """Loads the newest undamaged checkpoint of `ckpt.path`, syncs, and returns `run.state`; None if there
-        is no checkpoint."""
+        is no checkpoint. With `train.max_restarts`, the loss of a process then starts the program again."""
+        self._may_continue = True
         found = self._lanes.on("models", self._load).result()
         if found is not None:
             self.state = dict(found)
@@ -338,11 +344,12 @@ class Run:
         own = metrics.result() if isinstance(metrics, Result) else dict(metrics)
         samples = _all(groups.result() if isinstance(groups, Result) else groups)
         self.step += 1
-        measured, self._measured = self._measured, {}
+        step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
+        self._measured = {}
         if samples:
-            measured |= rollout_metrics(samples, self.version)
-            self._observer.log_rollouts(self.step, samples)
-        step = Step(number=self.step, version=self.version, samples=samples, metrics=measured | own)
+            announce([self._observer], Hook.sampled, step)
+            announce([self._observer], Hook.trained, step)
+        step.metrics |= own
         announce([self._observer, *self._hooks], Hook.ended, step)
         if self._stop.is_requested or is_due(self.step, self.config.ckpt.save_steps):
             self.save_state().result()

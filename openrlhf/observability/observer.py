@@ -13,6 +13,7 @@ from openrlhf.observability.health import Health
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step
 from openrlhf.observability.journal import Decode, Journal, Trained, response_of
 from openrlhf.observability.progress import Phase, Progress
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.observability.run_folder import RunFolder, to_json
 from openrlhf.observability.samples import few_samples, print_samples, shorten
 from openrlhf.observability.startup import StartClock
@@ -111,6 +112,9 @@ class Observer(Hook):
             for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
         ]
         self.trackers.table(step, f"{name}_samples", ["prompt", "response", "reward", "truncated"], rows)
+
+    def sampled(self, step: Step) -> None:
+        step.metrics |= rollout_metrics(step.samples, step.version)
 
     def trained(self, step: Step) -> None:
         if step.samples:

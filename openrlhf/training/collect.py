@@ -347,18 +347,6 @@ def check_collected(config: PPOConfig, step: Step) -> None:
     check_failures(step.samples, 1.0, step.number)
 
 
-def trained_on(config: PPOConfig, step: Step) -> list[int]:
-    """Returns the indices of the finished samples to train on. Raises RunError if none is left."""
-    masks, finished = config.rollout.mask_truncated, step.finished
-    if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
-        return left
-    text = (
-        f"step {step.number}: all {len(finished)} samples are truncated, so none is left to train on.\n"
-        "Raise --rollout.max_new_tokens or --data.max_len."
-    )
-    raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
-
-
 def num_samples(trajectories: Sequence[Trajectory]) -> int:
     """Returns the number of episodes. An episode with several sequences counts once."""
     return sum(t.is_first for t in trajectories)

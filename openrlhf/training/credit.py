@@ -17,7 +17,7 @@ from openrlhf.algorithms.mismatch import mismatch_metrics
 from openrlhf.algorithms.reductions import mean, whiten
 from openrlhf.algorithms.rewards import clip, overlong_penalty, stop_properly_penalty
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig
-from openrlhf.types import Batch, Metrics, Trajectory, present, tensor_of
+from openrlhf.types import Batch, Metrics, Trajectory, tensor_of
 
 
 @torch.no_grad()
@@ -82,8 +82,8 @@ def assign_credit(
     }
     if to_teacher is not None:
         metrics["teacher/kl_mean"] = float(mean(to_teacher))
-    if estimator.needs_critic:
-        metrics["critic/explained_variance"] = explained_variance(present(step.values), returns)
+    if step.values is not None:
+        metrics["critic/explained_variance"] = explained_variance(step.values, returns)
     if batch.log_probs is not None:
         metrics |= log_prob_metrics(batch, algo.kl.estimator)
     return batch, metrics
@@ -118,7 +118,8 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
     """Returns metrics of the mismatch between policy and sampler and, with a reference, of the KL to the
     reference. `kl/mean` is the input of the KL controller. The batch must have the policy's log-probs before
     the update."""
-    log_probs = torch.from_numpy(present(batch.log_probs))
+    assert batch.log_probs is not None
+    log_probs = torch.from_numpy(batch.log_probs)
     rollout_log_probs, staleness = torch.from_numpy(batch.rollout_log_probs), tensor_of(batch.staleness)
     counts = torch.from_numpy(batch.num_actions)
     metrics = mismatch_metrics(log_probs, rollout_log_probs, staleness, counts)
@@ -151,7 +152,7 @@ def step_view(
     values_of = [t.extra_logs | {"score": nan if t.score is None else t.score} for t in last]
     return StepView(
         rewards=_penalised(
-            torch.tensor([present(t.reward) for t in last], dtype=torch.float32),
+            torch.tensor([t.reward for t in last], dtype=torch.float32),  # finished samples have one
             lengths,
             truncated,
             reward,

@@ -9,6 +9,8 @@ from openrlhf.backends.base import TrainableRanks
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
 from openrlhf.data.prefixes import identities, parts_of_related
+from openrlhf.errors import ErrorCode, RunError
+from openrlhf.observability.hooks.base import Step
 from openrlhf.types import Batch, Metrics, Schedule
 
 
@@ -75,6 +77,18 @@ def training_schedule(
                 parts = parts_of_related(of_tokens, sizes, num_ranks)
             steps.append([[of_step[i] for i in part] for part in parts])
     return steps
+
+
+def trained_on(config: PPOConfig, step: Step) -> list[int]:
+    """Returns the indices of the finished samples to train on. Raises RunError if none is left."""
+    masks, finished = config.rollout.mask_truncated, step.finished
+    if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
+        return left
+    text = (
+        f"step {step.number}: all {len(finished)} samples are truncated, so none is left to train on.\n"
+        "Raise --rollout.max_new_tokens or --data.max_len."
+    )
+    raise RunError(ErrorCode.EPISODES_FAILED, text, flag="--rollout.mask_truncated")
 
 
 def schedule_of(

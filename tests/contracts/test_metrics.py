@@ -9,9 +9,9 @@ from records import trajectory
 
 from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.training.collect import Verdict
 from openrlhf.training.credit import assign_credit
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.worker import PHASES
 from openrlhf.types import Batch, Outcome, Trajectory, runs
@@ -59,6 +59,7 @@ def written() -> set[str]:
     files = [
         *(ROOT / "openrlhf" / "training").glob("*.py"),
         *(ROOT / "openrlhf" / "algorithms").rglob("*.py"),
+        ROOT / "openrlhf" / "observability" / "rollout_metrics.py",
         ROOT / "openrlhf" / "cluster" / "engine_pool.py",
         *(
             ROOT / "openrlhf" / "training" / "objectives" / name

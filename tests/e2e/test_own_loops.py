@@ -92,22 +92,38 @@ def test_the_loop_of_grpo_takes_the_steps_of_the_command(knowing, tmp_path, open
 
 
 LOSES_A_RANK = """
-import ray, openrlhf as rl
+import os, ray, openrlhf as rl
 flags = {"actor.num_gpus_per_node": 1, "rollout.engine": "transformers", "train.backend": "torch"}
-flags |= {"rollout.max_new_tokens": 4, "data.max_len": 64, "ckpt.output_dir": FOLDER}
-with rl.Run(actor=MODEL, placement="ray", **flags) as run:
+flags |= {"rollout.max_new_tokens": 4, "data.max_len": 64}
+flags |= {"ckpt.output_dir": FOLDER, "ckpt.path": FOLDER + "/ckpt"}
+with rl.Run(actor=MODEL, placement="ray", **flags, **MORE) as run:
+    if MORE:
+        print("state", run.load_state())
     groups = run.reward(run.sample(["1 2 3"], n=2), lambda queries, prompts, labels: [0.0, 1.0]).result()
     assert [len(group.trajectories) for group in groups] == [2]
-    ray.kill(run._roles.policy.workers[0])
+    if not run.state:
+        run.save_state({"seen": 1}).result()
+        ray.kill(run._roles.policy.workers[0])
     run.update(run.batch(groups)).result()
+print("done")
 """
 
 
 @pytest.mark.slow
-def test_a_loop_on_a_cluster_names_the_process_that_it_lost(knowing, tmp_path):
-    program = LOSES_A_RANK.replace("FOLDER", repr(str(tmp_path))).replace("MODEL", repr(str(knowing.chat)))
-    made = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert made.returncode == 1 and "a rank of the policy died" in made.stderr, made.stderr[-3000:]
+@pytest.mark.parametrize("again", [False, True])
+def test_a_loop_on_a_cluster_names_the_process_that_it_lost(knowing, tmp_path, again):
+    """With restarts, the same program goes on from its checkpoint."""
+    more = {"train.max_restarts": 1} if again else {}
+    names = {"FOLDER": str(tmp_path), "MODEL": str(knowing.chat), "MORE": more}
+    program = LOSES_A_RANK
+    for name, value in names.items():
+        program = program.replace(name, repr(value))
+    file = tmp_path / "loop.py"
+    file.write_text(program)
+    made = subprocess.run([sys.executable, file], capture_output=True, text=True, timeout=400)
+    assert made.returncode == int(not again), made.stderr[-3000:]
+    assert "a rank of the policy died" in made.stderr
+    assert made.stdout.split("\n")[:-1] == (["state None", "state {'seen': 1}", "done"] if again else [])
 
 
 SHARDINGS = {

@@ -10,8 +10,8 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observability.health import RULES, Health, Rule
 from openrlhf.observability.observer import Observer
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
-from openrlhf.training.diagnostics import rollout_metrics
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 HIGH = Rule(metric="loss", sign=">", limit=2, steps=3, text="too high. Lower it.")

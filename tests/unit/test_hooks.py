@@ -109,14 +109,15 @@ def test_an_event_finds_what_the_step_has_computed(tmp_path: Path) -> None:
             *(("advantages",) if batch and batch.advantages is not None else ()),
             *step.schedules,
             *(("updated",) if step.updated else ()),
-            *(("metrics",) if "reward/mean" in step.metrics or "rollout/num_samples" in step.metrics else ()),
+            *(("lengths",) if "rollout/response_length_mean" in step.metrics else ()),
+            *(("metrics",) if "reward/mean" in step.metrics else ()),
         }
 
     diary.look = look
     fit(trainer_of(tmp_path, with_critic(tmp_path), total_steps=1, eval_prompts=[], hooks=[diary]))
-    assert found["sampled"] == set()
-    assert found["scored"] == {"values"}
-    assert found["advantages"] == {"values", "advantages", "metrics"}
+    assert found["sampled"] == {"lengths"}
+    assert found["scored"] == {"lengths", "values"}
+    assert found["advantages"] == {"lengths", "values", "advantages", "metrics"}
     assert found["scheduled"] == found["advantages"] | {"critic", "policy"}
     assert found["updated"] == found["trained"] == found["ended"] == found["scheduled"] | {"updated"}
 

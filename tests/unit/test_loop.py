@@ -20,9 +20,12 @@ from refusals import refused
 import openrlhf as rl
 from openrlhf.algorithms.kl import KLController
 from openrlhf.cli.train_sft import SFTTask
+from openrlhf.config.fields import with_values
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
-from openrlhf.errors import ErrorCode
+from openrlhf.errors import ErrorCode, RunError
+from openrlhf.loop import restarts
 from openrlhf.loop.lanes import Lanes
+from openrlhf.loop.restarts import RESTARTS
 from openrlhf.loop.settings import read_settings
 from openrlhf.loop.task import build_train_set
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -529,6 +532,25 @@ def test_a_signal_ends_a_loop_after_its_step_with_a_checkpoint(start, tmp_path, 
     assert "stopped after step 3; the last checkpoint is" in capfd.readouterr().err
     again = start(**flags)
     assert again.load_state() == again.state == {"seen": 3} and again.step == 3
+
+
+def test_a_loop_that_lost_a_process_is_started_again(start, monkeypatch, capfd):
+    """If it would continue from its checkpoint; in one process there is nothing to lose."""
+    started: list[list[str]] = []
+    monkeypatch.delenv(RESTARTS, raising=False)
+    monkeypatch.setattr(restarts.os, "execv", lambda program, argv: started.append(argv))
+    for resumes in (False, True):
+        with pytest.raises(RunError, match="died"), start() as run:
+            run.config = with_values(run.config, {"train.max_restarts": 1})
+            if resumes:
+                run.load_state()
+            raise RunError(ErrorCode.WORKER_FAILED, "a rank of the policy died")
+        assert ("never calls load_state" in capfd.readouterr().err) == (not resumes)
+    assert started == [[sys.executable, *sys.orig_argv[1:]]]
+    monkeypatch.delenv(RESTARTS)
+    with refused(ErrorCode.CONFLICT) as error:
+        start(**{"train.max_restarts": 1})
+    assert "--train.max_restarts 1: one process has no other to lose" in str(error.value)
 
 
 def test_the_kl_coefficient_adapts_by_episodes(start):

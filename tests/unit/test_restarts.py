@@ -1,32 +1,55 @@
-"""The command of reinforcement learning that starts again after the death of a process."""
+"""Commands and loops of RL that start again after the death of a process."""
 
 import os
 import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RayActorError
 
 from openrlhf.cli import train_ppo_ray
-from openrlhf.cli.train_ppo_ray import RESTARTS, restart_after
-from openrlhf.config.ppo import PPOCkptConfig, PPOConfig, TrainConfig
+from openrlhf.config.parse import Invocation, parse
+from openrlhf.config.ppo import PPOConfig
+from openrlhf.config.ppo_command import PPO
 from openrlhf.errors import ErrorCode, RunError
+from openrlhf.loop import restarts
+from openrlhf.loop.restarts import RESTARTS, restart_after
 
 DEATH = RunError(ErrorCode.WORKER_FAILED, "a rank of the policy died: process 17")
-PROGRAM = [sys.executable, "-m", "openrlhf.cli.train_ppo_ray"]
+
+
+COMMAND = ["-m", "openrlhf.cli.train_ppo_ray"]
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
     found: list[list[str]] = []
     monkeypatch.delenv(RESTARTS, raising=False)
-    monkeypatch.setattr(train_ppo_ray.os, "execv", lambda program, argv: found.append([program, *argv[1:]]))
-    return found
+    monkeypatch.setattr(restarts.os, "execv", lambda program, argv: found.append([program, *argv[1:]]))
+    yield found
+    os.environ.pop(RESTARTS, None)
 
 
-def config_of(*, max_restarts: int, resumes: bool = False) -> PPOConfig:
-    return PPOConfig(
-        train=TrainConfig(max_restarts=max_restarts), ckpt=PPOCkptConfig(load_enable=resumes, save_steps=2)
-    )
+@pytest.fixture
+def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Runs the command with these flags, whose training loses a process."""
+
+    def run(config: PPOConfig, argv: Sequence[str], clock: object) -> None:
+        raise DEATH
+
+    def command(*flags: str) -> None:
+        monkeypatch.setattr(train_ppo_ray, "run", run)
+        monkeypatch.setattr(train_ppo_ray, "parse", lambda command, argv, **how: parsed(argv, tmp_path))
+        with pytest.raises(SystemExit):
+            train_ppo_ray.main(flags)
+
+    return command
+
+
+def parsed(argv: Sequence[str], folder: Path) -> Invocation[PPOConfig]:
+    needed = "--actor.model_name_or_path none --data.prompt_dataset none --reward.remote_url http://none"
+    return parse(PPO, [*argv, *needed.split(), "--ckpt.path", str(folder), "--ckpt.save_steps", "2"])
 
 
 @pytest.mark.parametrize("error", [DEATH, RayActorError(error_msg="gone")])
@@ -35,22 +58,24 @@ def test_a_lost_process_starts_the_run_again_from_its_checkpoint(
 ) -> None:
     error.add_note("in step 3 of 9; the last checkpoint is a/global_step2")
     for count in (1, 2, 3):
-        restart_after(error, config_of(max_restarts=2), ["--x", "y"])
+        restart_after(error, 2, ["x.py", "y"])
         assert len(started) == min(count, 2)
-    assert started == [[*PROGRAM, "--x", "y", "--ckpt.load_enable"]] * 2
+    assert started == [[sys.executable, "x.py", "y"]] * 2
     said = capsys.readouterr().err
     assert "in step 3 of 9" in said and "restart 2 of at most 2" in said and os.environ[RESTARTS] == "2"
-    os.environ.pop(RESTARTS)
 
 
-def test_a_run_that_resumes_keeps_its_command(started: list) -> None:
-    restart_after(DEATH, config_of(max_restarts=1, resumes=True), ["--ckpt.load_enable"])
-    assert started == [[*PROGRAM, "--ckpt.load_enable"]]
+def test_a_command_goes_on_from_its_checkpoint(started: list, dying: Callable) -> None:
+    dying("--train.max_restarts", "1")
+    again = [sys.executable, *COMMAND, "--train.max_restarts", "1", "--ckpt.load_enable"]
+    assert started == [again]
     os.environ.pop(RESTARTS)
+    dying("--train.max_restarts", "1", "--ckpt.load_enable")
+    assert started == [again, again], "a run that resumes keeps its command"
 
 
 def test_other_errors_end_the_run(started: list) -> None:
     for error in (RunError(ErrorCode.NOT_FINITE, "NaN"), KeyError("x")):
-        restart_after(error, config_of(max_restarts=3), [])
-    restart_after(DEATH, config_of(max_restarts=0), [])
+        restart_after(error, 3, [])
+    restart_after(DEATH, 0, [])
     assert not started

@@ -15,10 +15,10 @@ from refusals import refused
 
 from openrlhf.agents.base import Reward, RewardError
 from openrlhf.errors import ErrorCode
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.rewards.values import read_rewards
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.user_file import ImportTimeout, UserFiles
 
 

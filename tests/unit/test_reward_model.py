@@ -19,6 +19,7 @@ from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sources import Rows
 from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import check_reward_model, load_scorer
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.rewards.models import (
     RewardReader,
     add_model_rewards,
@@ -28,7 +29,6 @@ from openrlhf.rewards.models import (
 )
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.training.credit import step_view
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode

@@ -79,13 +79,13 @@ class Hook(Selectable):
     # A step of RL
 
     def sampled(self, step: Step) -> None:
-        """The samples have been collected."""
+        """The samples have been collected, and the run's record has added their metrics."""
 
     def scored(self, step: Step) -> None:
         """`batch` has the log-probs of policy, reference and teacher and the values of the critic."""
 
     def advantages(self, step: Step) -> None:
-        """`batch` has advantages and returns, `metrics` those of the samples."""
+        """`batch` has advantages and returns, `metrics` theirs and those of rewards."""
 
     def scheduled(self, step: Step) -> None:
         """`schedules` and `trained_on` are known, and nothing has been trained yet."""

@@ -23,7 +23,7 @@ SUBSETS = 500
 
 
 def plain_rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:
-    """Returns some `rollout/...` metrics; see `diagnostics.rollout_metrics`."""
+    """Returns some `rollout/...` metrics; see `rollout_metrics`."""
     finished = [t for t in trajectories if t.ok]
     episodes = [t for t in finished if t.part == 0]
     if not episodes:

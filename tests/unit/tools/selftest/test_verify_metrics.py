@@ -12,6 +12,8 @@ from refusals import broken
 
 from openrlhf.algorithms import mismatch
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
+from openrlhf.observability import rollout_metrics as sample_metrics
+from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.tools.selftest.verify_metrics import (
     check_evaluation,
     check_metrics,
@@ -21,9 +23,8 @@ from openrlhf.tools.selftest.verify_metrics import (
     plain_rollout_metrics,
 )
 from openrlhf.tools.selftest.verify_rl import made_up_samples
-from openrlhf.training import credit, diagnostics, evaluate
+from openrlhf.training import credit, evaluate
 from openrlhf.training.credit import assign_credit
-from openrlhf.training.diagnostics import rollout_metrics
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 
@@ -107,7 +108,7 @@ WRONG: dict[str, tuple[Any, str, Callable]] = {
         lambda values, returns: float(1 - ((returns - values) ** 2).mean() / returns.var()),
     ),
     "rollout/duplicate_ratio": (
-        diagnostics,
+        sample_metrics,
         "_duplicates",
         lambda finished: {"rollout/duplicate_ratio": 0.0},
     ),

@@ -1,0 +1,27 @@
+"""Starts a program again after the death of one of its processes: `train.max_restarts`."""
+
+import os
+import sys
+from collections.abc import Sequence
+
+from openrlhf.errors import describe, notify
+
+RESTARTS = "OPENRLHF_RESTARTS"
+"""Environment variable with the number of restarts of this run."""
+
+
+def restart_after(error: Exception, most: int, program: Sequence[str], *, resumes: bool = True) -> None:
+    """Starts Python again in this process with the arguments `program`, at most `most` times, if the error is
+    the loss of a process; otherwise returns. `resumes`: the program continues from its newest checkpoint."""
+    from openrlhf.cluster.deaths import is_lost_process
+
+    count = int(os.environ.get(RESTARTS, "0")) + 1
+    if count > most or not is_lost_process(error):
+        return
+    if not resumes:
+        notify("not started again (--train.max_restarts): a loop that never calls load_state begins anew")
+        return
+    notify("\n".join([describe(error), *getattr(error, "__notes__", ())]))
+    notify(f"restart {count} of at most {most} (--train.max_restarts)")
+    os.environ[RESTARTS] = str(count)
+    os.execv(sys.executable, [sys.executable, *program])
