@@ -106,6 +106,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
     from openrlhf.heap import freeze as freeze_heap
     from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder
+    from openrlhf.loop.datasets import build_train_set, lay_out
     from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.loop.machines import resolve
     from openrlhf.loop.reference import ComparedTask, reference_path
@@ -113,9 +114,10 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.rl_command import (
         build_trainer as build_rl_trainer, checkpoints_of as rl_checkpoints, run as run_rl,
     )
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.loop.task import (
-        Run as SupervisedRun, Task as SupervisedTask, build_train_set, check_files as check_supervised_files,
-        data_notes as supervised_data_notes, lay_out, load_tokenizer_of, run as run_supervised,
+        Task as SupervisedTask, check_files as check_supervised_files, data_notes as supervised_data_notes,
+        load_tokenizer_of, run as run_supervised,
     )
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, reading_of

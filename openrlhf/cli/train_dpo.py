@@ -10,6 +10,7 @@ from openrlhf.loop import task
 from openrlhf.loop.reference import ComparedTask, reference_of
 
 if TYPE_CHECKING:
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.training.objectives.dpo import DPOObjective
 
 
@@ -17,7 +18,7 @@ class DPOTask(PairTask[DPOConfig], ComparedTask[DPOConfig]):
     command = DPO
     score_last_token = False
 
-    def objective(self, run: task.Run[DPOConfig]) -> "DPOObjective":
+    def objective(self, run: "SupervisedRun[DPOConfig]") -> "DPOObjective":
         from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 
         model = self.config.model

@@ -11,6 +11,7 @@ from openrlhf.loop import task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.models.student import StudentModel
     from openrlhf.training.objectives.kd import DistillationObjective
 
@@ -40,7 +41,7 @@ class DistillationTask(ResponsesTask[KDConfig]):
 
         return StudentModel(self.load_causal_lm())
 
-    def objective(self, run: task.Run[KDConfig]) -> "DistillationObjective":
+    def objective(self, run: "SupervisedRun[KDConfig]") -> "DistillationObjective":
         from openrlhf.models.student import TeacherModel, linear_head
         from openrlhf.observability.progress import waiting
         from openrlhf.training.models import load_language_model

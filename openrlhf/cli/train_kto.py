@@ -11,6 +11,7 @@ from openrlhf.loop.reference import ComparedTask, reference_of
 
 if TYPE_CHECKING:
     from openrlhf.backends.base import Objective
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.training.objectives.kto import KTOObjective
     from openrlhf.types import UnpairedRow
 
@@ -29,7 +30,7 @@ class KTOTask(ComparedTask[KTOConfig]):
 
         return UnpairedRow.of(items)
 
-    def objective(self, run: task.Run[KTOConfig]) -> "KTOObjective":
+    def objective(self, run: "SupervisedRun[KTOConfig]") -> "KTOObjective":
         from openrlhf.training.objectives.kto import KTOObjective, unpaired_log_probs
 
         model = self.config.model
@@ -41,7 +42,7 @@ class KTOTask(ComparedTask[KTOConfig]):
         )
 
     def prepare(
-        self, run: task.Run[KTOConfig], objective: "Objective"
+        self, run: "SupervisedRun[KTOConfig]", objective: "Objective"
     ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
         """Returns a function that sets the objective's KL estimate and fraction of desirable answers for a
         batch. Both are means over all rows and ranks, so they do not depend on the micro-batch size."""

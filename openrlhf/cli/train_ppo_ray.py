@@ -14,7 +14,6 @@ from openrlhf.hub import choose_hub
 from openrlhf.loop.machines import plan, resolve
 from openrlhf.loop.restarts import RESTARTS, restart_after
 from openrlhf.loop.rl_checks import problems_outside
-from openrlhf.loop.rl_command import run
 from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.training.start import continuing
 
@@ -26,6 +25,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         clock = StartClock() if RESTARTS in os.environ else process_clock()
         config = continuing(parse(PPO, argv, resolve=resolve, inspect=inspect, plan=plan))
         clock.add("checks", clock.total)
+        from openrlhf.loop.rl_command import run  # imports torch, Ray and the models
+
         try:
             run(config, argv, clock)
         except Exception as error:

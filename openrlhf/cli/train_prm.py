@@ -11,6 +11,7 @@ from openrlhf.loop import task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.models.process_reward import ProcessRewardModel
     from openrlhf.training.objectives.prm import ProcessObjective
     from openrlhf.types import StepsRow
@@ -43,7 +44,7 @@ class ProcessRewardTask(task.Task[PRMConfig]):
 
         return ProcessRewardModel(self.load_causal_lm())
 
-    def objective(self, run: task.Run[PRMConfig]) -> "ProcessObjective":
+    def objective(self, run: "SupervisedRun[PRMConfig]") -> "ProcessObjective":
         from openrlhf.data.steps import reward_token_ids
         from openrlhf.training.objectives.prm import ProcessObjective
 

@@ -12,6 +12,7 @@ from openrlhf.loop import task
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.models.scorer import ScoreModel
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.types import PairRow
@@ -64,12 +65,12 @@ class RewardModelTask(PairTask[RMConfig]):
         path = config.model.model_name_or_path
         return load_reward_model(config, path, task.MODEL_FLAG, tokenizer=tokenizer, in_4bit=in_4bit)
 
-    def objective(self, run: task.Run[RMConfig]) -> "RewardObjective":
+    def objective(self, run: "SupervisedRun[RMConfig]") -> "RewardObjective":
         from openrlhf.training.objectives.rm import RewardObjective
 
         return RewardObjective()
 
-    def finish(self, run: task.Run[RMConfig]) -> None:
+    def finish(self, run: "SupervisedRun[RMConfig]") -> None:
         """Writes the scores' mean and standard deviation to the model's config.json, for
         --reward.normalize_enable of RL."""
         from openrlhf.training.objectives.rm import ScoreMoments

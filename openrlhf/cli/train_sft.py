@@ -9,6 +9,7 @@ from openrlhf.config.supervised_commands import SFT
 from openrlhf.loop import task
 
 if TYPE_CHECKING:
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.training.objectives.sft import SFTObjective
     from openrlhf.types import PackedRow
 
@@ -46,7 +47,7 @@ class ResponsesTask(task.Task[ConfigT]):
 class SFTTask(ResponsesTask[SFTConfig]):
     command = SFT
 
-    def objective(self, run: task.Run[SFTConfig]) -> "SFTObjective":
+    def objective(self, run: "SupervisedRun[SFTConfig]") -> "SFTObjective":
         from openrlhf.training.objectives.sft import SFTObjective
 
         return SFTObjective()

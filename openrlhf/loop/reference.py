@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
     from openrlhf.backends.base import FrozenModel, RowModule
     from openrlhf.data.batches import TokenisedDataset
-    from openrlhf.loop.task import Run
+    from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.training.objectives.reference import Reference
     from openrlhf.types import PackedRow
 
-    ComparingRun = Run[DPOConfig] | Run[KTOConfig]
+    ComparingRun = SupervisedRun[DPOConfig] | SupervisedRun[KTOConfig]
 
 ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
 

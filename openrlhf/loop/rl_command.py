@@ -6,11 +6,24 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from openrlhf import heap
+from openrlhf.algorithms.kl import KLController
+from openrlhf.algorithms.mismatch import MismatchWatch
+from openrlhf.cluster.deaths import explaining_deaths, is_lost_process, logs_folder
+from openrlhf.cluster.disks import check_disks
+from openrlhf.cluster.head import guard
+from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
+from openrlhf.cluster.layout import Layout
+from openrlhf.cluster.placement import Bundles, place
+from openrlhf.cluster.rank_groups import PolicyRanks
+from openrlhf.cluster.roles import Roles, start_roles
+from openrlhf.cluster.whereabouts import placement_table
+from openrlhf.config.parse import to_yaml
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.config.ppo_command import PPO
+from openrlhf.data.prompt_sampler import PromptSampler
+from openrlhf.data.sources import rows_digest
 from openrlhf.errors import (
     EXIT_FAILURE,
     ErrorCode,
@@ -21,12 +34,23 @@ from openrlhf.errors import (
     notify,
     noting_position,
 )
+from openrlhf.loop.rl import PPOTrainer
 from openrlhf.loop.rl_checks import check_policy_learns
+from openrlhf.observability.hooks.load import attached, hooks_of
+from openrlhf.observability.hooks.memory import PhaseMemory
+from openrlhf.observability.observer import Observer
+from openrlhf.observability.progress import waiting
+from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
-from openrlhf.text import Calendar
+from openrlhf.text import Calendar, decode
+from openrlhf.training.checkpoints import CheckpointFolder
+from openrlhf.training.fork import find_or_fork
+from openrlhf.training.origin import Origin
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data, data_notes, missing_template
+from openrlhf.training.saving import restore
+from openrlhf.training.schedule import num_updates, prompts_of_steps
 from openrlhf.training.start import (
     check_places,
     check_space,
@@ -40,25 +64,9 @@ from openrlhf.training.start import (
 )
 from openrlhf.user_file import split
 
-if TYPE_CHECKING:
-    from openrlhf.cluster.layout import Layout
-    from openrlhf.cluster.placement import Bundles
-    from openrlhf.cluster.rank_groups import PolicyRanks
-    from openrlhf.cluster.roles import Roles
-    from openrlhf.loop.rl import PPOTrainer
-    from openrlhf.training.checkpoints import CheckpointFolder
-    from openrlhf.training.origin import Origin
-
 
 def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
     """Trains, and writes the policy to `ckpt.output_dir`. `clock`: clock that started with the run."""
-    from openrlhf.cluster.disks import check_disks
-    from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
-    from openrlhf.cluster.placement import place
-    from openrlhf.observability.progress import waiting
-    from openrlhf.training.fork import find_or_fork
-    from openrlhf.training.schedule import prompts_of_steps
-
     clock = clock or StartClock()
     check_places(config)
     with waiting("starting Ray"), clock.stage("Ray"):
@@ -87,21 +95,15 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
 def train(
     config: PPOConfig,
     argv: Sequence[str],
-    layout: "Layout",
-    places: "Mapping[str, Bundles]",
+    layout: Layout,
+    places: Mapping[str, Bundles],
     data: RLData,
-    checkpoints: "CheckpointFolder",
+    checkpoints: CheckpointFolder,
     tag: str | None,
     clock: StartClock,
 ) -> None:
     """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
-    from openrlhf.cluster.deaths import explaining_deaths, is_lost_process
-    from openrlhf.cluster.head import guard
-    from openrlhf.cluster.roles import start_roles
-    from openrlhf.cluster.whereabouts import placement_table
-    from openrlhf.training.schedule import num_updates
-
     heap.freeze()
     prompts = len(data.prompts)
     updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
@@ -137,11 +139,9 @@ def train(
             ended.set()
 
 
-def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
+def end_without_head(trainer: PPOTrainer[PolicyRanks], address: str) -> None:
     """Ends this process with a message, because Ray's head at this address is gone and calls to Ray would
     never return. Does nothing after a signal to the process group, by which the run ends."""
-    from openrlhf.cluster.deaths import logs_folder
-
     if trainer.stop.is_requested:
         return
     text = (
@@ -152,25 +152,22 @@ def end_without_head(trainer: "PPOTrainer[PolicyRanks]", address: str) -> None:
     os._exit(EXIT_FAILURE)
 
 
-def _memory_of_rows(roles: "Roles") -> str:
+def _memory_of_rows(roles: Roles) -> str:
     groups = {"actor": roles.policy, "critic": roles.critic}
     needs = [f"{role} {group.memory_of_rows()}" for role, group in groups.items() if group]
     return f"estimated memory of a rank: {'; '.join(needs)}"
 
 
-def checkpoints_of(config: PPOConfig, origin: "Origin | None" = None) -> "CheckpointFolder":
+def checkpoints_of(config: PPOConfig, origin: Origin | None = None) -> CheckpointFolder:
     """Returns the checkpoint folders of the policy and, if there is one, of the critic. `origin`: compared
     with that of a checkpoint before it is loaded, and stored in new ones; None for neither."""
-    from openrlhf.training.checkpoints import CheckpointFolder
-
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
     universal = config.ds.use_universal_ckpt
     return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
 
 
-def _origin(config: PPOConfig, data: RLData) -> "Origin":
-    from openrlhf.data.sources import rows_digest
+def _origin(config: PPOConfig, data: RLData) -> Origin:
 
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
     if config.uses_critic:
@@ -194,26 +191,12 @@ def _origin(config: PPOConfig, data: RLData) -> "Origin":
 def build_trainer(
     config: PPOConfig,
     argv: Sequence[str],
-    roles: "Roles",
+    roles: Roles,
     data: RLData,
-    checkpoints: "CheckpointFolder",
+    checkpoints: CheckpointFolder,
     tag: str | None,
-) -> "PPOTrainer[PolicyRanks]":
+) -> PPOTrainer[PolicyRanks]:
     """Builds the trainer with its roles, data and observer. Loads the checkpoint `tag` if it is given."""
-    from openrlhf.algorithms.kl import KLController
-    from openrlhf.algorithms.mismatch import MismatchWatch
-    from openrlhf.config.parse import to_yaml
-    from openrlhf.data.prompt_sampler import PromptSampler
-    from openrlhf.loop.rl import PPOTrainer
-    from openrlhf.observability.hooks.load import attached, hooks_of
-    from openrlhf.observability.hooks.memory import PhaseMemory
-    from openrlhf.observability.observer import Observer
-    from openrlhf.observability.progress import waiting
-    from openrlhf.observability.run_folder import RunFolder
-    from openrlhf.text import decode
-    from openrlhf.training.saving import restore
-    from openrlhf.training.schedule import prompts_of_steps
-
     move_old_checkpoints(config, checkpoints, tag)
     folder = RunFolder.create(
         config.run_dir,

@@ -28,7 +28,7 @@ from openrlhf.cli import (
 from openrlhf.config.parse import parse
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.loop.task import check_lengths
+from openrlhf.loop.datasets import check_lengths
 from openrlhf.tasks.tiny_model import tiny_chat_model
 
 WAITING = re.compile(r"\d\d:\d\d:\d\d ")

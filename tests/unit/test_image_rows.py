@@ -26,7 +26,7 @@ from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows
 from openrlhf.errors import ErrorCode
-from openrlhf.loop.task import tokenise
+from openrlhf.loop.datasets import tokenise
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.training.rl_data import build_prompt_datasets

@@ -13,7 +13,7 @@ from openrlhf.config.parse import Invocation, parse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_command import PPO
 from openrlhf.errors import ErrorCode, RunError
-from openrlhf.loop import restarts
+from openrlhf.loop import restarts, rl_command
 from openrlhf.loop.restarts import RESTARTS, restart_after
 
 DEATH = RunError(ErrorCode.WORKER_FAILED, "a rank of the policy died: process 17")
@@ -39,7 +39,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None
         raise DEATH
 
     def command(*flags: str) -> None:
-        monkeypatch.setattr(train_ppo_ray, "run", run)
+        monkeypatch.setattr(rl_command, "run", run)
         monkeypatch.setattr(train_ppo_ray, "parse", lambda command, argv, **how: parsed(argv, tmp_path))
         with pytest.raises(SystemExit):
             train_ppo_ray.main(flags)

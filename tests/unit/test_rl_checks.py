@@ -8,7 +8,6 @@ import pytest
 from refusals import refused
 
 from openrlhf.cli.train_kd import DistillationTask
-from openrlhf.cluster import disks, launch, placement
 from openrlhf.config.ppo import (
     ActorConfig,
     CriticConfig,
@@ -113,16 +112,16 @@ def test_a_run_prepares_everything_and_trains(
     note = lambda name, answer=None: lambda *_, **named: calls.append(name) or answer
     monkeypatch.chdir(tmp_path)
     for module, name, answer in (
-        (launch, "stop_ray", None),
-        (launch, "check_resources", "layout"),
-        (placement, "place", "places"),
-        (disks, "check_disks", None),
+        (rl_command, "stop_ray", None),
+        (rl_command, "check_resources", "layout"),
+        (rl_command, "place", "places"),
+        (rl_command, "check_disks", None),
         (rl_command, "catch_signals", None),
         (rl_command, "build_data", RLData(PromptDataset([Prompt(prompt_id=0, text="a")]), (), None, None)),
         (rl_command, "publish", None),
     ):
         monkeypatch.setattr(module, name, note(name, answer))
-    monkeypatch.setattr(launch, "start_ray", lambda backends: calls.append(("start_ray", *backends)))
+    monkeypatch.setattr(rl_command, "start_ray", lambda backends: calls.append(("start_ray", *backends)))
     monkeypatch.setattr(rl_command.Calendar, "today", rl_command.Calendar.today)
     trained: list[tuple] = []
     monkeypatch.setattr(rl_command, "train", lambda *arguments: trained.append(arguments))

@@ -14,7 +14,8 @@ from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
 from openrlhf.errors import RunError
-from openrlhf.loop.task import Run, run
+from openrlhf.loop.supervised_run import SupervisedRun
+from openrlhf.loop.task import run
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -50,7 +51,7 @@ def main() -> None:
         )
     )
     argv = [*flags, *places, "--ckpt.load_enable", "--train.max_steps", "100"]
-    loaded = Run(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
+    loaded = SupervisedRun(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
     checkpoints, report = loaded.checkpoints, []
     loaded.engine.load_checkpoint(f"{out}/sound", "global_step2")
 

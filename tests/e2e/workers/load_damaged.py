@@ -15,7 +15,8 @@ from damages import DAMAGES, damage
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.task import Run, run
+from openrlhf.loop.supervised_run import SupervisedRun
+from openrlhf.loop.task import run
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
@@ -56,7 +57,7 @@ def main() -> None:
 
     again = ["--ckpt.output_dir", f"{out}/again", "--ckpt.path", str(sound), "--ckpt.load_enable"]
     argv = [*flags, *again, "--train.max_steps", "100"]
-    loaded = Run(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
+    loaded = SupervisedRun(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
     checkpoints, engine = loaded.checkpoints, loaded.engine
 
     def load(folder: Path, tag: str) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -24,7 +24,7 @@ from openrlhf.cli.train_prm import ProcessRewardTask
 from openrlhf.cli.train_rm import RewardModelTask
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.task import Run
+from openrlhf.loop.supervised_run import SupervisedRun
 from openrlhf.tools.verify.layouts import LAYOUTS, steps
 
 TASKS = {
@@ -37,13 +37,13 @@ TASKS = {
 }
 
 
-def started(command: str, flags: str) -> Run:
+def started(command: str, flags: str) -> SupervisedRun:
     unset_hf_deepspeed_config()  # as in a process of its own, where no model is sharded before the checks
     task, argv = TASKS[command], shlex.split(flags)
-    return Run(task(parse(task.command, argv).config), argv, ExitStack())
+    return SupervisedRun(task(parse(task.command, argv).config), argv, ExitStack())
 
 
-def results(run: Run, layouts: Iterable[str] = LAYOUTS) -> Iterator[tuple[str, dict, dict]]:
+def results(run: SupervisedRun, layouts: Iterable[str] = LAYOUTS) -> Iterator[tuple[str, dict, dict]]:
     """Yields (layout, gradients, metrics) of the training set as one batch."""
     for found in steps(run, layouts):
         evaluated = run.engine.evaluate(found.rows, found.objective)

@@ -13,7 +13,7 @@ from torch import nn
 from openrlhf.backends.distributed import init_distributed, leave_distributed
 from openrlhf.cli.train_sft import SFTTask
 from openrlhf.config.parse import parse
-from openrlhf.loop.task import Run
+from openrlhf.loop.supervised_run import SupervisedRun
 from openrlhf.models import tensor_parallel
 
 
@@ -26,7 +26,7 @@ def main(spec: dict) -> None:
     tensor_parallel.STYLES["rowwise"] = partial(tensor_parallel._shard_rows, kind=NoSum)
     argv = shlex.split(spec["flags"])
     try:
-        Run(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
+        SupervisedRun(SFTTask(parse(SFTTask.command, argv).config), argv, ExitStack())
         said = ""
     except ValueError as error:
         said = str(error)

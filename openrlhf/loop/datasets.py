@@ -1,0 +1,151 @@
+"""The datasets of a supervised command: read, tokenised, kept in the data cache, laid out in batches."""
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, get_type_hints
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.backends.base import Row
+from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.config.fields import flag_of
+from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
+from openrlhf.data.cache import cached, tokenizer_digest
+from openrlhf.data.encode import tell_losses
+from openrlhf.data.sources import Rows, load_rows, rows_digest
+from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.loop.task import Task
+from openrlhf.models.loading import load_config, max_length_of
+
+
+def build_datasets(
+    task: Task, tokenizer: PreTrainedTokenizerBase
+) -> tuple[TokenisedDataset, TokenisedDataset | None]:
+    """Builds the training set and the evaluation set; the latter is None without evaluation."""
+    evaluation = task.config.eval
+    train_set = build_train_set(task, tokenizer)
+    if not evaluation.dataset:
+        return train_set, None
+    return train_set, build_dataset(
+        task,
+        tokenizer,
+        evaluation.dataset,
+        flag="--eval.dataset",
+        split=evaluation.split,
+        max_samples=evaluation.max_samples,
+    )
+
+
+def build_train_set(task: Task, tokenizer: PreTrainedTokenizerBase) -> TokenisedDataset:
+    data = task.config.data
+    return build_dataset(
+        task,
+        tokenizer,
+        data.dataset,
+        flag="--data.dataset",
+        split=data.dataset_split,
+        probs=data.dataset_probs,
+        max_samples=data.max_samples,
+    )
+
+
+def build_dataset(
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    spec: str,
+    *,
+    flag: str,
+    split: str,
+    probs: str | None = None,
+    max_samples: int | None = None,
+) -> TokenisedDataset:
+    """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that are longer than
+    a model's maximum length."""
+    mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
+
+    dataset = tokenise(task, tokenizer, spec, flag, mix)
+    tell_losses(dataset, flag, min(max_lengths_of(task).values(), default=None))
+    check_lengths(task, dataset.sequence_lengths, flag)
+    return dataset
+
+
+def check_lengths(task: Task, lengths: Sequence[int], flag: str) -> None:
+    """Raises UsageError if a sequence is longer than a model's maximum length. `data.max_len` may be larger
+    than that, as long as no sequence is."""
+    for model_flag, room in max_lengths_of(task).items():
+        if max(lengths) > room:
+            path, count = task.models()[model_flag], sum(length > room for length in lengths)
+            text = (
+                f"{count} of {len(lengths)} sequences of {flag} exceed the maximum length of {path} "
+                f"({model_flag}),\n{room} tokens; the longest has {max(lengths)}.\nTruncate them with "
+                f"--data.max_len {room}, or stretch the model's RoPE in its config.json (docs/models.md)."
+            )
+            limit, _, value = flag_of(task.config, "data.max_len").partition(" ")
+            raise UsageError(ErrorCode.TOO_LONG, text, flag=limit, value=value)
+
+
+def max_lengths_of(task: Task) -> dict[str, int]:
+    """Returns flag -> maximum sequence length, for each model whose configuration limits it."""
+    rooms = {flag: max_length_of(load_config(path, flag)) for flag, path in task.models().items()}
+    return {flag: room for flag, room in rooms.items() if room}
+
+
+def tokenise(
+    task: Task, tokenizer: PreTrainedTokenizerBase, spec: str, flag: str, mix: Mapping[str, Any]
+) -> TokenisedDataset:
+    """Tokenises the rows of `spec` for the task, using the data cache. `mix`: arguments of `load_rows` that
+    select and order the rows."""
+    data, builder, images = task.config.data, task.builder(), task.images(tokenizer)
+
+    @cache
+    def rows() -> Rows:
+        return load_rows(spec, flag=flag, required_columns=task.columns(), bad_rows=data.bad_rows, **mix)
+
+    def build() -> Any:
+        return builder(rows(), tokenizer, **({} if images is None else {"images": images}))
+
+    images_digest = "" if images is None else images.digest(rows())
+
+    def kept() -> Any:
+        key_parts = {
+            "rows": rows_digest(spec, flag=flag, split=mix["split"]),
+            "images": images_digest,
+            "mix": mix,
+            "tokenizer": tokenizer_digest(tokenizer),
+            "builder": builder.func.__qualname__,
+            "options": builder.keywords,
+        }
+        dataset_type = get_type_hints(builder.func)["return"]
+        return cached(dataset_type, key_parts, build, cache_dir=data.cache_dir, source=spec)
+
+    dataset = kept() if data.cache_enable else build()
+    if images is not None:
+        dataset.read_images_with(images.reader(rows()), images_digest)
+    return dataset
+
+
+def lay_out(
+    task: Task,
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    shuffle: bool,
+    mesh: ProcessMesh | None = None,
+    shares_prefixes: bool = False,
+) -> Windows[Row]:
+    """Returns the optimizer steps of an epoch: the part of this rank of `mesh`, or all of it if `mesh` is
+    None. `shares_prefixes`: see `Windows`."""
+    train = task.config.train
+    tokens_of_row = train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
+    return Windows(
+        dataset,
+        task.collate,
+        batch_size=batch_size,
+        micro_batch_size=None if train.dynamic_batch_enable else train.micro_batch_size,
+        max_tokens=tokens_of_row if train.dynamic_batch_enable else None,
+        data_rank=mesh.data_rank if mesh else 0,
+        data_size=mesh.data if mesh else 1,
+        seed=train.seed,
+        shuffle=shuffle,
+        shares_prefixes=shares_prefixes,
+    )
