@@ -414,6 +414,10 @@ def unrouted(num_tokens: int, like: np.ndarray) -> np.ndarray:
     return np.full_like(like, own_choice(like), shape=(num_tokens, *like.shape[1:]))
 
 
+ActionColumn = np.ndarray | None
+"""A number for each action of a batch, (A,)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Batch:
     """Concatenated sequences: a whole rollout, a rank's part of it, or a micro-batch.
@@ -430,13 +434,13 @@ class Batch:
     kept: KeptSets | None = None  # supports of all actions; None: all sampled from the whole vocabulary
     routing: np.ndarray | None = None  # (N, M, K), see Trajectory.routing; None: routers choose
     rollout_log_probs: np.ndarray  # (A,) float32, from the sampler
-    staleness: np.ndarray | None = None  # (A,) int32, age of the sampler's weights in updates; None: all 0
-    log_probs: np.ndarray | None = None  # (A,) of the policy before the update; None if not computed
-    ref_log_probs: np.ndarray | None = None  # (A,) None without a reference model
-    teacher_log_probs: np.ndarray | None = None  # (A,) None without a teacher; not read by updates
-    values: np.ndarray | None = None  # (A,) None without a critic
-    advantages: np.ndarray | None = None  # (A,) float32
-    returns: np.ndarray | None = None  # (A,) float32
+    staleness: ActionColumn = None  # (A,) int32, age of the sampler's weights in updates; None: all 0
+    log_probs: ActionColumn = None  # (A,) of the policy before the update; None if not computed
+    ref_log_probs: ActionColumn = None  # (A,) None without a reference model
+    teacher_log_probs: ActionColumn = None  # (A,) None without a teacher; not read by updates
+    values: ActionColumn = None  # (A,) None without a critic
+    advantages: ActionColumn = None  # (A,) float32
+    returns: ActionColumn = None  # (A,) float32
 
     @classmethod
     def of(cls, trajectories: Sequence[Trajectory], version: int | None = None) -> Self:
@@ -462,7 +466,7 @@ class Batch:
         """Returns the sequences at `indices`, in that order, with every column."""
         of_tokens = _slices(self.lengths, indices)
         of_actions = _slices(self.num_actions, indices)
-        actions = {f.name: _gather(getattr(self, f.name), of_actions) for f in fields(self)[7:]}
+        columns = {name: _gather(getattr(self, name), of_actions) for name in ACTION_COLUMNS}
         return replace(
             self,
             token_ids=_gather(self.token_ids, of_tokens),
@@ -472,7 +476,7 @@ class Batch:
             images=tuple(self.images[i] for i in indices) if self.images else (),
             kept=None if self.kept is None else KeptSets.joined(self.kept.parts(of_actions)),
             routing=_gather(self.routing, of_tokens),
-            **actions,
+            **columns,
         )
 
     def put_together(self, parts: Sequence[Sequence[int]], answers: Sequence[np.ndarray]) -> np.ndarray:
@@ -484,6 +488,11 @@ class Batch:
             for place in _slices(self.num_actions, part):
                 whole[place] = answer[start : (start := start + place.stop - place.start)]
         return whole
+
+
+# `is`: the type of `routing` equals this one
+ACTION_COLUMNS = ("rollout_log_probs", *(f.name for f in fields(Batch) if f.type is ActionColumn))
+"""Names of the columns of a batch that have a number for each action."""
 
 
 def _staleness(trajectories: Sequence[Trajectory], version: int) -> np.ndarray | None:
