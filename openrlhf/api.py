@@ -121,6 +121,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, reading_of
+    from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
     from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
     from openrlhf.models.loading import (
         DTYPES, OF_FILES, check_model, check_room, check_stops, load_config, load_generator, load_tokenizer,
@@ -132,7 +133,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.models.prefixes import tree_of
     from openrlhf.models.saving import check_saving, save_model
     from openrlhf.models.scorer import (
-        CLASSIFIER_HEAD, ScoreModel, check_reward_model, head_name, load_scorer, padding_token_id,
+        ScoreModel, check_reward_model, load_scorer, padding_token_id,
         register_classifier, score_statistics,
     )
     from openrlhf.models.self_check import resolve_reading, transformers_attention
@@ -172,7 +173,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.credit import credit_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics, ks_of
-    from openrlhf.training.models import load_reward_model
+    from openrlhf.training.reward_models import load_reward_model
     from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective
     from openrlhf.training.objectives.kto import KTOObjective

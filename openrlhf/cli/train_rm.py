@@ -59,7 +59,7 @@ class RewardModelTask(PairTask[RMConfig]):
         return "margin" if model.margin_loss_enable and model.loss_type == "sigmoid" else None
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "ScoreModel":
-        from openrlhf.training.models import load_reward_model
+        from openrlhf.training.reward_models import load_reward_model
 
         config, in_4bit = self.config, self.config.ds.load_in_4bit
         path = config.model.model_name_or_path

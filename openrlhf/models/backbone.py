@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,6 @@ from openrlhf.config.choices import SharePrefixes
 from openrlhf.models.attention import packing_kwargs
 from openrlhf.models.dropout import is_noisy
 from openrlhf.models.prefixes import Branches, PrefixTree, tree_of
-from openrlhf.models.router_replay import Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, positions_of_row, with_blank
 from openrlhf.types import Image, PackedRow, present
@@ -41,7 +40,7 @@ class Reading:
     gathers: bool = False
     """True if ranks gather sharded parameters in every pass, so that all ranks must run the same number of
     passes."""
-    replay: Replay | None = None
+    replay: "RouterReplay | None" = None
     """Router replay with the experts in `PackedRow.routing`; None: routers select experts."""
     share_prefixes: SharePrefixes = "auto"
     """Value of `--ds.share_prefixes`."""
@@ -49,6 +48,18 @@ class Reading:
     """True: common prefixes of a row's sequences are read once (models/prefixes.py)."""
     has_noise: bool = False
     """True where the model's configuration has dropout or other noise in training mode."""
+
+
+class RouterReplay(Protocol):
+    """Makes routers take given experts (models/router_replay.py)."""
+
+    def routing(self, of_row: Tensor, num_tokens: int, sharing: SequenceParallel | None) -> Tensor:
+        """Returns the model's argument `routing` from a row's experts (N, M, K)."""
+        ...
+
+    def check(self) -> None:
+        """Raises an error if a layer did not use the given experts in the last pass."""
+        ...
 
 
 class RowModel(nn.Module):

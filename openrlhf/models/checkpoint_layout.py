@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -23,6 +23,14 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+CLASSIFIER_HEAD = "score"
+"""Name of the head of transformers' sequence classifiers."""
+
+
+def head_name(config: PreTrainedConfig) -> str:
+    """Returns the name of the head of a model that scores."""
+    return getattr(config, "value_head_prefix", None) or CLASSIFIER_HEAD
 
 
 @dataclass(kw_only=True, slots=True)

@@ -24,10 +24,9 @@ from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError
-from openrlhf.models.checkpoint_layout import checkpoint_tensors
+from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, checkpoint_tensors, head_name
 from openrlhf.models.loading import load_config
 from openrlhf.models.policy import head_of
-from openrlhf.models.scorer import CLASSIFIER_HEAD, head_name
 from openrlhf.models.tensor_parallel import laid_out_as, whole, whole_shape
 
 ALL_LINEAR = "all-linear"

@@ -20,11 +20,9 @@ from transformers.modeling_layers import GenericForSequenceClassification
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.backbone import RowModel, action_states
+from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
 from openrlhf.models.loading import DTYPES, check_model, load_config, load_for_rows, load_unquantized, nf4
 from openrlhf.types import PackedRow
-
-CLASSIFIER_HEAD = "score"
-"""Name of the head of transformers' sequence classifiers."""
 
 
 class ScoreModel(RowModel):
@@ -175,11 +173,6 @@ def score_statistics(config: PreTrainedConfig, path: str) -> tuple[float, float]
         problem = f"std {std}: the scores do not vary.\nTrain it on pairs that differ, or remove the flag."
     text = f"{path}/config.json has {problem}"
     raise UsageError(ErrorCode.INVALID_MODEL, text, flag="--reward.normalize_enable")
-
-
-def head_name(config: PreTrainedConfig) -> str:
-    """Returns the name of a scorer's head."""
-    return getattr(config, "value_head_prefix", None) or CLASSIFIER_HEAD
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,24 +1,18 @@
-"""Loads the models of training commands, with the precision and kernels of `ds.*`."""
+"""Loads the language models of training commands, with the precision and kernels of `ds.*`."""
 
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from openrlhf.models import loading, scorer
+from openrlhf.models.loading import load_causal_lm
 
 
 def load_language_model(config: Any, path: str, flag: str, *, in_4bit: bool = False) -> PreTrainedModel:
-    return loading.load_causal_lm(path, flag=flag, in_4bit=in_4bit, **_options(config))
+    return load_causal_lm(path, flag=flag, in_4bit=in_4bit, **loading_options(config))
 
 
-def load_reward_model(config: Any, path: str, flag: str, **options: Any) -> scorer.ScoreModel:
-    """Loads a reward model, or a language model with a new head. `options`: further arguments of
-    `load_scorer`."""
-    head = config.ds.value_head_prefix
-    return scorer.load_scorer(path, flag=flag, head_prefix=head, **_options(config), **options)
-
-
-def _options(config: Any) -> dict[str, Any]:
+def loading_options(config: Any) -> dict[str, Any]:
+    """Returns the arguments of all functions that load a model for training."""
     ds = config.ds
     return {
         "dtype": ds.param_dtype,

@@ -19,6 +19,7 @@ from openrlhf.config.parse import parse
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models import lora
+from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.models.lora import (
     Merge,
@@ -33,7 +34,7 @@ from openrlhf.models.lora import (
     save_adapter,
 )
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.scorer import CLASSIFIER_HEAD, load_scorer
+from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
 from openrlhf.tools.selftest.verify import check_adapters

@@ -12,8 +12,9 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from openrlhf.errors import ErrorCode
+from openrlhf.models.checkpoint_layout import head_name
 from openrlhf.models.loading import load_tokenizer
-from openrlhf.models.scorer import ScoreModel, ValueModel, head_name, load_scorer, padding_token_id
+from openrlhf.models.scorer import ScoreModel, ValueModel, load_scorer, padding_token_id
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import PackedRow, Sample

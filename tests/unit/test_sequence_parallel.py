@@ -25,10 +25,11 @@ from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
 from openrlhf.models.backbone import RowModel, hidden_states, reading_of
+from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
-from openrlhf.models.scorer import CLASSIFIER_HEAD, ScoreModel, ValueModel
+from openrlhf.models.scorer import ScoreModel, ValueModel
 from openrlhf.models.self_check import resolve_reading
 from openrlhf.models.sequence_parallel import Cut, SequenceParallel, cut
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
