@@ -237,7 +237,7 @@ class VLLMEngine:
             speculative_config=_speculation_of(options),
             **_lora_arguments(options.lora),
         )
-        with _refusals_of_speculation(options), lifeline.starts_core():
+        with _refusals_of_speculation(options):
             self.llm = AsyncLLM.from_engine_args(
                 arguments,
                 # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.
