@@ -30,7 +30,7 @@ from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
 from ray.runtime_env import RuntimeEnv
 
-from openrlhf.cluster import environment, folder
+from openrlhf.cluster import environment
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.cluster.reaper import start_reaper
 from openrlhf.config.ppo import PPOConfig
@@ -243,8 +243,8 @@ def cool_down() -> None:
 
 def _common_options() -> dict[str, Any]:
     own = {name: os.environ.get(name, value) for name, value in WORKERS.items()}
-    env_vars = environment.forwarded() | own | folder.here()
-    return {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True, "logging_level": "ERROR"}
+    runtime_env = {"env_vars": environment.forwarded() | own}
+    return {"runtime_env": runtime_env, "log_to_driver": True, "logging_level": "ERROR"}
 
 
 def _stay_on_loopback() -> None:

@@ -98,8 +98,8 @@ def train(
     processes."""
     from openrlhf.cluster.deaths import explaining_deaths, is_lost_process
     from openrlhf.cluster.head import guard
+    from openrlhf.cluster.placement import placement_table
     from openrlhf.cluster.roles import start_roles
-    from openrlhf.cluster.whereabouts import placement_table
     from openrlhf.training.schedule import num_updates
 
     heap.freeze()

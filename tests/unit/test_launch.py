@@ -13,7 +13,7 @@ import yaml
 from ray.exceptions import ActorDiedError, RayTaskError, colorama
 from refusals import refused
 
-from openrlhf.cluster import folder, launch
+from openrlhf.cluster import environment, launch
 from openrlhf.cluster.launch import cluster_address
 from openrlhf.cluster.layout import resource_problems
 from openrlhf.config.command import Source
@@ -277,13 +277,13 @@ def test_only_a_failure_of_a_worker_names_the_logs(monkeypatch, capsys):
 
 def test_processes_work_in_the_folder_of_their_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    environment = launch._common_options()["runtime_env"]["env_vars"]
+    variables = launch._common_options()["runtime_env"]["env_vars"]
     monkeypatch.chdir("/")
-    monkeypatch.setenv(folder.VARIABLE, environment[folder.VARIABLE])
-    folder.enter()
+    monkeypatch.setenv(environment.FOLDER, variables[environment.FOLDER])
+    environment.enter()
     assert Path.cwd() == tmp_path
-    monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "of another machine"))
-    folder.enter()
+    monkeypatch.setenv(environment.FOLDER, str(tmp_path / "of another machine"))
+    environment.enter()
     assert Path.cwd() == tmp_path
 
 
