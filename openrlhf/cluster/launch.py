@@ -25,6 +25,7 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._private.utils import read_ray_address
 from ray.core.generated import gcs_service_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
@@ -272,11 +273,7 @@ def _disable_colours() -> None:
 def _last_started() -> str | None:
     """Returns the address of the last cluster that `ray start` started on this machine, which may be gone;
     None without one."""
-    try:
-        with open(get_ray_address_file(None), encoding="utf-8") as file:
-            return file.read().strip() or None
-    except FileNotFoundError:
-        return None
+    return read_ray_address() or None
 
 
 def _is_alive(address: str) -> bool:
