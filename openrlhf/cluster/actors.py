@@ -11,7 +11,7 @@ import ray
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.model_rank import ModelRank
 from openrlhf.cluster import environment
-from openrlhf.cluster.pulse import Progress, start_pulse
+from openrlhf.cluster.watch import Progress, start_pulse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import DEVICE_TYPE, visible_index
 from openrlhf.mesh import Mesh

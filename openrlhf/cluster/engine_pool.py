@@ -21,7 +21,7 @@ from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Gathered, Handle, actor_names, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.pulse import start_pulse
+from openrlhf.cluster.watch import start_pulse
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig

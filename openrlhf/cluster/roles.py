@@ -15,7 +15,6 @@ from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pending import STALL, Gathered, results
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.pulse import Board
 from openrlhf.cluster.rank_groups import (
     CriticRanks,
     FrozenRanks,
@@ -24,7 +23,7 @@ from openrlhf.cluster.rank_groups import (
     RewardRanks,
     Unadapted,
 )
-from openrlhf.cluster.watch import Watch
+from openrlhf.cluster.watch import Board, Watch
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import counted, notify

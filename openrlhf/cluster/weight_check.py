@@ -83,7 +83,7 @@ class WeightCheck:
             return
         ready, _ = ray.wait(under_way, num_returns=len(under_way), timeout=None if wait else 0)
         answers = Answers(self.engines, {ref: self.asked.pop(ref) for ref in ready})
-        for number, answer in answers.result().items():
+        for number, answer in answers.result().items():  # bounded: they are done
             self._compare(number, answer)
 
     def take_metrics(self) -> Metrics:

@@ -97,9 +97,9 @@ def train(
     """Starts the run's processes on the reserved resources, trains, exports the models and ends the
     processes."""
     from openrlhf.cluster.deaths import explaining_deaths, is_lost_process
-    from openrlhf.cluster.head import guard
     from openrlhf.cluster.placement import placement_table
     from openrlhf.cluster.roles import start_roles
+    from openrlhf.cluster.watch import guard
     from openrlhf.training.schedule import num_updates
 
     heap.freeze()
