@@ -269,19 +269,17 @@ def _offload(config: PPOConfig, role: str) -> str:
 
 
 def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
-    place = layout.roles[role]
-    if not layout.on_gpu:
-        for node, ranks in sorted(Counter(device.node for device in place.devices).items()):
-            yield role, str(ranks), str(node), "cores", "all", "-", "-"
-        return
-    others, claim = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
-    sharing = (others, f"{claim:g}" if claim else "-", place.offload or "-")
+    place, sharing = layout.roles[role], ("all", "-", "-")
+    if layout.on_gpu:
+        others, claim = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
+        sharing = (others, f"{claim:g}" if claim else "-", place.offload or "-")
     for node in sorted({device.node for device in place.devices}):
         groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]
         if place.mesh.tensor == 1:
             groups = [[gpu for group in groups for gpu in group]]
         devices = ", ".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups if g)
-        yield role, str(sum(map(len, groups))), str(node), devices, *sharing
+        ranks = str(sum(map(len, groups)))
+        yield role, ranks, str(node), devices if layout.on_gpu else "cores", *sharing
 
 
 def _summary(layout: Layout) -> str:

@@ -149,10 +149,10 @@ class TrainedRanks(RankGroup[TrainedT]):
         self.num_updates = 0
         """Number of `update` calls so far, which is the seed of the samples' order."""
 
-    def start(self, total_steps: int, *more: Any) -> Gathered[None]:
-        """Loads the model, after models on the same devices. `total_steps`: optimizer steps of the whole run;
-        `more`: further arguments of the workers' `start`."""
-        arguments = *self.meeting_point(), total_steps, *more
+    def start(self, *arguments: Any) -> Gathered[None]:
+        """Loads the model, after models on the same devices. `arguments`: those of the workers' `start` after
+        the meeting point, first the optimizer steps of the whole run."""
+        arguments = *self.meeting_point(), *arguments
         return Gathered(self.run("start", [arguments] * self.mesh.data), first)
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:

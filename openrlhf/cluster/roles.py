@@ -84,7 +84,7 @@ class Roles:
         that the calls that the run waits for fail. `starting`: the processes load their models. They only
         have to answer, and engines are like ranks, because no other engine can take their place yet."""
 
-        def processes() -> dict[str, Sequence[ActorHandle | None]]:
+        def processes() -> Mapping[str, Sequence[ActorHandle | None]]:
             return self.processes if starting else self.processes | {ENGINES: self.rollout.watched}
 
         def give_up(role: str, index: int, member: ActorHandle, reason: str) -> None:

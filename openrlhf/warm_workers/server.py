@@ -231,7 +231,8 @@ def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> No
 def fork_cores(interpreter: str) -> None:
     """Makes vLLM's cores, which this process spawns with multiprocessing, start with the program
     `interpreter`. Other processes, such as those of reward functions, need few imports."""
-    launch, own, threads = popen_spawn_posix.Popen._launch, spawn.get_executable, set[int]()
+    popen: Any = popen_spawn_posix.Popen
+    launch, own, threads = popen._launch, spawn.get_executable, set[int]()
 
     def launch_core(self: Any, process: Any) -> None:
         is_core = process.name.startswith("EngineCore")
@@ -242,7 +243,7 @@ def fork_cores(interpreter: str) -> None:
             threads.discard(threading.get_ident())
 
     executable: Any = lambda: os.fsencode(interpreter) if threading.get_ident() in threads else own()
-    spawn.get_executable, popen_spawn_posix.Popen._launch = executable, launch_core
+    spawn.get_executable, popen._launch = executable, launch_core
 
 
 def worker_command(command: list[str]) -> tuple[list[str], dict[str, str]]:

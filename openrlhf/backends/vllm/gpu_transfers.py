@@ -33,9 +33,8 @@ def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
         packed_buffer_size_bytes=meeting.bucket_bytes,
     )
     client.ends_with_first = True
-    return WeightTransferTrainerFactory.trainer_init(
-        info, client=_EndsWithEngines(client), source=_vllm_source(source)
-    )
+    ending: Any = _EndsWithEngines(client)
+    return WeightTransferTrainerFactory.trainer_init(info, client=ending, source=_vllm_source(source))
 
 
 class _EndsWithEngines:
