@@ -229,10 +229,8 @@ def _start_warmers(backends: Sequence[str]) -> None:
     """Calls what the entry points name, with the backends and the default variables of workers. It returns an
     object with a context `starts_workers` around the start of Ray, and with `stop`; or None."""
     if not _warmers:
-        started = [
-            point.load()(backends, WORKERS) for point in entry_points(group="openrlhf.attached.cluster")
-        ]
-        _warmers.extend(filter(None, started))
+        points = entry_points(group="openrlhf.attached.cluster")
+        _warmers.extend(filter(None, (point.load()(backends, WORKERS) for point in points)))
         atexit.register(cool_down)
 
 
