@@ -15,6 +15,7 @@ import torch
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
+from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import RunError
 from openrlhf.types import KeptSets
@@ -43,6 +44,8 @@ class EngineOptions:
     engine: str = "vllm"
     """Name of the engine, a key of `ENGINES`."""
     model: str
+    model_flag: str = ACTOR_FLAG
+    """The flag that names the model, for messages."""
     dtype: str
     """Dtype of the weights: bf16, fp16 or fp32."""
     max_len: int

@@ -10,8 +10,8 @@ import ray
 
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.model_rank import ModelRank
-from openrlhf.cluster import environment, folder
-from openrlhf.cluster.pulse import Progress, start_pulse
+from openrlhf.cluster import environment
+from openrlhf.cluster.watch import Progress, start_pulse
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import DEVICE_TYPE, visible_index
 from openrlhf.mesh import Mesh
@@ -32,8 +32,7 @@ class RankActor:
     ) -> None:
         """`files`: users' files that `config.references` names; `private`: secret variables, see
         environment.py."""
-        folder.enter()
-        environment.take(private)
+        environment.enter(private)
         place: dict[str, Any] = {}
         if DEVICE_TYPE == "cuda":
             place = {"local_rank": visible_index(ray.get_gpu_ids()[0]), "local_size": gpus_of_node()}

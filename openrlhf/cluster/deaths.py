@@ -99,20 +99,17 @@ def dead_among(members: Sequence[ActorHandle]) -> dict[int, RayActorError]:
 
 def _described(death: RayActorError) -> RunError:
     said = dict(re.findall(r"^\s*(class_name|pid|ip): (\S+)", str(death), re.MULTILINE))
-    actor = said.get("class_name", "")
-    if "pid" not in said:
-        return _failure(actor, str(death).splitlines()[0])
-    return _death(actor, f"process {said['pid']} on {said.get('ip', 'an unknown machine')}", said["pid"])
+    actor, pid, where = (said.get(key, "") for key in ("class_name", "pid", "ip"))
+    text = f"process {pid} on {where or 'an unknown machine'}" if pid else str(death).splitlines()[0]
+    return _death(actor, text, pid)
 
 
-def _death(actor: str, which: str, pid: str) -> RunError:
-    """Returns the error for a dead process. `actor`: name of the actor's class; `which`: description of the
-    process; `pid`: the process whose log the message names."""
-    reason = f"{which} was killed (out of memory?) or crashed.\nIts log is {_log(pid)}"
-    return _failure(actor, f"{reason}; OPENRLHF_DEBUG=1 shows Ray's whole error.")
-
-
-def _failure(actor: str, reason: str) -> RunError:
+def _death(actor: str, reason: str, pid: str) -> RunError:
+    """Returns the error for a dead process. `actor`: name of the actor's class; `pid`: the process whose log
+    the message names; `reason`: description of the process, or of its end if `pid` is unknown."""
+    if pid:
+        reason += f" was killed (out of memory?) or crashed.\nIts log is {_log(pid)}; "
+        reason += "OPENRLHF_DEBUG=1 shows Ray's whole error."
     code = ErrorCode.ENGINE_FAILED if actor == "EngineActor" else ErrorCode.WORKER_FAILED
     return RunError(code, f"{NAMES.get(actor, 'a process of the run')} died: {reason}")
 

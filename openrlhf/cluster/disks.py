@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from openrlhf.cluster import folder
+from openrlhf.cluster import environment
 from openrlhf.cluster.launch import node_names
 from openrlhf.cluster.pending import results
 from openrlhf.config.checks import SCATTERED
@@ -109,5 +109,5 @@ def _lacking(needs: Sequence[Need]) -> list[list[str]]:
 
 
 def _absent(files: Sequence[str]) -> list[str]:
-    folder.enter()
+    environment.enter()
     return [file for file in files if not appears(file)]

@@ -13,7 +13,7 @@ from torch import Tensor
 from openrlhf.backends.rollout import EngineDied, EngineOptions, engine_class
 from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.backends.weight_sync.stored_weights import check_adapter
-from openrlhf.cluster import environment, folder
+from openrlhf.cluster import environment
 from openrlhf.cluster.deaths import cause_of, dead_among
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
@@ -21,7 +21,7 @@ from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Gathered, Handle, actor_names, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.pulse import start_pulse
+from openrlhf.cluster.watch import start_pulse
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
@@ -59,8 +59,7 @@ class EngineActor(RolloutWorker):
         self, config: PPOConfig, options: EngineOptions, files: UserFiles, private: Mapping[str, str]
     ) -> None:
         """`private`: secret variables, see environment.py."""
-        folder.enter()
-        environment.take(private)
+        environment.enter(private)
         super().__init__(config.with_references(files.here), options, files)
         self.groups = SamplingTasks(self.run_group)
         start_pulse(self.engine.progress, self.engine.queue)
@@ -287,34 +286,22 @@ class EnginePool:
     def _send_checked(
         self, policy: "PolicyRanks", version: int, numbers: Sequence[int], *, is_new: bool
     ) -> None:
-        plain = self._send_and_ask(policy, version, numbers)
-        if is_new or self.config.engines_sleep:  # an engine must answer before it may sleep
-            self.check.take_answers(wait=True, of=numbers)
-        if is_new and self.options.lora is not None:
-            self._check_adapters(policy, version, numbers, plain)
-
-    def _send_and_ask(
-        self, policy: "PolicyRanks", version: int, numbers: Sequence[int], adapter_seed: int | None = None
-    ) -> Tensor:
-        """Sends the weights and the probe; returns the trainer's (L - 1,) log-probs of the probe.
-        `adapter_seed`: seed of a random adapter that is sent instead of the policy's."""
-        trainer = present(policy.send_weights(version, self.check.probe, adapter_seed).result())
-        self.memory.wake()
-        self.check.ask(policy, version, trainer, numbers)
-        return trainer
-
-    def _check_adapters(
-        self, policy: "PolicyRanks", version: int, numbers: Sequence[int], plain: Tensor
-    ) -> None:
-        """Checks that the engines apply a random adapter, then a second one in its place, then the policy's
-        again. Adapters begin at zero and grow slowly, so an engine that ignores them would pass the other
-        checks for many steps. `plain`: the trainer's log-probs with the policy's own adapter."""
-        for seed in RANDOM_ADAPTERS:
-            adapted = self._send_and_ask(policy, version, numbers, seed)
-            check_adapter(plain, adapted, self.check.limit)
-            self.check.take_answers(wait=True, of=numbers)
-        self._send_and_ask(policy, version, numbers)
-        self.check.take_answers(wait=True, of=numbers)
+        """Sends the weights, and requests the engines' log-probs of the probe. New engines that apply
+        adapters then get a random adapter, a second one in its place, and the policy's again: adapters begin
+        at zero and grow slowly, so an engine that ignores them would pass the other checks for many
+        steps."""
+        adapters = (*RANDOM_ADAPTERS, None) if is_new and self.options.lora is not None else ()
+        plain: Tensor | None = None
+        for seed in (None, *adapters):
+            trainer = present(policy.send_weights(version, self.check.probe, seed).result())
+            self.memory.wake()
+            self.check.ask(policy, version, trainer, numbers)
+            if seed is None:
+                plain = trainer
+            else:
+                check_adapter(present(plain), trainer, self.check.limit)
+            if is_new or self.config.engines_sleep:  # an engine must answer before it may sleep
+                self.check.take_answers(wait=True, of=numbers)
 
     def _take_answers(self) -> None:
         """Compares the engines' answers to the probe. With partial rollouts it does not wait for them,

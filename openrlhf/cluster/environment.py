@@ -1,4 +1,5 @@
-"""Environment variables that the process that starts a run forwards to all processes of the run."""
+"""Environment variables and working folder, which all processes of a run take from the process that starts
+it. Relative paths therefore mean the same everywhere."""
 
 import os
 import re
@@ -15,11 +16,15 @@ _SECRET = re.compile(r"(^|_)(TOKEN|KEY|SECRET|PASSWORD)(_|$)")
 _PROXY = re.compile(r"(https?|all|no)_proxy", re.IGNORECASE)
 """Names of proxy variables, whose addresses may contain a password."""
 
+FOLDER = "OPENRLHF_FOLDER"
+"""Variable with the folder in which the run was started."""
+
 
 def forwarded() -> dict[str, str]:
     """Returns the variables that Ray sets in each process before it imports anything. Ray writes them to its
     logs, so secrets are omitted."""
-    return {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not _SECRET.search(n)}
+    own = {n: v for n, v in os.environ.items() if n.startswith(PREFIXES) and not _SECRET.search(n)}
+    return own | {FOLDER: os.getcwd()}
 
 
 def private() -> dict[str, str]:
@@ -32,6 +37,10 @@ def private() -> dict[str, str]:
     }
 
 
-def take(variables: Mapping[str, str]) -> None:
-    """Sets the variables of `private` in this process."""
-    os.environ.update(variables)
+def enter(private: Mapping[str, str] | None = None) -> None:
+    """Sets the variables of `private` in this process, and changes to the run's folder if it exists on this
+    machine. Otherwise only absolute paths work."""
+    os.environ.update(private or {})
+    folder = os.environ.get(FOLDER, "")
+    if os.path.isdir(folder):
+        os.chdir(folder)

@@ -9,7 +9,8 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ from ray._private.authentication.authentication_token_setup import (
 from ray._private.grpc_utils import init_grpc_channel
 from ray._private.ray_constants import GLOBAL_GRPC_OPTIONS
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._private.utils import read_ray_address
 from ray.core.generated import gcs_service_pb2
 from ray.core.generated.gcs_service_pb2_grpc import NodeInfoGcsServiceStub
 from ray.exceptions import RayError
 from ray.runtime_env import RuntimeEnv
 
-from openrlhf.cluster import environment, folder
+from openrlhf.cluster import environment
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
 from openrlhf.cluster.reaper import start_reaper
-from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted, notify
 from openrlhf.files import socket_folder, unwritable
@@ -59,14 +60,14 @@ LONGEST_PATH = 43
 _folders: list[str] = []
 """The folder of Ray's session, if it is not where Ray has it by default."""
 
-_servers: list[WarmServer] = []
-"""The server of the cluster that this process started."""
+_warmers: list[Any] = []
+"""Objects of the entry points `openrlhf.attached.cluster`, which prepare the start of workers."""
 
 
-def start_ray(backends: Sequence[str] = tuple(BACKENDS)) -> None:
+def start_ray(backends: Sequence[str] = ()) -> None:
     """Joins the cluster that RAY_ADDRESS names, or one that `ray start` started on this machine and that is
     still alive. Without one, starts Ray on this machine. Prints on stderr which cluster it is. `backends`:
-    training backends and engines of the workers."""
+    training backend and engine of the workers, if they are known."""
     if ray.is_initialized():
         return
     os.environ.setdefault("RAY_COLOR_PREFIX", "0")
@@ -193,7 +194,11 @@ def _start_here(backends: Sequence[str]) -> None:
     start_reaper()
     # Workers that Ray starts in advance lack the variables of a run's processes: none of them would be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-    with nullcontext() if on_gpu else _warm_workers(backends):
+    with ExitStack() as held:
+        if not on_gpu:
+            _start_warmers(backends)
+            for warmer in _warmers:
+                held.enter_context(warmer.starts_workers())
         ray.init(address="local", include_dashboard=on_gpu, object_store_memory=store, **options)
     gone = None if os.environ.get("RAY_ADDRESS") else _last_started()
     reason = f"{get_ray_address_file(None)} names a cluster that is gone ({gone}): " if gone else ""
@@ -212,45 +217,33 @@ def _place_of_session() -> str | None:
 
 
 def warm_up(backends: Sequence[str]) -> None:
-    """Starts to import the libraries of workers, on a machine without the device files of a GPU on which
-    `start_ray` will probably start Ray. `backends`: see `start_ray`."""
+    """Lets attached packages prepare the start of workers, on a machine without the device files of a GPU on
+    which `start_ray` will probably start Ray. `backends`: see `start_ray`."""
     has_devices = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     is_alone = os.environ.get("RAY_ADDRESS", "local") == "local" and _last_started() is None
-    if is_alone and not has_devices and not _servers and not ray.is_initialized():
-        _start_server(backends)
+    if is_alone and not has_devices and not ray.is_initialized():
+        _start_warmers(backends)
 
 
-def _start_server(backends: Sequence[str]) -> None:
-    """Starts the server, unless it runs or the variable OPENRLHF_WARM_WORKERS is 0."""
-    if not _servers and os.environ.get("OPENRLHF_WARM_WORKERS") != "0":
-        _servers.append(WarmServer(modules_of(backends), WORKERS))
+def _start_warmers(backends: Sequence[str]) -> None:
+    """Calls what the entry points name, with the backends and the default variables of workers. It returns an
+    object with a context `starts_workers` around the start of Ray, and with `stop`; or None."""
+    if not _warmers:
+        points = entry_points(group="openrlhf.attached.cluster")
+        _warmers.extend(filter(None, (point.load()(backends, WORKERS) for point in points)))
         atexit.register(cool_down)
 
 
 def cool_down() -> None:
-    """Ends the process that imports the libraries of workers."""
-    while _servers:
-        _servers.pop().stop()
-
-
-@contextmanager
-def _warm_workers(backends: Sequence[str]) -> Iterator[None]:
-    """A context in which Ray starts with workers that are forked from a process with their imports, unless
-    the variable OPENRLHF_WARM_WORKERS is 0."""
-    _start_server(backends)
-    if not _servers:
-        yield
-        return
-    (server,) = _servers
-    os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")  # the first ones wait for the imports
-    with server.starts_workers():
-        yield
+    """Ends what `warm_up` has started."""
+    while _warmers:
+        _warmers.pop().stop()
 
 
 def _common_options() -> dict[str, Any]:
     own = {name: os.environ.get(name, value) for name, value in WORKERS.items()}
-    env_vars = environment.forwarded() | own | folder.here()
-    return {"runtime_env": {"env_vars": env_vars}, "log_to_driver": True, "logging_level": "ERROR"}
+    runtime_env = {"env_vars": environment.forwarded() | own}
+    return {"runtime_env": runtime_env, "log_to_driver": True, "logging_level": "ERROR"}
 
 
 def _stay_on_loopback() -> None:
@@ -278,11 +271,7 @@ def _disable_colours() -> None:
 def _last_started() -> str | None:
     """Returns the address of the last cluster that `ray start` started on this machine, which may be gone;
     None without one."""
-    try:
-        with open(get_ray_address_file(None), encoding="utf-8") as file:
-            return file.read().strip() or None
-    except FileNotFoundError:
-        return None
+    return read_ray_address() or None
 
 
 def _is_alive(address: str) -> bool:

@@ -190,7 +190,6 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
         own[ENGINES] = [engines.tensor] * engines.data
     bundles = [size for sizes in own.values() for size in sizes] if any(gpus) else []
     packed = _pack(bundles, gpus)
-    hosts = _hosts(nodes)
     first = dict(zip(own, accumulate(map(len, own.values()), initial=0), strict=False))
 
     def of(role: str, mesh: Mesh, other: str | None) -> RoleLayout:
@@ -203,7 +202,7 @@ def _layout(config: PPOConfig, nodes: Nodes) -> Layout:
             offload=_offload(config, role) if any(gpus) else "",
             size_flags=engine_size_flags(config) if role == ENGINES else "--ds.tensor_parallel_size",
             first=first[home],
-            devices=devices if any(gpus) else _spread(mesh, hosts),
+            devices=devices if any(gpus) else _spread(mesh, nodes),
         )
 
     roles = {role: of(role, place.mesh, place.colocated_with) for role, place in config.placements.items()}
@@ -233,15 +232,10 @@ def _pack(bundles: Sequence[int], nodes: Sequence[int]) -> list[list[Device]]:
     return placed
 
 
-def _hosts(nodes: Nodes) -> list[int]:
-    """Returns the indices of nodes with a CPU core, for processes without GPUs; of all nodes if none has a
-    core."""
-    return [i for i, node in enumerate(nodes) if node.get("CPU", 0) >= 1] or list(range(len(nodes)))
-
-
-def _spread(mesh: Mesh, hosts: Sequence[int]) -> tuple[Device, ...]:
-    """Distributes ranks evenly over the nodes `hosts`, in order. The ranks of one copy of the weights are on
-    one node."""
+def _spread(mesh: Mesh, nodes: Nodes) -> tuple[Device, ...]:
+    """Distributes ranks without GPUs evenly over the nodes with a CPU core, in order; over all nodes if none
+    has a core. The ranks of one copy of the weights are on one node."""
+    hosts = [i for i, node in enumerate(nodes) if node.get("CPU", 0) >= 1] or range(len(nodes))
     copies = mesh.size // mesh.tensor
     homes = [hosts[copy * len(hosts) // copies] for copy in range(copies)]
     return tuple(Device(node, 0) for node in homes for _ in range(mesh.tensor))
@@ -275,19 +269,17 @@ def _offload(config: PPOConfig, role: str) -> str:
 
 
 def _rows(layout: Layout, role: str) -> Iterator[tuple[str, ...]]:
-    place = layout.roles[role]
-    if not layout.on_gpu:
-        for node, ranks in sorted(Counter(device.node for device in place.devices).items()):
-            yield role, str(ranks), str(node), "cores", "all", "-", "-"
-        return
-    others, claim = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
-    sharing = (others, f"{claim:g}" if claim else "-", place.offload or "-")
+    place, sharing = layout.roles[role], ("all", "-", "-")
+    if layout.on_gpu:
+        others, claim = ", ".join(layout.companions(role)) or "-", layout.gpu_claim(role)
+        sharing = (others, f"{claim:g}" if claim else "-", place.offload or "-")
     for node in sorted({device.node for device in place.devices}):
         groups = [[d.gpu for d in group if d.node == node] for group in place.tensor_groups]
         if place.mesh.tensor == 1:
             groups = [[gpu for group in groups for gpu in group]]
         devices = ", ".join(f"{g[0]}-{g[-1]}" if len(g) > 1 else str(g[0]) for g in groups if g)
-        yield role, str(sum(map(len, groups))), str(node), devices, *sharing
+        ranks = str(sum(map(len, groups)))
+        yield role, ranks, str(node), devices if layout.on_gpu else "cores", *sharing
 
 
 def _summary(layout: Layout) -> str:

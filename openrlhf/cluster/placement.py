@@ -1,5 +1,6 @@
-"""Reserves the placement that layout.py plans in Ray. With GPUs a run has one placement group, which Ray
-grants as a whole, and each role has bundles of the group. Without GPUs all processes share the cores."""
+"""Reserves the placement that layout.py plans in Ray, and reports the actual one. With GPUs a run has one
+placement group, which Ray grants as a whole, and each role has bundles of the group. Without GPUs all
+processes share the cores."""
 
 import os
 import platform
@@ -11,16 +12,17 @@ from dataclasses import dataclass
 
 import ray
 from ray._private.accelerators import get_all_accelerator_managers
+from ray.actor import ActorHandle
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from openrlhf.cluster.engine_memory import ExclusiveDevices
-from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus, living_nodes
-from openrlhf.cluster.layout import GPU_CLAIM, Layout, RoleLayout, demands, listed, total
+from openrlhf.cluster.launch import available_nodes, check_resources, free_gpus, living_nodes, node_names
+from openrlhf.cluster.layout import GPU_CLAIM, Layout, RoleLayout, aligned, demands, listed, total
 from openrlhf.cluster.pending import results
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.device import VISIBLE_DEVICES
+from openrlhf.device import DEVICE_TYPE, VISIBLE_DEVICES
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.mesh import Mesh
 
@@ -47,7 +49,7 @@ class Bundles:
     def options(self, rank: int) -> dict:
         """Returns the Ray options of the worker with this rank."""
         if self.group is None:
-            return {"num_cpus": 0, "scheduling_strategy": self._node(rank)}
+            return _on_node(self.nodes[rank])
         return {
             "num_cpus": 0,
             "num_gpus": self.gpu_claim,
@@ -58,7 +60,7 @@ class Bundles:
         """Returns the Ray options and environment variables of the engine `index`. An engine manages all of
         its GPUs itself: it requests none from Ray, and gets their ids in the environment."""
         if self.group is None:
-            return {"num_cpus": 0, "scheduling_strategy": self._node(index * num_gpus)}, {}
+            return _on_node(self.nodes[index * num_gpus]), {}
         # Returns (node id, GPU ids) of a bundle. It is a lambda so that Ray pickles it by value: importing it
         # from this module would import torch in the worker.
         where = ray.remote(
@@ -74,15 +76,16 @@ class Bundles:
             for bundle in range(index * size, (index + 1) * size)
         ]
         places = results(asked)
-        strategy = NodeAffinitySchedulingStrategy(places[0][0], soft=False)
         own = {VISIBLE_DEVICES: ",".join(gpu for _, gpus in places for gpu in gpus)}
-        return {"num_cpus": 0, "scheduling_strategy": strategy}, own | visible_devices_untouched()
-
-    def _node(self, rank: int) -> NodeAffinitySchedulingStrategy:
-        return NodeAffinitySchedulingStrategy(self.nodes[rank], soft=False)
+        return _on_node(places[0][0]), own | visible_devices_untouched()
 
     def _bundle(self, group: PlacementGroup, index: int) -> PlacementGroupSchedulingStrategy:
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=self.indices[index])
+
+
+def _on_node(node: str) -> dict:
+    """Returns the Ray options of a worker that claims nothing, on the node with this id."""
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
 
 
 def visible_devices_untouched() -> dict[str, str]:
@@ -98,7 +101,11 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     train.placement_timeout or split a tensor-parallel group over nodes."""
     devices = {layout.home(role): ExclusiveDevices(shared=layout.on_gpu) for role in layout.roles}
     if not layout.on_gpu:
-        return _on_cores(layout, devices)
+        ids = [node["NodeID"] for node in living_nodes()]
+        return {
+            role: Bundles(None, plan.mesh, devices[layout.home(role)], [ids[at.node] for at in plan.devices])
+            for role, plan in layout.roles.items()
+        }
     group = _reserve(config, layout.bundles)
     try:
         _wait_for(group, config)
@@ -106,16 +113,6 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
     except BaseException:  # frees the GPUs after an error
         remove_placement_group(group)
         raise
-
-
-def _on_cores(layout: Layout, devices: Mapping[str, ExclusiveDevices]) -> dict[str, Bundles]:
-    """Builds the bundles of each role. `devices`: by the role that owns them."""
-    ids = [node["NodeID"] for node in living_nodes()]
-    places = {}
-    for role, plan in layout.roles.items():
-        held = [ids[device.node] for device in plan.devices]
-        places[role] = Bundles(None, plan.mesh, devices[layout.home(role)], held)
-    return places
 
 
 def _bundles_of_roles(
@@ -212,3 +209,27 @@ def _shortage(config: PPOConfig) -> str:
         f"the run needs {sum(needs.values())} GPUs ({listed(needs)}{whole}); of the cluster's {gpus}, "
         f"{sum(free):g} are free{apart}{': ' if held else ''}{', '.join(held)}."
     )
+
+
+def placement_table(members: Mapping[str, Sequence[ActorHandle]], places: Mapping[str, Bundles]) -> str:
+    """Returns the actual placement as the processes see it, with one line per role and node; "" if the run
+    uses a single node. `members`: processes of each role, in the order of ranks."""
+    if len({node for bundles in places.values() for node in bundles.nodes}) == 1:
+        return ""
+    asked = {role: [member.__ray_call__.remote(_location) for member in own] for role, own in members.items()}
+    names, rows = node_names(), [("role", "ranks", "node", "devices", "processes")]
+    for role, locations in asked.items():
+        on_node: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+        for rank, (node, devices, pid) in enumerate(results(locations)):
+            on_node[node].append((str(rank), devices, pid))
+        for node, found in on_node.items():
+            ranks, devices, pids = (", ".join(dict.fromkeys(column)) for column in zip(*found, strict=True))
+            rows.append((role, ranks, names[node], devices, pids))
+    return "\n".join(["placement:", *aligned(rows)])
+
+
+def _location(_: object) -> tuple[str, str, str]:
+    """Returns Ray's id of the node, the devices and the id of this process."""
+    gpus = ray.get_gpu_ids() or os.environ.get(VISIBLE_DEVICES, "").split(",")
+    devices = ", ".join(map(str, gpus)) if DEVICE_TYPE == "cuda" else "cores"
+    return ray.get_runtime_context().get_node_id(), devices, str(os.getpid())

@@ -55,6 +55,11 @@ class RankGroup(Generic[WorkerT]):
         role = self.worker_class.__name__.removesuffix("Worker").lower()
         actor_names.update({w._actor_id.hex(): f"rank {i} of {role}" for i, w in enumerate(self.workers)})
 
+    def start(self, *arguments: Any) -> Gathered[None]:
+        """Loads the model. `arguments`: those of the workers' `start` after the meeting point."""
+        address, port = self.meeting_point()
+        return self.on_all(lambda worker: worker.start.remote(address, port, *arguments))
+
     @property
     def data_parallel_size(self) -> int:
         return self.mesh.data
@@ -107,25 +112,11 @@ class FrozenRanks(RankGroup[FrozenWorker]):
 
     worker_class = FrozenWorker
 
-    def __init__(
-        self, config: PPOConfig, bundles: Bundles | InProcess, *, path: str, flag: str, offload: bool
-    ) -> None:
-        super().__init__(config, bundles)
-        self.model = (path, flag, offload)
-
-    def start(self) -> Gathered[None]:
-        address, port = self.meeting_point()
-        return self.on_all(lambda worker: worker.start.remote(address, port, *self.model))
-
 
 class RewardRanks(RankGroup[RewardWorker]):
     """All reward models of a run. Each worker has a rank of every model."""
 
     worker_class = RewardWorker
-
-    def start(self) -> Gathered[None]:
-        address, port = self.meeting_point()
-        return self.on_all(lambda worker: worker.start.remote(address, port))
 
     def score(self, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
         """Scores groups with the reward models. Returns the groups with the scores added to the episodes'
@@ -158,11 +149,11 @@ class TrainedRanks(RankGroup[TrainedT]):
         self.num_updates = 0
         """Number of `update` calls so far, which is the seed of the samples' order."""
 
-    def start(self, total_steps: int, *more: Any) -> Gathered[None]:
-        """Loads the model. `total_steps`: optimizer steps of the whole run; `more`: further arguments of the
-        workers' `start`."""
-        address, port = self.meeting_point()
-        return Gathered(self.run("start", [(address, port, total_steps, *more)] * self.mesh.data), first)
+    def start(self, *arguments: Any) -> Gathered[None]:
+        """Loads the model, after models on the same devices. `arguments`: those of the workers' `start` after
+        the meeting point, first the optimizer steps of the whole run."""
+        arguments = *self.meeting_point(), *arguments
+        return Gathered(self.run("start", [arguments] * self.mesh.data), first)
 
     def update(self, batch: Batch, schedule: Schedule, kl_coef: float) -> Gathered[Updated]:
         """Takes the optimizer steps of `schedule` on the batch. Each rank receives only its own sequences.

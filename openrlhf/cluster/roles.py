@@ -1,8 +1,8 @@
 """Starts all roles of a run: engines and models."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import ray
@@ -15,7 +15,6 @@ from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pending import STALL, Gathered, results
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.pulse import Board
 from openrlhf.cluster.rank_groups import (
     CriticRanks,
     FrozenRanks,
@@ -24,7 +23,7 @@ from openrlhf.cluster.rank_groups import (
     RewardRanks,
     Unadapted,
 )
-from openrlhf.cluster.watch import Watch
+from openrlhf.cluster.watch import Board, Watch
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import counted, notify
@@ -80,35 +79,25 @@ class Roles:
         ranks = [rank.peak_memory.remote() for model in self.models.values() for rank in model.workers]
         return Gathered(ranks, lambda peaks: memory_metrics([*engines.result().values(), *peaks]))
 
-    def watch(self, config: PPOConfig) -> Watch:
-        """Returns a watch on all processes."""
+    def watch(self, config: PPOConfig, *, starting: bool = False) -> Watch:
+        """Returns a watch on all processes. An engine that hangs is replaced; a rank that hangs is killed, so
+        that the calls that the run waits for fail. `starting`: the processes load their models. They only
+        have to answer, and engines are like ranks, because no other engine can take their place yet."""
 
-        def processes() -> dict[str, list[ActorHandle | None]]:
-            return {ENGINES: self.rollout.watched} | {n: [*m.workers] for n, m in self.models.items()}
+        def processes() -> Mapping[str, Sequence[ActorHandle | None]]:
+            return self.processes if starting else self.processes | {ENGINES: self.rollout.watched}
 
         def give_up(role: str, index: int, member: ActorHandle, reason: str) -> None:
-            if role == ENGINES:
+            if role == ENGINES and not starting:
                 self.rollout.give_up(index, member, reason)
-            else:
-                _end_run(watch, member, reason)
+                return
+            notify(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
+            ray.kill(member)
 
         engines, ranks = config.rollout.engine_timeout, config.train.rank_timeout
-        limits = lambda role: engines if role == ENGINES else ranks
-        watch = Watch(processes, limits, give_up, config.run_dir, Board())
+        limits = lambda role: engines if role == ENGINES and not starting else ranks
+        watch = Watch(processes, limits, give_up, config.run_dir, Board(), needs_progress=not starting)
         return watch
-
-    @contextmanager
-    def watching_starts(self, config: PPOConfig) -> Iterator[None]:
-        """Watches the processes while they load their models. The wait for a process that does not answer for
-        `train.rank_timeout` seconds fails, because the process is killed."""
-        give_up = lambda role, index, member, reason: _end_run(watch, member, reason)
-        limits = lambda role: config.train.rank_timeout
-        watch = Watch(lambda: self.processes, limits, give_up, config.run_dir, Board(), needs_progress=False)
-        watch.start()
-        try:
-            yield
-        finally:
-            watch.close()
 
     def end(self) -> None:
         """Ends all processes, without waiting for dead or busy ones."""
@@ -116,12 +105,6 @@ class Roles:
         for member in self.members:
             ray.kill(member)
         Board().clear()
-
-
-def _end_run(watch: Watch, member: ActorHandle, reason: str) -> None:
-    """Kills a process that hangs. The calls that the run waits for fail."""
-    notify(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
-    ray.kill(member)
 
 
 def start_roles(
@@ -144,27 +127,29 @@ def start_roles(
     if "critic" in places:
         roles.critic = CriticRanks(config, places["critic"])
     if "ref" in places:
-        path = config.actor.model_name_or_path
-        roles.reference = FrozenRanks(
-            config, places["ref"], path=path, flag=ACTOR_FLAG, offload=config.ref.offload
-        )
+        roles.reference = FrozenRanks(config, places["ref"])
     elif config.uses_reference:
         roles.reference = Unadapted(roles.policy)
-    if "teacher" in places and (path := config.teacher.model_name_or_path):
-        roles.teacher = FrozenRanks(
-            config, places["teacher"], path=path, flag=TEACHER_FLAG, offload=config.teacher.offload
-        )
+    if "teacher" in places:
+        roles.teacher = FrozenRanks(config, places["teacher"])
     engines, key = counted(config.num_engines, "rollout engine"), config.actor.model_name_or_path
     title = f"starting {engines}, loading {', '.join(config.placements)}"
-    with explaining_deaths(), waiting(title, key=key), roles.watching_starts(config):
+    watch = roles.watch(config, starting=True)
+    with explaining_deaths(), waiting(title, key=key), closing(watch):
+        watch.start()
         # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
         engines_come_last = config.engines_colocated and on_gpu
         engines = [] if engines_come_last else [rollout.start()]
         models = [roles.policy.start(updates, ray.put(texts))]
         if roles.critic:
             models.append(roles.critic.start(critic_updates))
-        reference = None if isinstance(roles.reference, Unadapted) else roles.reference
-        models += [model.start() for model in (reference, roles.teacher, roles.reward) if model]
+        if isinstance(roles.reference, FrozenRanks):
+            models.append(roles.reference.start(key, ACTOR_FLAG, config.ref.offload))
+        if roles.teacher:
+            path = config.teacher.model_name_or_path
+            models.append(roles.teacher.start(path, TEACHER_FLAG, config.teacher.offload))
+        if roles.reward:
+            models.append(roles.reward.start())
         _wait_for({"engines": engines, "models": models}, began, clock)
         if engines_come_last:
             began = time.monotonic()

@@ -1,21 +1,40 @@
-"""Watches the processes of a run. Reports a process that does not answer, or that has work but makes no
-progress, and gives it up after its limit: an engine is replaced, a rank ends the run. A process that makes
-progress is never given up, however long its work takes."""
+"""The watch on all processes of a run, and on Ray's head.
 
+A thread of each process writes its counters to Ray's key-value store every BEAT seconds, and its stacks when
+the driver requests them (`start_pulse`). Calls to an actor would not do, because it may be busy for hours. A
+thread of the driver reads the counters (`Watch`): it reports a process that does not answer, or that has work
+but makes no progress, and gives it up after its limit. An engine is then replaced, a rank ends the run. A
+process that makes progress is never given up, however long its work takes.
+
+Another thread of each process notices the death of Ray's head, the process gcs_server (`guard`). Without it
+the cluster makes no progress, but Ray ends its processes only after a minute, and engines later.
+"""
+
+import json
+import os
+import platform
+import signal
+import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
+from ray.experimental import internal_kv
 
 from openrlhf.cluster.layout import ENGINES
-from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
 from openrlhf.errors import first_line, notify
 from openrlhf.observability.run_folder import RunFolder
+
+BEAT = 5.0
+"""Seconds between two beats, or two polls of the head's port; timeout of one poll."""
 
 NOTICE = 20.0
 """Seconds without an answer after which a line is printed. Without progress it is at least a third of the
@@ -23,6 +42,93 @@ limit."""
 
 STACKS_WAIT = 4 * BEAT
 """Maximum time in seconds for processes to write their stacks."""
+
+STACKS_WANTED = "stacks wanted"
+
+HEAD_LIMIT = 15.0
+"""Seconds for which no process listens at the head's port until the driver takes the head for dead. Other
+processes wait for two polls more, so that the driver, which tells the cause, ends before."""
+
+Progress = tuple[int, bool]
+"""A counter that grows with the work of a process, and True if the process has work."""
+Queue = tuple[int, int]
+"""Number of requests that an engine answers, and of those that wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """The counters of a process at one moment."""
+
+    number: int
+    progress: int
+    is_busy: bool
+    pid: int
+    host: str
+    queue: Queue | None = None
+    """None for a process that is no engine."""
+
+
+def start_pulse(progress: Callable[[], Progress], queue: Callable[[], Queue | None] = lambda: None) -> None:
+    """Starts the threads of this actor's process. Also ends the process when Ray's head is dead, because Ray
+    would wait a minute for the head, and then for child processes."""
+    guard(lambda address: os.kill(os.getpid(), signal.SIGKILL), limit=HEAD_LIMIT + 2 * BEAT)
+    arguments = Board(), ray.get_runtime_context().get_actor_id(), progress, queue
+    threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
+
+
+def _beat(
+    board: "Board", actor: str, progress: Callable[[], Progress], queue: Callable[[], Queue | None]
+) -> None:
+    number, has_written = 0, False
+    while True:
+        number += 1
+        beat = Beat(number, *progress(), os.getpid(), platform.node(), queue())
+        with suppress(RayError):  # the store may be gone for a while, or for good; then Ray ends this process
+            board.put(f"beat/{actor}", json.dumps(asdict(beat)))
+            if not has_written and board.get(STACKS_WANTED) is not None:
+                board.put(f"stacks/{actor}", stacks())
+                has_written = True
+        time.sleep(BEAT)
+
+
+class Board:
+    """The entries of this run in Ray's key-value store. Its methods never start Ray again after a
+    shutdown."""
+
+    def __init__(self) -> None:
+        self.prefix = f"openrlhf/{ray.get_runtime_context().get_job_id()}/"
+
+    def put(self, key: str, text: str) -> None:
+        internal_kv._internal_kv_put(self.prefix + key, text, overwrite=True)
+
+    def get(self, key: str) -> str | None:
+        found = internal_kv._internal_kv_get(self.prefix + key)
+        return None if found is None else found.decode()
+
+    def read_beat(self, actor: str) -> Beat | None:
+        """Returns the last beat of an actor's process; None before the first."""
+        text = self.get(f"beat/{actor}")
+        return None if text is None else Beat(**json.loads(text))
+
+    def ask_for_stacks(self) -> None:
+        """Requests that every process writes its stacks at its next beat."""
+        self.put(STACKS_WANTED, "1")
+
+    def read_stacks(self, actor: str) -> str | None:
+        return self.get(f"stacks/{actor}")
+
+    def clear(self) -> None:
+        """Removes all entries of this run's processes."""
+        internal_kv._internal_kv_del(self.prefix, del_by_prefix=True)
+
+
+def stacks() -> str:
+    """Returns the stack of every thread of this process."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return "\n".join(
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
+        for ident, frame in sys._current_frames().items()
+    )
 
 
 @dataclass(slots=True)
@@ -154,3 +260,35 @@ def name_of(role: str, index: int, beat: Beat | None) -> str:
     """Returns the name of a process for messages."""
     name = f"engine {index}" if role == ENGINES else f"rank {index} of {role}"
     return name if beat is None else f"{name} (process {beat.pid} on {beat.host})"
+
+
+def guard(
+    end: Callable[[str], object], ended: threading.Event | None = None, *, limit: float = HEAD_LIMIT
+) -> None:
+    """Starts a thread that calls `end` with the head's address once the head is dead. `ended`: event that
+    ends the thread; None: it runs as long as the process."""
+    arguments = ray.get_runtime_context().gcs_address, end, ended or threading.Event(), limit
+    threading.Thread(target=_guard, args=arguments, name="head", daemon=True).start()
+
+
+def _guard(address: str, end: Callable[[str], object], ended: threading.Event, limit: float) -> None:
+    last = time.monotonic()
+    while not ended.wait(BEAT):
+        if not is_refused(address):
+            last = time.monotonic()
+        elif time.monotonic() - last >= limit and not ended.is_set():
+            end(address)
+            return
+
+
+def is_refused(address: str) -> bool:
+    """Returns True if the machine of this address (host:port) answers that no process listens there. If
+    nothing answers, the head may be busy or the network down, and Ray decides."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=BEAT).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False

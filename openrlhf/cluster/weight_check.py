@@ -27,7 +27,7 @@ from openrlhf.backends.weight_sync.stored_weights import (
     reason_of,
 )
 from openrlhf.cluster.deaths import describe_cause
-from openrlhf.cluster.engine_supervisor import EngineSupervisor
+from openrlhf.cluster.engine_supervisor import Answers, EngineSupervisor
 from openrlhf.cluster.pending import Handle, results
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import Metrics, present
@@ -82,15 +82,9 @@ class WeightCheck:
         if not under_way:
             return
         ready, _ = ray.wait(under_way, num_returns=len(under_way), timeout=None if wait else 0)
-        for ref in ready:
-            number, member = self.asked.pop(ref)
-            try:
-                (answer,) = results([ref])
-            except RayError as error:
-                if not self.engines.report(number, member, error):
-                    raise
-            else:
-                self._compare(number, answer)
+        answers = Answers(self.engines, {ref: self.asked.pop(ref) for ref in ready})
+        for number, answer in answers.result().items():  # bounded: they are done
+            self._compare(number, answer)
 
     def take_metrics(self) -> Metrics:
         """Returns the metrics since the last call."""

@@ -153,6 +153,6 @@ def start_local_rollout(config: PPOConfig) -> LocalRollout:
 
 
 def _frozen(config: PPOConfig, path: str, flag: str, offload: bool) -> FrozenRanks:
-    ranks = FrozenRanks(config, InProcess(), path=path, flag=flag, offload=offload)
-    ranks.start().result()
+    ranks = FrozenRanks(config, InProcess())
+    ranks.start(path, flag, offload).result()
     return ranks

@@ -12,13 +12,12 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.cluster.deaths import explaining_deaths, is_lost_process, logs_folder
 from openrlhf.cluster.disks import check_disks
-from openrlhf.cluster.head import guard
 from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
 from openrlhf.cluster.layout import Layout
-from openrlhf.cluster.placement import Bundles, place
+from openrlhf.cluster.placement import Bundles, place, placement_table
 from openrlhf.cluster.rank_groups import PolicyRanks
 from openrlhf.cluster.roles import Roles, start_roles
-from openrlhf.cluster.whereabouts import placement_table
+from openrlhf.cluster.watch import guard
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.config.ppo_command import PPO

@@ -78,7 +78,7 @@ def test_a_paused_request_goes_on_with_its_cache(run: Callable[..., dict]) -> No
 
 def test_vllm_tells_which_experts_read_each_token(run: Callable[..., dict]) -> None:
     """Experts are reported for tokens that a request finds in the cache too; across a sync they are those
-    that first read the token, as backends/vllm/routing.py reports them where vLLM cannot."""
+    that first read the token, as backends/vllm/on_cpu/routing.py reports them where vLLM cannot."""
     found = run("gpu_routing", "Qwen3Moe", on_gpu=True)
     for answer, length, cached in zip(found["answers"], (148, 148, 152), (0, 128, 128), strict=True):
         assert answer == {"cached": cached, "shape": [length - 1, 2, 2], "type": "uint8", "differ": 0}

@@ -21,9 +21,8 @@ from types import SimpleNamespace
 import ray
 
 from openrlhf.loop.rl_command import end_without_head
-from openrlhf.cluster.head import guard
 from openrlhf.cluster.launch import start_ray
-from openrlhf.cluster.pulse import start_pulse
+from openrlhf.cluster.watch import guard, start_pulse
 
 
 @ray.remote

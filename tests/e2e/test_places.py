@@ -242,7 +242,7 @@ def test_processes_on_other_nodes_have_the_variables_of_the_run() -> None:
 
     def variables(private: dict) -> list[str | None]:
         before = os.environ.get("HF_TOKEN")
-        environment.take(private)
+        environment.enter(private)
         names = ("NCCL_SOCKET_IFNAME", "HF_TOKEN", "https_proxy", "CUDA_VISIBLE_DEVICES")
         return [before, *map(os.environ.get, names)]
 

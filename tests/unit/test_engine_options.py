@@ -5,6 +5,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import get_args
 
+import pydantic
 import pytest
 import torch
 from refusals import refused
@@ -15,9 +16,9 @@ from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import (
     VLLMEngine,
     _lora_arguments,
-    _refusals_of_speculation,
     _speculation_of,
     engine_environment,
+    refusals,
 )
 from openrlhf.backends.vllm.weight_receiver import CheckedRay, WorkerExtension
 from openrlhf.backends.weight_sync.checksum import Checksum
@@ -359,9 +360,31 @@ def test_what_vllm_refuses_names_the_flag():
     options = engine_options(PPOConfig(vllm=VllmConfig(speculative="ngrm:3")), on_gpu=False)
     speculation = present(options.speculation)
     flag = {"flag": "--vllm.speculative", "value": json.dumps(speculation)}
-    with refused(ErrorCode.UNSUPPORTED, **flag) as refusal, _refusals_of_speculation(options):
+    with refused(ErrorCode.UNSUPPORTED, **flag) as refusal, refusals(options):
         SpeculativeConfig(**speculation)
     assert "vLLM refuses it: Input should be " in str(refusal.value)
     without = engine_options(PPOConfig(), on_gpu=False)
-    with pytest.raises(ValueError, match="other"), _refusals_of_speculation(without):
+    with pytest.raises(ValueError, match="other"), refusals(without):
         raise ValueError("other")
+
+
+def test_a_model_that_vllm_refuses_is_told_with_its_flag():
+    options = replace(engine_options(PPOConfig(), on_gpu=False), model="own/model")
+
+    @pydantic.dataclasses.dataclass
+    class ModelConfig:
+        architecture: str
+
+        @pydantic.model_validator(mode="after")
+        def check(self):
+            raise ValueError("Model architectures ['Own'] are not supported. Supported architectures: A, B")
+
+    model = {"flag": "--actor.model_name_or_path", "value": "own/model"}
+    with refused(ErrorCode.UNSUPPORTED, **model) as refusal, refusals(options):
+        ModelConfig(architecture="Own")
+    assert str(refusal.value).endswith(
+        "vLLM does not run this model: Model architectures ['Own'] are not supported."
+    )
+    chat = replace(options, model_flag="--model.model_name_or_path")
+    with refused(ErrorCode.UNSUPPORTED, flag=chat.model_flag, value="own/model"), refusals(chat):
+        ModelConfig(architecture="Own")

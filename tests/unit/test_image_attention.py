@@ -29,7 +29,7 @@ def test_tokens_of_an_image_see_each_other_and_all_before_it(window: int | None)
     from vllm import _custom_ops as ops
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
 
-    from openrlhf.backends.vllm.image_attention import _attend_bidirectionally, _images
+    from openrlhf.backends.vllm.on_cpu.image_attention import _attend_bidirectionally, _images
 
     random = torch.Generator().manual_seed(0)
     keys = [torch.randn(n, KV_HEADS, SIZE, generator=random) for n in LENGTHS]
@@ -82,7 +82,7 @@ def test_tokens_of_an_image_see_each_other_and_all_before_it(window: int | None)
 
 
 def test_a_step_without_new_tokens_of_images_has_none() -> None:
-    from openrlhf.backends.vllm.image_attention import _images
+    from openrlhf.backends.vllm.on_cpu.image_attention import _images
 
     common = SimpleNamespace(
         query_start_loc=torch.tensor([0, 1]), seq_lens=torch.tensor([30]), mm_req_doc_ranges={0: [(5, 20)]}

@@ -13,7 +13,7 @@ import yaml
 from ray.exceptions import ActorDiedError, RayTaskError, colorama
 from refusals import refused
 
-from openrlhf.cluster import folder, launch
+from openrlhf.cluster import environment, launch
 from openrlhf.cluster.launch import cluster_address
 from openrlhf.cluster.layout import resource_problems
 from openrlhf.config.command import Source
@@ -277,13 +277,13 @@ def test_only_a_failure_of_a_worker_names_the_logs(monkeypatch, capsys):
 
 def test_processes_work_in_the_folder_of_their_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    environment = launch._common_options()["runtime_env"]["env_vars"]
+    variables = launch._common_options()["runtime_env"]["env_vars"]
     monkeypatch.chdir("/")
-    monkeypatch.setenv(folder.VARIABLE, environment[folder.VARIABLE])
-    folder.enter()
+    monkeypatch.setenv(environment.FOLDER, variables[environment.FOLDER])
+    environment.enter()
     assert Path.cwd() == tmp_path
-    monkeypatch.setenv(folder.VARIABLE, str(tmp_path / "of another machine"))
-    folder.enter()
+    monkeypatch.setenv(environment.FOLDER, str(tmp_path / "of another machine"))
+    environment.enter()
     assert Path.cwd() == tmp_path
 
 
@@ -368,15 +368,28 @@ def test_a_cluster_that_is_joined_is_told_with_its_resources(monkeypatch, capsys
 def test_ray_starts_on_this_machine_without_another_cluster(monkeypatch, capsys):
     started, warmed = [], []
 
-    @contextmanager
-    def warm_workers(backends):
-        warmed.append(backends)
-        yield
+    class Warmer:
+        def __init__(self, backends, variables):
+            warmed.append(backends)
+            assert variables is launch.WORKERS
+
+        @contextmanager
+        def starts_workers(self):
+            warmed.append("before")
+            yield
+            warmed.append("after")
+
+        def stop(self):
+            warmed.append("stopped")
+
+    def points(group):
+        assert group == "openrlhf.attached.cluster"
+        return [SimpleNamespace(load=lambda: Warmer), SimpleNamespace(load=lambda: lambda *_: None)]
 
     for name in ("_use_own_token", "_stay_on_loopback"):
         monkeypatch.setattr(launch, name, lambda: None)
     monkeypatch.setattr(launch, "start_reaper", lambda: started.append("reaper"))
-    monkeypatch.setattr(launch, "_warm_workers", warm_workers)
+    monkeypatch.setattr(launch, "entry_points", points)
     monkeypatch.setattr(launch, "_place_of_session", lambda: "/short")
     monkeypatch.setattr(launch, "cluster_address", lambda: None)
     monkeypatch.setattr(launch, "_last_started", lambda: "127.0.0.1:1")
@@ -384,7 +397,9 @@ def test_ray_starts_on_this_machine_without_another_cluster(monkeypatch, capsys)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_prestart_worker_first_driver", "0")
     launch.start_ray(["torch", "vllm"])
-    assert warmed == [["torch", "vllm"]]
+    assert warmed == [["torch", "vllm"], "before", "after"]
+    launch.cool_down()
+    assert warmed.pop() == "stopped"
     reaper, options = started
     assert reaper == "reaper" and options["address"] == "local" and options["_temp_dir"] == "/short"
     assert options["object_store_memory"] == launch.OBJECT_STORE_BYTES and not options["include_dashboard"]
@@ -393,3 +408,4 @@ def test_ray_starts_on_this_machine_without_another_cluster(monkeypatch, capsys)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     launch.start_ray(["torch"])
     assert capsys.readouterr().err == "started Ray on this machine\n"
+    launch.cool_down()

@@ -265,7 +265,6 @@ class Run:
         config = self.config
         prompts = PromptDataset([Prompt(prompt_id=i, text="the same") for i in range(self.num_prompts)])
         self.policy = group_of(PolicyRanks, config, self.num_ranks, slope=-0.1)
-        reference = {"path": "", "flag": "", "offload": False}
         critic = group_of(CriticRanks, config, self.num_ranks) if config.uses_critic else None
         others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
         checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
@@ -274,7 +273,7 @@ class Run:
             config=config,
             rollout=self,
             policy=self.policy,
-            reference=group_of(FrozenRanks, config, 1, **reference) if config.uses_reference else None,
+            reference=group_of(FrozenRanks, config, 1) if config.uses_reference else None,
             critic=critic,
             prompts=PromptSampler(prompts, seed=3, num_epochs=config.train.num_episodes),
             eval_prompts=[Prompt(prompt_id=0, text="held out")] if config.eval.dataset else [],

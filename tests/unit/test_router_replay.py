@@ -22,9 +22,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from vllm import SamplingParams as VLLMParams
 
-from openrlhf.backends.vllm import routing as vllm_routing
 from openrlhf.backends.vllm.engine import _set_routing
-from openrlhf.backends.vllm.routing import RoutingRecorder
+from openrlhf.backends.vllm.on_cpu import routing as vllm_routing
+from openrlhf.backends.vllm.on_cpu.routing import RoutingRecorder
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks
 from openrlhf.completions import SamplingParams
 from openrlhf.errors import ErrorCode, UsageError

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from openrlhf.backends.vllm.speculation import expand_batch_to_tokens
+from openrlhf.backends.vllm.on_cpu.speculation import expand_batch_to_tokens
 from openrlhf.config.speculation import parse_speculation
 
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from openrlhf.cluster import reaper
-from openrlhf.cluster.warm_server import take_files
+from openrlhf.warm_workers.server import take_files
 
 
 def test_open_files_get_the_numbers_of_the_process_that_sent_them() -> None:

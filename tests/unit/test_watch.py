@@ -8,8 +8,7 @@ from typing import Any, cast
 import pytest
 
 from openrlhf.cluster import watch
-from openrlhf.cluster.pulse import BEAT, Beat, Board, stacks
-from openrlhf.cluster.watch import NOTICE, Watch
+from openrlhf.cluster.watch import BEAT, NOTICE, Beat, Board, Watch, stacks
 from openrlhf.observability.run_folder import RunFolder
 
 LIMITS = {"engines": 60.0, "policy": 1800.0}

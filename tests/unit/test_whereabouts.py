@@ -4,20 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf.cluster import whereabouts
-from openrlhf.cluster.whereabouts import Location, placement_table
+from openrlhf.cluster import placement
+from openrlhf.cluster.placement import placement_table
 
 
 def process(node: str, devices: str, pid: int) -> SimpleNamespace:
-    return SimpleNamespace(
-        __ray_call__=SimpleNamespace(remote=lambda ask: Location(node=node, devices=devices, pid=pid))
-    )
+    return SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda ask: (node, devices, str(pid))))
 
 
 def test_there_is_a_line_for_each_role_on_each_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whereabouts, "results", list)
+    monkeypatch.setattr(placement, "results", list)
     names = {"a": "10.0.0.1 (node-1)", "b": "10.0.0.2 (node-2)"}
-    monkeypatch.setattr(whereabouts, "node_names", lambda: names)
+    monkeypatch.setattr(placement, "node_names", lambda: names)
     members = {
         "engines": [process("b", "0, 1", 11)],
         "policy": [process("a", "0", 21), process("b", "1", 22), process("a", "1", 23)],

@@ -119,20 +119,26 @@ def _speculation_of(options: EngineOptions) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _refusals_of_speculation(options: EngineOptions) -> Iterator[None]:
-    """Converts the ValueError with which vLLM refuses to start to UsageError, if speculative decoding is
-    on."""
+def refusals(options: EngineOptions) -> Iterator[None]:
+    """Converts the ValueError with which vLLM refuses to start to UsageError: any with speculative decoding,
+    and that of its configuration, which pydantic checks, for the model."""
     try:
         yield
     except ValueError as error:
-        if options.speculation is None:
-            raise
-        reason = str(error)
-        if (listed := getattr(error, "errors", None)) is not None:  # pydantic's
+        reason, listed = str(error), getattr(error, "errors", None)  # pydantic's
+        if listed is not None:
             reason = "; ".join(each["msg"].removeprefix("Value error, ") for each in listed())
-        text = f"vLLM refuses it: {first_line(ValueError(reason))}\nChange it, or remove it."
-        value = json.dumps(options.speculation)
-        raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--vllm.speculative", value=value) from error
+        # vLLM lists hundreds of architectures
+        reason = first_line(ValueError(reason.partition(" Supported architectures: ")[0]))
+        if options.speculation is not None:
+            flag, value = "--vllm.speculative", json.dumps(options.speculation)
+            text = f"vLLM refuses it: {reason}\nChange it, or remove it."
+        elif listed is not None:
+            flag, value = options.model_flag, options.model
+            text = f"vLLM does not run this model: {reason}"
+        else:
+            raise
+        raise UsageError(ErrorCode.UNSUPPORTED, text, flag=flag, value=value) from error
 
 
 def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_experts: int) -> None:
@@ -237,7 +243,7 @@ class VLLMEngine:
             speculative_config=_speculation_of(options),
             **_lora_arguments(options.lora),
         )
-        with _refusals_of_speculation(options), lifeline.starts_core():
+        with refusals(options):
             self.llm = AsyncLLM.from_engine_args(
                 arguments,
                 # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.

@@ -5,6 +5,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +33,8 @@ def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -
         packed_buffer_size_bytes=meeting.bucket_bytes,
     )
     client.ends_with_first = True
-    return WeightTransferTrainerFactory.trainer_init(
-        info, client=_EndsWithEngines(client), source=_vllm_source(source)
-    )
+    ending: Any = _EndsWithEngines(client)
+    return WeightTransferTrainerFactory.trainer_init(info, client=ending, source=_vllm_source(source))
 
 
 class _EndsWithEngines:
@@ -44,11 +44,8 @@ class _EndsWithEngines:
     def __init__(self, client: EngineClient) -> None:
         self.client = client
 
-    def init_weight_transfer_engine(self, init_info: dict) -> None:
-        self.client.init_weight_transfer_engine(init_info)
-
-    def start_weight_update(self) -> None:
-        self.client.start_weight_update()
+    def __getattr__(self, method: str) -> Any:
+        return getattr(self.client, method)
 
     def update_weights(self, update_info: dict | list[dict]) -> None:
         try:
@@ -57,9 +54,6 @@ class _EndsWithEngines:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
-
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self.client.finish_weight_update(weight_version)
 
 
 def open_ipc(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:

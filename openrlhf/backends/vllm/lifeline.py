@@ -6,16 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from multiprocessing import spawn
-from typing import Any
 
 VARIABLE = "OPENRLHF_ENGINE_PID"
 """Variable with the process id of the process that drives an engine."""
-
-INTERPRETER = "OPENRLHF_WARM_INTERPRETER"
-"""Variable with the program that starts processes whose imports are done, see cluster/warm_server.py."""
 
 PR_SET_PDEATHSIG = 1
 """Option of prctl(2): the signal that this process gets when its parent dies."""
@@ -27,21 +20,6 @@ POLL = 1.0
 def lead() -> None:
     """Makes this process the leading one: processes that it starts and that call `follow` end with it."""
     os.environ[VARIABLE] = str(os.getpid())
-
-
-@contextmanager
-def starts_core() -> Iterator[None]:
-    """A context in which a process that multiprocessing spawns from this thread, vLLM's core, has its imports
-    done if this process had. Other threads start reward processes meanwhile, which need few imports."""
-    interpreter, thread = os.fsencode(os.environ.get(INTERPRETER, "")), threading.get_ident()
-    own = spawn.get_executable
-    if interpreter:
-        executable: Any = lambda: interpreter if threading.get_ident() == thread else own()
-        spawn.get_executable = executable
-    try:
-        yield
-    finally:
-        spawn.get_executable = own
 
 
 def follow() -> None:

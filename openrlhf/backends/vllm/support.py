@@ -1,30 +1,23 @@
-"""Detects models that vLLM cannot run, before an engine starts. This module parses vLLM's source, which takes
-milliseconds, instead of importing vLLM, which takes seconds."""
+"""Detects settings that vLLM's engines do not run, or with which they would compute something else, before
+an engine starts. The tables are those of the vLLM release that this package requires. Unknown architectures
+are refused by vLLM itself, see `refusals` in engine.py."""
 
 import ast
-import re
-from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import transformers
-
 from openrlhf.errors import ErrorCode, UsageError
 
 MODELS = "model_executor/models"
-REGISTRY = f"{MODELS}/registry.py"
 PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "IsAttentionFree")
 """Base classes of vLLM's models other than the `Supports...` interfaces."""
-MODEL_CONFIG = "config/model.py"
-CPU_ATTENTION = "v1/attention/backends/cpu_attn.py"
-LINEAR_ATTENTION = "gdn.qwen_gdn_linear_attn"
-"""Module of vLLM whose CPU kernels support only bf16."""
-REMOVED = ("_PREVIOUSLY_SUPPORTED_MODELS", "_OOT_SUPPORTED_MODELS")
-"""Tables of the registry with architectures that vLLM itself does not implement."""
-SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
-"""Suffixes of architecture names. vLLM treats names that differ only in the suffix as the same
-architecture."""
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes for which vLLM has attention kernels on CPUs."""
+FLOAT16_UNSTABLE = ("gemma2", "gemma3", "gemma3_text", "glm4")
+"""Model types that vLLM does not run in float16."""
+CPU_BF16_ONLY = ("Qwen3Next", "Qwen3_5")
+"""Beginnings of architectures whose linear attention has kernels for bf16 alone on CPUs."""
 
 STRETCH = {
     "yarn": "Set max_position_embeddings in its config.json to factor times "
@@ -47,7 +40,6 @@ def check_vllm_runs(
     """Raises UsageError if vLLM certainly cannot run the model in `dtype` (bf16, fp16 or fp32), or not with
     sequences of `max_len` tokens. Uncertain cases are left to vLLM."""
     for reason in (
-        _unknown_architecture(model_config),
         _not_in_half_precision(model_config) if dtype == "fp16" else "",
         _indivisible_heads(model_config.get_text_config(), tensor_parallel_size),
         _short_rope(model_config.get_text_config(), max_len),
@@ -73,7 +65,7 @@ def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
 
 def takes_adapters(architecture: str) -> bool | None:
     """Returns True if vLLM's class of the architecture supports LoRA; None if unknown, because base classes
-    are in other files."""
+    are in other files. Reads vLLM's source, because its import would take seconds."""
     for file, name in _implementations(architecture):
         classes = {node.name: node for node in _source(file) if isinstance(node, ast.ClassDef)}
         bases, unseen = set(), [name]
@@ -93,43 +85,12 @@ def _implementations(architecture: str) -> list[tuple[str, str]]:
     """Returns the (file, class) pairs that vLLM's registry lists for the architecture."""
     entries = [
         ast.literal_eval(value)
-        for node in _source(REGISTRY)
+        for node in _source(f"{MODELS}/registry.py")
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict)
         for key, value in zip(node.value.keys, node.value.values, strict=True)
         if isinstance(key, ast.Constant) and key.value == architecture and isinstance(value, ast.Tuple)
     ]
     return [(f"{MODELS}/{module}.py", name) for module, name in entries if "." not in module]
-
-
-def registered_architectures() -> set[str]:
-    """Returns the architectures that vLLM implements; empty if vLLM is missing or has an unknown source
-    layout."""
-    tables = _tables(REGISTRY).items()
-    return {key for name, keys in tables if name.endswith("_MODELS") and name not in REMOVED for key in keys}
-
-
-def cpu_head_sizes() -> list[int]:
-    """Returns the head sizes for which vLLM has CPU attention kernels; empty if vLLM is missing or has an
-    unknown source layout."""
-    functions = [
-        node
-        for part in _source(CPU_ATTENTION)
-        for node in ast.walk(part)
-        if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes"
-    ]
-    returned = [node for function in functions for node in function.body if isinstance(node, ast.Return)]
-    return ast.literal_eval(returned[0].value) if returned and returned[0].value else []
-
-
-def _tables(file: str) -> dict[str, list[str]]:
-    """Returns the names of the dictionaries in a file of vLLM, with their keys."""
-    return {
-        name.id: [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
-        for node in _source(file)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Dict)
-        and isinstance(name := node.targets[0], ast.Name)
-    }
 
 
 def _source(name: str) -> list[ast.stmt]:
@@ -139,32 +100,8 @@ def _source(name: str) -> list[ast.stmt]:
     return [part for file in files if file.is_file() for part in ast.parse(file.read_text("utf-8")).body]
 
 
-def _unknown_architecture(config: Any) -> str:
-    known = registered_architectures()
-    stems = [SUFFIX.sub("", name) for name in config.architectures or ()]
-    plugins = entry_points(group="vllm.general_plugins")
-    uncertain = (
-        not (known and stems)
-        or any(name.startswith(stem) for stem in stems for name in known)
-        or getattr(config, "auto_map", None)
-        or any(not plugin.value.startswith("vllm.") for plugin in plugins)
-    )
-    if uncertain or _reads_by_transformers(config.architectures[0]):
-        return ""
-    return (
-        f"it does not implement {', '.join(config.architectures)}, and transformers' implementation does not "
-        "accept vLLM's attention.\nUse a model of another architecture."
-    )
-
-
-def _reads_by_transformers(architecture: str) -> bool:
-    """Returns True if vLLM can run transformers' implementation, which must accept vLLM's attention."""
-    model = getattr(transformers, architecture, None)
-    return model is not None and (model.is_backend_compatible() or model._can_set_attn_implementation())
-
-
 def _not_in_half_precision(config: Any) -> str:
-    if config.model_type not in _tables(MODEL_CONFIG).get("_FLOAT16_NOT_SUPPORTED_MODELS", ()):
+    if config.model_type not in FLOAT16_UNSTABLE:
         return ""
     return f"{config.model_type} is not stable in float16.\nUse --ds.param_dtype bf16 or fp32."
 
@@ -172,11 +109,9 @@ def _not_in_half_precision(config: Any) -> str:
 def _linear_attention_without_kernel(config: Any) -> str:
     """Returns the reason why vLLM cannot run a model with linear attention on a CPU in another dtype than
     bf16; "" for other models."""
-    if "linear_attention" not in (getattr(config.get_text_config(), "layer_types", None) or ()):
-        return ""
-    files = [file for name in config.architectures or () for file, _ in _implementations(name)]
-    imports = (part for file in files for part in _source(file) if isinstance(part, ast.ImportFrom))
-    if not any((part.module or "").endswith(LINEAR_ATTENTION) for part in imports):
+    layers = getattr(config.get_text_config(), "layer_types", None) or ()
+    is_known = any(name.startswith(CPU_BF16_ONLY) for name in config.architectures or ())
+    if not (is_known and "linear_attention" in layers):
         return ""
     return "on a CPU its linear attention supports only bf16.\nUse --ds.param_dtype bf16, or a GPU."
 
@@ -210,11 +145,12 @@ def _short_rope(config: Any, max_len: int) -> str:
 
 
 def _head_size_without_kernel(config: Any) -> str:
-    size, sizes = _head_size(config), cpu_head_sizes()
-    if size is None or not sizes or size in sizes:
+    size = _head_size(config)
+    if size is None or size in CPU_HEAD_SIZES:
         return ""
+    sizes = ", ".join(map(str, CPU_HEAD_SIZES))
     return (
-        f"its attention heads have size {size}; on a CPU vLLM has kernels for {', '.join(map(str, sizes))}.\n"
+        f"its attention heads have size {size}; on a CPU vLLM has kernels for {sizes}.\n"
         "Use a model with such a size (head_dim in its config.json, or hidden_size / num_attention_heads), "
         "or a GPU."
     )

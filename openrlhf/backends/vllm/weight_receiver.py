@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -34,7 +34,6 @@ from vllm.platforms import current_platform
 
 from openrlhf.backends import peak_memory
 from openrlhf.backends.vllm import lifeline
-from openrlhf.backends.vllm.routing import RoutingRecorder
 from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import Connection
@@ -43,9 +42,6 @@ from openrlhf.backends.weight_sync.stored_weights import Sketch, random_input
 from openrlhf.faults import fault
 
 lifeline.follow()
-
-if TYPE_CHECKING:
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 
 class WorkerExtension:
@@ -68,6 +64,8 @@ class WorkerExtension:
 
     def record_routing(self) -> None:
         """Starts recording the routing of requests."""
+        from openrlhf.backends.vllm.on_cpu.routing import RoutingRecorder
+
         self.routing = RoutingRecorder(self.model_runner)
 
     def take_routing(self, name: str) -> dict[int, tuple[bytes, str, tuple[int, ...]]]:
@@ -340,30 +338,10 @@ def _fingerprints(model: nn.Module) -> dict[str, int]:
     return found
 
 
-def _repack_experts_on_reload() -> None:
-    """Patches vLLM to repack the experts of CPU layers on every load. By itself vLLM packs them only on the
-    first load."""
-    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-
-    first_setup = UnquantizedFusedMoEMethod._setup_kernel
-
-    def setup(self: UnquantizedFusedMoEMethod, layer: "RoutedExperts", w13: Tensor, w2: Tensor) -> None:
-        is_reload = self.moe_kernel is not None
-        first_setup(self, layer, w13, w2)
-        if is_reload:
-            assert self.moe_kernel is not None  # created by the setup
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
-
-    UnquantizedFusedMoEMethod._setup_kernel = setup
-
-
 BACKENDS = {"gloo": CheckedGloo, "ray": CheckedRay, "nccl": CheckedNCCL, "ipc": CheckedIPC}
 for _name, _engine in BACKENDS.items():
     WeightTransferEngineFactory.register_engine(f"openrlhf_{_name}", _engine)
 if current_platform.is_cpu():
-    from openrlhf.backends.vllm.image_attention import patch_image_attention
-    from openrlhf.backends.vllm.speculation import patch_sampler
+    from openrlhf.backends.vllm.on_cpu import patch
 
-    _repack_experts_on_reload()
-    patch_image_attention()
-    patch_sampler()
+    patch()

@@ -201,6 +201,7 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
     options = EngineOptions.of(
         config,
         model=config.model.model_name_or_path,
+        model_flag=MODEL_FLAG,
         max_len=_longest(config),
         on_gpu=DEVICE_TYPE == "cuda",
         enable_prefix_caching=config.vllm.enable_prefix_caching,

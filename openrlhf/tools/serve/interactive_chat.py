@@ -104,6 +104,7 @@ def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "AnswerSt
         EngineOptions.of(
             config,
             model=config.model.model_name_or_path,
+            model_flag=MODEL_FLAG,
             max_len=config.data.max_len,
             on_gpu=DEVICE_TYPE == "cuda",
             enable_prefix_caching=True,

@@ -10,16 +10,24 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import spawn
+from multiprocessing import popen_spawn_posix, spawn
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from openrlhf.backends.vllm import lifeline
-from openrlhf.cluster.warm_interpreter import NUMBER
-from openrlhf.cluster.warm_server import BACKENDS, WarmServer, modules_of, take_environment, worker_command
 from openrlhf.files import socket_folder
+from openrlhf.warm_workers import server as program
+from openrlhf.warm_workers.interpreter import NUMBER
+from openrlhf.warm_workers.server import (
+    BACKENDS,
+    WarmServer,
+    fork_cores,
+    modules_of,
+    take_environment,
+    worker_command,
+)
 
 FORK = "--multiprocessing-fork"
 """Argument of processes that multiprocessing spawns, which the server forks."""
@@ -72,18 +80,36 @@ def test_open_files_keep_their_numbers(server: WarmServer) -> None:
         os.close(number)
 
 
-def test_a_process_that_multiprocessing_spawns(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(lifeline.INTERPRETER, str(server.interpreter))
-    with lifeline.starts_core():
-        with ThreadPoolExecutor(1) as other:
-            assert other.submit(spawn.get_executable).result() == spawn._python_exe
-        context = multiprocessing.get_context("spawn")
+def test_a_core_that_multiprocessing_spawns(server: WarmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other processes start with an interpreter of their own, also while a core starts."""
+    monkeypatch.setattr(spawn, "get_executable", spawn.get_executable)
+    monkeypatch.setattr(popen_spawn_posix.Popen, "_launch", popen_spawn_posix.Popen._launch)
+    fork_cores(str(server.interpreter))
+    context = multiprocessing.get_context("spawn")
+    found = {}
+    for name in ("EngineCore", "reward"):
         theirs = context.Queue()
-        process = context.Process(target=put_parents, args=(theirs,))
+        process = context.Process(target=put_parents, args=(theirs,), name=name)
         process.start()
-        assert theirs.get(timeout=60) == (os.getpid(), server.process.pid)
+        found[name] = theirs.get(timeout=60)
         process.join()
-    assert process.exitcode == 0 and spawn.get_executable() == spawn._python_exe
+        assert process.exitcode == 0 and spawn.get_executable() == spawn._python_exe
+    own = os.getpid()
+    assert found == {"EngineCore": (own, server.process.pid), "reward": (own, own)}
+
+
+def test_an_executable_is_that_of_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[bytes] = []
+
+    def launch(*_) -> None:
+        with ThreadPoolExecutor(1) as other:
+            found.extend([spawn.get_executable(), other.submit(spawn.get_executable).result()])
+
+    monkeypatch.setattr(spawn, "get_executable", spawn.get_executable)
+    monkeypatch.setattr(popen_spawn_posix.Popen, "_launch", launch)
+    fork_cores("/warm")
+    popen_spawn_posix.Popen._launch(None, SimpleNamespace(name="EngineCore_DP1"))
+    assert found == [b"/warm", spawn._python_exe]
 
 
 def put_parents(queue: multiprocessing.Queue) -> None:
@@ -145,6 +171,16 @@ def test_the_end_does_not_wait_for_imports() -> None:
     server = WarmServer(["time", "openrlhf.training.trained_worker", "openrlhf.backends.vllm.engine"], {})
     server.stop()
     assert server.process.returncode == -signal.SIGTERM and not server.interpreter.parent.exists()
+
+
+def test_a_variable_turns_it_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(program, "WarmServer", lambda *about: started.append(about) or "server")
+    monkeypatch.delenv("OPENRLHF_WARM_WORKERS", raising=False)
+    assert program.start(["torch"], {"A": "1"}) == program.start((), {}) == "server"
+    assert started == [(modules_of(["torch"]), {"A": "1"}), (modules_of(tuple(BACKENDS)), {})]
+    monkeypatch.setenv("OPENRLHF_WARM_WORKERS", "0")
+    assert program.start(["torch"], {}) is None and len(started) == 2
 
 
 def test_workers_have_the_defaults_that_the_user_does_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,7 +253,7 @@ def test_a_workers_runtime_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_imported_in_advance_starts_no_thread_and_no_ray() -> None:
     code = (
-        "import sys; from pathlib import Path; from openrlhf.cluster.warm_server import preload\n"
+        "import sys; from pathlib import Path; from openrlhf.warm_workers.server import preload\n"
         f"preload({modules_of(tuple(BACKENDS))})\n"
         "print('ray' in sys.modules, *(p.read_text() for p in Path('/proc/self/task').glob('*/comm')))"
     )
@@ -233,7 +269,7 @@ def test_its_socket_has_a_short_path_whatever_tmpdir_is(tmp_path: Path, monkeypa
     (long := tmp_path / ("x" * 100)).mkdir()
     monkeypatch.setenv("TMPDIR", str(long))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr("openrlhf.cluster.warm_server.socket_folder", socket_folder.__wrapped__)
+    monkeypatch.setattr("openrlhf.warm_workers.server.socket_folder", socket_folder.__wrapped__)
     started = WarmServer([], {})
     try:
         assert output(started, "print(1)") == "1"

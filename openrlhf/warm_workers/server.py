@@ -1,11 +1,7 @@
-"""Forks Ray's workers from a process that has done their imports, on a machine without a GPU.
+"""The server that imports the libraries of workers, and forks workers from itself.
 
-Importing torch, transformers, DeepSpeed and vLLM takes 9 s of CPU in every process: in each rank, each engine
-and each engine's core. The server imports them once, while Ray starts, and forks a process for each worker in
-a fraction of a second. The processes share the memory of the imported code.
-
-The module is a program, too: python -m openrlhf.cluster.warm_server INTERPRETER NUMBER MODULES. NUMBER is
-that of an open socket, to which the program warm_interpreter.py sends its requests.
+The module is a program, too: python -m openrlhf.warm_workers.server INTERPRETER NUMBER MODULES. NUMBER is
+that of an open socket, to which the program interpreter.py sends its requests.
 """
 
 import argparse
@@ -22,19 +18,20 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
+from multiprocessing import popen_spawn_posix, spawn
 from pathlib import Path
 from typing import Any
 
 import openrlhf
 from openrlhf import heap
-from openrlhf.backends.vllm import lifeline
-from openrlhf.cluster import warm_interpreter
-from openrlhf.cluster.warm_interpreter import NUMBER
 from openrlhf.files import socket_folder
+from openrlhf.warm_workers import interpreter as interpreter_program
+from openrlhf.warm_workers.interpreter import NUMBER
 
 ALWAYS = ("openrlhf.training.trained_worker", "openrlhf.rollout.worker")
 """Modules that every run's workers import."""
@@ -73,7 +70,7 @@ class WarmServer:
         folder = Path(tempfile.mkdtemp(prefix="openrlhf-", dir=socket_folder()))  # no other user can enter it
         self.interpreter = folder / "python"
         """Program that Ray starts instead of Python."""
-        asks = [sys.executable, "-I", "-S", warm_interpreter.__file__, sys.executable, f"{folder}/socket"]
+        asks = [sys.executable, "-I", "-S", interpreter_program.__file__, sys.executable, f"{folder}/socket"]
         self.interpreter.write_text(f'#!/bin/sh\nexec {shlex.join(asks)} "$@"\n')
         self.interpreter.chmod(0o700)
         with socket.socket(socket.AF_UNIX) as listener:
@@ -95,6 +92,7 @@ class WarmServer:
     def starts_workers(self) -> Iterator[None]:
         """A context in which Ray takes the program for the interpreter of its workers, unless the folder of
         temporary files is mounted without the right to execute them."""
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")  # the first ones wait for imports
         own = sys.executable
         if os.access(self.interpreter, os.X_OK):
             sys.executable = str(self.interpreter)
@@ -110,6 +108,14 @@ class WarmServer:
         self.process.terminate()  # ends the imports; after them the server ignores it
         self.process.wait(PATIENCE)
         shutil.rmtree(self.interpreter.parent, ignore_errors=True)
+
+
+def start(backends: Sequence[str], variables: Mapping[str, str]) -> WarmServer | None:
+    """Starts a server for the workers of a run with these backends; all known ones if there are none. Returns
+    None if the variable OPENRLHF_WARM_WORKERS is 0."""
+    if os.environ.get("OPENRLHF_WARM_WORKERS") == "0":
+        return None
+    return WarmServer(modules_of(backends or tuple(BACKENDS)), variables)
 
 
 def modules_of(backends: Sequence[str]) -> list[str]:
@@ -211,7 +217,7 @@ def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> No
     os.chdir(request["folder"])
     take_environment(variables)
     if is_worker:
-        os.environ[lifeline.INTERPRETER] = interpreter
+        fork_cores(interpreter)
         sys.argv = command
         sys.path.insert(0, os.path.dirname(command[0]))
         runpy.run_path(command[0], run_name="__main__")
@@ -220,6 +226,24 @@ def become(interpreter: str, request: Mapping[str, Any], files: list[int]) -> No
         place = command.index("-c")
         sys.argv = ["-c", *command[place + 2 :]]
         exec(command[place + 1], {"__name__": "__main__"})
+
+
+def fork_cores(interpreter: str) -> None:
+    """Makes vLLM's cores, which this process spawns with multiprocessing, start with the program
+    `interpreter`. Other processes, such as those of reward functions, need few imports."""
+    popen: Any = popen_spawn_posix.Popen
+    launch, own, threads = popen._launch, spawn.get_executable, set[int]()
+
+    def launch_core(self: Any, process: Any) -> None:
+        is_core = process.name.startswith("EngineCore")
+        threads.update([threading.get_ident()] if is_core else [])
+        try:
+            launch(self, process)
+        finally:
+            threads.discard(threading.get_ident())
+
+    executable: Any = lambda: os.fsencode(interpreter) if threading.get_ident() in threads else own()
+    spawn.get_executable, popen._launch = executable, launch_core
 
 
 def worker_command(command: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -1,7 +1,7 @@
 """Stands for the Python interpreter of Ray's workers: it has them forked by the run's warm server.
 
 The module is a program of its own, which imports the standard library alone, because it starts as often as a
-worker does: python warm_interpreter.py PYTHON ADDRESS COMMAND. It lives as long as the worker, passes signals
+worker does: python interpreter.py PYTHON ADDRESS COMMAND. It lives as long as the worker, passes signals
 on to it, and ends with its exit status. Commands that the server does not serve run in PYTHON itself, and so
 does every command if no server answers.
 """
