@@ -201,7 +201,6 @@ def build_trainer(
 ) -> "PPOTrainer[PolicyRanks]":
     """Builds the trainer with its roles, data and observer. Loads the checkpoint `tag` if it is given."""
     from openrlhf.algorithms.kl import KLController
-    from openrlhf.algorithms.mismatch import MismatchWatch
     from openrlhf.config.parse import to_yaml
     from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.loop.rl import PPOTrainer
@@ -232,8 +231,7 @@ def build_trainer(
         config.logger,
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
-        rollouts=config.logger.rollouts,
-        mismatch=MismatchWatch(dtype=config.ds.param_dtype),
+        dtype=config.ds.param_dtype,
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
     prompts = PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes)

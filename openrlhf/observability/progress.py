@@ -478,6 +478,15 @@ def clean_text(text: str) -> str:
     return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
 
 
+def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
+    text = clean_text(text).strip()
+    if len(text) <= limit:
+        return text
+    # The question is at the end of a long prompt; an answer keeps its beginning and its conclusion.
+    head = limit // 4 if keep_end else limit * 2 // 3
+    return f"{text[:head]} […{len(text) - limit:,} characters…] {text[len(text) - (limit - head) :]}"
+
+
 def format_number(value: float) -> str:
     """Formats a number with three to four digits: 0.0123, 12.3, 1,234, 56.7k, 1e-06."""
     if not math.isfinite(value):

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import FORKSERVER
 
-from openrlhf.config.sections import LoggerConfig
+from openrlhf.config.ppo import PPOLoggerConfig
 from openrlhf.observability import journal as journal_module
 from openrlhf.observability.journal import (
     Journal,
@@ -427,11 +427,12 @@ def test_an_observer_keeps_what_it_is_told_to_keep(tmp_path, capsys, mode, sampl
     """The journal is complete once the observer is closed; the message about failures names a file only if
     there is one."""
     folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
-    observer = Observer(folder, LoggerConfig(), decode=DECODE, rollouts=mode)
+    observer = Observer(folder, PPOLoggerConfig(rollouts=mode), decode=DECODE)
     ts = [TWO_TURNS] * 60 + [FAILED] * 40
     batch = Batch.of(ts[:60])
-    observer.log_rollouts(1, ts, trained=Trained(batch=batch, schedule=[[[*range(60)]]], first_update=6))
-    observer.log_rollouts(1, ts[:60], name="filtered")
+    trained = Trained(batch=batch, schedule=[[[*range(60)]]], first_update=6)
+    records.record_of(observer).write(1, ts, trained=trained)
+    records.record_of(observer).write(1, ts[:60], name="filtered")
     observer.close()
     assert ("| step_000001.parquet" in capsys.readouterr().out) == (samples is not None)
     files = {name: journal_steps(folder.rollouts_path, name) for name in ("step", "filtered")}

