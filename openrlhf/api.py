@@ -137,7 +137,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.hooks.load import check_hooks
     from openrlhf.observability.journal import (
-        Journal, Trained as TrainedSamples, journal_steps, num_samples, read_journal, read_rows, read_table,
+        Journal, Trained as TrainedSamples, num_samples, read_journal, read_rows, read_table,
     )
     from openrlhf.observability.lock import LOCK as LOCK_FILE
     from openrlhf.observability.metric_names import headlines
@@ -148,11 +148,12 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.observability.run_folder import (
         JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, environment as run_environment, find_secrets,
-        flat as flat_settings, label_of, model_of, read_steps, reading as reading_run, redact, to_json,
+        label_of, reading as reading_run, redact, to_json,
     )
+    from openrlhf.observability.run_index import RunIndex, flat as flat_settings
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
     from openrlhf.observability.trackers.load import trackers_of
-    from openrlhf.observability.trackers.metrics_file import RENAMED, read_metrics
+    from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file
     from openrlhf.rewards.math import extract_boxed_answer, final_answer
     from openrlhf.rollout.local import LocalEngine

@@ -10,17 +10,14 @@ from openrlhf.training.start import Config
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
     """Has the model card of a saved model written (entry point `openrlhf.attached.model`), and with
     `ckpt.push_to_hub` uploads it. A failed upload is a warning, because the model is complete."""
-    from pathlib import Path
-
     from openrlhf.observability.hooks.load import points_of
     from openrlhf.observability.progress import waiting
-    from openrlhf.observability.run_folder import RunFolder
 
     folder = config.ckpt.output_dir
     for point in points_of("model"):
         point.load()(
             folder,
-            RunFolder(Path(config.run_dir)),
+            config.run_dir,
             command=command.name,
             method=command.summary,
             base_model=base_model,

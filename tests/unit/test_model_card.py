@@ -32,7 +32,7 @@ def run(tmp_path):
 def write(tmp_path, run, **changes):
     told = {"base_model": "org/base", "datasets": ["org/rows"], "command": "sft", "method": "Fine-tuning."}
     (tmp_path / "model").mkdir()
-    return write_model_card(tmp_path / "model", run, **told | changes)
+    return write_model_card(tmp_path / "model", run.path, **told | changes)
 
 
 def test_a_card_tells_how_the_model_was_made(tmp_path, run):

@@ -356,7 +356,7 @@ def test_what_a_url_holds_is_in_no_file_of_a_run(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", config_yaml=to_yaml(config), argv=argv, resume=False)
     run.metrics_path.write_text('{"step": 1, "loss": 0.5}\n')
     shown = {"command": "train_ppo", "method": "", "base_model": "org/model", "datasets": ()}
-    card = write_model_card(tmp_path, run, **shown).read_text()
+    card = write_model_card(tmp_path, run.path, **shown).read_text()
     origin = Origin.of("ppo", config, {})
     files = [file.read_text() for file in run.path.iterdir() if file.is_file()]
     assert "MARKER" not in "".join([card, json.dumps(origin.as_dict()), *files])

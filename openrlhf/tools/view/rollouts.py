@@ -69,14 +69,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:
-    from openrlhf.api import RunFolder, journal_steps
+    from openrlhf.api import RunIndex
 
-    rollouts = folder / "rollouts"
-    if steps := journal_steps(rollouts, name):
+    run = RunIndex(folder)
+    if steps := run.rollouts(name):
         return steps
-    if others := [other for other in NAMES if journal_steps(rollouts, other)]:
+    if others := [other for other in NAMES if run.rollouts(other)]:
         raise _not_found(f"{folder} has no such rollouts; it has {', '.join(others)}", "--name", name)
-    raise _not_found(f"has no rollouts; {RunFolder(folder).runs_inside('rollouts')}", value=folder)
+    raise _not_found(f"has no rollouts; {run.runs_inside('rollouts')}", value=folder)
 
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
