@@ -75,10 +75,5 @@ def _made(hook: type[Hook]) -> Hook:
 
 
 def _class_of(name: str) -> type[Hook]:
-    try:
-        return HOOKS[name]
-    except KeyError:
-        text = "there is no such hook; name a class as folder/file.py:NAME or package.module:NAME"
-        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=FLAG, value=name) from None
-    except ValueError as error:
-        raise UsageError(ErrorCode.USER_CODE, str(error), flag=FLAG, value=name) from error
+    text = "there is no such hook; name a class as folder/file.py:NAME or package.module:NAME"
+    return HOOKS.choose(name, flag=FLAG, unknown=text)
