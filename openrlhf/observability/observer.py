@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from openrlhf.config.sections import LoggerConfig, is_due
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
@@ -92,13 +92,13 @@ class Observer(Hook):
         self.progress.message(text)
 
     def close(self) -> None:
-        """Closes all files, and gives the run folder to the programs that installed packages attach (entry
-        points `openrlhf.attached.folder`)."""
-        try:
-            announce(self.guests, Hook.closing)
-        finally:
-            self.trackers.close()
-            self.progress.close()
+        """Closes all files, whatever fails, and gives the run folder to the programs that installed packages
+        attach (entry points `openrlhf.attached.folder`)."""
+        with ExitStack() as last_first:
+            last_first.callback(self.progress.close)
+            last_first.callback(self.trackers.close)
+            for guest in self.guests:
+                last_first.callback(announce, [guest], Hook.closing)
         for name, point in registered("attached.folder").items():
             try:
                 point.load()(self.folder.path)

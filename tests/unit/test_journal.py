@@ -21,6 +21,7 @@ from processes import FORKSERVER
 
 from openrlhf.config.ppo import PPOLoggerConfig
 from openrlhf.observability import journal as journal_module
+from openrlhf.observability.hooks.base import Evaluation, Hook
 from openrlhf.observability.journal import (
     Journal,
     Trained,
@@ -442,6 +443,19 @@ def test_an_observer_keeps_what_it_is_told_to_keep(tmp_path, capsys, mode, sampl
     table = read_table(files["step"][1])
     assert len(table) == samples and len(read_table(files["filtered"][1])) == filtered
     assert {*map(str, table["optimizer_steps"].to_pylist())} == {"[7]", "None"}
+
+
+def test_a_guest_that_fails_at_the_end_stops_no_other(tmp_path):
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, PPOLoggerConfig())
+    failing = Hook()
+    failing.closing = lambda: 1 / 0
+    observer.guests = [failing, *observer.guests, failing]
+    observer.evaluated(Evaluation(step=3, version=2, samples=[TWO_TURNS], metrics={}))
+    with pytest.raises(ZeroDivisionError):
+        observer.close()
+    assert list(journal_steps(folder.rollouts_path, "eval")) == [3]
+    assert observer.trackers._record._file.closed
 
 
 def write_for_ever(folder: Path) -> None:
