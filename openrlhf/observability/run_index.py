@@ -1,4 +1,4 @@
-"""What lies in a run's folder, for all who read it: report, screen, viewer, doctor, replay and notebooks."""
+"""The files in a run's folder, for all who read them: report, screen, viewer, doctor, replay, notebooks."""
 
 from collections.abc import Mapping
 from functools import cached_property
