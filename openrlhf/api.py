@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.algorithms.kl import KLController
     from openrlhf.algorithms.logprobs import logits_bytes
-    from openrlhf.algorithms.mismatch import PROBE as MISMATCH_PROBE, check_mismatch
+    from openrlhf.algorithms.mismatch import MismatchWatch, PROBE as MISMATCH_PROBE, check_mismatch
     from openrlhf.backends.base import Objective, RowT, TrainEngine
     from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS, row_memory as deepspeed_row_memory
     from openrlhf.backends.deepspeed.resharding import (
@@ -105,7 +105,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.files import cache_folder, exporting, holds_model, unwaiting, unwritable, write_atomically
     from openrlhf.heap import freeze as freeze_heap
-    from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder
+    from openrlhf.hub import WEIGHTS, choose_hub, config_json, model_folder as hub_folder, uses_modelscope
     from openrlhf.loop.datasets import build_train_set, lay_out
     from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.loop.machines import resolve
@@ -138,38 +138,36 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.models.self_check import resolve_reading, transformers_attention
     from openrlhf.observability.failures import commonest_failure, headline
-    from openrlhf.observability.health import (
-        CUT, LONGER, RULES, Rule, SHOWN_WITH, SURE, TEMPLATE, USE_TEMPLATE, signs_of, succeeds,
-    )
     from openrlhf.observability.hooks.load import check_hooks
     from openrlhf.observability.journal import (
-        journal_steps, num_samples, read_journal, read_rows, read_table, response_of,
+        Journal, Trained as TrainedSamples, num_samples, read_journal, read_rows, read_table,
     )
     from openrlhf.observability.lock import LOCK as LOCK_FILE
     from openrlhf.observability.metric_names import headlines
+    from openrlhf.observability.observer import Observer
     from openrlhf.observability.progress import (
         KEY_METRICS, Phase, Progress, checking, clean_text, format_duration, format_number, is_evaluation,
-        pass_name, tracked, waiting,
+        pass_name, shorten, tracked, waiting,
     )
     from openrlhf.observability.run_folder import (
         JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, environment as run_environment, find_secrets,
-        flat as flat_settings, label_of, model_of, read_steps, reading as reading_run, redact, to_json,
+        label_of, reading as reading_run, redact, to_json,
     )
-    from openrlhf.observability.samples import shorten
+    from openrlhf.observability.run_index import RunIndex, flat as flat_settings
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
     from openrlhf.observability.trackers.load import trackers_of
-    from openrlhf.observability.trackers.metrics_file import RENAMED, read_metrics
+    from openrlhf.observability.trackers.metrics_file import RENAMED
     from openrlhf.rewards.function import RewardFunction, check_reward_file
     from openrlhf.rewards.math import extract_boxed_answer, final_answer
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options
-    from openrlhf.text import decode, decode_each, first_token_ids, prompt_token_ids
+    from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, response_of
     from openrlhf.training.checkpoints import (
         COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
         ORIGIN as ORIGIN_FILE,
     )
-    from openrlhf.training.collect import Admission, Collected, Collector
+    from openrlhf.training.collect import Admission, Collected, Collector, SAME_REWARD
     from openrlhf.training.credit import credit_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics, ks_of
@@ -183,7 +181,8 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.objectives.sft import SFTObjective
     from openrlhf.training.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
     from openrlhf.training.rl_data import (
-        build_data as build_rl_data, build_prompt_datasets, data_notes as rl_data_notes, missing_template,
+        TEMPLATE, USE_TEMPLATE, build_data as build_rl_data, build_prompt_datasets,
+        data_notes as rl_data_notes, missing_template,
     )
     from openrlhf.training.schedule import (
         num_batches, num_updates, passes_of, prompts_of_steps, training_schedule,

@@ -15,6 +15,7 @@ from pkgutil import iter_modules
 from typing import Any, ClassVar, Generic, Self, TypeVar, dataclass_transform
 
 from openrlhf import plugins
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.user_file import UnusableFile
 
 KindT = TypeVar("KindT", bound="Selectable")
@@ -99,6 +100,16 @@ class Registry(Mapping[str, type[KindT]], Generic[KindT]):
         if place not in self.loaded:
             self.loaded[place] = self._load(reference)
         return self.loaded[place]
+
+    def choose(self, name: str, *, flag: str, unknown: str) -> type[KindT]:
+        """Returns the class that a value of `flag` names. Raises UsageError if there is none: with the text
+        `unknown` for an unknown name."""
+        try:
+            return self[name]
+        except KeyError:
+            raise UsageError(ErrorCode.INVALID_VALUE, unknown, flag=flag, value=name) from None
+        except ValueError as error:
+            raise UsageError(ErrorCode.USER_CODE, str(error), flag=flag, value=name) from error
 
     def __contains__(self, name: object) -> bool:
         """Tells whether `name` selects a class. Raises UnusableFile if a reference leads to no subclass of

@@ -3,13 +3,15 @@
 from collections.abc import Mapping, Sequence
 from datetime import date
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from openrlhf.errors import ErrorCode, UsageError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
     from transformers import PreTrainedTokenizerBase
+
+    from openrlhf.types import Trajectory
 
 
 class Calendar:
@@ -84,6 +86,18 @@ def decode(
         if whole.startswith(known):
             return whole[len(known) :]
     return text(token_ids)  # for a byte-level decoder they make bytes of `after` invalid
+
+
+class Decode(Protocol):
+    """Decodes token ids that continue other tokens: `decode` with a tokenizer."""
+
+    def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
+
+
+def response_of(trajectory: "Trajectory", decode: Decode) -> str:
+    """Returns everything after the prompt, as text."""
+    token_ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
+    return decode(token_ids[start:], after=token_ids[:start])
 
 
 def decode_each(

@@ -143,3 +143,8 @@ def row_view(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor, **changes
         "norm": LossNorm(len(log_probs), 1),
     }
     return RowView(log_probs=log_probs, log_ratio=log_ratio, advantages=advantages, **(values | changes))
+
+
+def record_of(observer: Any) -> Any:
+    """Returns the hook of a run's observer that records rollouts."""
+    return next(guest for guest in observer.guests if hasattr(guest, "journal"))

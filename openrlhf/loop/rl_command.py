@@ -9,7 +9,6 @@ from functools import partial
 
 from openrlhf import heap
 from openrlhf.algorithms.kl import KLController
-from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.cluster.deaths import explaining_deaths, is_lost_process, logs_folder
 from openrlhf.cluster.disks import check_disks
 from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
@@ -214,8 +213,7 @@ def build_trainer(
         config.logger,
         resume_step=None if restored is None else done,
         decode=partial(decode, data.tokenizer),
-        rollouts=config.logger.rollouts,
-        mismatch=MismatchWatch(dtype=config.ds.param_dtype),
+        dtype=config.ds.param_dtype,
         missing_template=missing_template(config, data.tokenizer, data.prompts),
     )
     prompts = PromptSampler(data.prompts, seed=config.train.seed, num_epochs=config.train.num_episodes)

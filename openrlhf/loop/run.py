@@ -30,7 +30,6 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
-from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
 from openrlhf.config.fields import with_values
@@ -44,24 +43,22 @@ from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollou
 from openrlhf.loop.restarts import restart_after
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.models.loading import policy_tokenizer
-from openrlhf.observability.health import TEMPLATE, USE_TEMPLATE
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
-from openrlhf.observability.hooks.load import hooks_of
-from openrlhf.observability.journal import response_of
+from openrlhf.observability.hooks.load import check_hooks, hooks_of
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
-from openrlhf.text import decode
+from openrlhf.text import decode, response_of
 from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import with_outputs
-from openrlhf.training.rl_data import missing_template, read_prompts
+from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import schedule_of
 from openrlhf.training.start import check_output, check_places, grace_of
@@ -107,6 +104,7 @@ class Run:
         choose_hub(self.config.use_ms)
         check_places(self.config)
         self.tokenizer = policy_tokenizer(self.config)
+        check_hooks(self.config.train.hooks, verify_steps=0)
         self._hooks = hooks_of(self.config.train.hooks)
         with ExitStack() as held:
             self._start(placement, STEPS if steps is None else steps, held)
@@ -477,7 +475,7 @@ class Run:
             "loop": state,
         }
         if "_observer" in vars(self):
-            self._observer.journal.flush()  # a loop that resumes does not write these rollouts again
+            self._observer.saving(f"global_step{self.step}")
         self._saver.save(self.step, own)
         return f"global_step{self.step}"
 
@@ -543,8 +541,7 @@ class Run:
             config.logger,
             resume_step=self.step - 1 if self.step > 1 else None,
             decode=self._decode,
-            rollouts=config.logger.rollouts,
-            mismatch=MismatchWatch(dtype=config.ds.param_dtype),
+            dtype=config.ds.param_dtype,
         )
         observer.progress.start(None, done=self.step - 1)
         return observer

@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.observability.journal import journal_steps, read_table
+from openrlhf.observability.journal import read_table
 from openrlhf.observability.rollout_table import FACTS
-from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.observability.run_index import RunIndex
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -21,13 +20,8 @@ def metrics_to_pandas(run: str | Path) -> "DataFrame":
     that a step does not have is NaN. Raises UsageError if the folder has no metrics.jsonl."""
     import pandas as pd
 
-    folder = RunFolder(Path(run))
-    folder.check_metrics()
-    return (
-        pd.DataFrame.from_dict(read_metrics(folder.metrics_path), orient="index")
-        .sort_index()
-        .rename_axis("step")
-    )
+    metrics = RunIndex(Path(run)).metrics()
+    return pd.DataFrame.from_dict(metrics, orient="index").sort_index().rename_axis("step")
 
 
 def rollouts_to_pandas(
@@ -47,7 +41,7 @@ def rollouts_to_pandas(
         columns: columns of the journal, by default those with a few values per rollout. The columns of tokens
             take much more memory.
     """
-    files = journal_steps(RunFolder(Path(run)).rollouts_path, name)
+    files = RunIndex(Path(run)).rollouts(name)
     chosen = {step: path for step, path in files.items() if steps is None or step in steps}
     if not chosen:
         text = f"has no rollouts {name}_N of these steps; it has {sorted(files) or 'none'}"

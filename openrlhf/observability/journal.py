@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -30,6 +30,7 @@ from openrlhf.observability.rollout_table import (
 )
 from openrlhf.observability.run_folder import JOURNAL_FILE, RENAMED_COLUMNS, reading
 from openrlhf.observability.selection import best_to_worst
+from openrlhf.text import Decode, response_of
 from openrlhf.types import Batch, Schedule, Trajectory
 
 QUEUE_STEPS = 2
@@ -40,12 +41,6 @@ ROW_GROUP = 256
 SAMPLES_KEPT = 16
 """Maximum number of samples with a reward, and of failed ones, that mode `sample` keeps of a step."""
 _NUM_SAMPLES = b"num_samples"
-
-
-class Decode(Protocol):
-    """Decodes token ids that continue other tokens: `openrlhf.text.decode` with a tokenizer."""
-
-    def __call__(self, token_ids: list[int], /, *, after: list[int]) -> str: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -235,12 +230,6 @@ def journal_steps(rollouts: Path, name: str = "step") -> dict[int, Path]:
     """Returns step -> file, in the order of steps."""
     files = [(JOURNAL_FILE.fullmatch(path.name), path) for path in sorted(rollouts.glob("*"))]
     return dict(sorted((int(m["step"]), path) for m, path in files if m and m["name"] == name))
-
-
-def response_of(trajectory: Trajectory, decode: Decode) -> str:
-    """Returns everything after the prompt, as text."""
-    token_ids, start = trajectory.token_ids.tolist(), trajectory.prompt_length
-    return decode(token_ids[start:], after=token_ids[:start])
 
 
 def best_worst_failed(trajectories: Sequence[Trajectory]) -> list[int]:

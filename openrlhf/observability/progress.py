@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,14 +97,12 @@ class Progress(AbstractContextManager["Progress"]):
         *,
         show: bool = True,
         stream: TextIO | None = None,
-        key_metrics: Mapping[str, str] = KEY_METRICS,
         plain_seconds: float = LINE_EVERY,
         now: Callable[[], float] = time.monotonic,
     ):
         """`plain_seconds`: seconds without output after which a file gets a line."""
         self._stream = stream or sys.stdout
         self._show = show
-        self._key_metrics = key_metrics
         self._plain_seconds = plain_seconds
         self._now = now
         self._lock = threading.Lock()
@@ -138,7 +136,7 @@ class Progress(AbstractContextManager["Progress"]):
         with self._lock:
             self._phases.append(phase)
         if self._bars:
-            self._bars.add_phase(phase)
+            self._bars.show(phase)
         try:
             yield phase
         finally:
@@ -208,7 +206,7 @@ class Progress(AbstractContextManager["Progress"]):
 
     def _chosen(self, metrics: "Metrics") -> list[tuple[str, float]]:
         """Returns (label, value) of the metrics on the line."""
-        chosen = [(label, metrics[name]) for name, label in self._key_metrics.items() if name in metrics]
+        chosen = [(label, metrics[name]) for name, label in KEY_METRICS.items() if name in metrics]
         evaluation = [
             (name, value)
             for name, value in metrics.items()
@@ -307,17 +305,16 @@ class PendingSteps:
 class StepClock:
     """Measures seconds per step and estimates the remaining time from the mean of the last steps."""
 
-    def __init__(self, total: int | None = None, done: int = 0, now: float | None = None):
+    def __init__(self, total: int | None = None, done: int = 0, *, now: float):
         self.total = total
         self._done = done
-        self._last = time.monotonic() if now is None else now
+        self._last = now
         self._per_step: deque[float] = deque(maxlen=ETA_STEPS)
         self._num_finished = 0
 
-    def finish(self, step: int, now: float | None = None) -> float:
+    def finish(self, step: int, now: float) -> float:
         """Finishes a step and returns the seconds since the last call, or since the start. Steps may be
         skipped."""
-        now = time.monotonic() if now is None else now
         seconds, self._last = now - self._last, now
         if step > self._done:
             if self._num_finished == 1:
@@ -478,6 +475,15 @@ def clean_text(text: str) -> str:
     return _CONTROL.sub("", text).encode("utf-8", "replace").decode("utf-8")
 
 
+def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
+    text = clean_text(text).strip()
+    if len(text) <= limit:
+        return text
+    # The question is at the end of a long prompt; an answer keeps its beginning and its conclusion.
+    head = limit // 4 if keep_end else limit * 2 // 3
+    return f"{text[:head]} […{len(text) - limit:,} characters…] {text[len(text) - (limit - head) :]}"
+
+
 def format_number(value: float) -> str:
     """Formats a number with three to four digits: 0.0123, 12.3, 1,234, 56.7k, 1e-06."""
     if not math.isfinite(value):
@@ -535,13 +541,10 @@ class _TerminalBars(Bars):
         )
         self.start()
 
-    def add_phase(self, phase: Phase) -> None:
-        self._task_ids[phase] = self.add_task(phase.name, total=phase.total, note="", phase=phase)
-
     def show(self, phase: Phase) -> None:
         """Shows the bar of a phase, adding it if needed."""
         if phase not in self._task_ids:
-            self.add_phase(phase)
+            self._task_ids[phase] = self.add_task(phase.name, total=phase.total, note="", phase=phase)
             self.start()
 
     def remove_phase(self, phase: Phase) -> None:

@@ -137,17 +137,6 @@ class RunFolder:
         tree = self.read("config.yaml", yaml.safe_load)
         return tree if isinstance(tree, dict) else {}
 
-    def check_metrics(self) -> None:
-        """Raises UsageError if the folder has no metrics.jsonl."""
-        if not self.metrics_path.exists():
-            text = f"has no metrics.jsonl; {self.runs_inside('metrics.jsonl')}"
-            raise UsageError(ErrorCode.NOT_FOUND, text, value=self.path)
-
-    def runs_inside(self, file: str) -> str:
-        """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
-        runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
-        return f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
-
     def write_fork(self, record: Mapping[str, Any]) -> None:
         """Records the fork by which the run began; {}: it began otherwise."""
         if record:
@@ -156,14 +145,6 @@ class RunFolder:
     def write_total(self, steps: int) -> None:
         """Records the number of steps of the whole run."""
         write_atomically(self.path / "progress.json", [to_json({"total_steps": steps}) + "\n"])
-
-    def read_total(self) -> int | None:
-        """Returns the number of steps of the whole run; None if it is not recorded."""
-        try:
-            total = read_object(self.path / "progress.json")["total_steps"]
-        except (ValueError, KeyError):
-            return None
-        return total if isinstance(total, int) and total > 0 else None
 
     @property
     def queues_path(self) -> Path:
@@ -355,20 +336,6 @@ def _git_commit(directory: Path) -> str | None:
 
 def _last_part(name: str) -> str:
     return name.lstrip("-").rpartition(".")[2].replace("-", "_").lower()
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a tree of mappings to {dotted key: value}."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found
-
-
-def model_of(flags: Mapping[str, Any]) -> str:
-    """Returns the trained model that a run's flags name; empty if they name none."""
-    return str(flags.get("actor.model_name_or_path") or flags.get("model.model_name_or_path") or "")
 
 
 def _leaves(node: Any, name: str = "") -> list[tuple[str, str]]:

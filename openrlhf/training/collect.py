@@ -13,12 +13,18 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.failures import commonest_failure
-from openrlhf.observability.health import SAME_REWARD
 from openrlhf.observability.hooks.base import Step
 from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Purpose, Trajectory, present
 
 GroupKey = tuple[int, int]
 """(epoch, prompt id)"""
+SAME_REWARD = (
+    "they do not distinguish good answers from bad ones, so nothing is learnt. Check the reward function and "
+    'the label first: a number never equals a text (7 == "7" is False), --data.label_key may name the wrong '
+    "column, or the reward function may not find the answer in the response. Rewards, labels and responses "
+    "are in the run folder's rollouts. If the reward is right, all prompts are too easy or too hard."
+)
+"""Likely causes of rewards that are all equal, and the remedies."""
 
 
 def key_of(prompt: Prompt) -> GroupKey:

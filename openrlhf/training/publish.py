@@ -1,28 +1,28 @@
 """Publishes the saved model of a training command."""
 
+import os
+
 from openrlhf.config.command import Command
-from openrlhf.errors import RunError, describe, notify
+from openrlhf.errors import ErrorCode, RunError, describe, first_line, notify
 from openrlhf.training.start import Config
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
-    """Writes the model card of a saved model and, with `ckpt.push_to_hub`, uploads it. A failed upload is a
-    warning, because the model is complete."""
-    from pathlib import Path
-
-    from openrlhf.observability.model_card import push_to_hub, write_model_card
+    """Has the model card of a saved model written (entry point `openrlhf.attached.model`), and with
+    `ckpt.push_to_hub` uploads it. A failed upload is a warning, because the model is complete."""
+    from openrlhf.observability.hooks.load import points_of
     from openrlhf.observability.progress import waiting
-    from openrlhf.observability.run_folder import RunFolder
 
     folder = config.ckpt.output_dir
-    write_model_card(
-        folder,
-        RunFolder(Path(config.run_dir)),
-        command=command.name,
-        method=command.summary,
-        base_model=base_model,
-        datasets=datasets.split(","),
-    )
+    for point in points_of("model"):
+        point.load()(
+            folder,
+            config.run_dir,
+            command=command.name,
+            method=command.summary,
+            base_model=base_model,
+            datasets=datasets.split(","),
+        )
     print(f"model saved to {folder}", flush=True)
     if repository := config.ckpt.push_to_hub:
         try:
@@ -32,3 +32,29 @@ def publish(config: Config, command: Command, *, base_model: str, datasets: str)
             notify(f"warning: {describe(error)}")
         else:
             print(f"model uploaded to {address}", flush=True)
+
+
+def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
+    """Uploads a model's folder and returns the address. A new repository is private. Raises RunError if the
+    upload fails."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repository, private=True, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=str(folder),
+            commit_message="Model trained with openrlhf",
+            ignore_patterns=["checkpoints*/**", "runs/**"],
+        )
+    except Exception as error:  # the hub, the network and the disk raise errors of many types
+        raise RunError(
+            ErrorCode.NOT_WRITABLE,
+            f"the upload failed: {first_line(error)}\n"
+            f"The model is complete in {folder}. Log in with `hf auth login`, then run\n"
+            f"`hf upload {repository} {folder}`.",
+            flag="--ckpt.push_to_hub",
+            value=repository,
+        ) from error
+    return str(address)

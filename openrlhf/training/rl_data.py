@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from openrlhf.types import Prompt
 
 PRETRAIN_FLAG = "--data.pretrain_dataset"
+TEMPLATE = "the model's chat template is not used"
+USE_TEMPLATE = "set --data.apply_chat_template, or --data.input_template '{}' if prompts are right without it"
 
 
 class RLData(NamedTuple):

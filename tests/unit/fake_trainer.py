@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from records import trajectory
+from records import record_of, trajectory
 
 from openrlhf.algorithms.kl import KLController
 from openrlhf.config.ppo import (
@@ -205,7 +205,7 @@ def trainer_of(
 def fit(trainer: PPOTrainer) -> None:
     """Trains to the end, and until the journal is written."""
     trainer.fit()
-    trainer.observer.journal.close()
+    record_of(trainer.observer).journal.close()
 
 
 def metrics_of(path: Path) -> dict[int, dict[str, float]]:

@@ -23,9 +23,8 @@ from refusals import refused
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
-from openrlhf.observability.health import SAME_REWARD
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.training.collect import Admission, Collected, Collector, check_failures
+from openrlhf.training.collect import SAME_REWARD, Admission, Collected, Collector, check_failures
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None

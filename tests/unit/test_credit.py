@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
-from openrlhf.observability.health import Health
+from openrlhf.tools.doctor.health import Health
 from openrlhf.training.credit import assign_credit, log_prob_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 

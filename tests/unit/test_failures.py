@@ -1,4 +1,4 @@
-from records import trajectory
+from records import record_of, trajectory
 
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observability.failures import commonest_failure, headline
@@ -34,9 +34,9 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
     observer = Observer(folder, LoggerConfig(), decode=lambda token_ids, after: f"{token_ids}\nafter {after}")
     observer.start(10)
     failed = [sample("KeyError: 'x'\nTraceback ..."), sample("KeyError: 'y'"), sample("NaN")]
-    observer.log_rollouts(1, [sample(None), *failed])
-    observer.log_rollouts(1, failed[:2], name="eval")
-    observer.log_rollouts(2, [sample(None)] * 4)
+    record_of(observer).write(1, [sample(None), *failed])
+    record_of(observer).write(1, failed[:2], name="eval")
+    record_of(observer).write(2, [sample(None)] * 4)
     lines = [line.partition(" ")[2] for line in capsys.readouterr().out.splitlines()]
     assert lines == [
         r"3 of 4 samples failed, 2 of them with: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
@@ -44,6 +44,6 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
         r"2 of 2 samples failed: KeyError: 'x' | prompt '2 + 2?', answer '[2]\nafter [1]' | "
         "eval_000001.parquet",
     ]
-    observer.journal.close()
+    record_of(observer).journal.close()
     observer.trackers.close()
     observer.progress.close()

@@ -4,14 +4,15 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
-from records import trajectory
+from records import record_of, trajectory
 
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import LoggerConfig
-from openrlhf.observability.health import RULES, Health, Rule
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.observability.run_folder import RunFolder, read_jsonl
+from openrlhf.tools.doctor.health import Health
+from openrlhf.tools.doctor.symptoms import RULES, Rule
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
 HIGH = Rule(metric="loss", sign=">", limit=2, steps=3, text="too high. Lower it.")
@@ -276,7 +277,7 @@ def test_a_run_ends_with_a_few_samples_of_its_last_evaluation(tmp_path, capsys, 
     observer = observe(tmp_path, [], decode=lambda ids, after: f"says {ids} after {after}")
     for step, name in enumerate(names):
         rollout = [trajectory(float(i), text=f"{name} asks") for i in range(20)]
-        observer.log_rollouts(step, rollout, name=name)
+        record_of(observer).write(step, rollout, name=name)
     observer.close()
     text = capsys.readouterr().out
     shown = "eval" if "eval" in names else "step"

@@ -66,8 +66,9 @@ def test_a_run_announces_its_events_in_order(tmp_path: Path) -> None:
 
 def test_checks_that_are_not_installed_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An installation that is older than its code attaches no checks; hooks of others are none."""
-    other = EntryPoint("mine", "house.hooks:Mine", "openrlhf.attached.rl")
-    monkeypatch.setattr(load, "entry_points", lambda group: [other] if group == other.group else [])
+    others = [EntryPoint("mine", "house.hooks:Mine", "openrlhf.attached.rl")]
+    others += [EntryPoint("own", "openrlhf.tools:record", f"openrlhf.attached.{p}") for p in load.RECORDED]
+    monkeypatch.setattr(load, "entry_points", lambda group: [p for p in others if p.group == group])
     without = config_of(tmp_path)
     config = replace(without, train=replace(without.train, verify_steps=1))
     for place in ("rl", "supervised", "rank"):
@@ -77,6 +78,12 @@ def test_checks_that_are_not_installed_are_told(tmp_path: Path, monkeypatch: pyt
         check_hooks((), 1)
     check_hooks((), 0)
     assert attached("supervised", without) == []
+    for place in load.RECORDED:  # without rollouts, warnings or card a run does not begin, checked or not
+        missing = next(point for point in others if point.group.endswith(place))
+        others.remove(missing)
+        with refused(ErrorCode.MISSING_PACKAGE, value=f"entry point {missing.group}"):
+            check_hooks((), 0)
+        others.append(missing)
 
 
 def test_a_package_attaches_a_hook_beside_the_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

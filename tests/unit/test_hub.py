@@ -14,8 +14,8 @@ from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.hub import choose_hub, model_folder
 from openrlhf.models import loading
-from openrlhf.observability.model_card import _is_on_hub
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.record.model_card import _is_on_hub
 
 NAME, FLAG = "nobody/tiny", "--model.model_name_or_path"
 STANDINS = Path(__file__).parents[1] / "standins"

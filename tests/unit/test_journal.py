@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from processes import FORKSERVER
 
-from openrlhf.config.sections import LoggerConfig
+from openrlhf.config.ppo import PPOLoggerConfig
 from openrlhf.observability import journal as journal_module
+from openrlhf.observability.hooks.base import Evaluation, Hook
 from openrlhf.observability.journal import (
     Journal,
     Trained,
@@ -427,11 +428,12 @@ def test_an_observer_keeps_what_it_is_told_to_keep(tmp_path, capsys, mode, sampl
     """The journal is complete once the observer is closed; the message about failures names a file only if
     there is one."""
     folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
-    observer = Observer(folder, LoggerConfig(), decode=DECODE, rollouts=mode)
+    observer = Observer(folder, PPOLoggerConfig(rollouts=mode), decode=DECODE)
     ts = [TWO_TURNS] * 60 + [FAILED] * 40
     batch = Batch.of(ts[:60])
-    observer.log_rollouts(1, ts, trained=Trained(batch=batch, schedule=[[[*range(60)]]], first_update=6))
-    observer.log_rollouts(1, ts[:60], name="filtered")
+    trained = Trained(batch=batch, schedule=[[[*range(60)]]], first_update=6)
+    records.record_of(observer).write(1, ts, trained=trained)
+    records.record_of(observer).write(1, ts[:60], name="filtered")
     observer.close()
     assert ("| step_000001.parquet" in capsys.readouterr().out) == (samples is not None)
     files = {name: journal_steps(folder.rollouts_path, name) for name in ("step", "filtered")}
@@ -441,6 +443,19 @@ def test_an_observer_keeps_what_it_is_told_to_keep(tmp_path, capsys, mode, sampl
     table = read_table(files["step"][1])
     assert len(table) == samples and len(read_table(files["filtered"][1])) == filtered
     assert {*map(str, table["optimizer_steps"].to_pylist())} == {"[7]", "None"}
+
+
+def test_a_guest_that_fails_at_the_end_stops_no_other(tmp_path):
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, PPOLoggerConfig())
+    failing = Hook()
+    failing.closing = lambda: 1 / 0
+    observer.guests = [failing, *observer.guests, failing]
+    observer.evaluated(Evaluation(step=3, version=2, samples=[TWO_TURNS], metrics={}))
+    with pytest.raises(ZeroDivisionError):
+        observer.close()
+    assert list(journal_steps(folder.rollouts_path, "eval")) == [3]
+    assert observer.trackers._record._file.closed
 
 
 def write_for_ever(folder: Path) -> None:

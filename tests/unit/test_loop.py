@@ -15,6 +15,7 @@ from threading import Event
 import numpy as np
 import pytest
 import torch
+from records import record_of
 from refusals import refused
 
 import openrlhf as rl
@@ -572,7 +573,7 @@ def test_checkpoints_of_a_loop_are_those_of_the_flags(start, tmp_path):
     with start(**flags) as run:
         groups = run.reward(run.sample(QUESTIONS), by_length)
         run.log(run.update(run.batch(groups)), groups)
-        journal, flushed = run._observer.journal, []
+        journal, flushed = record_of(run._observer).journal, []
         flush = journal.flush
         journal.flush = lambda: flushed.append(run.step) or flush()
         run.save_state().result(60)

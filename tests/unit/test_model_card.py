@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 from huggingface_hub import ModelCard
 from refusals import refused
@@ -10,10 +11,10 @@ from openrlhf.config.commands import SFT
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.observability import model_card
-from openrlhf.observability.model_card import push_to_hub, write_model_card
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.training.publish import publish
+from openrlhf.tools.record import model_card
+from openrlhf.tools.record.model_card import write_model_card
+from openrlhf.training.publish import publish, push_to_hub
 
 
 @pytest.fixture
@@ -31,7 +32,7 @@ def run(tmp_path):
 def write(tmp_path, run, **changes):
     told = {"base_model": "org/base", "datasets": ["org/rows"], "command": "sft", "method": "Fine-tuning."}
     (tmp_path / "model").mkdir()
-    return write_model_card(tmp_path / "model", run, **told | changes)
+    return write_model_card(tmp_path / "model", run.path, **told | changes)
 
 
 def test_a_card_tells_how_the_model_was_made(tmp_path, run):
@@ -69,7 +70,7 @@ def test_a_refused_upload_says_where_the_model_is(tmp_path, monkeypatch):
         def create_repo(self, *args, **kwargs):
             raise OSError("no token")
 
-    monkeypatch.setattr(model_card, "HfApi", Refusing)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Refusing)
     with refused(ErrorCode.NOT_WRITABLE, flag="--ckpt.push_to_hub", value="me/model") as told:
         push_to_hub(tmp_path, "me/model")
     assert "no token" in told.value.text and f"hf upload me/model {tmp_path}" in told.value.text
@@ -80,7 +81,7 @@ def test_a_failed_upload_ends_no_run(tmp_path, monkeypatch, capsys, error):
     def refuse(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(model_card, "HfApi", lambda: SimpleNamespace(create_repo=refuse))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: SimpleNamespace(create_repo=refuse))
     monkeypatch.setattr(model_card, "write_model_card", lambda *args, **options: None)
     config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), push_to_hub="me/model"))
     publish(config, SFT, base_model="", datasets="")
@@ -89,7 +90,9 @@ def test_a_failed_upload_ends_no_run(tmp_path, monkeypatch, capsys, error):
 
 
 def test_a_run_says_where_its_model_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(model_card, "push_to_hub", lambda folder, repository: f"https://hub/{repository}")
+    monkeypatch.setattr(
+        "openrlhf.training.publish.push_to_hub", lambda folder, repository: f"https://hub/{repository}"
+    )
     monkeypatch.setattr(model_card, "write_model_card", lambda *args, **options: None)
     config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), push_to_hub="me/model"))
     publish(config, SFT, base_model="", datasets="")
@@ -108,7 +111,7 @@ def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):
         def upload_folder(self, **arguments):
             sent.update(arguments)
 
-    monkeypatch.setattr(model_card, "HfApi", Hub)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
     assert push_to_hub(tmp_path, "me/model") == "https://hub/me/model"
     assert sent["folder_path"] == str(tmp_path) and sent["repo_id"] == "me/model"
     assert set(sent["ignore_patterns"]) == {"checkpoints*/**", "runs/**"}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_trainer import Done, Trained, config_of, fit, metrics_of, trainer_of, with_critic
+from records import record_of
 from refusals import refused
 
 from openrlhf.config.ppo import KLConfig, PPOCkptConfig
@@ -122,7 +123,7 @@ def test_a_run_that_is_asked_to_stop_continues_where_it_stopped(tmp_path, place,
         *{
             "generate": (first.rollout, "submit"),
             "update": (first.policy, "update"),
-            "save": (first.observer.journal, "flush"),
+            "save": (record_of(first.observer).journal, "flush"),
             "sync": (first.rollout, "sync"),
         }[place],
         ask,
@@ -131,7 +132,7 @@ def test_a_run_that_is_asked_to_stop_continues_where_it_stopped(tmp_path, place,
     with pytest.raises(Stopped) as stopped:
         first.fit()
     assert (first.step, stopped.value.code) == (done, 75 if done else 143)
-    first.observer.journal.close()
+    record_of(first.observer).journal.close()
     assert [tag for tag in first.policy.saved if not tag.startswith("best")] == [
         f"global_step{i}" for i in sorted({2, done} - {0}) if i <= done
     ]

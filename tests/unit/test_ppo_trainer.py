@@ -23,7 +23,7 @@ from fake_trainer import (
     trainer_of,
     with_critic,
 )
-from records import batch_of, trajectory
+from records import batch_of, record_of, trajectory
 from refusals import refused
 
 from openrlhf.config.choices import Failure
@@ -347,7 +347,7 @@ def test_a_failure_that_ends_the_run(tmp_path):
     with refused(ErrorCode.REWARDS_FAILED, **outcome) as error:
         fit(stopped)
     assert error.value.text.endswith("\nno opinion")
-    stopped.observer.journal.close()
+    record_of(stopped.observer).journal.close()
     assert read_journal(journal_steps(tmp_path / "run" / "rollouts")[stopped.step + 1])
     fit(trainer_with("timed_out", "env_error"))
 

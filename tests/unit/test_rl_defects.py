@@ -71,13 +71,13 @@ from openrlhf.mesh import Mesh
 from openrlhf.models.loading import DTYPES, policy_tokenizer
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.observability.health import Health
 from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.doctor.health import Health
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training import trained_worker
 from openrlhf.training.checkpoints import CheckpointFolder

@@ -8,10 +8,10 @@ import records
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrlhf.observability.health import RULES
 from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tasks.word_problem import make_problems, worked_problem
+from openrlhf.tools.doctor.symptoms import RULES
 from openrlhf.types import Outcome, Trajectory
 
 

@@ -38,10 +38,10 @@ from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
 from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
 from openrlhf.models.scorer import check_reward_model
-from openrlhf.observability.model_card import write_model_card
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.wandb import key_of
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.record.model_card import write_model_card
 from openrlhf.tools.serve.lora_combiner import run as combine_run
 from openrlhf.training.origin import Origin, compare
 from openrlhf.training.precompute import cached_array
@@ -356,7 +356,7 @@ def test_what_a_url_holds_is_in_no_file_of_a_run(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", config_yaml=to_yaml(config), argv=argv, resume=False)
     run.metrics_path.write_text('{"step": 1, "loss": 0.5}\n')
     shown = {"command": "train_ppo", "method": "", "base_model": "org/model", "datasets": ()}
-    card = write_model_card(tmp_path, run, **shown).read_text()
+    card = write_model_card(tmp_path, run.path, **shown).read_text()
     origin = Origin.of("ppo", config, {})
     files = [file.read_text() for file in run.path.iterdir() if file.is_file()]
     assert "MARKER" not in "".join([card, json.dumps(origin.as_dict()), *files])

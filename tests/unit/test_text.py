@@ -15,9 +15,8 @@ from tokenizers_of_users import llama_2_style, word_pieces
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.data.inference import Question
 from openrlhf.models.generation import Generated
-from openrlhf.observability.journal import response_of
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.text import token_ids_within
+from openrlhf.text import response_of, token_ids_within
 from openrlhf.tools.serve.answering import Recorder, requests_for
 from openrlhf.tools.serve.streaming import PiecewiseText
 from openrlhf.utils import decode

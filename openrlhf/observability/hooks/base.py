@@ -124,6 +124,19 @@ class Hook(Selectable):
         """The first optimizer step of an update, number `step`, has computed the log-probs `now` (A,) of its
         actions. The batch had `before` (A,), of the same weights. Called as `before_update` is."""
 
+    # The record of a run, for hooks that packages attach to the observer
+
+    def logged(self, step: int, metrics: Metrics) -> None:
+        """A step's metrics are complete: also those of its evaluations, and its times. Only hooks that
+        packages attach to the observer are called."""
+
+    def closing(self) -> None:
+        """The run ends, also after an error: what is not written yet must be. Called as `logged` is."""
+
+    def closed(self) -> None:
+        """All files of the run folder are complete, and nothing else is on the screen. Called as `logged`
+        is."""
+
     # All runs
 
     def saving(self, tag: str) -> None:

@@ -10,8 +10,9 @@ from openrlhf.registry import Registry
 
 FLAG = "--train.hooks"
 HOOKS = Registry("openrlhf.observability.hooks", Hook)
-PLACES = ("rl", "supervised", "rank")
-"""Places of a run to which packages attach hooks; see `attached`."""
+CHECKED, RECORDED = ("rl", "supervised", "rank"), ("observer", "model")
+"""Places of a run to which packages attach hooks and functions: those of the checks, and those of what
+records and judges a run."""
 
 
 def hooks_of(names: Sequence[str] | None) -> list[Hook]:
@@ -20,29 +21,36 @@ def hooks_of(names: Sequence[str] | None) -> list[Hook]:
     return [_made(_class_of(name)) for name in names or ()]
 
 
-def attached(place: str, config: Any, **about: Any) -> list[Hook]:
-    """Builds the hooks of the entry points `openrlhf.attached.PLACE`, called with `about`, and with the
-    configuration unless the place is a rank.
+def attached(place: str, config: Any = None, **about: Any) -> list[Hook]:
+    """Builds the hooks of the entry points `openrlhf.attached.PLACE`, called with `about`.
 
-    Places: rl (prompts), supervised (engine, mesh, windows), and rank (worker), each rank of policy and
-    critic. Raises UsageError as `check_hooks` does, and for a hook that cannot be imported or built.
+    Places: rl (config, prompts), supervised (config, engine, mesh, windows), rank (worker), each rank of
+    policy and critic, and observer (observer). Raises UsageError as `check_hooks` does, and for a hook that
+    cannot be imported or built.
     """
-    about |= {} if place == "rank" else {"config": config}
-    return [_attach(point, about) for point in _points(place, config.train.verify_steps)]
+    about |= {"config": config} if place in ("rl", "supervised") else {}
+    verify_steps = config.train.verify_steps if place in CHECKED else 0
+    return [_attach(point, about) for point in points_of(place, verify_steps)]
 
 
 def check_hooks(names: Sequence[str] | None, verify_steps: int) -> None:
-    """Raises UsageError for a hook that cannot be imported, and if the run is to check its first steps and
-    this installation does not have the checks. Builds none."""
+    """Raises UsageError for a hook that cannot be imported, and if this installation lacks what records a
+    run, or the checks while the run is to check its first steps. Builds none."""
     for name in names or ():
         _class_of(name)
-    for place in PLACES:
-        _points(place, verify_steps)
+    for place in (*CHECKED, *RECORDED):
+        points_of(place, verify_steps)
 
 
-def _points(place: str, verify_steps: int) -> Sequence[EntryPoint]:
+def points_of(place: str, verify_steps: int = 0) -> Sequence[EntryPoint]:
+    """Returns the entry points of a place. Raises UsageError if this package needs one of its own there that
+    is not installed."""
     points = list(entry_points(group=f"openrlhf.attached.{place}"))
-    if verify_steps and not any(point.value.startswith("openrlhf.") for point in points):
+    is_missing = not any(point.value.startswith("openrlhf.") for point in points)
+    if is_missing and place in RECORDED:
+        text = "it is not installed: openrlhf was installed before it had this part. Install it again"
+        raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=f"entry point openrlhf.attached.{place}")
+    if is_missing and verify_steps:
         text = "the checks are not installed: openrlhf was installed before it had them. Install it again"
         raise UsageError(ErrorCode.MISSING_PACKAGE, text, flag="--train.verify_steps", value=verify_steps)
     return points
@@ -67,10 +75,5 @@ def _made(hook: type[Hook]) -> Hook:
 
 
 def _class_of(name: str) -> type[Hook]:
-    try:
-        return HOOKS[name]
-    except KeyError:
-        text = "there is no such hook; name a class as folder/file.py:NAME or package.module:NAME"
-        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=FLAG, value=name) from None
-    except ValueError as error:
-        raise UsageError(ErrorCode.USER_CODE, str(error), flag=FLAG, value=name) from error
+    text = "there is no such hook; name a class as folder/file.py:NAME or package.module:NAME"
+    return HOOKS.choose(name, flag=FLAG, unknown=text)

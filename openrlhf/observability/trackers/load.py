@@ -63,16 +63,11 @@ def open_trackers(run: TrackedRun) -> list[Tracker]:
 
 
 def _class_of(name: str) -> type[Tracker]:
-    try:
-        return TRACKERS[name]
-    except KeyError:
-        text = (
-            f"there is no such tracker; use {', '.join(TRACKERS.names)},\n"
-            "or your own as folder/file.py:NAME or package.module:NAME"
-        )
-        raise UsageError(ErrorCode.INVALID_VALUE, text, flag=FLAG, value=name) from None
-    except ValueError as error:
-        raise UsageError(ErrorCode.USER_CODE, str(error), flag=FLAG, value=name) from error
+    text = (
+        f"there is no such tracker; use {', '.join(TRACKERS.names)},\n"
+        "or your own as folder/file.py:NAME or package.module:NAME"
+    )
+    return TRACKERS.choose(name, flag=FLAG, unknown=text)
 
 
 def _options(words: Sequence[str], classes: Mapping[str, type[Tracker]]) -> dict[str, Any]:

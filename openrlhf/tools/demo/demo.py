@@ -170,17 +170,17 @@ def _show_result(folder: Path, steps: int) -> str:
     from rich.table import Table
 
     from openrlhf.api import (
+        RunIndex,
         Trajectory,
         clean_text,
         decode,
-        journal_steps,
         load_tokenizer,
         read_journal,
         response_of,
     )
 
     tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
-    evals = journal_steps(folder / "run" / "rollouts", "eval")
+    evals = RunIndex(folder / "run").rollouts("eval")
     before, after = read_journal(evals[0]), read_journal(evals[steps])
     console = Console()
 

@@ -70,7 +70,7 @@ def examine_run(path: Path, model: Path | None = None, *, as_data: bool) -> int:
     from openrlhf.tools.doctor.diagnose import as_json, diagnose, is_healthy, show
     from openrlhf.tools.doctor.record import RunRecord
 
-    run = RunRecord.read(path)
+    run = RunRecord.of(path)
     findings = diagnose(run, model)
     if as_data:
         print(as_json(run, findings))

@@ -5,30 +5,19 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from openrlhf.api import CUT, LONGER, RULES, SHOWN_WITH, SURE, TEMPLATE, Rule, evenly, signs_of, succeeds
+from openrlhf.api import TEMPLATE, evenly
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord, Series
 from openrlhf.tools.doctor.rewards import RECENT
 from openrlhf.tools.doctor.samples import answers_of
+from openrlhf.tools.doctor.symptoms import CUT, LONGER, RULES, Rule, limit_of, signs_of, succeeds
 
-COLLAPSED = 0.02
+COLLAPSED = limit_of("policy/entropy")
 """Entropy, in nats per token, below which it has collapsed: the policy hardly varies its answers."""
 LOST = 0.2
 """Fraction of the initial entropy below which it has collapsed."""
 TRUNCATED = 0.3
 """Fraction of truncated answers above which there is a finding."""
-
-EXPLAINED_BY = {
-    "reward/zero_std_fraction": "flat-reward",
-    "advantage/abs_mean": "flat-reward",
-    "rollout/failed_ratio": "failed-samples",
-    "eval/failed_ratio": "failed-samples",
-    "rollout/truncated_rate": "truncation",
-    "policy/entropy": "entropy-collapse",
-    "mismatch/abs_diff_mean": "gap",
-    "mismatch/ess": "gap",
-}
-"""Metric of a health rule -> cause of a finding that explains it."""
 
 
 def policy_findings(run: RunRecord) -> Iterator[Finding]:
@@ -141,10 +130,10 @@ def _loss(run: RunRecord) -> Iterator[Finding]:
 
 def warning_findings(run: RunRecord, causes: AbstractSet[str]) -> Iterator[Finding]:
     """Yields a finding for each health rule that fired and that neither `causes` nor success explain."""
-    explained = SURE if succeeds(run.numbers) else set()
-    for rule in (rule for rule in RULES if rule.metric not in explained):
+    has_success = succeeds(run.numbers)
+    for rule in RULES:
         fired = [row["step"] for row in run.warnings if str(row.get("text")).startswith(rule.condition)]
-        if fired and EXPLAINED_BY.get(rule.metric) not in causes:
+        if fired and rule.cause not in causes and not (rule.suits_success and has_success):
             yield _of_rule(run, rule, fired)
 
 
@@ -154,7 +143,7 @@ def _of_rule(run: RunRecord, rule: Rule, fired: list[int]) -> Finding:
     evidence = [f"warned at step {', '.join(map(str, fired[:5]))}: {rule.condition}"]
     if len(series):
         evidence.append(f"{series.describe()}; last value {series.values[-1]:.3g}")
-    also = [run.series(name) for name in SHOWN_WITH.get(rule.metric, ())]
+    also = [run.series(name) for name in rule.shown_with]
     evidence += [values.describe() for values in also if len(values)]
     meaning, _, remedy = rule.text.partition(". ")
     return Finding(

@@ -4,19 +4,17 @@ process."""
 import math
 import platform
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import psutil
 
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.api import ErrorCode, RunFolder, UsageError, journal_steps, read_steps
-from openrlhf.api import flat_settings as flat
+from openrlhf.api import ErrorCode, RunIndex, UsageError
 
 FEWEST = 8
 """Number of steps below which a series has no trend."""
@@ -93,34 +91,21 @@ class Owner:
         return found if found is not None and found.create_time() <= too_late else None
 
 
-@dataclass(frozen=True)
-class RunRecord:
-    """The files of a run folder."""
-
-    path: Path
-    rows: Sequence[Mapping[str, Any]]
-    """Rows of metrics.jsonl."""
-    warnings: Sequence[Mapping[str, Any]]
-    """Rows of health.jsonl."""
-    config: Mapping[str, Any]
-    """Tree of config.yaml; empty if the file is missing."""
-    owner: Owner | None
-    """Process that started the run; None if there is no lock file."""
+class RunRecord(RunIndex):
+    """A run with the courses of its metrics and its process."""
 
     @classmethod
-    def read(cls, path: Path) -> "RunRecord":
-        """Reads a run folder. Raises UsageError if it is none."""
-        folder = RunFolder(path)
-        if not folder.is_run:
-            text = f"is no run folder; {folder.runs_inside('metrics.jsonl')}"
+    def of(cls, path: Path) -> Self:
+        """Returns the run of a folder. Raises UsageError if it is none."""
+        if not (run := cls(path)).is_run:
+            text = f"is no run folder; {run.runs_inside('metrics.jsonl')}"
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="RUN", value=path)
-        return cls(
-            path=path,
-            rows=[*read_steps(folder.metrics_path)],
-            warnings=[*read_steps(folder.health_path)],
-            config=folder.read_config(),
-            owner=_owner(folder.read(LOCK)),
-        )
+        return run
+
+    @cached_property
+    def owner(self) -> Owner | None:
+        """Process that started the run; None if there is no lock file."""
+        return _owner(self.read(LOCK))
 
     def series(self, name: str) -> Series:
         """Returns the finite values of a metric, in the order of steps."""
@@ -140,7 +125,7 @@ class RunRecord:
     def flag(self, name: str, default: Any = None) -> Any:
         """Returns the value of a flag such as "rollout.temperature"; `default` if it is not recorded or
         None."""
-        value = flat(self.config).get(name)
+        value = self.flags.get(name)
         return default if value is None else value
 
     @property
@@ -150,7 +135,7 @@ class RunRecord:
     @cached_property
     def journal(self) -> dict[int, Path]:
         """Step -> file of the rollouts that the step trained on."""
-        return journal_steps(self.path / "rollouts")
+        return self.rollouts()
 
     @cached_property
     def process(self) -> psutil.Process | None:

@@ -3,16 +3,17 @@ falls."""
 
 from collections.abc import Iterator
 
-from openrlhf.api import commonest_failure, headline, read_journal, succeeds
+from openrlhf.api import commonest_failure, headline, read_journal
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import FEWEST, RunRecord, Series
 from openrlhf.tools.doctor.samples import Answers, answers_of
+from openrlhf.tools.doctor.symptoms import limit_of, succeeds
 
 RECENT = 20
 """Number of last steps that represent the present state of a run."""
-FLAT = 0.9
+FLAT = limit_of("reward/zero_std_fraction")
 """Fraction of samples in groups with equal rewards above which there is hardly anything to learn."""
-FAILED = 0.1
+FAILED = limit_of("rollout/failed_ratio")
 """Fraction of failed samples above which there is a finding."""
 CLEAR = 3.0
 """Standard errors above which a change counts as a trend."""

@@ -146,7 +146,7 @@ def stages(a: RecordedRun, b: RecordedRun, *, reads: bool = False) -> Iterator[S
     checkpoints even if their recorded hashes are equal."""
     checkpoints = _common(a.checkpoints(), b.checkpoints())
     journals = {name: _common(a.rollouts(name), b.rollouts(name)) for name in ("filtered", "step", "eval")}
-    metrics = _common(a.metrics, b.metrics)
+    metrics = _common(a.measured, b.measured)
     for step in sorted({*checkpoints, *metrics, *(s for steps in journals.values() for s in steps)}):
         for name in ("filtered", "step"):
             if step in journals[name]:
@@ -198,7 +198,7 @@ def _alone(a: RecordedRun, b: RecordedRun) -> dict[str, list[int]]:
     """Returns the steps whose metrics or rollouts only one run has."""
     found = {}
     for name in ("metrics", "step"):
-        own, others = (set(run.metrics if name == "metrics" else run.rollouts()) for run in (a, b))
+        own, others = (set(run.measured if name == "metrics" else run.rollouts()) for run in (a, b))
         title = "metrics" if name == "metrics" else "rollouts"
         for run, steps in (("first", own - others), ("second", others - own)):
             if steps:

@@ -3,14 +3,13 @@
 import json
 import re
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from openrlhf.api import ORIGIN_BUT_GENERATION as BUT_GENERATION
 from openrlhf.api import ORIGIN_FILE as ORIGIN
-from openrlhf.api import PPO, ErrorCode, RunFolder, UsageError, journal_steps, read_steps
+from openrlhf.api import PPO, ErrorCode, RunIndex, UsageError
 from openrlhf.api import flat_settings as flat
 from openrlhf.api import reading_run as reading
 
@@ -20,32 +19,27 @@ _MODULE = re.compile(r"openrlhf\.cli\.train_(\w+)")
 _TAG = re.compile(r"global_step(\d+)")
 
 
-@dataclass(frozen=True)
-class RecordedRun:
-    """The records of a run. Nothing is written to its folder."""
-
-    path: Path
-    """The run folder (`logger.run_dir`)."""
+class RecordedRun(RunIndex):
+    """A run with what a replay needs of it."""
 
     @cached_property
     def flags(self) -> dict[str, Any]:
         """Values of all flags by key. Raises UsageError if the folder has no configuration."""
-        folder = RunFolder(self.path)
-        if not (config := folder.read_config()):
-            text = f"has no configuration in config.yaml; {folder.runs_inside('config.yaml')}"
+        if not (config := self.read_config()):
+            text = f"has no configuration in config.yaml; {self.runs_inside('config.yaml')}"
             raise UsageError(ErrorCode.NOT_FOUND, text, value=self.path)
         return flat(config)
 
     @property
     def command(self) -> str:
         """Name of the command, as in `openrlhf NAME`; "" if argv.txt does not name it."""
-        found = _MODULE.findall(RunFolder(self.path).read("argv.txt"))
+        found = _MODULE.findall(self.read("argv.txt"))
         return found[-1].removesuffix("_ray") if found else ""
 
     @property
     def environment(self) -> dict[str, Any]:
         """Versions, machine and variables by name; empty if the folder has none."""
-        return RunFolder(self.path).read("env.json", lambda text: flat(json.loads(text or "{}")))
+        return self.read("env.json", lambda text: flat(json.loads(text or "{}")))
 
     @property
     def num_ranks(self) -> int:
@@ -53,22 +47,18 @@ class RecordedRun:
         return 1 if self.command == PPO.name else int(self.environment.get("variables.WORLD_SIZE", 1))
 
     @cached_property
-    def metrics(self) -> dict[int, dict[str, Any]]:
+    def measured(self) -> dict[int, dict[str, Any]]:
         """Metrics of each logged step, except those with a prefix in `MEASURED`."""
         return {
             row["step"]: {k: v for k, v in row.items() if k != "step" and not k.startswith(MEASURED)}
-            for row in read_steps(self.path / "metrics.jsonl")
+            for row in self.rows
         }
-
-    def rollouts(self, name: str = "step") -> dict[int, Path]:
-        """Returns step -> journal. `name`: step, filtered or eval."""
-        return journal_steps(self.path / "rollouts", name)
 
     @property
     def steps(self) -> list[int]:
         """Steps with the records that a replay needs: rollouts in reinforcement learning, else metrics."""
         return sorted(
-            step for step in (self.rollouts() if self.command == PPO.name else self.metrics) if step > 0
+            step for step in (self.rollouts() if self.command == PPO.name else self.measured) if step > 0
         )
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from openrlhf.api import LATEST_FILE as LATEST
-from openrlhf.api import PPO, ErrorCode, RunError, RunFolder, UsageError, num_samples, read_table, run_job
+from openrlhf.api import PPO, ErrorCode, RunError, UsageError, num_samples, read_table, run_job
 from openrlhf.tools.replay.compare import Stage, stages
 from openrlhf.tools.replay.recorded import RecordedRun
 
@@ -171,7 +171,7 @@ class Rerun:
 def configured(run: RecordedRun, settings: Mapping[str, Any], file: Path) -> Path:
     """Writes the configuration of a run, with the values `settings` for flags that it has, to `file`. Returns
     the file."""
-    tree = RunFolder(run.path).read_config()
+    tree = run.read_config()
     for key in settings.keys() & run.flags.keys():
         *sections, name = key.split(".")
         node = tree
@@ -226,7 +226,7 @@ def compare(rerun: Rerun) -> Replayed:
             left_out += [c.quantity for c in of_engines if not c.is_equal]
             stage = replace(stage, found=[c for c in stage.found if c not in of_engines])
         if stage.name.startswith("metrics") and recorded.flags.get("train.hooks"):
-            known = computed.metrics.get(stage.step, {})
+            known = computed.measured.get(stage.step, {})
             stage = replace(stage, found=[c for c in stage.found if c.quantity in known])
         found += [stage] if stage.found else []
     reasons = ["metrics of hooks (--train.hooks)"] if recorded.flags.get("train.hooks") else []
@@ -236,6 +236,6 @@ def compare(rerun: Rerun) -> Replayed:
         reasons.append("sampling and rewards: the recorded samples are used")
     if rerun.step not in recorded.checkpoints():
         reasons.append(f"weights after step {rerun.step}: the run has no checkpoint of this step")
-    if alone := sorted(set(range(rerun.start + 1, rerun.step + 1)) - recorded.metrics.keys()):
+    if alone := sorted(set(range(rerun.start + 1, rerun.step + 1)) - recorded.measured.keys()):
         reasons.append(f"metrics of steps {', '.join(map(str, alone))}: the run did not log them")
     return Replayed(stages=found, not_compared=reasons)

@@ -1,30 +1,22 @@
 """Follows a run, whether it still runs or not, by reading new content of the files in its folder."""
 
 import fcntl
-import json
 import math
-import os
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from openrlhf.api import (
     JOURNAL_FILE,
-    RENAMED,
     ErrorCode,
-    RunFolder,
+    RunIndex,
     UsageError,
     best_to_worst,
-    model_of,
     unwaiting,
 )
 from openrlhf.api import LOCK_FILE as LOCK
-from openrlhf.api import flat_settings as flat
 from openrlhf.api import reading_run as reading
-
-if TYPE_CHECKING:
-    from openrlhf.api import Metrics  # its module imports torch
+from openrlhf.tools.view.metrics import Metrics, Tail, integer
 
 STEPS_KEPT = 2000
 """Number of the newest steps whose metrics are kept."""
@@ -41,74 +33,13 @@ State = Literal["running", "ended", "died", "unknown"]
 Sample = dict[str, Any]
 
 
-class Tail:
-    """Reads the rows that are appended to a file of JSON lines."""
-
-    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
-        """`most_bytes`: bytes at the end of the file that the first call reads; None reads the whole file."""
-        self._path, self._most_bytes = path, most_bytes
-        self._begin(-1, 0)
-
-    def _begin(self, inode: int, offset: int) -> None:
-        self._inode, self._offset, self._num_lines = inode, offset, 0
-        self.num_unreadable = 0
-        """Number of complete lines that are not JSON objects."""
-        self.first_unreadable = 0
-        """Line number of the first unreadable line among the lines that were read, from 1; 0 if there is
-        none."""
-
-    def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Returns True if the file was replaced or cut since the last call, and its new complete rows."""
-        try:
-            with reading(self._path), open(self._path, "rb") as file:
-                status = os.fstat(file.fileno())
-                is_new = status.st_ino != self._inode or status.st_size < self._offset
-                if is_new:
-                    skipped = status.st_size - self._most_bytes if self._most_bytes else 0
-                    self._begin(status.st_ino, max(0, skipped))
-                skips_first = is_new and self._offset > 0
-                file.seek(self._offset)
-                content, newline, _ = file.read().rpartition(b"\n")
-        except FileNotFoundError:
-            is_new = self._inode != -1
-            self._begin(-1, 0)
-            return is_new, []
-        self._offset += len(content) + len(newline)
-        lines = content.split(b"\n") if newline else []
-        return is_new, list(self._rows(lines[skips_first:]))
-
-    def _rows(self, lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-        for line in lines:
-            self._num_lines += 1
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except ValueError:
-                row = None
-            if isinstance(row, dict):
-                yield row
-            else:
-                self.num_unreadable += 1
-                self.first_unreadable = self.first_unreadable or self._num_lines
-
-
-def metrics_of(row: dict[str, Any]) -> "tuple[int, Metrics]":
-    """Returns the step of a row of metrics.jsonl, and its metrics by their current names. Leaves out values
-    that are not numbers."""
-    metrics = {RENAMED.get(name, name): value for name, value in _numbers(row) if name != "step"}
-    return _integer(row.get("step")), metrics
-
-
 class FollowedRun:
     """The state of a run, which `refresh` updates from its folder."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = RunFolder(folder)
-        self.steps: dict[int, Metrics] = {}
-        """Step -> metrics, of the newest steps."""
-        self.start: Metrics = {}
-        """Seconds of each stage of the last start, `start/{stage}`."""
+        self.folder = RunIndex(folder)
+        self.steps: dict[int, dict[str, float]] = {}
+        """Step -> metrics, of the newest steps and of those with the seconds of a start."""
         self.warnings: list[tuple[int, str]] = []
         """(step, text) of each warning about the run's health."""
         self.samples: list[Sample] = []
@@ -119,25 +50,29 @@ class FollowedRun:
         self.queues: list[tuple[int, int] | None] = []
         """Running and waiting requests of each engine of a live run; None for an engine that starts."""
         self.state: State = "unknown"
-        self._metrics = Tail(self.folder.metrics_path, TAIL_BYTES)
+        self._metrics = Metrics(self.folder.metrics_path, TAIL_BYTES)
         self._health = Tail(self.folder.health_path, TAIL_BYTES)
-        self._config: tuple[int, dict[str, Any]] = (-1, {})
+        self._model = -1, ""
         self._rollouts = self._probed = -1.0
 
     def refresh(self) -> None:
-        is_new, rows = self._metrics.read()
-        if is_new:
-            self.steps, self.start = {}, {}
-        for row in rows:
-            self._add(row)
+        self._metrics.read()
+        self.steps = self._metrics.steps
         for step in list(self.steps)[:-STEPS_KEPT]:
-            del self.steps[step]
+            if "start/total" not in self.steps[step]:
+                del self.steps[step]
         is_new, rows = self._health.read()
         self.warnings = [] if is_new else self.warnings
-        self.warnings += [(_integer(row.get("step")), str(row.get("text", ""))) for row in rows]
+        self.warnings += [(integer(row.get("step")), str(row.get("text", ""))) for row in rows]
         self._read_samples()
         self._probe()
         self.queues = self._read_queues()
+
+    @property
+    def start(self) -> dict[str, float]:
+        """Seconds of each stage of the last start, `start/{stage}`."""
+        rows = (metrics for metrics in reversed(self.steps.values()) if "start/total" in metrics)
+        return {name: value for name, value in next(rows, {}).items() if name.startswith("start/")}
 
     @property
     def num_unreadable(self) -> int:
@@ -151,24 +86,19 @@ class FollowedRun:
     @property
     def total_steps(self) -> int | None:
         """Number of steps of the whole run; None before the start of the first step."""
-        return self.folder.read_total()
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The configuration of the last start; {} if it cannot be read."""
-        path = self.folder.path / "config.yaml"
-        try:
-            changed = path.stat().st_mtime_ns
-            if changed != self._config[0]:
-                self._config = changed, self.folder.read_config()
-        except (OSError, UsageError):
-            self._config = -1, {}
-        return self._config[1]
+        return self.folder.total_steps
 
     @property
     def model(self) -> str:
-        """Name of the trained model; empty if unknown."""
-        return model_of(flat(self.config))
+        """Name of the model that the last start trains; empty if unknown."""
+        path = self.folder.path
+        try:
+            changed = (path / "config.yaml").stat().st_mtime_ns
+            if changed != self._model[0]:
+                self._model = changed, RunIndex(path).model
+        except (OSError, UsageError):
+            self._model = -1, ""
+        return self._model[1]
 
     @property
     def age(self) -> float | None:
@@ -197,12 +127,6 @@ class FollowedRun:
         if self.state != "running" or total is None or seconds is None or self.last_step >= total:
             return None
         return max(0.0, (total - self.last_step) * seconds - min(self.age or 0.0, seconds))
-
-    def _add(self, row: dict[str, Any]) -> None:
-        step, metrics = metrics_of(row)
-        if "start/total" in metrics:
-            self.start = {name: value for name, value in metrics.items() if name.startswith("start/")}
-        self.steps[step] = self.steps.pop(step, {}) | metrics
 
     def _read_samples(self) -> None:
         try:
@@ -283,10 +207,10 @@ def find_run(path: Path) -> Path:
     UsageError if there is none."""
     if not path.is_dir():
         raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", value=path)
-    if RunFolder(path).is_run:
+    if RunIndex(path).is_run:
         return path
     patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
-    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunFolder(folder).is_run}
+    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunIndex(folder).is_run}
     if not runs:
         text = "has no run inside; give the folder of a run (--logger.run_dir), or --ckpt.output_dir"
         raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
@@ -296,15 +220,3 @@ def find_run(path: Path) -> Path:
 def _last_change(run: Path) -> float:
     files = [run / "metrics.jsonl", run / "argv.txt"]
     return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
-
-
-def _integer(value: Any) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def _numbers(row: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in row.items():
-        try:
-            yield name, float(value)
-        except (TypeError, ValueError, OverflowError):
-            continue

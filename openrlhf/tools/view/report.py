@@ -19,26 +19,21 @@ from typing import Any, Self
 from jinja2 import Environment, StrictUndefined, Template
 
 from openrlhf.api import (
-    RunFolder,
+    RunIndex,
     clean_text,
     counted,
     format_duration,
     format_number,
     headlines,
     is_evaluation,
-    journal_steps,
     label_of,
-    model_of,
     num_samples,
-    read_metrics,
     read_rows,
-    read_steps,
     read_table,
     shorten,
     thinned,
     write_atomically,
 )
-from openrlhf.api import flat_settings as flat
 
 CURVE_POINTS = 160
 CURVES_SHOWN = 32
@@ -90,21 +85,20 @@ match."""
 def write_report(run_dir: str | Path) -> Path:
     """Writes `run_dir/report.html` from the files of the run folder, and returns its path. Works during the
     run too. Raises UsageError if there is no metrics.jsonl."""
-    folder = RunFolder(Path(run_dir))
-    folder.check_metrics()
+    folder = RunIndex(Path(run_dir))
     path = folder.path / "report.html"
     write_atomically(path, _template().generate(contents_of(folder)))
     return path
 
 
-def contents_of(folder: RunFolder) -> dict[str, Any]:
+def contents_of(folder: RunIndex) -> dict[str, Any]:
     """Returns the variables of the page's template."""
-    curves = _curves(read_metrics(folder.metrics_path))
-    files = journal_steps(folder.rollouts_path)
+    curves = _curves(folder.metrics())
+    files = folder.rollouts()
     own = _own_metrics(files)
     same = _same(curves, own)
     shown = headlines(name for name in curves if name not in same)
-    warnings = [*read_steps(folder.health_path)]
+    warnings = folder.warnings
     return {
         "name": _title(folder),
         "facts": _facts(curves),
@@ -152,15 +146,14 @@ def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
     return curves
 
 
-def _title(folder: RunFolder) -> str:
+def _title(folder: RunIndex) -> str:
     """Returns the run's name, model, algorithm and date, as far as the folder has them."""
-    flags = flat(folder.read_config())
-    model = model_of(flags)
+    flags = folder.flags
     words = folder.read("argv.txt")
     command, date = (re.search(pattern, words) for pattern in (r"cli\.train_([a-z]+)", r"# (\S+ \d+:\d+)"))
     name = flags.get("logger.wandb.run_name") or folder.path.resolve().name
     algorithm = flags.get("algo.advantage.estimator") or (command[1] if command else "")
-    return " · ".join(filter(None, [name, Path(model).name, algorithm, date[1] if date else ""]))
+    return " · ".join(filter(None, [name, Path(folder.model).name, algorithm, date[1] if date else ""]))
 
 
 def _facts(curves: dict[str, Curve]) -> list[str]:

@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,14 +70,14 @@ def run(options: argparse.Namespace) -> None:
 
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:
-    from openrlhf.api import RunFolder, journal_steps
+    from openrlhf.api import RunIndex
 
-    rollouts = folder / "rollouts"
-    if steps := journal_steps(rollouts, name):
+    run = RunIndex(folder)
+    if steps := run.rollouts(name):
         return steps
-    if others := [other for other in NAMES if journal_steps(rollouts, other)]:
+    if others := [other for other in NAMES if run.rollouts(other)]:
         raise _not_found(f"{folder} has no such rollouts; it has {', '.join(others)}", "--name", name)
-    raise _not_found(f"has no rollouts; {RunFolder(folder).runs_inside('rollouts')}", value=folder)
+    raise _not_found(f"has no rollouts; {run.runs_inside('rollouts')}", value=folder)
 
 
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
@@ -121,25 +122,27 @@ def _not_found(text: str, flag: str = "", value: object = "") -> UsageError:
 def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
     """Returns for each row the text of each token of its answer. Returns None and prints a note if the run's
     tokenizer is missing or does not reproduce the stored text."""
-    from openrlhf.api import decode_each
-    from openrlhf.tools.view.rollout_view import prompt_length
-
     try:
-        tokenizer = tokenizer_of(folder)
+        return [token_texts(folder, row) for row in rows]
     except ValueError as error:
         print(f"note: answers are printed without colours: {error}", file=sys.stderr)
         return None
-    splits = [(row["token_ids"], prompt_length(row)) for row in rows]
-    pieces = [decode_each(tokenizer, ids[start:], after=ids[:start]) for ids, start in splits]
-    for row, texts in zip(rows, pieces, strict=True):
-        if row["response"] not in (None, "".join(texts)):
-            print(
-                "note: answers are printed without colours: the tokenizer is not the run's", file=sys.stderr
-            )
-            return None
-    return pieces
 
 
+def token_texts(folder: Path, row: "Row") -> list[str]:
+    """Returns the text of each token after the prompt. Raises ValueError if the run's tokenizer cannot be
+    used or does not reproduce the stored text."""
+    from openrlhf.api import decode_each
+    from openrlhf.tools.view.rollout_view import prompt_length
+
+    start = prompt_length(row)
+    texts = decode_each(tokenizer_of(folder), row["token_ids"][start:], after=row["token_ids"][:start])
+    if row.get("response") not in (None, "".join(texts)):
+        raise ValueError("the tokenizer is not the run's, because it decodes the answer differently")
+    return texts
+
+
+@cache
 def tokenizer_of(folder: Path) -> Any:
     """Loads the tokenizer of the model that the policy started from, or else of the final model. Raises
     UsageError if neither exists."""

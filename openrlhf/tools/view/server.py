@@ -21,8 +21,7 @@ from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from openrlhf.api import ErrorCode, RunFolder, UsageError, headlines, read_steps, to_json
-from openrlhf.api import flat_settings as flat
+from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, headlines, to_json
 from openrlhf.tools.view import rollout
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
@@ -107,8 +106,8 @@ class Viewer:
 
     def comparison(self) -> dict[str, Any]:
         """Returns the flags in which the runs differ, and the warnings of each run."""
-        runs = [RunFolder(folder) for folder in self.folders]
-        flags = [flat(run.read_config()) for run in runs]
+        runs = [RunIndex(folder) for folder in self.folders]
+        flags = [run.flags for run in runs]
         keys = sorted({key for own in flags for key in own})
         values = {key: [own.get(key) for own in flags] for key in keys}
         differing = {key: row for key, row in values.items() if any(value != row[0] for value in row)}
@@ -116,7 +115,7 @@ class Viewer:
             "flags": {
                 key: [None if v is None else to_json(v) for v in row] for key, row in differing.items()
             },
-            "warnings": [[*read_steps(run.health_path)][-WARNINGS_SHOWN:] for run in runs],
+            "warnings": [run.warnings[-WARNINGS_SHOWN:] for run in runs],
         }
 
     def rollout(self, run: int, file: str, row: int) -> dict[str, Any]:
@@ -127,15 +126,9 @@ class Viewer:
         None and the note is the reason."""
         content = rollout.read_row(self.index, run, file, row)
         try:
-            texts = self._token_texts(self.folders[run], content)
+            return {"texts": self._token_texts(self.folders[run], content), "note": ""}
         except ValueError as error:
             return {"texts": None, "note": str(error)}
-        if content.get("response") not in (None, "".join(texts)):
-            return {
-                "texts": None,
-                "note": "the tokenizer is not the run's, because it decodes the answer differently",
-            }
-        return {"texts": texts, "note": ""}
 
     def diff(self, first: tuple[int, str, int], second: tuple[int, str, int]) -> dict[str, Any]:
         texts = [rollout.read_row(self.index, *place).get("response") or "" for place in (first, second)]

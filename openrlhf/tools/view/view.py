@@ -3,10 +3,8 @@
 import sys
 import webbrowser
 from collections.abc import Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from openrlhf.api import ErrorCode, RunFolder, UsageError, counted, short_errors
 from openrlhf.tools.command_line.arguments import ArgumentParser
@@ -46,6 +44,7 @@ def run(folders: Sequence[Path], port: int, *, opens_browser: bool) -> None:
         if find_spec(name) is None:
             text = 'the package is not installed.\nRun: pip install "openrlhf[view]"'
             raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
+    from openrlhf.tools.view.rollouts import token_texts
     from openrlhf.tools.view.server import Viewer, bind, serve
 
     bound = bind(port)
@@ -70,23 +69,6 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
             raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
         found += [folder for folder in inside if folder not in found]
     return found
-
-
-def token_texts(folder: Path, row: dict[str, Any]) -> list[str]:
-    """Returns the text of each token after the prompt. Raises ValueError if the run's tokenizer cannot be
-    used."""
-    from openrlhf.api import decode_each
-    from openrlhf.tools.view.rollout_view import prompt_length
-
-    start = prompt_length(row)
-    return decode_each(_tokenizer(folder), row["token_ids"][start:], after=row["token_ids"][:start])
-
-
-@cache
-def _tokenizer(folder: Path) -> Any:
-    from openrlhf.tools.view.rollouts import tokenizer_of
-
-    return tokenizer_of(folder)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from openrlhf.api import Metrics, read_metrics, run_job
+from openrlhf.api import Metrics, RunIndex, run_job
 
 TIMEOUT = 3600.0
 """Seconds after which a run is ended."""
@@ -37,7 +37,7 @@ class Result:
     @property
     def metrics(self) -> dict[int, Metrics]:
         """Metrics by step."""
-        return read_metrics(self.folder / "run" / "metrics.jsonl")
+        return RunIndex(self.folder / "run").metrics()
 
     @property
     def model(self) -> Path:

@@ -77,7 +77,7 @@ TITLES = {
 
 
 def causes(run: Path) -> list[str]:
-    return [finding.cause for finding in diagnose(RunRecord.read(run))]
+    return [finding.cause for finding in diagnose(RunRecord.of(run))]
 
 
 def test_a_healthy_run_has_no_findings_and_says_why(
@@ -99,7 +99,7 @@ def test_each_cause_comes_first_in_a_run_that_has_it(cause: str, tmp_path: Path)
 
 
 def found(run: Path, cause: str) -> Finding:
-    return next(finding for finding in diagnose(RunRecord.read(run)) if finding.cause == cause)
+    return next(finding for finding in diagnose(RunRecord.of(run)) if finding.cause == cause)
 
 
 def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +119,7 @@ def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.Capture
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "a", HEALTHY)
     with refused(ErrorCode.NOT_FOUND, flag="RUN"):
-        RunRecord.read(tmp_path / "runs")
+        RunRecord.of(tmp_path / "runs")
 
 
 def test_rewards_that_miss_a_label_point_to_the_reward_function(tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def living(run: Path) -> Iterator[int]:
 def test_the_owner_of_a_lock_is_read_as_the_lock_writes_it(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEALTHY)
     with locked(run, flag="--logger.run_dir"):
-        process = RunRecord.read(run).process
+        process = RunRecord.of(run).process
     assert process is not None and process.pid == os.getpid()
 
 

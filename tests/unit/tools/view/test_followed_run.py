@@ -27,7 +27,8 @@ from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.tools.view import followed_run, watch
-from openrlhf.tools.view.followed_run import FollowedRun, Tail, find_run, is_locked
+from openrlhf.tools.view.followed_run import FollowedRun, find_run, is_locked
+from openrlhf.tools.view.metrics import Tail
 from openrlhf.tools.view.run_screen import Sparkline, chosen_metrics, frame, phases_of
 
 TIMES = {"timing/generate": 6.0, "timing/update": 3.0, "timing/step_total": 10.0}

@@ -14,9 +14,9 @@ from refusals import refused
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.journal import Journal
 from openrlhf.observability.run_folder import RunFolder, to_json
-from openrlhf.observability.samples import few_samples, print_samples
 from openrlhf.observability.selection import thinned
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
+from openrlhf.tools.record.samples import few_samples, print_samples
 from openrlhf.tools.view import report
 from openrlhf.tools.view.report import (
     CURVE_POINTS,

@@ -198,6 +198,7 @@ def test_without_the_tokenizer_of_the_run(folder, capsys, monkeypatch, break_it)
     assert "it is so and so and so" in out and "48;2;" not in out
     assert err.startswith("note: ")
     assert ("config.yaml" in err) == (break_it == "remove")
+    assert ("decodes the answer differently" in err) == (break_it == "change")
 
 
 def test_what_the_colours_say():

@@ -4,10 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from openrlhf.observability.journal import Decode, response_of
-from openrlhf.observability.progress import clean_text, format_number
-from openrlhf.observability.selection import best_to_worst
-from openrlhf.types import Trajectory
+from openrlhf.api import Decode, Trajectory, best_to_worst, format_number, response_of, shorten
 
 SAMPLES_PRINTED = 4
 
@@ -35,15 +32,6 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
     for reward, tokens, prompt, answer in rows:
         print(f"--- reward {reward}  tokens {tokens}", file=stream)
         print(f"prompt: {prompt}\nanswer: {answer}", file=stream, flush=True)
-
-
-def shorten(text: str, limit: int, *, keep_end: bool = False) -> str:
-    text = clean_text(text).strip()
-    if len(text) <= limit:
-        return text
-    # The question is at the end of a long prompt; an answer keeps its beginning and its conclusion.
-    head = limit // 4 if keep_end else limit * 2 // 3
-    return f"{text[:head]} […{len(text) - limit:,} characters…] {text[len(text) - (limit - head) :]}"
 
 
 def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:

