@@ -85,12 +85,12 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.supervised import MODEL_FLAG, RMConfig, SupervisedConfig
     from openrlhf.config.supervised_commands import DPO, KD, KTO, PRM, RM, SFT
     from openrlhf.data.batches import Windows
-    from openrlhf.data.encode import Encoder, Text, encode_prompts, end_token_id, with_end
+    from openrlhf.data.encode import Encoder, Text, encode_prompts, end_token_id, score_last, with_end
     from openrlhf.data.files import BadRow
     from openrlhf.data.images import ImageSources, kept_download, load_image
     from openrlhf.data.inference import (
         Answer, Question, build_answers, build_questions, fingerprint as inference_fingerprint,
-        iteration as inference_iteration, score_last, with_suffix,
+        iteration as inference_iteration, with_suffix,
     )
     from openrlhf.data.messages import with_role
     from openrlhf.data.packing import pack_to_budget

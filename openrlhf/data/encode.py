@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
@@ -18,6 +19,7 @@ from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, Kept
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
+from openrlhf.types import Sample
 
 if TYPE_CHECKING:
     from openrlhf.data.image_rows import ImageColumn
@@ -207,6 +209,13 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
     """Truncates to max_len tokens but keeps the last token, at which a reward model is read."""
     return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
+
+
+def score_last(token_ids: list[int], max_len: int) -> Sample:
+    """Builds the sample that a reward model scores: its only action is the last token. Beyond max_len tokens,
+    those just before the last one are cut off."""
+    ids = torch.tensor(cut_before_end(token_ids, max_len))
+    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 
 
 def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:

@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import plain_answer, scored_answer
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
-from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
+from openrlhf.data.encode import Encoder, Text, encode_prompts, score_last, with_end
 from openrlhf.data.files import Row
 from openrlhf.data.messages import read_text, text_of
 from openrlhf.data.sources import Rows
@@ -159,13 +158,6 @@ def fingerprint(items: Iterable[Question | Answer]) -> str:
         token_ids = item.token_ids if isinstance(item, Question) else item.sample.token_ids.tolist()
         digest.update(json.dumps([item.prompt_id, item.input, token_ids]).encode())
     return digest.hexdigest()
-
-
-def score_last(token_ids: list[int], max_len: int) -> Sample:
-    """Builds the sample that a reward model scores: its only action is the last token. Beyond max_len tokens,
-    those just before the last one are cut off."""
-    ids = torch.tensor(cut_before_end(token_ids, max_len))
-    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 
 
 def _check_left(left: int, skipped: int, rows: Rows) -> None:

@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.ppo import REWARD_FLAG
 from openrlhf.data.answers import scored_answer
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.encode import Encoder, Text, with_end
-from openrlhf.data.inference import score_last
+from openrlhf.data.encode import Encoder, Text, score_last, with_end
 from openrlhf.data.messages import text_of
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import reads_the_tokens_of

@@ -62,7 +62,7 @@ from openrlhf.config.ppo import (
     TrainConfig,
 )
 from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
-from openrlhf.data.inference import score_last
+from openrlhf.data.encode import score_last
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.rl import PPOTrainer
