@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -10,8 +10,6 @@ import numpy as np
 from openrlhf.data.order import epoch_order
 from openrlhf.data.packing import estimated_cost, pack_to_budget, partition
 from openrlhf.data.prefixes import Related
-from openrlhf.data.store import Kept
-from openrlhf.types import Image
 
 
 class Row(Protocol):
@@ -37,28 +35,6 @@ class Dataset(Protocol):
 
     def sequences(self, i: int, /) -> tuple[np.ndarray, ...]:
         """Returns the token ids of each sequence of an item."""
-        ...
-
-
-class TokenisedDataset(Dataset, Kept, Protocol):
-    """A dataset as built from rows or read from the cache."""
-
-    @property
-    def sequence_lengths(self) -> Sequence[int]:
-        """Tokens of each sequence; an item may have several sequences."""
-        ...
-
-    @property
-    def images_digest(self) -> str:
-        """Digest that changes when an image does. Empty: there are no images."""
-        ...
-
-    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
-        """Makes samples carry the images that `read` returns for their row number."""
-        ...
-
-    def arrays(self) -> Mapping[str, np.ndarray]:
-        """Returns all arrays that the dataset holds, by name."""
         ...
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, Kept
+from openrlhf.data.store import Drop, Samples
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
 from openrlhf.types import Sample
@@ -51,28 +51,55 @@ Tokens = tuple[list[int], list[bool]]
 """(token ids, True where the token is learned), of equal length."""
 
 
-def read_tokens(
+def build_samples(
+    store: Samples,
     rows: Rows,
     read: Callable[[Row], tuple[tuple[Text, ...], LabelT]],
+    fit: Callable[[int, list[Tokens], LabelT], Sequence[Tokens] | Drop],
     tokenizer: PreTrainedTokenizerBase,
-    policy: BadRowAction,
-    dropped: Counter[str],
+    *,
+    max_len: int,
+    bad_rows: BadRowAction,
     images: "ImageColumn | None" = None,
-) -> Iterator[tuple[int, list[Tokens], LabelT]]:
-    """Yields, for each usable row, its number, the tokens of its texts, and its label. Rows that `read`
-    refuses, or whose images cannot be used, are handled as in `read_each`."""
-    encode = Encoder(tokenizer)
-    for block in _blocks(read_each(rows, read, policy, dropped)):
+    unit: str = "sample",
+) -> list[LabelT]:
+    """Appends the samples of each usable row to `store`. Returns the labels of the rows that gave some.
+
+    read: row -> its texts, and its label.
+    fit: (number of the row, tokens of its texts, label) -> its samples, truncated at max_len, or the reason
+        why it gives none.
+
+    Rows that `read` or `fit` refuses by BadRow, or whose images cannot be used, are handled as in
+    `read_each`. Each image of a row takes as many tokens of a text as the model reads of it; a row of which
+    an image would be truncated is dropped. Raises UsageError when no row is left.
+    """
+    encode, labels = Encoder(tokenizer), []
+    for block in _blocks(read_each(rows, read, bad_rows, store.dropped)):
         encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
         for i, (texts, label) in block:
             tokens = list(islice(encoded, len(texts)))
             try:
                 if images is not None:
-                    tokens = images.expand(images.headers(rows, i, policy), tokens)
+                    tokens = images.expand(images.headers(rows, i, bad_rows), tokens)
+                samples = fit(i, tokens, label)
             except BadRow as reason:
-                refuse(rows, i, reason, policy, dropped)
-            else:
-                yield i, tokens, label
+                refuse(rows, i, reason, bad_rows, store.dropped)
+                continue
+            longest = max(len(token_ids) for token_ids, _ in tokens)
+            if not isinstance(samples, Drop) and images is not None:
+                patch = images.tokens.layout.patch
+                if any(patch in token_ids[max_len:] for token_ids, _ in tokens):
+                    samples = Drop(CUT_IMAGE, longest)
+            if isinstance(samples, Drop):
+                store.drop(samples, longest)
+                continue
+            if longest > max_len:
+                store.cut(longest)
+            for token_ids, action_mask in samples:
+                store.append(token_ids, action_mask, None if images is None else i)
+            labels.append(label)
+    check_left(store, rows, max_len, unit)
+    return labels
 
 
 class Encoder:
@@ -224,21 +251,33 @@ def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
     if True not in learned:
         return Drop(NOTHING_TO_LEARN)
     if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
-        return Drop(LONG_PROMPT, max(len(learned), prompt + 3))
+        return Drop(LONG_PROMPT, prompt + 3)
     return None
 
 
-def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Drop | None:
-    """Returns the reason to drop a text whose image tokens are truncated at max_len, else None."""
-    if images is None:
-        return None
-    token_ids, patch = tokens[0], images.tokens.layout.patch
-    return Drop(CUT_IMAGE, len(token_ids)) if patch in token_ids[max_len:] else None
+def truncated(tokens: Tokens, max_len: int) -> Tokens:
+    token_ids, learned = tokens
+    return token_ids[:max_len], learned[:max_len]
 
 
 CUT_IMAGE = "image cut at max_len"
 NOTHING_TO_LEARN = "nothing to learn (empty prompt or answer)"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
+
+
+class Kept(Protocol):
+    """What is left of rows, with counts of those that were truncated or dropped: see `Samples`."""
+
+    @property
+    def dropped(self) -> Counter[str]: ...
+
+    @property
+    def truncated(self) -> int: ...
+
+    @property
+    def needed_len(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:

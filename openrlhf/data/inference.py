@@ -10,13 +10,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.answers import plain_answer, scored_answer
+from openrlhf.data.answers import AnswerColumns, plain_answer
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
 from openrlhf.data.encode import Encoder, Text, encode_prompts, score_last, with_end
 from openrlhf.data.files import Row
 from openrlhf.data.messages import read_text, text_of
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, check_ends, joined, tools_of
+from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -112,15 +112,13 @@ def build_answers(
     end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
     truncated before that token, as in the training of reward models."""
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
+    keys = {"prompt_key": input_key, "answer_keys": (output_key,), "tools_key": tools_key}
+    answers = AnswerColumns(template=template, is_scored=True, **keys)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
         if apply_chat_template:
-            messages = as_messages(value)
-            answer = as_messages(output, role="assistant")
-            talk = joined(messages, answer, input_key, output_key, "name columns that follow one another.")
-            check_ends(talk, tokenizer)
-            return value, output, scored_answer(talk, len(messages), tokenizer, tools_of(row, tools_key))
+            return value, output, *answers(row)
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
         return value, output, plain_answer(template(value), output)

@@ -52,9 +52,10 @@ if TYPE_CHECKING:
 
     from openrlhf.backends.base import FrozenModel, Objective, Row
     from openrlhf.backends.distributed import ProcessMesh
-    from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
+    from openrlhf.data.batches import Dataset, Windows
     from openrlhf.data.image_rows import ImageColumn
     from openrlhf.data.sources import Rows
+    from openrlhf.data.store import Samples
     from openrlhf.loop.sft import SupervisedTrainer
     from openrlhf.models.backbone import RowModel
     from openrlhf.observability.observer import Observer
@@ -250,12 +251,12 @@ class Run(Generic[ConfigT]):
         """Returns batches that contain every item once, in order."""
         return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
 
-    def attach_reference(self, answers: "Callable[[TokenisedDataset], np.ndarray]") -> None:
+    def attach_reference(self, answers: "Callable[[Samples], np.ndarray]") -> None:
         """Adds reference log-probs `answers(dataset)`, (n, 2), to the training set and the evaluation set.
         Each item has two samples."""
-        from openrlhf.data.labelled import TwoSamples
+        from openrlhf.data.store import TwoSamples
 
-        def attached(dataset: "TokenisedDataset") -> "TokenisedDataset":
+        def attached(dataset: "Samples") -> "Samples":
             assert isinstance(dataset, TwoSamples)
             return dataset.with_reference(answers(dataset))
 
@@ -515,9 +516,7 @@ def lay_out(
     )
 
 
-def build_datasets(
-    task: Task, tokenizer: "PreTrainedTokenizerBase"
-) -> "tuple[TokenisedDataset, TokenisedDataset | None]":
+def build_datasets(task: Task, tokenizer: "PreTrainedTokenizerBase") -> "tuple[Samples, Samples | None]":
     """Builds the training set and the evaluation set; the latter is None without evaluation."""
     evaluation = task.config.eval
     train_set = build_train_set(task, tokenizer)
@@ -533,7 +532,7 @@ def build_datasets(
     )
 
 
-def build_train_set(task: Task, tokenizer: "PreTrainedTokenizerBase") -> "TokenisedDataset":
+def build_train_set(task: Task, tokenizer: "PreTrainedTokenizerBase") -> "Samples":
     data = task.config.data
     return build_dataset(
         task,
@@ -555,7 +554,7 @@ def build_dataset(
     split: str,
     probs: str | None = None,
     max_samples: int | None = None,
-) -> "TokenisedDataset":
+) -> "Samples":
     """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that are longer than
     a model's maximum length."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
@@ -592,7 +591,7 @@ def max_lengths_of(task: Task) -> dict[str, int]:
 
 def tokenise(
     task: Task, tokenizer: "PreTrainedTokenizerBase", spec: str, flag: str, mix: Mapping[str, Any]
-) -> "TokenisedDataset":
+) -> "Samples":
     """Tokenises the rows of `spec` for the task, using the data cache. `mix`: arguments of `load_rows` that
     select and order the rows."""
     from openrlhf.data.cache import cached, tokenizer_digest
