@@ -93,11 +93,12 @@ if TYPE_CHECKING:  # for tools
         iteration as inference_iteration, with_suffix,
     )
     from openrlhf.data.messages import with_role
+    from openrlhf.data.outline import count_rows, first_row
     from openrlhf.data.packing import pack_to_budget
     from openrlhf.data.pictures import decoded, png
     from openrlhf.data.prompt_sampler import PromptSampler
     from openrlhf.data.reasoning_gym import entry_of
-    from openrlhf.data.sources import check_columns, count_rows, first_row, load_rows
+    from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
     from openrlhf.device import DEVICE_TYPE, gpu_bytes, gpu_names
     from openrlhf.errors import (

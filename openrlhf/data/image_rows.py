@@ -81,7 +81,7 @@ class ImageColumn:
             max_images=data.max_images_per_prompt,
             root=data.image_root,
             hosts=data.image_hosts or (),
-            tokens=ImageTokens(_load_processor(path, flag), tokenizer),
+            tokens=ImageTokens(load_processor(path, flag), tokenizer),
         )
 
     def values(self, row: Row) -> list[Any]:
@@ -158,7 +158,7 @@ class ImageColumn:
         return ImageSources(root=rows.folder(i) if self.root is None else Path(self.root), hosts=self.hosts)
 
 
-def _load_processor(path: str, flag: str) -> Any:
+def load_processor(path: str, flag: str) -> Any:
     from transformers import AutoProcessor  # imports torchvision: four seconds
 
     error = partial(UsageError, ErrorCode.INVALID_MODEL, flag=flag, value=path)
@@ -169,25 +169,6 @@ def _load_processor(path: str, flag: str) -> Any:
     if not hasattr(processor, "image_processor"):
         raise error(f"the model does not support images; remove {IMAGES_FLAG}.")
     return processor
-
-
-def check_same_images(own: str, other: str, flag: str) -> None:
-    """Raises UsageError if the model `other`, named by `flag`, expands images to other tokens than the
-    model `own`."""
-    first, second = (_load_processor(path, flag) for path in (own, other))
-    counts = [patch_counts(processor, SIZES) for processor in (first, second)]
-    if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
-        raise UsageError(
-            ErrorCode.INVALID_MODEL,
-            f"its processor expands images to other tokens than that of {own}.\nChoose a model of the same "
-            "family, whose processor has the same patch size and image size limits.",
-            flag=flag,
-            value=other,
-        )
-
-
-SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
-"""(height, width) of images with which processors are compared."""
 
 
 def _size(header: ImageHeader) -> tuple[int, int]:

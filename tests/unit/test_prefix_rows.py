@@ -16,7 +16,8 @@ from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.ppo_checks import ppo_problems
 from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.preference import PairDataset
-from openrlhf.data.prefixes import REPEATED_TOKEN, identities, rows_of_related
+from openrlhf.data.prefixes import REPEATED_TOKEN
+from openrlhf.data.related import identities, rows_of_related
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
 from openrlhf.models.dropout import has_adapter_dropout
