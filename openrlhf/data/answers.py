@@ -1,11 +1,10 @@
 """Joins a prompt and its answer into one text and marks the answer's characters."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile, zip_longest
-from operator import eq
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedTokenizerBase
@@ -43,9 +42,9 @@ class AnswerColumns:
     is the answer, or plain texts."""
     answer_keys: tuple[str, ...]
     remedy: str = "name columns that follow one another."
-    """What to do where prompt and answer overlap."""
-    is_scored: bool = False
-    """Whether answers are only scored, not learned: see `scored_answer`."""
+    """Remedy where prompt and answer overlap."""
+    scored: "Callable[[Sequence[Message], int, PreTrainedTokenizerBase, Tools | None], Text] | None" = None
+    """Writes and marks answers that are only scored, not learned, as `scored_answer` does."""
     multiturn: bool = False
     """Whether every assistant turn of the conversation is marked."""
     images: "ImageColumn | None" = None
@@ -83,10 +82,8 @@ class AnswerColumns:
         if self.images is not None:
             talks = [self.images.place(row, talk) for talk in talks]
         tools = tools_of(row, self.tools_key)
-        if self.is_scored:
-            return tuple(scored_answer(talk, first, tokenizer, tools) for talk in talks)
-        first = 0 if self.multiturn else first
-        return tuple(mark_answer(talk, first, tokenizer, tools) for talk in talks)
+        first, mark = (0 if self.multiturn else first), self.scored or mark_answer
+        return tuple(mark(talk, first, tokenizer, tools) for talk in talks)
 
     def _conversations(self, row: Row) -> tuple[list[list[Message]], int]:
         """Returns the conversation with each answer, and the number of messages in their common prompt."""
@@ -153,7 +150,7 @@ def mark_answer(
     Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.
     """
-    turns = _assistant_turns(messages, first)
+    turns = assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
     render = partial(render_messages, tokenizer=tokenizer, tools=tools)
     whole = render(messages, add_generation_prompt=False)
@@ -199,27 +196,7 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError
     return UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
 
 
-def scored_answer(
-    messages: Sequence[Message],
-    first: int,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Tools | None = None,
-    *,
-    is_open: bool = False,
-) -> Text:
-    """Returns the conversation up to the last assistant turn, with everything after the prompt (the messages
-    before `first`) marked. The text is only scored, not learned, so a template may render the answer in any
-    way. `is_open`: the last turn was truncated and is rendered without an end."""
-    turns = _assistant_turns(messages, first)
-    render = partial(render_messages, tokenizer=tokenizer, tools=tools)
-    prompt = render(messages[:first], add_generation_prompt=True)
-    text = render(messages[: turns[-1] + 1], add_generation_prompt=False, is_open=is_open).rstrip("\n")
-    start = len([*takewhile(bool, map(eq, prompt, text))])  # length of the common prefix
-    is_empty = not any(messages[turn].get("content") or calls_of(messages[turn]) for turn in turns)
-    return Text(text=text, spans=() if is_empty else ((start, len(text)),), is_chat=True)
-
-
-def _assistant_turns(messages: Sequence[Message], first: int) -> list[int]:
+def assistant_turns(messages: Sequence[Message], first: int) -> list[int]:
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         place = "the last message is not" if first else "no message is"

@@ -9,7 +9,6 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerBase
 
@@ -19,7 +18,6 @@ from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, Samples
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
-from openrlhf.types import Sample
 
 if TYPE_CHECKING:
     from openrlhf.data.image_rows import ImageColumn
@@ -74,7 +72,7 @@ def build_samples(
     an image would be truncated is dropped. Raises UsageError when no row is left.
     """
     encode, labels = Encoder(tokenizer), []
-    for block in _blocks(read_each(rows, read, bad_rows, store.dropped)):
+    for block in blocks(read_each(rows, read, bad_rows, store.dropped)):
         encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
         for i, (texts, label) in block:
             tokens = list(islice(encoded, len(texts)))
@@ -114,7 +112,7 @@ class Encoder:
         """Yields the tokens of each text. The part before a text's first span is tokenised as if it stood
         alone, and no token crosses the border of a span. A text without a chat template begins with the
         tokens that the tokenizer prepends to a text."""
-        for block in _blocks(texts):
+        for block in blocks(texts):
             for text, (token_ids, learned) in zip(block, self._encode(block), strict=True):
                 whole = token_ids if text.is_chat else with_first(token_ids, self._first)
                 yield whole, [False] * (len(whole) - len(token_ids)) + learned
@@ -125,7 +123,7 @@ class Encoder:
         return _encode_fast(texts, self._tokenizer, self._encoder)
 
 
-def _blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
+def blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
     """Splits items into blocks; the tokenizer encodes the texts of a block in parallel."""
     left = iter(items)
     while block := list(islice(left, size)):
@@ -191,16 +189,6 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return token_ids, learned
 
 
-def encode_prompts(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool
-) -> Iterator[list[int]]:
-    """Yields `prompt_token_ids` of each text."""
-    first = [] if is_chat else first_token_ids(tokenizer)
-    for block in _blocks(texts):
-        for token_ids in tokenizer(block, add_special_tokens=False)["input_ids"]:
-            yield with_first(token_ids, first)
-
-
 def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -214,35 +202,6 @@ def finish(tokens: Tokens, eos: int | None) -> None:
         learned.append(True)
     if learned:
         learned[0] = False
-
-
-def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the token ids, with an end-of-sequence token appended where they do not end with one."""
-    end = end_token_id(tokenizer)
-    return token_ids if token_ids and token_ids[-1] == end else [*token_ids, end]
-
-
-def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the end-of-sequence token, at which reward models are read. Raises UsageError without one."""
-    if tokenizer.eos_token_id is None:
-        text = (
-            "the tokenizer has no end-of-sequence token, at which a reward model is read.\n"
-            "Set eos_token in its tokenizer_config.json."
-        )
-        raise UsageError(ErrorCode.INVALID_MODEL, text, value=tokenizer.name_or_path)
-    return tokenizer.eos_token_id
-
-
-def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
-    """Truncates to max_len tokens but keeps the last token, at which a reward model is read."""
-    return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
-
-
-def score_last(token_ids: list[int], max_len: int) -> Sample:
-    """Builds the sample that a reward model scores: its only action is the last token. Beyond max_len tokens,
-    those just before the last one are cut off."""
-    ids = torch.tensor(cut_before_end(token_ids, max_len))
-    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 
 
 def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
@@ -266,7 +225,7 @@ LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
 class Kept(Protocol):
-    """What is left of rows, with counts of those that were truncated or dropped: see `Samples`."""
+    """Items built from rows, with counts of the rows that were truncated or dropped: see `Samples`."""
 
     @property
     def dropped(self) -> Counter[str]: ...

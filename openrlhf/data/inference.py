@@ -12,9 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns, plain_answer
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
-from openrlhf.data.encode import Encoder, Text, encode_prompts, score_last, with_end
+from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import read_text, text_of
+from openrlhf.data.prompts import encode_prompts
+from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.data.sources import Rows
 from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
 from openrlhf.errors import ErrorCode, UsageError
@@ -113,7 +115,7 @@ def build_answers(
     truncated before that token, as in the training of reward models."""
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
     keys = {"prompt_key": input_key, "answer_keys": (output_key,), "tools_key": tools_key}
-    answers = AnswerColumns(template=template, is_scored=True, **keys)
+    answers = AnswerColumns(template=template, scored=scored_answer, **keys)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)

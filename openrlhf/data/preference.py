@@ -12,14 +12,13 @@ from openrlhf.data.encode import (
     Text,
     Tokens,
     build_samples,
-    cut_before_end,
-    end_token_id,
     finish,
     reason_to_drop,
     truncated,
 )
 from openrlhf.data.files import Row, kind
 from openrlhf.data.image_rows import ImageColumn
+from openrlhf.data.scored import cut_before_end, end_token_id, scored_answer
 from openrlhf.data.sources import Rows
 from openrlhf.data.store import Drop, TwoSamples
 from openrlhf.data.templates import PromptTemplate
@@ -91,7 +90,7 @@ def build_pairs(
         prompt_key=prompt_key,
         answer_keys=(chosen_key, rejected_key),
         remedy="remove --data.prompt_key to read whole conversations from the columns of the answers.",
-        is_scored=score_last_token,
+        scored=scored_answer if score_last_token else None,
         images=images,
         tools_key=tools_key,
     )

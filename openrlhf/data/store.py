@@ -44,12 +44,15 @@ class Samples(ABC, Generic[ItemT]):
         """The smallest max_len with which no row is truncated or dropped for its length. 0: none is."""
         self.truncated = 0
         """Number of rows truncated at max_len."""
-        self.sequence_lengths: Sequence[int] = array("q")
+        self.sequence_lengths: array[int] = array("q")
         """Tokens of each sample."""
-        self._token_ids: GrowingArray | np.ndarray = GrowingArray("i")
-        self._action_mask: GrowingArray | np.ndarray = GrowingArray("b")
-        self._starts: array[int] | np.ndarray = array("q", [0])
-        self._rows: array[int] | np.ndarray = array("q")
+        self._growing = {
+            "token_ids": GrowingArray("i"),
+            "action_mask": GrowingArray("b"),
+            "rows": GrowingArray("q"),
+        }
+        self._arrays: dict[str, np.ndarray] = {}
+        """The arrays once samples are read; then none can be appended."""
         self._read_images: Callable[[int], tuple[Image, ...]] | None = None
         self.images_digest = ""
         """Digest that changes when an image does. Empty: there are no images."""
@@ -71,17 +74,20 @@ class Samples(ABC, Generic[ItemT]):
         return array("q", of_items.tobytes())
 
     def sample(self, number: int) -> Sample:
-        start, stop = self._starts[number], self._starts[number + 1]
-        token_ids, action_mask = self._complete()
+        token_ids, action_mask = (self._of_sample(name, number) for name in ("token_ids", "action_mask"))
         return Sample(
-            token_ids=torch.from_numpy(np.array(token_ids[start:stop], dtype=np.int64)),
-            action_mask=torch.from_numpy(np.array(action_mask[start:stop], dtype=np.bool_)),
-            images=self._read_images(int(self._rows[number])) if self._read_images else (),
+            token_ids=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
+            action_mask=torch.from_numpy(np.array(action_mask, dtype=np.bool_)),
+            images=self._read_images(int(self._arrays["rows"][number])) if self._read_images else (),
         )
 
     def token_ids(self, number: int) -> np.ndarray:
         """Returns the token ids (L,) of a sample, without a copy."""
-        return self._complete()[0][self._starts[number] : self._starts[number + 1]]
+        return self._of_sample("token_ids", number)
+
+    def _of_sample(self, name: str, number: int) -> np.ndarray:
+        arrays = self._complete()
+        return arrays[name][arrays["starts"][number] : arrays["starts"][number + 1]]
 
     def sequences(self, i: int) -> tuple[np.ndarray, ...]:
         """Returns the token ids of each sequence of item i. Sequences that begin with the same numbers may be
@@ -107,15 +113,10 @@ class Samples(ABC, Generic[ItemT]):
     def append(self, token_ids: Sequence[int], action_mask: Sequence[bool], row: int | None = None) -> None:
         """Appends a sample; allowed only before the first read. row: number of the row with the sample's
         images."""
-        assert isinstance(self._token_ids, GrowingArray) and isinstance(self._action_mask, GrowingArray)
-        assert isinstance(self._starts, array) and isinstance(self.sequence_lengths, array)
-        assert isinstance(self._rows, array)
-        self._token_ids.extend(token_ids)
-        self._action_mask.extend(action_mask)
-        self._starts.append(len(self._token_ids))
+        self._growing["token_ids"].extend(token_ids)
+        self._growing["action_mask"].extend(action_mask)
+        self._growing["rows"].extend(() if row is None else (row,))
         self.sequence_lengths.append(len(token_ids))
-        if row is not None:
-            self._rows.append(row)
 
     def with_labels(self, **labels: np.ndarray) -> Self:
         """Returns a copy with these arrays of labels. Raises ValueError where they do not match the
@@ -131,23 +132,16 @@ class Samples(ABC, Generic[ItemT]):
     def arrays(self) -> dict[str, np.ndarray]:
         """Returns token_ids (T,) int32 and action_mask (T,) int8 of all samples end to end; starts (samples +
         1,) int64, the start of each; with images rows (samples,) int64; and the labels."""
-        token_ids, action_mask = self._complete()
-        arrays = {
-            "token_ids": token_ids,
-            "action_mask": action_mask,
-            "starts": np.asarray(self._starts),
-        }
-        rows = {"rows": np.asarray(self._rows)} if len(self._rows) else {}
-        labels = {name: array for name in self.LABELS if (array := getattr(self, name)) is not None}
-        return arrays | rows | labels
+        arrays = {name: array for name, array in self._complete().items() if name != "rows" or len(array)}
+        return arrays | {name: array for name in self.LABELS if (array := getattr(self, name)) is not None}
 
-    def _complete(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns token ids and action mask as arrays; ends appending."""
-        if isinstance(self._token_ids, GrowingArray):
-            self._token_ids = self._token_ids.whole()
-        if isinstance(self._action_mask, GrowingArray):
-            self._action_mask = self._action_mask.whole()
-        return self._token_ids, self._action_mask
+    def _complete(self) -> dict[str, np.ndarray]:
+        """Returns all arrays but the labels; ends appending."""
+        if self._growing:
+            self._arrays = {name: growing.whole() for name, growing in self._growing.items()}
+            self._arrays["starts"] = np.insert(np.cumsum(self.sequence_lengths, dtype=np.int64), 0, 0)
+            self._growing = {}
+        return self._arrays
 
     def __getstate__(self) -> dict[str, Any]:
         self._complete()
@@ -165,13 +159,13 @@ class Samples(ABC, Generic[ItemT]):
         """Rebuilds the object from the results of `arrays` and `meta`; raises ValueError where they do not
         match."""
         store = cls()
-        store._token_ids, store._action_mask, store._starts = (
-            np.asarray(arrays[name]) for name in ("token_ids", "action_mask", "starts")
-        )
-        store._rows = np.asarray(arrays.get("rows", ()), dtype=np.int64)
-        if not len(store._token_ids) == len(store._action_mask) == store._starts[-1]:
+        columns = {"rows": np.empty(0, np.int64)} | dict(arrays)
+        names = ("token_ids", "action_mask", "starts", "rows")
+        store._growing, store._arrays = {}, {name: np.asarray(columns[name]) for name in names}
+        token_ids, action_mask, starts, _ = store._arrays.values()
+        if not len(token_ids) == len(action_mask) == starts[-1]:
             raise ValueError("the arrays have different lengths")
-        store.sequence_lengths = array("q", np.diff(store._starts).astype(np.int64).tobytes())
+        store.sequence_lengths = array("q", np.diff(starts).astype(np.int64).tobytes())
         store.dropped = Counter(meta["dropped"])
         store.needed_len = meta["needed_len"]
         store.truncated = meta["truncated"]
