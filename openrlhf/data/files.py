@@ -400,48 +400,32 @@ def _csv_rows(file: File, bad_rows: BadRows, columns: list[str]) -> Iterator[Fou
     """Appends the names to `columns`, and yields each row with its byte offset; the line is the last one of
     the row."""
     csv.field_size_limit(MAX_ROW)  # the default refuses texts of more than 128 KiB
-    with file.path.open(newline="", encoding="utf-8-sig") as opened:
-        lines = _CountedLines(_lines(file, opened), _size_of_mark(file.path))
-        reader = csv.DictReader(lines, strict=True)
-        line = 1
+    size = 0  # of the lines that the reader has taken, in bytes
+    with file.path.open(newline="", encoding="utf-8") as opened:
+
+        def lines() -> Iterator[str]:
+            nonlocal size
+            for line in _lines(file, opened):
+                mark = "" if size else "\ufeff"
+                size += len(line.encode())
+                yield line.removeprefix(mark)
+
+        reader, line = csv.DictReader(lines(), strict=True), 1
         try:
             columns += reader.fieldnames or ()
-            start = lines.size
+            start = size
             for row in reader:
                 line = reader.line_num
                 yield start, line, _row_or_reason(partial(_whole_row, row, columns), file, line, bad_rows)
-                start = lines.size
+                start = size
         except (csv.Error, UnicodeDecodeError) as error:
-            raise _not_csv(file, line + 1, error) from error
+            text = f"not readable as CSV: {error}."
+            raise file.error(ErrorCode.UNREADABLE, text, line + 1) from error
 
 
 def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
     text = io.StringIO(raw.decode(), newline="")
     return _whole_row(next(csv.DictReader(text, columns, strict=True)), columns)
-
-
-class _CountedLines:
-    def __init__(self, lines: Iterator[str], size: int) -> None:
-        """size: bytes before the first of the lines."""
-        self._lines, self.size = lines, size
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.size += len(line.encode())
-        return line
-
-
-def _size_of_mark(path: Path) -> int:
-    """Returns the bytes of the byte order mark, 0 without one."""
-    with path.open("rb") as file:
-        return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
-
-
-def _not_csv(file: File, line: int, error: Exception) -> UsageError:
-    return file.error(ErrorCode.UNREADABLE, f"not readable as CSV: {error}.", line)
 
 
 def _whole_row(row: Row, columns: Sequence[str]) -> Row:
