@@ -72,8 +72,8 @@ class AnswerColumns:
     def __call__(self, row: Row) -> tuple[Text, ...]:
         tokenizer, are_several = self.template.tokenizer, len(self.answer_keys) > 1
         if not self.template.apply_chat_template:
-            key = self.prompt_key
-            prompt = "" if key is None else self.template(value_of(row, key, str))
+            asked = self.prompt_key
+            prompt = "" if asked is None else self.template(value_of(row, asked, str))
             texts = [plain_answer(prompt, value_of(row, key, str)) for key in self.answer_keys]
             return tuple(text if prompt or are_several else replace(text, spans=()) for text in texts)
         talks, first = self._conversations(row)
@@ -108,7 +108,9 @@ class AnswerColumns:
         try:
             return as_messages(value, role)
         except BadRow as reason:
-            raise (BadRow(f"column {column!r}: {reason}") if are_several else reason) from reason
+            if not are_several:
+                raise
+            raise BadRow(f"column {column!r}: {reason}") from reason
 
 
 def _check_same_prompt(talks: Sequence[Sequence[Message]], columns: Sequence[str]) -> None:
