@@ -74,20 +74,20 @@ class Samples(ABC, Generic[ItemT]):
         return array("q", of_items.tobytes())
 
     def sample(self, number: int) -> Sample:
-        token_ids, action_mask = (self._of_sample(name, number) for name in ("token_ids", "action_mask"))
+        arrays, place = self._complete(), self._place(number)
         return Sample(
-            token_ids=torch.from_numpy(np.array(token_ids, dtype=np.int64)),
-            action_mask=torch.from_numpy(np.array(action_mask, dtype=np.bool_)),
-            images=self._read_images(int(self._arrays["rows"][number])) if self._read_images else (),
+            token_ids=torch.from_numpy(np.array(arrays["token_ids"][place], dtype=np.int64)),
+            action_mask=torch.from_numpy(np.array(arrays["action_mask"][place], dtype=np.bool_)),
+            images=self._read_images(int(arrays["rows"][number])) if self._read_images else (),
         )
 
     def token_ids(self, number: int) -> np.ndarray:
         """Returns the token ids (L,) of a sample, without a copy."""
-        return self._of_sample("token_ids", number)
+        return self._complete()["token_ids"][self._place(number)]
 
-    def _of_sample(self, name: str, number: int) -> np.ndarray:
-        arrays = self._complete()
-        return arrays[name][arrays["starts"][number] : arrays["starts"][number + 1]]
+    def _place(self, number: int) -> slice:
+        starts = self._complete()["starts"]
+        return slice(starts[number], starts[number + 1])
 
     def sequences(self, i: int) -> tuple[np.ndarray, ...]:
         """Returns the token ids of each sequence of item i. Sequences that begin with the same numbers may be
