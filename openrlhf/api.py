@@ -85,19 +85,22 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.supervised import MODEL_FLAG, RMConfig, SupervisedConfig
     from openrlhf.config.supervised_commands import DPO, KD, KTO, PRM, RM, SFT
     from openrlhf.data.batches import Windows
-    from openrlhf.data.encode import Encoder, Text, encode_prompts, end_token_id, with_end
+    from openrlhf.data.encode import Encoder, Text
     from openrlhf.data.files import BadRow
     from openrlhf.data.images import ImageSources, kept_download, load_image
     from openrlhf.data.inference import (
         Answer, Question, build_answers, build_questions, fingerprint as inference_fingerprint,
-        iteration as inference_iteration, score_last, with_suffix,
+        iteration as inference_iteration, with_suffix,
     )
     from openrlhf.data.messages import with_role
+    from openrlhf.data.outline import count_rows, first_row
     from openrlhf.data.packing import pack_to_budget
     from openrlhf.data.pictures import decoded, png
     from openrlhf.data.prompt_sampler import PromptSampler
+    from openrlhf.data.prompts import encode_prompts
     from openrlhf.data.reasoning_gym import entry_of
-    from openrlhf.data.sources import check_columns, count_rows, first_row, load_rows
+    from openrlhf.data.scored import end_token_id, score_last, with_end
+    from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
     from openrlhf.device import DEVICE_TYPE, gpu_bytes, gpu_names
     from openrlhf.errors import (

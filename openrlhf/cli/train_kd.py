@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from openrlhf.cli.train_sft import ResponsesTask
 from openrlhf.config.supervised import KDConfig
 from openrlhf.config.supervised_commands import KD
+from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop import task
 
 if TYPE_CHECKING:
@@ -32,8 +33,6 @@ class DistillationTask(ResponsesTask[KDConfig]):
         own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
         if self.config.data.reads_images:
-            from openrlhf.data.image_rows import check_same_images
-
             check_same_images(self.config.model.model_name_or_path, path, TEACHER_FLAG)
 
     def load_model(self, tokenizer: "PreTrainedTokenizerBase") -> "StudentModel":
@@ -62,6 +61,28 @@ class DistillationTask(ResponsesTask[KDConfig]):
             temperature=model.kd_temperature,
             kind=model.kd_loss_type,
         )
+
+
+def check_same_images(own: str, other: str, flag: str) -> None:
+    """Raises UsageError if the model `other`, named by `flag`, expands images to other tokens than the
+    model `own`."""
+    from openrlhf.data.image_rows import load_processor
+    from openrlhf.text import image_layout, patch_counts
+
+    first, second = (load_processor(path, flag) for path in (own, other))
+    counts = [patch_counts(processor, SIZES) for processor in (first, second)]
+    if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
+        raise UsageError(
+            ErrorCode.INVALID_MODEL,
+            f"its processor expands images to other tokens than that of {own}.\nChoose a model of the same "
+            "family, whose processor has the same patch size and image size limits.",
+            flag=flag,
+            value=other,
+        )
+
+
+SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
+"""(height, width) of images with which processors are compared."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from openrlhf.cluster.pending import Gathered, Handle, actor_names, first, resul
 from openrlhf.cluster.placement import Bundles
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
-from openrlhf.data.prefixes import identities, parts_of_related
+from openrlhf.data.related import identities, parts_of_related
 from openrlhf.rewards.models import add_model_rewards, read_by_models, short_names
 from openrlhf.training.schedule import mean_metrics
 from openrlhf.training.trained_worker import CriticWorker, Learned, Loss, PolicyWorker, TrainedWorker

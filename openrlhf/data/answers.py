@@ -1,12 +1,11 @@
 """Joins a prompt and its answer into one text and marks the answer's characters."""
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import takewhile
-from operator import eq
-from typing import TYPE_CHECKING
+from itertools import zip_longest
+from typing import TYPE_CHECKING, Any, Self
 
 from transformers import PreTrainedTokenizerBase
 
@@ -34,12 +33,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerColumns:
-    """Reads the prompt and the answer of rows as one text in which the answer is marked."""
+    """Reads the prompt and the answers of rows: for each answer a text of both in which the answer is
+    marked."""
 
     template: PromptTemplate
-    input_key: str
-    output_key: str | None
-    """Column of the answer; None: the last message of `input_key` is the answer."""
+    prompt_key: str | None
+    """Column of the prompt; None: the columns of answers hold whole conversations, of which the last message
+    is the answer, or plain texts."""
+    answer_keys: tuple[str, ...]
+    remedy: str = "name columns that follow one another."
+    """Remedy where prompt and answer overlap."""
+    scored: "Callable[[Sequence[Message], int, PreTrainedTokenizerBase, Tools | None], Text] | None" = None
+    """Writes and marks answers that are only scored, not learned, as `scored_answer` does."""
     multiturn: bool = False
     """Whether every assistant turn of the conversation is marked."""
     images: "ImageColumn | None" = None
@@ -47,36 +52,76 @@ class AnswerColumns:
     tools_key: str | None = None
     """Column of the tools that a chat template lists, see `tools_of`."""
 
-    def __post_init__(self) -> None:
-        """Raises UsageError if no flag says which column or message is the answer."""
-        if self.output_key is None and not self.template.apply_chat_template:
+    @classmethod
+    def of(cls, template: PromptTemplate, input_key: str, output_key: str | None, **options: Any) -> Self:
+        """Reads one answer: the column `output_key`, or without one the last message of `input_key`. Raises
+        UsageError if neither flag says which column or message is the answer."""
+        if output_key is not None:
+            remedy = "name a column with whole conversations by --data.input_key, without --data.output_key."
+            keys = {"prompt_key": input_key, "answer_keys": (output_key,), "remedy": remedy}
+            return cls(template=template, **keys, **options)
+        if not template.apply_chat_template:
             raise UsageError(
                 ErrorCode.MISSING_FLAG,
                 "not set, so there is no response to learn. Name its column; for conversations add\n"
                 "--data.apply_chat_template, for plain text --model.pretrain_mode_enable.",
                 flag="--data.output_key",
             )
+        return cls(template=template, prompt_key=None, answer_keys=(input_key,), **options)
 
-    def __call__(self, row: Row) -> Text:
-        tokenizer = self.template.tokenizer
+    def __call__(self, row: Row) -> tuple[Text, ...]:
+        tokenizer, are_several = self.template.tokenizer, len(self.answer_keys) > 1
         if not self.template.apply_chat_template:
-            assert self.output_key is not None  # checked when it was made
-            prompt = self.template(value_of(row, self.input_key, str))
-            answer = value_of(row, self.output_key, str)
-            return plain_answer(prompt, answer) if prompt else Text(text=answer)
-        asked = read_text(value_of(row, self.input_key, str, list))
-        if isinstance(asked, str) and self.output_key is None:
-            raise _no_answer(row, self.input_key)
-        messages = as_messages(asked)
-        first = len(messages) - 1
-        if self.output_key is not None:
-            first += 1
-            answer = as_messages(value_of(row, self.output_key, str, list), role="assistant")
-            remedy = "name a column with whole conversations by --data.input_key, without --data.output_key."
-            messages = joined(messages, answer, self.input_key, self.output_key, remedy)
+            asked = self.prompt_key
+            prompt = "" if asked is None else self.template(value_of(row, asked, str))
+            texts = [plain_answer(prompt, value_of(row, key, str)) for key in self.answer_keys]
+            return tuple(text if prompt or are_several else replace(text, spans=()) for text in texts)
+        talks, first = self._conversations(row)
+        for talk in talks:
+            check_ends(talk, tokenizer)
         if self.images is not None:
-            messages = self.images.place(row, messages)
-        return mark_answer(messages, 0 if self.multiturn else first, tokenizer, tools_of(row, self.tools_key))
+            talks = [self.images.place(row, talk) for talk in talks]
+        tools = tools_of(row, self.tools_key)
+        first, mark = (0 if self.multiturn else first), self.scored or mark_answer
+        return tuple(mark(talk, first, tokenizer, tools) for talk in talks)
+
+    def _conversations(self, row: Row) -> tuple[list[list[Message]], int]:
+        """Returns the conversation with each answer, and the number of messages in their common prompt."""
+        if self.prompt_key is None:
+            talks = [self._messages(row, key, "user", is_whole=True) for key in self.answer_keys]
+            _check_same_prompt(talks, self.answer_keys)
+            return talks, len(talks[0]) - 1
+        prompt = self._messages(row, self.prompt_key, "user")
+        answers = [self._messages(row, key, "assistant") for key in self.answer_keys]
+        named = zip(self.answer_keys, answers, strict=True)
+        talks = [joined(prompt, answer, self.prompt_key, key, self.remedy) for key, answer in named]
+        return talks, len(prompt)
+
+    def _messages(self, row: Row, column: str, role: str, *, is_whole: bool = False) -> list[Message]:
+        """Returns a column as messages; a text, which is no whole conversation, becomes one message of
+        `role`."""
+        value = value_of(row, column, str, list)
+        are_several = len(self.answer_keys) > 1
+        if is_whole and isinstance(read_text(value), str):
+            text = f"column {column!r} is text; without --data.prompt_key it must be a list of messages."
+            raise BadRow(text) if are_several else _no_answer(row, column)
+        try:
+            return as_messages(value, role)
+        except BadRow as reason:
+            if not are_several:
+                raise
+            raise BadRow(f"column {column!r}: {reason}") from reason
+
+
+def _check_same_prompt(talks: Sequence[Sequence[Message]], columns: Sequence[str]) -> None:
+    first, *others = (talk[:-1] for talk in talks)
+    for column, other in zip(columns[1:], others, strict=True):
+        for number, (one, another) in enumerate(zip_longest(first, other), start=1):
+            if one != another:
+                raise BadRow(
+                    f"message {number} of {columns[0]!r} and {column!r} differs, so they are not two answers "
+                    "to one prompt."
+                )
 
 
 def _no_answer(row: Row, input_key: str) -> UsageError:
@@ -107,8 +152,7 @@ def mark_answer(
     Raises UsageError for a template that does not render one of these turns directly after its generation
     prompt, or renders it differently once other messages follow.
     """
-    check_ends(messages, tokenizer)
-    turns = _assistant_turns(messages, first)
+    turns = assistant_turns(messages, first)
     messages = messages[: turns[-1] + 1]
     render = partial(render_messages, tokenizer=tokenizer, tools=tools)
     whole = render(messages, add_generation_prompt=False)
@@ -154,27 +198,7 @@ def _rewritten(turn: int, num_messages: int, *, has_several: bool) -> UsageError
     return UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template")
 
 
-def scored_answer(
-    messages: Sequence[Message],
-    first: int,
-    tokenizer: PreTrainedTokenizerBase,
-    tools: Tools | None = None,
-    *,
-    is_open: bool = False,
-) -> Text:
-    """Returns the conversation up to the last assistant turn, with everything after the prompt (the messages
-    before `first`) marked. The text is only scored, not learned, so a template may render the answer in any
-    way. `is_open`: the last turn was truncated and is rendered without an end."""
-    turns = _assistant_turns(messages, first)
-    render = partial(render_messages, tokenizer=tokenizer, tools=tools)
-    prompt = render(messages[:first], add_generation_prompt=True)
-    text = render(messages[: turns[-1] + 1], add_generation_prompt=False, is_open=is_open).rstrip("\n")
-    start = len([*takewhile(bool, map(eq, prompt, text))])  # length of the common prefix
-    is_empty = not any(messages[turn].get("content") or calls_of(messages[turn]) for turn in turns)
-    return Text(text=text, spans=() if is_empty else ((start, len(text)),), is_chat=True)
-
-
-def _assistant_turns(messages: Sequence[Message], first: int) -> list[int]:
+def assistant_turns(messages: Sequence[Message], first: int) -> list[int]:
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         place = "the last message is not" if first else "no message is"

@@ -41,11 +41,16 @@ def refuse(rows: Rows, i: int, reason: BadRow, policy: BadRowAction, dropped: Co
     """Raises UsageError for row i under "error"; under "skip" counts the row in `dropped` and logs the first
     few."""
     if policy == "error":
-        name, number = rows.place(i)
-        raise UsageError(reason.code, f"{reason.text}\n{REMEDY}", value=name, row=number) from reason
+        raise at_row(rows, i, reason) from reason
     dropped[BAD_ROW] += 1
     if dropped[BAD_ROW] <= NAMED:
         logger.warning("%s: skipped: %s", rows.origin(i), reason.text)
+
+
+def at_row(rows: Rows, i: int, reason: BadRow) -> UsageError:
+    """Returns the reason as an error with the file and the line of row i."""
+    name, number = rows.place(i)
+    return UsageError(reason.code, f"{reason.text}\n{REMEDY}", value=name, row=number)
 
 
 NAMED = 3

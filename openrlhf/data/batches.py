@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
@@ -10,8 +11,6 @@ import numpy as np
 from openrlhf.data.order import epoch_order
 from openrlhf.data.packing import estimated_cost, pack_to_budget, partition
 from openrlhf.data.prefixes import Related
-from openrlhf.data.store import Kept
-from openrlhf.types import Image
 
 
 class Row(Protocol):
@@ -40,28 +39,7 @@ class Dataset(Protocol):
         ...
 
 
-class TokenisedDataset(Dataset, Kept, Protocol):
-    """A dataset as built from rows or read from the cache."""
-
-    @property
-    def sequence_lengths(self) -> Sequence[int]:
-        """Tokens of each sequence; an item may have several sequences."""
-        ...
-
-    @property
-    def images_digest(self) -> str:
-        """Digest that changes when an image does. Empty: there are no images."""
-        ...
-
-    def read_images_with(self, read: Callable[[int], tuple[Image, ...]], images_digest: str) -> None:
-        """Makes samples carry the images that `read` returns for their row number."""
-        ...
-
-    def arrays(self) -> Mapping[str, np.ndarray]:
-        """Returns all arrays that the dataset holds, by name."""
-        ...
-
-
+@dataclass(eq=False)
 class Windows(Generic[RowT]):
     """The optimizer steps of an epoch, as this rank sees them.
 
@@ -70,43 +48,33 @@ class Windows(Generic[RowT]):
     `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item has its own row). Every
     rank gets the same number of rows, padded with empty ones, because ranks meet in collectives at each row.
     Items with common prefixes are side by side if models read those once; `max_tokens` and the work of a rank
-    then count them as in `rows_of_related`. The result depends on the arguments alone, so ranks agree without
+    then count them as in `Related`. The result depends on the arguments alone, so ranks agree without
     communication.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        collate: Callable[[list], RowT],
-        *,
-        batch_size: int,
-        micro_batch_size: int | None = None,
-        max_tokens: int | None = None,
-        data_rank: int,
-        data_size: int,
-        seed: int,
-        shuffle: bool = True,
-        shares_prefixes: bool = False,
-    ) -> None:
-        """Exactly one of `micro_batch_size` and `max_tokens` must be given. `data_rank` of `data_size` is
-        this rank's coordinate along the data dimension of its mesh; ranks with the same coordinate get the
-        same rows. `shares_prefixes`: True if models compute common prefixes of a row once."""
-        if (micro_batch_size is None) == (max_tokens is None):
+    dataset: Dataset
+    collate: Callable[[list], RowT]
+    _: KW_ONLY
+    batch_size: int
+    micro_batch_size: int | None = None
+    """Exactly one of `micro_batch_size` and `max_tokens` must be given."""
+    max_tokens: int | None = None
+    data_rank: int
+    """This rank's coordinate along the data dimension of its mesh; ranks with the same coordinate get the
+    same rows."""
+    data_size: int
+    seed: int
+    shuffle: bool = True
+    shares_prefixes: bool = False
+    """Whether models compute common prefixes of a row once."""
+
+    def __post_init__(self) -> None:
+        if (self.micro_batch_size is None) == (self.max_tokens is None):
             raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
-        self._dataset = dataset
-        self._collate = collate
-        self._batch_size = batch_size
-        self._micro_batch_size = micro_batch_size
-        self._max_tokens = max_tokens
-        self._data_rank = data_rank
-        self._data_size = data_size
-        self._seed = seed
-        self.shuffles = shuffle
-        self._shares_prefixes = shares_prefixes
 
     def __len__(self) -> int:
         """Returns the number of steps of an epoch."""
-        return math.ceil(len(self._dataset) / self._batch_size)
+        return math.ceil(len(self.dataset) / self.batch_size)
 
     def epoch(self, epoch: int, start_step: int = 0) -> Iterator[list[RowT]]:
         """Yields this rank's packed rows of each step of one epoch, from `start_step` on."""
@@ -121,27 +89,27 @@ class Windows(Generic[RowT]):
 
     def order(self, epoch: int) -> list[int]:
         """Returns the item indices in the order of an epoch."""
-        return epoch_order(len(self._dataset), seed=self._seed, epoch=epoch, shuffle=self.shuffles)
+        return epoch_order(len(self.dataset), seed=self.seed, epoch=epoch, shuffle=self.shuffle)
 
     def items(self, epoch: int, start_step: int = 0) -> Iterator[list[list[int]]]:
         """Yields, for each step from `start_step` on, the item indices of each of this rank's rows."""
         order = self.order(epoch)
         for step in range(start_step, len(self)):
-            yield self.deal(order[step * self._batch_size : (step + 1) * self._batch_size])[self._data_rank]
+            yield self.deal(order[step * self.batch_size : (step + 1) * self.batch_size])[self.data_rank]
 
     def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
         """Returns the item indices of each row of each rank; a row without items is padding."""
         related = self._related(batch)
-        has_equal_ranks = self._micro_batch_size is not None
-        lengths = [self._dataset.lengths[i] for i in batch]
+        has_equal_ranks = self.micro_batch_size is not None
+        lengths = [self.dataset.lengths[i] for i in batch]
         if related is None:
             costs = [estimated_cost(length) for length in lengths]
-            of_rank = partition(costs, self._data_size, equal_size=has_equal_ranks)
+            of_rank = partition(costs, self.data_size, equal_size=has_equal_ranks)
             laid = [self._rows(mine, lengths) for mine in of_rank]
         else:
             laid = [
-                related.rows(mine, max_tokens=self._max_tokens, max_items=self._micro_batch_size or 1)
-                for mine in related.parts(self._data_size, equal_size=has_equal_ranks)
+                related.rows(mine, max_tokens=self.max_tokens, max_items=self.micro_batch_size or 1)
+                for mine in related.parts(self.data_size, equal_size=has_equal_ranks)
             ]
         rows = [[[batch[i] for i in row] for row in mine] for mine in laid]
         num_rows = max(len(mine) for mine in rows)
@@ -149,9 +117,9 @@ class Windows(Generic[RowT]):
 
     def _related(self, batch: Sequence[int]) -> Related | None:
         """Returns the common prefixes of these items; None if models do not share them."""
-        if not self._shares_prefixes:
+        if not self.shares_prefixes:
             return None
-        sequences = [self._dataset.sequences(i) for i in batch]
+        sequences = [self.dataset.sequences(i) for i in batch]
         token_ids = [x for of_item in sequences for x in of_item]
         return Related.of(
             np.concatenate(token_ids),
@@ -160,13 +128,13 @@ class Windows(Generic[RowT]):
         )
 
     def _rows(self, mine: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
-        if (size := self._micro_batch_size) is not None:
+        if (size := self.micro_batch_size) is not None:
             return [list(mine[i : i + size]) for i in range(0, len(mine), size)]
-        assert self._max_tokens is not None
-        packed = pack_to_budget([lengths[i] for i in mine], self._max_tokens)
+        assert self.max_tokens is not None
+        packed = pack_to_budget([lengths[i] for i in mine], self.max_tokens)
         return [[mine[i] for i in row] for row in packed]
 
     def pack(self, items: Sequence[int]) -> RowT:
         """Collates a row of these items; without items an empty row."""
-        row = self._collate([self._dataset[i] for i in items or [0]])
+        row = self.collate([self.dataset[i] for i in items or [0]])
         return row if items else row.empty()

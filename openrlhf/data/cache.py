@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from filelock import BaseFileLock, FileLock, Timeout
@@ -33,26 +33,12 @@ from openrlhf.text import Calendar, first_token_ids
 if TYPE_CHECKING:  # columns are checked before anything heavy is imported
     from transformers import PreTrainedTokenizerBase
 
+    from openrlhf.data.store import Samples
+
 logger = logging.getLogger(__name__)
 
 
-class Cacheable(Protocol):
-    """A dataset that consists of arrays and a few JSON values."""
-
-    def arrays(self) -> Mapping[str, np.ndarray]: ...
-
-    def meta(self) -> Mapping[str, Any]:
-        """Returns the state that is not in the arrays, as JSON."""
-        ...
-
-    @classmethod
-    def from_arrays(cls, arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> Self:
-        """Rebuilds the dataset from the results of `arrays` and `meta`. The arrays are read-only memory
-        maps."""
-        ...
-
-
-DatasetT = TypeVar("DatasetT", bound=Cacheable)
+DatasetT = TypeVar("DatasetT", bound="Samples")
 
 
 def cached(

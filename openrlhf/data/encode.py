@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 from tokenizers import Tokenizer, processors
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, Kept
+from openrlhf.data.store import Drop, Samples
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
 
@@ -49,28 +49,55 @@ Tokens = tuple[list[int], list[bool]]
 """(token ids, True where the token is learned), of equal length."""
 
 
-def read_tokens(
+def build_samples(
+    store: Samples,
     rows: Rows,
     read: Callable[[Row], tuple[tuple[Text, ...], LabelT]],
+    fit: Callable[[int, list[Tokens], LabelT], Sequence[Tokens] | Drop],
     tokenizer: PreTrainedTokenizerBase,
-    policy: BadRowAction,
-    dropped: Counter[str],
+    *,
+    max_len: int,
+    bad_rows: BadRowAction,
     images: "ImageColumn | None" = None,
-) -> Iterator[tuple[int, list[Tokens], LabelT]]:
-    """Yields, for each usable row, its number, the tokens of its texts, and its label. Rows that `read`
-    refuses, or whose images cannot be used, are handled as in `read_each`."""
-    encode = Encoder(tokenizer)
-    for block in _blocks(read_each(rows, read, policy, dropped)):
+    unit: str = "sample",
+) -> list[LabelT]:
+    """Appends the samples of each usable row to `store`. Returns the labels of the rows that gave some.
+
+    read: row -> its texts, and its label.
+    fit: (number of the row, tokens of its texts, label) -> its samples, truncated at max_len, or the reason
+        why it gives none.
+
+    Rows that `read` or `fit` refuses by BadRow, or whose images cannot be used, are handled as in
+    `read_each`. Each image of a row takes as many tokens of a text as the model reads of it; a row of which
+    an image would be truncated is dropped. Raises UsageError when no row is left.
+    """
+    encode, labels = Encoder(tokenizer), []
+    for block in blocks(read_each(rows, read, bad_rows, store.dropped)):
         encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
         for i, (texts, label) in block:
             tokens = list(islice(encoded, len(texts)))
             try:
                 if images is not None:
-                    tokens = images.expand(images.headers(rows, i, policy), tokens)
+                    tokens = images.expand(images.headers(rows, i, bad_rows), tokens)
+                samples = fit(i, tokens, label)
             except BadRow as reason:
-                refuse(rows, i, reason, policy, dropped)
-            else:
-                yield i, tokens, label
+                refuse(rows, i, reason, bad_rows, store.dropped)
+                continue
+            longest = max(len(token_ids) for token_ids, _ in tokens)
+            if not isinstance(samples, Drop) and images is not None:
+                patch = images.tokens.layout.patch
+                if any(patch in token_ids[max_len:] for token_ids, _ in tokens):
+                    samples = Drop(CUT_IMAGE, longest)
+            if isinstance(samples, Drop):
+                store.drop(samples, longest)
+                continue
+            if longest > max_len:
+                store.cut(longest)
+            for token_ids, action_mask in samples:
+                store.append(token_ids, action_mask, None if images is None else i)
+            labels.append(label)
+    check_left(store, rows, max_len, unit)
+    return labels
 
 
 class Encoder:
@@ -85,7 +112,7 @@ class Encoder:
         """Yields the tokens of each text. The part before a text's first span is tokenised as if it stood
         alone, and no token crosses the border of a span. A text without a chat template begins with the
         tokens that the tokenizer prepends to a text."""
-        for block in _blocks(texts):
+        for block in blocks(texts):
             for text, (token_ids, learned) in zip(block, self._encode(block), strict=True):
                 whole = token_ids if text.is_chat else with_first(token_ids, self._first)
                 yield whole, [False] * (len(whole) - len(token_ids)) + learned
@@ -96,7 +123,7 @@ class Encoder:
         return _encode_fast(texts, self._tokenizer, self._encoder)
 
 
-def _blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
+def blocks(items: Iterable[ItemT], size: int = 1000) -> Iterator[list[ItemT]]:
     """Splits items into blocks; the tokenizer encodes the texts of a block in parallel."""
     left = iter(items)
     while block := list(islice(left, size)):
@@ -162,16 +189,6 @@ def _encode_slow(text: Text, tokenizer: PreTrainedTokenizerBase) -> Tokens:
     return token_ids, learned
 
 
-def encode_prompts(
-    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool
-) -> Iterator[list[int]]:
-    """Yields `prompt_token_ids` of each text."""
-    first = [] if is_chat else first_token_ids(tokenizer)
-    for block in _blocks(texts):
-        for token_ids in tokenizer(block, add_special_tokens=False)["input_ids"]:
-            yield with_first(token_ids, first)
-
-
 def token_ids_of(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
@@ -187,49 +204,39 @@ def finish(tokens: Tokens, eos: int | None) -> None:
         learned[0] = False
 
 
-def with_end(token_ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Returns the token ids, with an end-of-sequence token appended where they do not end with one."""
-    end = end_token_id(tokenizer)
-    return token_ids if token_ids and token_ids[-1] == end else [*token_ids, end]
-
-
-def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Returns the end-of-sequence token, at which reward models are read. Raises UsageError without one."""
-    if tokenizer.eos_token_id is None:
-        text = (
-            "the tokenizer has no end-of-sequence token, at which a reward model is read.\n"
-            "Set eos_token in its tokenizer_config.json."
-        )
-        raise UsageError(ErrorCode.INVALID_MODEL, text, value=tokenizer.name_or_path)
-    return tokenizer.eos_token_id
-
-
-def cut_before_end(token_ids: list[int], max_len: int) -> list[int]:
-    """Truncates to max_len tokens but keeps the last token, at which a reward model is read."""
-    return token_ids if len(token_ids) <= max_len else [*token_ids[: max_len - 1], token_ids[-1]]
-
-
 def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
     """Returns the reason to drop a sample, or None to keep it. max_len: None if a text need not leave room
     for an answer."""
     if True not in learned:
         return Drop(NOTHING_TO_LEARN)
     if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
-        return Drop(LONG_PROMPT, max(len(learned), prompt + 3))
+        return Drop(LONG_PROMPT, prompt + 3)
     return None
 
 
-def cut_image(images: "ImageColumn | None", tokens: Tokens, max_len: int) -> Drop | None:
-    """Returns the reason to drop a text whose image tokens are truncated at max_len, else None."""
-    if images is None:
-        return None
-    token_ids, patch = tokens[0], images.tokens.layout.patch
-    return Drop(CUT_IMAGE, len(token_ids)) if patch in token_ids[max_len:] else None
+def truncated(tokens: Tokens, max_len: int) -> Tokens:
+    token_ids, learned = tokens
+    return token_ids[:max_len], learned[:max_len]
 
 
 CUT_IMAGE = "image cut at max_len"
 NOTHING_TO_LEARN = "nothing to learn (empty prompt or answer)"
 LONG_PROMPT = "prompt of max_len - 2 tokens or more"
+
+
+class Kept(Protocol):
+    """Items built from rows, with counts of the rows that were truncated or dropped: see `Samples`."""
+
+    @property
+    def dropped(self) -> Counter[str]: ...
+
+    @property
+    def truncated(self) -> int: ...
+
+    @property
+    def needed_len(self) -> int: ...
+
+    def __len__(self) -> int: ...
 
 
 def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> None:

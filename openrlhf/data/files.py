@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import IO, Any, AnyStr, BinaryIO, NamedTuple, NoReturn, TypeVar, cast
+from typing import IO, Any, AnyStr, BinaryIO, NoReturn, TypeVar, cast
 
 import datasets
 import numpy as np
@@ -164,40 +164,33 @@ _KINDS = {
 }
 
 
+Version = tuple[int, ...]
+"""State of a file, which differs once it has been written to or replaced."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RowsOnDisk:
     """The rows of a text file, parsed on each access. Can be pickled."""
 
-    def __init__(self, file: File, version: "Version", starts: np.ndarray, parse: Callable[[bytes], Row]):
-        """version: state of the file in which the rows were found.
-        starts: (rows,) byte offset of each row.
-        parse: parses a row from the bytes between its offset and the next one.
-        """
-        self._file = file
-        self._version = version
-        self._starts = starts
-        self._parse = parse
+    file: File
+    version: Version
+    """State of the file in which the rows were found."""
+    borders: np.ndarray
+    """(rows + 1,) byte offset of each row, and the end of the file."""
+    parse: Callable[[bytes], Row]
+    """Parses a row from the bytes between its offset and the next one."""
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self.borders) - 1
 
     def __getitem__(self, i: int) -> Row:
-        start, *more = self._starts[i : i + 2].tolist()
-        end = more[0] if more else self._version.size
-        return self._parse(os.pread(_opened(self._file, self._version).fileno(), end - start, start))
-
-
-class Version(NamedTuple):
-    """State of a file; differs once the file has been written to or replaced."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
+        start, end = self.borders[i : i + 2].tolist()
+        return self.parse(os.pread(_opened(self.file, self.version).fileno(), end - start, start))
 
 
 def _version(path: Path) -> Version:
     stat = path.stat()
-    return Version(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 @lru_cache(maxsize=64)  # bounded, because a folder may have more files than a process may open
@@ -215,15 +208,16 @@ Found = tuple[int, int, Row | BadRow]
 
 
 def _on_disk(file: File, found: Iterable[Found], parse: Callable[[bytes], Row]) -> Part:
-    version, starts, lines = _version(file.path), array("q"), array("q")
+    version, borders, lines = _version(file.path), array("q"), array("q")
     kinds: Kinds = {}
     for start, line, row in found:
-        _note_kinds(kinds, row, len(starts))
-        starts.append(start)
+        _note_kinds(kinds, row, len(lines))
+        borders.append(start)
         lines.append(line)
+    borders.append(file.path.stat().st_size)
     return Part(
         name=file.name,
-        rows=RowsOnDisk(file, version, np.array(starts, dtype=np.int64), parse),
+        rows=RowsOnDisk(file, version, np.array(borders, dtype=np.int64), parse),
         columns=tuple(kinds),
         kinds=kinds,
         lines=np.array(lines, dtype=np.int64),
@@ -398,62 +392,40 @@ def _is_json(text: bytes) -> bool:
 
 
 def _read_csv(file: File, bad_rows: BadRows) -> Part:
-    parse = partial(_parse_csv_row, columns=_csv_columns(file))
-    return _on_disk(file, _csv_rows(file, bad_rows), parse)
+    columns: list[str] = []
+    return _on_disk(file, _csv_rows(file, bad_rows, columns), partial(_parse_csv_row, columns=columns))
 
 
-def _csv_columns(file: File) -> Sequence[str]:
-    with file.path.open(newline="", encoding="utf-8-sig") as opened:
-        try:
-            return csv.DictReader(_lines(file, opened), strict=True).fieldnames or ()
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise _not_csv(file, 2, error) from error
-
-
-def _csv_rows(file: File, bad_rows: BadRows) -> Iterator[Found]:
-    """Yields each row with its byte offset; the line is the last one of the row."""
+def _csv_rows(file: File, bad_rows: BadRows, columns: list[str]) -> Iterator[Found]:
+    """Appends the names to `columns`, and yields each row with its byte offset; the line is the last one of
+    the row."""
     csv.field_size_limit(MAX_ROW)  # the default refuses texts of more than 128 KiB
-    with file.path.open(newline="", encoding="utf-8-sig") as opened:
-        lines = _CountedLines(_lines(file, opened), _size_of_mark(file.path))
-        reader = csv.DictReader(lines, strict=True)
-        line = 1
+    size = 0  # of the lines that the reader has taken, in bytes
+    with file.path.open(newline="", encoding="utf-8") as opened:
+
+        def lines() -> Iterator[str]:
+            nonlocal size
+            for line in _lines(file, opened):
+                mark = "" if size else "\ufeff"
+                size += len(line.encode())
+                yield line.removeprefix(mark)
+
+        reader, line = csv.DictReader(lines(), strict=True), 1
         try:
-            columns, start = reader.fieldnames or (), lines.size
+            columns += reader.fieldnames or ()
+            start = size
             for row in reader:
                 line = reader.line_num
                 yield start, line, _row_or_reason(partial(_whole_row, row, columns), file, line, bad_rows)
-                start = lines.size
+                start = size
         except (csv.Error, UnicodeDecodeError) as error:
-            raise _not_csv(file, line + 1, error) from error
+            text = f"not readable as CSV: {error}."
+            raise file.error(ErrorCode.UNREADABLE, text, line + 1) from error
 
 
 def _parse_csv_row(raw: bytes, columns: Sequence[str]) -> Row:
     text = io.StringIO(raw.decode(), newline="")
     return _whole_row(next(csv.DictReader(text, columns, strict=True)), columns)
-
-
-class _CountedLines:
-    def __init__(self, lines: Iterator[str], size: int) -> None:
-        """size: bytes before the first of the lines."""
-        self._lines, self.size = lines, size
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = next(self._lines)
-        self.size += len(line.encode())
-        return line
-
-
-def _size_of_mark(path: Path) -> int:
-    """Returns the bytes of the byte order mark, 0 without one."""
-    with path.open("rb") as file:
-        return len(codecs.BOM_UTF8) if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8 else 0
-
-
-def _not_csv(file: File, line: int, error: Exception) -> UsageError:
-    return file.error(ErrorCode.UNREADABLE, f"not readable as CSV: {error}.", line)
 
 
 def _whole_row(row: Row, columns: Sequence[str]) -> Row:
@@ -553,6 +525,6 @@ def peek(file: File, bad_rows: BadRows) -> Part:
         schema = _read_table(pq.read_schema, file)
         return Part(name=file.name, rows=[], columns=tuple(schema.names))
     if ending in (".jsonl", ".csv"):
-        found = _json_lines(file, bad_rows) if ending == ".jsonl" else _csv_rows(file, bad_rows)
+        found = _json_lines(file, bad_rows) if ending == ".jsonl" else _csv_rows(file, bad_rows, [])
         return Part.of(file.name, [row for _, _, row in islice(found, 100)])
     return READERS[ending](file, bad_rows)

@@ -1,5 +1,6 @@
 """Places the images of rows in a conversation and expands their placeholder tokens."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,10 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow, BadRowAction
+from openrlhf.data.bad_rows import BadRow, BadRowAction, ReadT, at_row
 from openrlhf.data.cache import digest
 from openrlhf.data.encode import Tokens
-from openrlhf.data.files import REMEDY, Row
+from openrlhf.data.files import Row
 from openrlhf.data.images import ImageHeader, ImageSources, image_header, image_identity, load_image
 from openrlhf.data.sources import Rows
 from openrlhf.data.templates import Message, render_messages
@@ -50,7 +51,11 @@ class ImageTokens:
 
     def counts(self, headers: Sequence[ImageHeader]) -> list[int]:
         """Returns the number of tokens of each image."""
-        return patch_counts(self._processor, [_size(header) for header in headers]) if headers else []
+        return (
+            patch_counts(self._processor, [(header.height, header.width) for header in headers])
+            if headers
+            else []
+        )
 
     def expand(self, tokens: Tokens, counts: Sequence[int]) -> Tokens:
         """Replaces each placeholder by the tokens of its image, none of which is learned."""
@@ -81,7 +86,7 @@ class ImageColumn:
             max_images=data.max_images_per_prompt,
             root=data.image_root,
             hosts=data.image_hosts or (),
-            tokens=ImageTokens(_load_processor(path, flag), tokenizer),
+            tokens=ImageTokens(load_processor(path, flag), tokenizer),
         )
 
     def values(self, row: Row) -> list[Any]:
@@ -103,14 +108,9 @@ class ImageColumn:
     def headers(self, rows: Rows, i: int, policy: BadRowAction) -> list[ImageHeader]:
         """Returns the headers of the images of row i. With "skip" the images are decoded whole, because a row
         cannot be skipped later. Raises BadRow."""
-        values, sources = self.values(rows[i]), self._sources(rows, i)
-        try:
-            if policy == "skip":
-                for value in values:
-                    load_image(value, sources)
-            return [image_header(value, sources) for value in values]
-        except ValueError as reason:
-            raise BadRow(f"column {self.key!r}: {reason}") from reason
+        if policy == "skip":
+            self._each(rows, i, load_image)
+        return self._each(rows, i, image_header)
 
     def expand(self, headers: Sequence[ImageHeader], texts: Sequence[Tokens]) -> list[Tokens]:
         """Expands the placeholders in each text of a row; each text shows all images of the row. Raises
@@ -133,32 +133,36 @@ class ImageColumn:
         return partial(self._read, rows)
 
     def _read(self, rows: Rows, i: int) -> tuple[Image, ...]:
-        sources = self._sources(rows, i)
         try:
-            return tuple(load_image(value, sources) for value in self.values(rows[i]))
-        except ValueError as error:
-            name, number = rows.place(i)
-            text = f"column {self.key!r}: {error}\n{REMEDY}"
-            raise UsageError(ErrorCode.INVALID_ROW, text, value=name, row=number) from error
+            return tuple(self._each(rows, i, load_image))
+        except BadRow as reason:
+            raise at_row(rows, i, reason) from reason
 
     def digest(self, rows: Rows) -> str:
         """Returns a digest that changes with the processor's settings and with any image: its name, the size
         of its file, or the time of its last change."""
-        images = [self._identity(rows, i) for i in range(len(rows))]
+        images = [self._identities(rows, i) for i in range(len(rows))]
         return digest([self.key, self.max_images, self.tokens.settings, images])
 
-    def _identity(self, rows: Rows, i: int) -> list[Any]:
-        sources = self._sources(rows, i)
+    def _identities(self, rows: Rows, i: int) -> list[Any]:
         try:
-            return [image_identity(value, sources) for value in self.values(rows[i])]
+            return self._each(rows, i, image_identity)
+        except BadRow as reason:
+            return [reason.text]
+
+    def _each(self, rows: Rows, i: int, read: Callable[[Any, ImageSources], ReadT]) -> list[ReadT]:
+        """Returns what `read` returns for each image of row i. Raises BadRow."""
+        values = self.values(rows[i])
+        sources = ImageSources(
+            root=rows.folder(i) if self.root is None else Path(self.root), hosts=self.hosts
+        )
+        try:
+            return [read(value, sources) for value in values]
         except ValueError as reason:
-            return [str(reason)]
-
-    def _sources(self, rows: Rows, i: int) -> ImageSources:
-        return ImageSources(root=rows.folder(i) if self.root is None else Path(self.root), hosts=self.hosts)
+            raise BadRow(f"column {self.key!r}: {reason}") from reason
 
 
-def _load_processor(path: str, flag: str) -> Any:
+def load_processor(path: str, flag: str) -> Any:
     from transformers import AutoProcessor  # imports torchvision: four seconds
 
     error = partial(UsageError, ErrorCode.INVALID_MODEL, flag=flag, value=path)
@@ -171,34 +175,11 @@ def _load_processor(path: str, flag: str) -> Any:
     return processor
 
 
-def check_same_images(own: str, other: str, flag: str) -> None:
-    """Raises UsageError if the model `other`, named by `flag`, expands images to other tokens than the
-    model `own`."""
-    first, second = (_load_processor(path, flag) for path in (own, other))
-    counts = [patch_counts(processor, SIZES) for processor in (first, second)]
-    if image_layout(first) != image_layout(second) or counts[0] != counts[1]:
-        raise UsageError(
-            ErrorCode.INVALID_MODEL,
-            f"its processor expands images to other tokens than that of {own}.\nChoose a model of the same "
-            "family, whose processor has the same patch size and image size limits.",
-            flag=flag,
-            value=other,
-        )
-
-
-SIZES = ((56, 56), (96, 160), (224, 224), (640, 480), (1080, 1920), (4000, 3000))
-"""(height, width) of images with which processors are compared."""
-
-
-def _size(header: ImageHeader) -> tuple[int, int]:
-    return header.height, header.width
-
-
 def place_images(messages: Sequence[Message], num_images: int, key: str) -> list[Message]:
     """Replaces each `IMAGE_TAG` in the messages' texts by `PART`; without any tag the images come before the
     text of the first user message. Raises BadRow if the number of places and of images differ."""
     placed = [_with_parts(message) for message in messages]
-    places = sum(_is_image(part) for message in placed for part in _parts(message))
+    places = sum(_is_image(part) for message in placed for part in _parts(message.get("content")))
     if num_images and not places:
         return _before_first_text(placed, num_images)
     if places != num_images:
@@ -211,22 +192,16 @@ def place_images(messages: Sequence[Message], num_images: int, key: str) -> list
 
 def _with_parts(message: Message) -> Message:
     content = message.get("content")
-    if not isinstance(content, str) or IMAGE_TAG not in content:
-        return message
-    first, *others = content.split(IMAGE_TAG)
-    parts = _text(first)
-    for text in others:
-        parts += [dict(PART), *_text(text)]
-    return {**message, "content": parts}
+    has_tags = isinstance(content, str) and IMAGE_TAG in content
+    return {**message, "content": _parts(content)} if has_tags else message
 
 
-def _text(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}] if text else []
-
-
-def _parts(message: Message) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
+def _parts(content: Any) -> list[Any]:
+    """Returns the parts of a content. A text has an image part for each `IMAGE_TAG`."""
+    if not isinstance(content, str):
+        return content if isinstance(content, list) else []
+    texts = filter(None, re.split(f"({IMAGE_TAG})", content))
+    return [dict(PART) if text == IMAGE_TAG else {"type": "text", "text": text} for text in texts]
 
 
 def _is_image(part: Any) -> bool:
@@ -237,10 +212,8 @@ def _before_first_text(messages: Sequence[Message], num_images: int) -> list[Mes
     first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise BadRow(f"no message has the role user, and none has a place for the images ({IMAGE_TAG}).")
-    message = messages[first]
-    parts = _parts(message) or _text(message["content"])
-    shown = {**message, "content": [*(dict(PART) for _ in range(num_images)), *parts]}
-    return [*messages[:first], shown, *messages[first + 1 :]]
+    content = [*(dict(PART) for _ in range(num_images)), *_parts(messages[first]["content"])]
+    return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
 
 def _check_template(tokenizer: PreTrainedTokenizerBase, image_token: str) -> None:

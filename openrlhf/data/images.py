@@ -87,14 +87,10 @@ def image_identity(value: Any, sources: ImageSources) -> list[Any]:
 def _find(value: Any, sources: ImageSources) -> tuple[str, Path | bytes]:
     """Returns (the image's name in messages, its file or bytes)."""
     match value:
-        case str():
-            return _find_text(value, sources)
-        case bytes():
-            return _named(value)
-        case {"bytes": bytes() as data}:
+        case bytes(data) | {"bytes": bytes(data)}:
             return _named(data)
-        case {"path": str() as path}:
-            return _find_text(path, sources)
+        case str(text) | {"path": str(text)}:
+            return _find_text(text, sources)
         case PILImage.Image():
             return _named(png(value))
     text = f"an image is {kind(value)}; it must be a path, an https:// address, a data: URI, base64 or bytes."
@@ -103,7 +99,11 @@ def _find(value: Any, sources: ImageSources) -> tuple[str, Path | bytes]:
 
 def _find_text(text: str, sources: ImageSources) -> tuple[str, Path | bytes]:
     if text.startswith("data:"):
-        return _named(_of_data_uri(text))
+        kind_of_data, _, data = text.partition(",")
+        if not kind_of_data.endswith(";base64"):
+            reason = "a data: URI must be data:image/...;base64,..."
+            raise UsageError(ErrorCode.INVALID_ROW, reason, value=text[:40])
+        return _named(_of_base64(data))
     if "://" in text:
         return text, _downloaded(text, sources)
     if text.startswith(_BASE64_BEGINNINGS) and "." not in text:
@@ -113,14 +113,6 @@ def _find_text(text: str, sources: ImageSources) -> tuple[str, Path | bytes]:
 
 def _named(data: bytes) -> tuple[str, bytes]:
     return name_of(data), data
-
-
-def _of_data_uri(text: str) -> bytes:
-    kind_of_data, _, data = text.partition(",")
-    if not kind_of_data.endswith(";base64"):
-        reason = "a data: URI must be data:image/...;base64,..."
-        raise UsageError(ErrorCode.INVALID_ROW, reason, value=text[:40])
-    return _of_base64(data)
 
 
 def _of_base64(text: str) -> bytes:

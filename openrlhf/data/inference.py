@@ -8,16 +8,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.answers import plain_answer, scored_answer
+from openrlhf.data.answers import AnswerColumns, plain_answer
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
-from openrlhf.data.encode import Encoder, Text, cut_before_end, encode_prompts, with_end
+from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.files import Row
 from openrlhf.data.messages import read_text, text_of
+from openrlhf.data.prompts import encode_prompts
+from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.data.sources import Rows
-from openrlhf.data.templates import PromptTemplate, as_messages, check_ends, joined, tools_of
+from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import Sample
 
@@ -113,15 +114,13 @@ def build_answers(
     end-of-sequence token where the answer does not end with one. A text of more than max_len tokens is
     truncated before that token, as in the training of reward models."""
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
+    keys = {"prompt_key": input_key, "answer_keys": (output_key,), "tools_key": tools_key}
+    answers = AnswerColumns(template=template, scored=scored_answer, **keys)
 
     def read(row: Row) -> tuple[Input, Input, Text]:
         value, output = value_of(row, input_key, str, list), value_of(row, output_key, str, list)
         if apply_chat_template:
-            messages = as_messages(value)
-            answer = as_messages(output, role="assistant")
-            talk = joined(messages, answer, input_key, output_key, "name columns that follow one another.")
-            check_ends(talk, tokenizer)
-            return value, output, scored_answer(talk, len(messages), tokenizer, tools_of(row, tools_key))
+            return value, output, answers(row)[0]
         if not isinstance(output, str):
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
         return value, output, plain_answer(template(value), output)
@@ -159,13 +158,6 @@ def fingerprint(items: Iterable[Question | Answer]) -> str:
         token_ids = item.token_ids if isinstance(item, Question) else item.sample.token_ids.tolist()
         digest.update(json.dumps([item.prompt_id, item.input, token_ids]).encode())
     return digest.hexdigest()
-
-
-def score_last(token_ids: list[int], max_len: int) -> Sample:
-    """Builds the sample that a reward model scores: its only action is the last token. Beyond max_len tokens,
-    those just before the last one are cut off."""
-    ids = torch.tensor(cut_before_end(token_ids, max_len))
-    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) == len(ids) - 1)
 
 
 def _check_left(left: int, skipped: int, rows: Rows) -> None:

@@ -2,55 +2,49 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.answers import mark_answer, plain_answer, scored_answer
+from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
 from openrlhf.data.encode import (
     Text,
     Tokens,
-    check_left,
-    cut_before_end,
-    cut_image,
-    end_token_id,
+    build_samples,
     finish,
-    read_tokens,
     reason_to_drop,
+    truncated,
 )
 from openrlhf.data.files import Row, kind
 from openrlhf.data.image_rows import ImageColumn
-from openrlhf.data.labelled import TwoSamples
-from openrlhf.data.messages import read_text
+from openrlhf.data.scored import cut_before_end, end_token_id, scored_answer
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, SampleStore
-from openrlhf.data.templates import Message, PromptTemplate, as_messages, check_ends, joined, tools_of
+from openrlhf.data.store import Drop, TwoSamples
+from openrlhf.data.templates import PromptTemplate
 from openrlhf.types import Pair
 
 SAME_ANSWERS = "both answers are the same"
 SAME_WHEN_CUT = "both answers are the same up to max_len"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class PairDataset(TwoSamples):
+class PairDataset(TwoSamples[Pair]):
     """A dataset of preference pairs: sample 2i is the chosen answer of pair i, 2i + 1 the rejected one."""
+
+    LABELS = ("margins", "ref_log_probs")
 
     margins: np.ndarray
     """(pairs,) float32, by how much the chosen score shall exceed the rejected one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.samples) != 2 * len(self.margins):
-            raise ValueError(f"{len(self.samples)} samples for {len(self.margins)} pairs")
+    def check_labels(self) -> None:
+        super().check_labels()
+        if (count := len(self.sequence_lengths)) != 2 * len(self.margins):
+            raise ValueError(f"{count} samples for {len(self.margins)} pairs")
 
-    def __getitem__(self, i: int) -> Pair:
-        i = range(len(self))[i]
+    def item(self, i: int) -> Pair:
         return Pair(
-            chosen=self.samples[2 * i],
-            rejected=self.samples[2 * i + 1],
+            chosen=self.sample(2 * i),
+            rejected=self.sample(2 * i + 1),
             margin=float(self.margins[i]),
             ref_log_probs=self.ref_of(i),
         )
@@ -91,48 +85,37 @@ def build_pairs(
     Raises UsageError for a bad row (see `read_each`), for a template that does not render an answer directly
     after its generation prompt (DPO), and when no pair is left.
     """
-    template = PromptTemplate(tokenizer, apply_chat_template, input_template)
-    columns = (chosen_key, rejected_key)
+    answers = AnswerColumns(
+        template=PromptTemplate(tokenizer, apply_chat_template, input_template),
+        prompt_key=prompt_key,
+        answer_keys=(chosen_key, rejected_key),
+        remedy="remove --data.prompt_key to read whole conversations from the columns of the answers.",
+        scored=scored_answer if score_last_token else None,
+        images=images,
+        tools_key=tools_key,
+    )
     eos = end_token_id(tokenizer) if score_last_token else tokenizer.eos_token_id
+    end = _end_scored if score_last_token else truncated
 
     def read(row: Row) -> tuple[tuple[Text, ...], float]:
         margin = 0.0 if margin_key is None else _margin(row, margin_key)
-        if not apply_chat_template:
-            prompt = "" if prompt_key is None else template(value_of(row, prompt_key, str))
-            return tuple(plain_answer(prompt, value_of(row, column, str)) for column in columns), margin
-        mark = scored_answer if score_last_token else mark_answer
-        talks, first = _conversations(row, prompt_key, columns)
-        for talk in talks:
-            check_ends(talk, tokenizer)
-        if images is not None:
-            talks = [images.place(row, talk) for talk in talks]
-        tools = tools_of(row, tools_key)
-        return tuple(mark(talk, first, tokenizer, tools) for talk in talks), margin
+        return answers(row), margin
 
-    end = _end_scored if score_last_token else _end_learned
-    store, margins = SampleStore(), []
-    for i, sides, margin in read_tokens(rows, read, tokenizer, bad_rows, store.dropped, images):
+    def fit(_: int, sides: list[Tokens], margin: float) -> Sequence[Tokens] | Drop:
         for side in sides:
             finish(side, eos)
         cut = [end(side, max_len) for side in sides]
-        longest = max(len(token_ids) for token_ids, _ in sides)
-        drop = _reason_to_drop_pair(sides, cut, max_len)
-        drop = drop or next(filter(None, (cut_image(images, side, max_len) for side in sides)), None)
-        if drop:
-            store.drop(replace(drop, needed_len=drop.needed_len and max(drop.needed_len, longest)))
-            continue
-        if longest > max_len:
-            store.cut(longest)
-        for token_ids, action_mask in cut:
-            store.append(token_ids, action_mask, None if images is None else i)
-        margins.append(margin)
-    check_left(store, rows, max_len, unit="pair")
-    return PairDataset(samples=store, margins=np.array(margins, dtype=np.float32))
+        return _reason_to_drop_pair(sides, cut, max_len) or cut
 
-
-def _end_learned(tokens: Tokens, max_len: int) -> Tokens:
-    token_ids, learned = tokens
-    return token_ids[:max_len], learned[:max_len]
+    store = PairDataset()
+    margins = build_samples(
+        *(store, rows, read, fit, tokenizer),
+        max_len=max_len,
+        bad_rows=bad_rows,
+        images=images,
+        unit="pair",
+    )
+    return store.with_labels(margins=np.array(margins, dtype=np.float32))
 
 
 def _end_scored(tokens: Tokens, max_len: int) -> Tokens:
@@ -157,43 +140,3 @@ def _margin(row: Row, column: str) -> float:
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
         raise BadRow(f"column {column!r} is {margin!r} ({kind(margin)}), not a finite number.")
     return float(margin)
-
-
-def _conversations(
-    row: Row, prompt_key: str | None, columns: Sequence[str]
-) -> tuple[list[list[Message]], int]:
-    """Returns the conversation with each answer, and the number of messages in their common prompt."""
-    if prompt_key is None:
-        talks = [_whole_conversation(row, column) for column in columns]
-        _check_same_prompt(talks, columns)
-        return talks, len(talks[0]) - 1
-    prompt = _messages(row, prompt_key, "user")
-    answers = [_messages(row, column, "assistant") for column in columns]
-    remedy = "remove --data.prompt_key to read whole conversations from the columns of the answers."
-    named = zip(columns, answers, strict=True)
-    return [joined(prompt, answer, prompt_key, key, remedy) for key, answer in named], len(prompt)
-
-
-def _whole_conversation(row: Row, column: str) -> list[Message]:
-    if isinstance(read_text(row.get(column)), str):
-        raise BadRow(f"column {column!r} is text; without --data.prompt_key it must be a list of messages.")
-    return _messages(row, column, "user")
-
-
-def _messages(row: Row, column: str, role: str) -> list[Message]:
-    """Returns a column as messages; a text becomes one message of `role`."""
-    value = value_of(row, column, str, list)
-    try:
-        return as_messages(value, role)
-    except BadRow as reason:
-        raise BadRow(f"column {column!r}: {reason}") from reason
-
-
-def _check_same_prompt(talks: Sequence[Sequence[Message]], columns: Sequence[str]) -> None:
-    chosen, rejected = (talk[:-1] for talk in talks)
-    for number, (one, other) in enumerate(zip_longest(chosen, rejected), start=1):
-        if one != other:
-            raise BadRow(
-                f"message {number} of {columns[0]!r} and {columns[1]!r} differs, so they are not two answers "
-                "to one prompt."
-            )

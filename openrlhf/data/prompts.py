@@ -3,7 +3,7 @@
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import tee
 from pathlib import PurePath
@@ -12,13 +12,14 @@ from typing import overload
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse, value_of
-from openrlhf.data.encode import check_left, encode_prompts
+from openrlhf.data.encode import blocks, check_left
 from openrlhf.data.files import PACKED, Row, has_rows
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.prompt_sampler import PromptDataset
 from openrlhf.data.sources import Rows
 from openrlhf.data.templates import PromptTemplate, as_messages, tools_of
 from openrlhf.errors import ErrorCode
+from openrlhf.text import first_token_ids, with_first
 from openrlhf.types import Image, Prompt
 
 
@@ -151,6 +152,16 @@ def _with_images(
     headers = images.headers(rows, i, policy)
     ((whole, _),) = images.expand(headers, [(token_ids, [False] * len(token_ids))])
     return len(whole), tuple(Image(header.reference, b"") for header in headers)
+
+
+def encode_prompts(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, *, is_chat: bool
+) -> Iterator[list[int]]:
+    """Yields `prompt_token_ids` of each text."""
+    first = [] if is_chat else first_token_ids(tokenizer)
+    for block in blocks(texts):
+        for token_ids in tokenizer(block, add_special_tokens=False)["input_ids"]:
+            yield with_first(token_ids, first)
 
 
 LONG_PROMPT = "prompt of max_len tokens or more (answers need room beyond it)"

@@ -1,17 +1,17 @@
 """Builds supervised samples from rows: the tokens to read, and which of them to learn."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRowAction, value_of
-from openrlhf.data.encode import Text, check_left, cut_image, finish, read_tokens, reason_to_drop
+from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_drop, truncated
 from openrlhf.data.files import Row
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import SampleStore
+from openrlhf.data.store import Drop, SampleStore
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.data.verify_answers import CHECKED, check_learned
 from openrlhf.errors import ErrorCode, UsageError
@@ -59,35 +59,28 @@ def build_sft_samples(
     if multiturn and not pretrain and not apply_chat_template:
         text = "needs the chat template, which marks the turns. Add --data.apply_chat_template."
         raise UsageError(ErrorCode.CONFLICT, text, flag="--data.multiturn")
+    store = SampleStore()
     columns = None
     if not pretrain:
-        columns = AnswerColumns(
-            template=PromptTemplate(tokenizer, apply_chat_template, input_template),
-            input_key=input_key,
-            output_key=output_key,
-            multiturn=multiturn,
-            images=images,
-            tools_key=tools_key,
-        )
-    read: Callable[[Row], Text] = columns or partial(_pretrain_text, input_key=input_key)
-    store = SampleStore()
-    texts = lambda row: ((read(row),), None)
-    for i, (tokens,), _ in read_tokens(rows, texts, tokenizer, bad_rows, store.dropped, images):
-        finish(tokens, None if pretrain else tokenizer.eos_token_id)
-        token_ids, learned = tokens
-        drop = reason_to_drop(learned, None if pretrain else max_len) or cut_image(images, tokens, max_len)
-        if drop:
-            store.drop(drop)
-            continue
-        if len(token_ids) > max_len:
-            store.cut(len(token_ids))
-        elif columns and verify and len(store) < CHECKED:
-            check_learned(rows, i, tokens, columns, tokenizer)
-        store.append(token_ids[:max_len], learned[:max_len], None if images is None else i)
-    check_left(store, rows, max_len)
+        template = PromptTemplate(tokenizer, apply_chat_template, input_template)
+        options = {"multiturn": multiturn, "images": images, "tools_key": tools_key}
+        columns = AnswerColumns.of(template, input_key, output_key, **options)
+    texts = columns or partial(_pretrain_text, input_key=input_key)
+
+    def fit(i: int, tokens: list[Tokens], _: None) -> Sequence[Tokens] | Drop:
+        (sample,) = tokens
+        finish(sample, None if pretrain else tokenizer.eos_token_id)
+        if drop := reason_to_drop(sample[1], None if pretrain else max_len):
+            return drop
+        if columns and verify and len(sample[0]) <= max_len and len(store) < CHECKED:
+            check_learned(rows, i, sample, columns, tokenizer)
+        return [truncated(sample, max_len)]
+
+    read = lambda row: (texts(row), None)
+    build_samples(store, rows, read, fit, tokenizer, max_len=max_len, bad_rows=bad_rows, images=images)
     return store
 
 
-def _pretrain_text(row: Row, input_key: str) -> Text:
+def _pretrain_text(row: Row, input_key: str) -> tuple[Text]:
     text = value_of(row, input_key, str)
-    return Text(text=text, spans=((0, len(text)),) if text.strip() else ())
+    return (Text(text=text, spans=((0, len(text)),) if text.strip() else ()),)

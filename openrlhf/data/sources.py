@@ -6,13 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
-from itertools import islice
 from pathlib import Path, PurePath
 from typing import cast
 
 import datasets
 import numpy as np
-import pyarrow.parquet as pq
 from datasets.data_files import FILES_TO_IGNORE
 
 from openrlhf.config.checks import parse_probabilities, split_spec
@@ -42,7 +40,7 @@ class Rows:
 
     @classmethod
     def of(cls, rows: Sequence[Row], name: str = "rows") -> "Rows":
-        return cls([Part.of(name, rows)], _whole(0, len(rows)))
+        return cls([Part.of(name, rows)], whole_part(0, len(rows)))
 
     @property
     def columns(self) -> list[str]:
@@ -116,49 +114,18 @@ def load_rows(
     items: list[np.ndarray] = []
     for item in split_spec(spec):
         loaded = _load(item, split, flag, bad_rows)
-        indices = [_whole(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
+        indices = [whole_part(len(parts) + i, len(part.rows)) for i, part in enumerate(loaded)]
         parts += loaded
         items.append(np.concatenate(indices)[:max_samples])
     for part in parts:
-        _check_columns_exist(part, len(part.rows), flag, required_columns)
+        check_part(part, len(part.rows), flag, required_columns)
     kinds, usual = _kinds_of(parts, required_columns), {}
     if bad_rows == "error":
         _check_one_type(kinds)
     else:
         usual = {column: max(found, key=lambda kind: found[kind][1]) for _, column, found in kinds if found}
-    mixed = np.concatenate(items) if probs is None else _interleave(items, probs, flag, seed)
+    mixed = np.concatenate(items) if probs is None else interleaved(items, probs, flag, seed)
     return Rows(parts, mixed[:max_samples], usual)
-
-
-def count_rows(
-    spec: str, *, flag: str, probs: str | None, split: str, max_samples: int, seed: int
-) -> int | None:
-    """Counts the rows that `load_rows` returns. Returns None where that takes long: for URLs, names on the
-    hub and files of more than `COUNTED` bytes that must be parsed."""
-    items: list[np.ndarray] = []
-    for item in split_spec(spec):
-        files = None if "://" in item or is_gym(item) else _named_files(item, split, flag, look_up=False)
-        counts = [_num_rows(file, split, max_samples) for file in files or ()]
-        if not counts or None in counts:
-            return None
-        items.append(_whole(len(items), min(max_samples, sum(filter(None, counts)))))
-    mixed = sum(map(len, items)) if probs is None else len(_interleave(items, probs, flag, seed))
-    return min(mixed, max_samples)
-
-
-def _num_rows(file: File, split: str, most: int) -> int | None:
-    path, ending = file.path, file.path.suffix
-    if ending == ".parquet":
-        return pq.read_metadata(path).num_rows
-    if ending == ".jsonl":
-        with path.open("rb") as lines:
-            return sum(1 for _ in islice(filter(bytes.strip, lines), most))
-    is_cheap = path.is_dir() or ending == ".arrow" or path.stat().st_size <= COUNTED
-    return len(_read(unpacked(file), split, "skip").rows) if is_cheap else None
-
-
-COUNTED = 2**28
-"""Bytes of a file up to which it is parsed only to count its rows."""
 
 
 def check_columns(
@@ -172,20 +139,11 @@ def check_columns(
     """Raises what `load_rows` would raise for missing files, splits and columns, reading only the first rows
     or the schema of each file (a .json list is read whole). Names on the hub are not looked up; URLs are
     fetched."""
-    for part in _heads(spec, flag, split, lambda file: peek(file, bad_rows)):
-        _check_columns_exist(part, len(part.columns), flag, required_columns)
+    for part in heads(spec, flag, split, lambda file: peek(file, bad_rows)):
+        check_part(part, len(part.columns), flag, required_columns)
 
 
-def first_row(spec: str, *, flag: str, split: str = "train") -> Row | None:
-    """Returns the first row that `spec` names; None for a name on the hub. Raises like `check_columns`."""
-    read = lambda file: (READERS[".parquet"] if file.path.suffix == ".parquet" else peek)(file, "error")
-    for part in _heads(spec, flag, split, read):
-        _check_columns_exist(part, len(part.rows), flag, {})
-        return cast(Row, part.rows[0])
-    return None
-
-
-def _heads(spec: str, flag: str, split: str, read: Callable[[File], Part]) -> Iterator[Part]:
+def heads(spec: str, flag: str, split: str, read: Callable[[File], Part]) -> Iterator[Part]:
     """Yields what `read` returns for each file that `spec` names. Names on the hub are left out."""
     for item in split_spec(spec):
         if is_gym(item):
@@ -222,21 +180,21 @@ def _load(item: str, split: str, flag: str, bad_rows: BadRows) -> list[Part]:
     files = _files_of(item, split, flag, look_up=True)
     if files is None:
         return [_read_hub(item, split, flag)]
-    return [_read(file, split, bad_rows) for file in files]
+    return [read_file(file, split, bad_rows) for file in files]
 
 
-def _read(file: File, split: str, bad_rows: BadRows) -> Part:
+def read_file(file: File, split: str, bad_rows: BadRows) -> Part:
     return _read_saved(file, split) if file.path.is_dir() else READERS[file.path.suffix](file, bad_rows)
 
 
 def _files_of(item: str, split: str, flag: str, *, look_up: bool = False) -> list[File] | None:
     """Lists the files to read for an item, unpacked, or the folder of one saved dataset. None for a name on
     Hugging Face's hub. Files of a name on ModelScope are fetched with `look_up`; without, None."""
-    files = _named_files(item, split, flag, look_up=look_up)
+    files = named_files(item, split, flag, look_up=look_up)
     return None if files is None else [unpacked(file) for file in files]
 
 
-def _named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File] | None:
+def named_files(item: str, split: str, flag: str, *, look_up: bool) -> list[File] | None:
     if is_url(item):
         return fetched(item, flag, partial(_of_split, place=item, split=split, flag=flag))
     place = _find(item, flag)
@@ -343,7 +301,7 @@ def _split_in_name(name: str, wanted: str) -> str | None:
 _SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 
 
-def _check_columns_exist(part: Part, size: int, flag: str, required: Mapping[str, str | None]) -> None:
+def check_part(part: Part, size: int, flag: str, required: Mapping[str, str | None]) -> None:
     """Raises UsageError if the part, named by `flag`, is empty or lacks a column. size: its number of rows
     or of columns."""
     if not size:
@@ -388,12 +346,12 @@ def _check_one_type(kinds: Iterable[tuple[str, str, Found]]) -> None:
             )
 
 
-def _whole(part: int, rows: int) -> np.ndarray:
+def whole_part(part: int, rows: int) -> np.ndarray:
     """Returns the (rows, 2) index of one whole part."""
     return np.stack([np.full(rows, part), np.arange(rows)], axis=1)
 
 
-def _interleave(items: Sequence[np.ndarray], probs: str, flag: str, seed: int) -> np.ndarray:
+def interleaved(items: Sequence[np.ndarray], probs: str, flag: str, seed: int) -> np.ndarray:
     prob_flag = flag.replace("prompt_dataset", "prompt_probs").replace(".dataset", ".dataset_probs")
     try:
         values = parse_probabilities(probs, len(items), flag.removeprefix("--"))

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -10,12 +9,11 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from openrlhf.data.bad_rows import BadRow, BadRowAction, refuse, value_of
-from openrlhf.data.encode import Text, check_left, read_tokens, token_ids_of
+from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
+from openrlhf.data.encode import Text, Tokens, build_samples, token_ids_of, truncated
 from openrlhf.data.files import Row, kind
-from openrlhf.data.labelled import LabelledSamples
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, SampleStore
+from openrlhf.data.store import Drop, Samples
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.text import decode
 from openrlhf.types import Steps
@@ -23,30 +21,22 @@ from openrlhf.types import Steps
 FAR_STEPS = "no placeholder within max_len"
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StepsDataset(LabelledSamples):
+class StepsDataset(Samples[Steps]):
+    LABELS = ("labels", "label_starts")
+
     labels: np.ndarray
     """(steps,) labels of all solutions end to end: int64 token ids, or float32 probabilities of the first
     reward token."""
     label_starts: np.ndarray
     """(solutions + 1,) int64, start of each solution's labels."""
 
-    def __post_init__(self) -> None:
-        if len(self.label_starts) != len(self.samples) + 1 or self.label_starts[-1] != len(self.labels):
-            raise ValueError(f"{len(self.labels)} labels do not fit {len(self.samples)} solutions")
+    def check_labels(self) -> None:
+        if len(self.label_starts) != len(self) + 1 or self.label_starts[-1] != len(self.labels):
+            raise ValueError(f"{len(self.labels)} labels do not fit {len(self)} solutions")
 
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Tokens of each solution."""
-        return self.samples.lengths
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, i: int) -> Steps:
-        i = range(len(self))[i]
+    def item(self, i: int) -> Steps:
         labels = self.labels[self.label_starts[i] : self.label_starts[i + 1]]
-        return Steps(sample=self.samples[i], labels=torch.from_numpy(np.array(labels)))
+        return Steps(sample=self.sample(i), labels=torch.from_numpy(np.array(labels)))
 
 
 def build_steps(
@@ -80,26 +70,25 @@ def build_steps(
         _check_placeholders(text, len(ends), len(labels), placeholder_token)
         return (Text(text=text, ends=ends),), labels
 
-    store, kept = SampleStore(), []
     first_of_kind: dict[str, int] = {}
-    for i, ((token_ids, ends_step),), labels in read_tokens(rows, read, tokenizer, bad_rows, store.dropped):
+
+    def fit(i: int, tokens: list[Tokens], labels: np.ndarray) -> Sequence[Tokens] | Drop:
+        ((token_ids, ends_step),) = tokens
         if sum(ends_step) != len(labels):
-            reason = BadRow(f"the tokenizer gives some placeholders {placeholder_token!r} no token.")
-            refuse(rows, i, reason, bad_rows, store.dropped)
-            continue
-        action_mask = ends_step[:max_len]
+            raise BadRow(f"the tokenizer gives some placeholders {placeholder_token!r} no token.")
+        sample = truncated(tokens[0], max_len)
+        action_mask = sample[1]
         if True not in action_mask:
-            store.drop(Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop("nothing to learn"))
-            continue
+            return Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop("nothing to learn")
         first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
         _check_kinds(first_of_kind, rows, label_key, reward_tokens)
-        if len(token_ids) > max_len:
-            store.cut(len(token_ids))
-        store.append(token_ids[:max_len], action_mask)
         kept.append(labels[: sum(action_mask)])
-    check_left(store, rows, max_len, unit="solution")
+        return [sample]
+
+    store, kept = StepsDataset(), []
+    build_samples(store, rows, read, fit, tokenizer, max_len=max_len, bad_rows=bad_rows, unit="solution")
     starts = np.cumsum([0, *map(len, kept)], dtype=np.int64)
-    return StepsDataset(samples=store, labels=np.concatenate(kept), label_starts=starts)
+    return store.with_labels(labels=np.concatenate(kept), label_starts=starts)
 
 
 def reward_token_ids(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> tuple[int, ...]:

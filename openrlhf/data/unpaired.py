@@ -2,18 +2,16 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
-from openrlhf.data.encode import Text, check_left, finish, read_tokens, reason_to_drop
+from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_drop
 from openrlhf.data.files import Row, kind
-from openrlhf.data.labelled import TwoSamples
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import SampleStore
+from openrlhf.data.store import Drop, SampleStore, TwoSamples
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import UnpairedExample
@@ -21,29 +19,29 @@ from openrlhf.types import UnpairedExample
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class UnpairedDataset(TwoSamples):
+class UnpairedDataset(TwoSamples[UnpairedExample]):
     """Answers with labels: sample 2i is answer i, sample 2i + 1 its mismatched answer."""
+
+    LABELS = ("desirable", "ref_log_probs")
 
     desirable: np.ndarray
     """(answers,) bool, True for good answers."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if len(self.samples) != 2 * len(self.desirable):
-            raise ValueError(f"{len(self.samples)} samples for {len(self.desirable)} answers")
+    def check_labels(self) -> None:
+        super().check_labels()
+        if (count := len(self.sequence_lengths)) != 2 * len(self.desirable):
+            raise ValueError(f"{count} samples for {len(self.desirable)} answers")
 
-    def __getitem__(self, i: int) -> UnpairedExample:
-        i = range(len(self))[i]
+    def item(self, i: int) -> UnpairedExample:
         return UnpairedExample(
-            sample=self.samples[2 * i],
-            mismatched=self.samples[2 * i + 1],
+            sample=self.sample(2 * i),
+            mismatched=self.sample(2 * i + 1),
             desirable=bool(self.desirable[i]),
             ref_log_probs=self.ref_of(i),
         )
 
     def sequences(self, i: int) -> tuple[np.ndarray, ...]:
-        """See `SampleStore`. Mismatched answers are in a row of their own, so their numbers are negative."""
+        """See `Samples`. Mismatched answers are in a row of their own, so their numbers are negative."""
         sample, mismatched = super().sequences(i)
         return sample, -1 - mismatched
 
@@ -73,25 +71,23 @@ def build_unpaired(
     after its generation prompt, when no answer is left, and when all that are left have the same prompt.
     """
     template = PromptTemplate(tokenizer, apply_chat_template, input_template)
-    keys = {"input_key": input_key, "output_key": output_key, "tools_key": tools_key}
-    answer = AnswerColumns(template=template, **keys)
+    answer = AnswerColumns.of(template, input_key, output_key, tools_key=tools_key)
 
-    def read(row: Row) -> tuple[tuple[Text], bool]:
-        return (answer(row),), _label(row, label_key)
+    def read(row: Row) -> tuple[tuple[Text, ...], bool]:
+        return answer(row), _label(row, label_key)
 
-    whole, desirable = SampleStore(), []
-    for _, (tokens,), label in read_tokens(rows, read, tokenizer, bad_rows, whole.dropped):
-        finish(tokens, tokenizer.eos_token_id)
-        drop = reason_to_drop(tokens[1], max_len)
-        if drop:
-            whole.drop(drop)
-            continue
-        whole.append(*tokens)
-        desirable.append(label)
-    check_left(whole, rows, max_len, unit="answer")
+    def fit(_: int, tokens: list[Tokens], label: bool) -> Sequence[Tokens] | Drop:
+        """Keeps whole sequences: another prompt's answer may fit behind a prompt."""
+        finish(tokens[0], tokenizer.eos_token_id)
+        return reason_to_drop(tokens[0][1], max_len) or tokens
+
+    whole = SampleStore()
+    desirable = build_samples(
+        whole, rows, read, fit, tokenizer, max_len=max_len, bad_rows=bad_rows, unit="answer"
+    )
     _tell_classes(desirable, label_key)
     store = _with_mismatched(whole, max_len, seed, input_key)
-    return UnpairedDataset(samples=store, desirable=np.array(desirable))
+    return store.with_labels(desirable=np.array(desirable))
 
 
 def _label(row: Row, column: str) -> bool:
@@ -112,7 +108,7 @@ def _tell_classes(desirable: Sequence[bool], label_key: str) -> None:
         )
 
 
-def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str) -> SampleStore:
+def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str) -> UnpairedDataset:
     """Returns, for each sample, the sample and its prompt with another prompt's answer, both truncated at
     max_len."""
     arrays = whole.arrays()
@@ -132,11 +128,9 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
             flag="--data.input_key",
             value=input_key,
         )
-    store = SampleStore()
-    store.dropped, store.needed_len = whole.dropped, whole.needed_len
+    store = UnpairedDataset()
+    store.dropped, store.needed_len, store.truncated = whole.dropped, whole.needed_len, whole.truncated
     for i, other in enumerate(other_prompts(np.array(numbers), seed).tolist()):
-        if len(token_ids[i]) > max_len:
-            store.cut(len(token_ids[i]))
         for answer in (i, other):
             sequence, mask = (
                 np.concatenate([x[i][: borders[i]], x[answer][borders[answer] :]])[:max_len]

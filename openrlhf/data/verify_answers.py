@@ -57,13 +57,12 @@ def check_learned(
 def _texts(row: Row, columns: AnswerColumns) -> tuple[str | None, str | None]:
     """Returns the last question and the answer of a row, each of them None if it is not text."""
     read = read_text if columns.template.apply_chat_template else lambda value: value
-    asked = read(row.get(columns.input_key))
-    if columns.output_key is not None:
-        answer = _content(read(row.get(columns.output_key)), "assistant")
+    answer = read(row.get(columns.answer_keys[0]))
+    if columns.prompt_key is not None:
+        asked = read(row.get(columns.prompt_key))
     else:
-        answer = _content(asked, "assistant")
-        asked = asked[:-1] if isinstance(asked, list) else None
-    return _content(asked, "user"), answer
+        asked = answer[:-1] if isinstance(answer, list) else None
+    return _content(asked, "user"), _content(answer, "assistant")
 
 
 def _content(value: object, role: str) -> str | None:

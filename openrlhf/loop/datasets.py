@@ -9,18 +9,17 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.backends.base import Row
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.fields import flag_of
-from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
+from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.cache import cached, tokenizer_digest
 from openrlhf.data.encode import tell_losses
 from openrlhf.data.sources import Rows, load_rows, rows_digest
+from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.loop.task import Task
 from openrlhf.models.loading import load_config, max_length_of
 
 
-def build_datasets(
-    task: Task, tokenizer: PreTrainedTokenizerBase
-) -> tuple[TokenisedDataset, TokenisedDataset | None]:
+def build_datasets(task: Task, tokenizer: PreTrainedTokenizerBase) -> tuple[Samples, Samples | None]:
     """Builds the training set and the evaluation set; the latter is None without evaluation."""
     evaluation = task.config.eval
     train_set = build_train_set(task, tokenizer)
@@ -36,7 +35,7 @@ def build_datasets(
     )
 
 
-def build_train_set(task: Task, tokenizer: PreTrainedTokenizerBase) -> TokenisedDataset:
+def build_train_set(task: Task, tokenizer: PreTrainedTokenizerBase) -> Samples:
     data = task.config.data
     return build_dataset(
         task,
@@ -58,7 +57,7 @@ def build_dataset(
     split: str,
     probs: str | None = None,
     max_samples: int | None = None,
-) -> TokenisedDataset:
+) -> Samples:
     """Builds a dataset, or reads it from the data cache. Raises UsageError for sequences that are longer than
     a model's maximum length."""
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
@@ -92,7 +91,7 @@ def max_lengths_of(task: Task) -> dict[str, int]:
 
 def tokenise(
     task: Task, tokenizer: PreTrainedTokenizerBase, spec: str, flag: str, mix: Mapping[str, Any]
-) -> TokenisedDataset:
+) -> Samples:
     """Tokenises the rows of `spec` for the task, using the data cache. `mix`: arguments of `load_rows` that
     select and order the rows."""
     data, builder, images = task.config.data, task.builder(), task.images(tokenizer)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from openrlhf.backends.base import FrozenModel, RowModule
-    from openrlhf.data.batches import TokenisedDataset
+    from openrlhf.data.store import Samples
     from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.training.objectives.reference import Reference
     from openrlhf.types import PackedRow
@@ -72,7 +72,7 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
     # Before the first step the policy equals the reference.
     model = cache(lambda: run.engine if is_policy else load())
 
-    def compute(dataset: "TokenisedDataset") -> "np.ndarray":
+    def compute(dataset: "Samples") -> "np.ndarray":
         return values_of_items(model(), run.in_order(dataset), read, len(dataset), run.mesh)
 
     run.attach_reference(lambda dataset: _cached_log_probs(run, path, dataset, partial(compute, dataset)))
@@ -80,7 +80,7 @@ def reference_of(run: "ComparingRun", ref: RefConfig, *, read: Callable) -> "Ref
 
 
 def _cached_log_probs(
-    run: "ComparingRun", path: str, dataset: "TokenisedDataset", compute: "Callable[[], np.ndarray]"
+    run: "ComparingRun", path: str, dataset: "Samples", compute: "Callable[[], np.ndarray]"
 ) -> "np.ndarray":
     """Returns reference log-probs (n, 2) from the data cache if it has them for the same model, precision,
     tokens and images. Otherwise computes them."""

@@ -22,9 +22,9 @@ from openrlhf.backends.row_memory import memory_of_rows
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
+from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.cache import arrays_digest
-from openrlhf.data.labelled import TwoSamples
+from openrlhf.data.store import Samples, TwoSamples
 from openrlhf.device import own_bytes
 from openrlhf.errors import ErrorCode, UsageError, counted, noting_position
 from openrlhf.files import exporting
@@ -136,11 +136,11 @@ class SupervisedRun(Generic[ConfigT]):
         """Returns batches that contain every item once, in order."""
         return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
 
-    def attach_reference(self, answers: Callable[[TokenisedDataset], np.ndarray]) -> None:
+    def attach_reference(self, answers: Callable[[Samples], np.ndarray]) -> None:
         """Adds reference log-probs `answers(dataset)`, (n, 2), to the training set and the evaluation set.
         Each item has two samples."""
 
-        def attached(dataset: TokenisedDataset) -> TokenisedDataset:
+        def attached(dataset: Samples) -> Samples:
             assert isinstance(dataset, TwoSamples)
             return dataset.with_reference(answers(dataset))
 

@@ -9,11 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.config.ppo import REWARD_FLAG
-from openrlhf.data.answers import scored_answer
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.encode import Encoder, Text, with_end
-from openrlhf.data.inference import score_last
+from openrlhf.data.encode import Encoder, Text
 from openrlhf.data.messages import text_of
+from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import reads_the_tokens_of
 from openrlhf.text import decode

@@ -252,7 +252,7 @@ def check_reward_templates(
 ) -> None:
     """Raises UsageError if a reward model's tokenizer has no end, if its own chat template cannot render the
     prompts, or if prompts have images and its chat template or tokenizer differs from the policy's."""
-    from openrlhf.data.encode import end_token_id
+    from openrlhf.data.scored import end_token_id
     from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
     from openrlhf.rewards.models import check_conversations, has_own_template
 

@@ -8,7 +8,7 @@ import numpy as np
 from openrlhf.backends.base import TrainableRanks
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.data.packing import partition
-from openrlhf.data.prefixes import identities, parts_of_related
+from openrlhf.data.related import identities, parts_of_related
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.observability.hooks.base import Step
 from openrlhf.types import Batch, Metrics, Schedule

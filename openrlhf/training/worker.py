@@ -27,7 +27,7 @@ from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.peak_memory import PeakMemory, Peaks
 from openrlhf.config.ppo import REWARD_FLAG, PPOConfig
 from openrlhf.data.packing import pack_to_budget
-from openrlhf.data.prefixes import identities, rows_of_related
+from openrlhf.data.related import identities, rows_of_related
 from openrlhf.mesh import Mesh
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (

@@ -35,8 +35,6 @@ from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.pending import Gathered
 from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks
 from openrlhf.data import batches
-from openrlhf.data.batches import TokenisedDataset
-from openrlhf.data.cache import Cacheable
 from openrlhf.data.preference import PairDataset
 from openrlhf.data.steps import StepsDataset
 from openrlhf.data.store import SampleStore
@@ -194,9 +192,5 @@ def reward(
     return source
 
 
-def dataset(made: SampleStore | PairDataset | UnpairedDataset | StepsDataset) -> TokenisedDataset:
-    return made
-
-
-def cacheable(made: SampleStore | PairDataset | UnpairedDataset | StepsDataset) -> Cacheable:
+def dataset(made: SampleStore | PairDataset | UnpairedDataset | StepsDataset) -> batches.Dataset:
     return made

@@ -10,7 +10,8 @@ from refusals import refused
 from torch.nn.functional import cross_entropy, logsigmoid
 from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-from openrlhf.data.image_rows import ImageColumn, ImageTokens, check_same_images
+from openrlhf.cli.train_kd import check_same_images
+from openrlhf.data.image_rows import ImageColumn, ImageTokens
 from openrlhf.data.preference import build_pairs
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows

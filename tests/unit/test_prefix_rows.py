@@ -16,7 +16,8 @@ from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.ppo_checks import ppo_problems
 from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.preference import PairDataset
-from openrlhf.data.prefixes import REPEATED_TOKEN, identities, rows_of_related
+from openrlhf.data.prefixes import REPEATED_TOKEN
+from openrlhf.data.related import identities, rows_of_related
 from openrlhf.data.store import SampleStore
 from openrlhf.data.unpaired import UnpairedDataset
 from openrlhf.models.dropout import has_adapter_dropout
@@ -46,11 +47,16 @@ def rows_of(dataset: Dataset, **options: Any) -> list[list[list[int]]]:
     return [next(each.items(0)) for each in windows]
 
 
+def pairs_of(store: SampleStore) -> PairDataset:
+    margins = np.zeros(len(store) // 2, np.float32)
+    return PairDataset.from_arrays(store.arrays() | {"margins": margins}, store.meta())
+
+
 def pairs() -> PairDataset:
     """Returns two pairs of answers of five tokens to each prompt, in turns."""
     answer = iter(range(100, 200))
     samples = [PROMPTS[i // 2 % 2] + [next(answer)] * 5 for i in range(8)]
-    return PairDataset(samples=stored(*samples), margins=np.zeros(4, np.float32))
+    return pairs_of(stored(*samples))
 
 
 def test_rows_of_pairs_count_their_prompt_once() -> None:
@@ -65,7 +71,7 @@ def test_rows_of_pairs_count_their_prompt_once() -> None:
 
 def test_pairs_with_a_prompt_of_their_own_fill_rows_by_their_trees() -> None:
     samples = [[*range(100 * i, 100 * i + 20), 9, 9, 9 + side] for i in range(1, 5) for side in (0, 1)]
-    dataset = PairDataset(samples=stored(*samples), margins=np.zeros(4, np.float32))
+    dataset = pairs_of(stored(*samples))
     of_pair = 23 + 1 + 22 * REPEATED_TOKEN
     assert [len(row) for row in rows_of(dataset, max_tokens=int(2 * of_pair) + 1)[0]] == [2, 2]
 
@@ -73,7 +79,8 @@ def test_pairs_with_a_prompt_of_their_own_fill_rows_by_their_trees() -> None:
 def test_completions_of_a_prompt_are_in_one_row_of_kto() -> None:
     """A mismatched answer is read in another row, so it has nothing in common with the answer."""
     samples = [PROMPTS[i // 2 % 2] + [100 + i] * 5 for i in range(8)]
-    dataset = UnpairedDataset(samples=stored(*samples), desirable=np.ones(4, bool))
+    store = stored(*samples)
+    dataset = UnpairedDataset.from_arrays(store.arrays() | {"desirable": np.ones(4, bool)}, store.meta())
     of_two = 2 * (20 + 5 + 5 + 20 * REPEATED_TOKEN)
     assert sorted(map(sorted, rows_of(dataset, max_tokens=int(of_two) + 1)[0])) == [[0, 2], [1, 3]]
     assert len(rows_of(dataset, max_tokens=int(of_two) - 1)[0]) == 4
@@ -115,7 +122,7 @@ def test_every_item_is_in_one_row(sequences: list, ranks: int, options: dict, ar
     sequences = [sequence or [5] for sequence in sequences]
     if are_pairs:
         store = stored(*(sequence for sequence in sequences for _ in "ab"))
-        dataset: Dataset = PairDataset(samples=store, margins=np.zeros(len(sequences), np.float32))
+        dataset: Dataset = pairs_of(store)
     else:
         dataset = stored(*sequences)
     with sharing_from_one_token():

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from openrlhf.data import prefixes as data_prefixes
 from openrlhf.data.packing import partition
-from openrlhf.data.prefixes import parts_of_related, rows_of_related
+from openrlhf.data.related import parts_of_related, rows_of_related
 from openrlhf.errors import ErrorCode
 from openrlhf.models import prefixes
 from openrlhf.models.attention import PACKED

@@ -14,9 +14,10 @@ from openrlhf.config.parse import parse
 from openrlhf.config.ppo import EvalConfig, PPOConfig, PromptDataConfig, RewardConfig
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, parse_gym
 from openrlhf.data import reasoning_gym
+from openrlhf.data.outline import first_row
 from openrlhf.data.prompts import build_prompts
 from openrlhf.data.reasoning_gym import NOT_REPEATABLE, entry_of, gym_dataset, gym_rows
-from openrlhf.data.sources import check_columns, first_row, load_rows, rows_digest
+from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.tasks.reasoning_gym_reward import extract_answer, reward_func

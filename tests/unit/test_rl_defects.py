@@ -62,8 +62,8 @@ from openrlhf.config.ppo import (
     TrainConfig,
 )
 from openrlhf.config.sections import LoraConfig, ScorerDeepSpeedConfig
-from openrlhf.data.inference import score_last
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.data.scored import score_last
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.rl import PPOTrainer
 from openrlhf.loop.rl_command import build_trainer

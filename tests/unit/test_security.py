@@ -34,6 +34,7 @@ from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.data.cache import cached
+from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
 from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, processor_around
@@ -176,18 +177,17 @@ def of_average(content: bytes) -> None:
     average.load("c")
 
 
-class Numbers:
-    """A dataset of one array."""
+class Numbers(SampleStore):
+    """Samples with an array of labels."""
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {"x": np.arange(3)}
+    LABELS = ("x",)
+    x = np.arange(3)
 
-    def meta(self) -> dict:
-        return {}
 
-    @classmethod
-    def from_arrays(cls, arrays, meta) -> "Numbers":
-        return cls()
+def numbers() -> Numbers:
+    made = Numbers()
+    made.append([1], [True])
+    return made
 
 
 def saved_array(thing: object) -> bytes:
@@ -197,10 +197,10 @@ def saved_array(thing: object) -> bytes:
 
 def of_cache(content: bytes) -> None:
     """Reads tokenised data of this content, which must be built again."""
-    cached(Numbers, {"a": 1}, Numbers, cache_dir="kept")
+    cached(Numbers, {"a": 1}, numbers, cache_dir="kept")
     (file,) = Path("kept").glob("*/x.npy")
     file.write_bytes(content)
-    cached(Numbers, {"a": 1}, Numbers, cache_dir="kept")
+    cached(Numbers, {"a": 1}, numbers, cache_dir="kept")
     assert np.load(file).tolist() == [0, 1, 2]
 
 

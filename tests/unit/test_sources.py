@@ -14,10 +14,11 @@ import pytest
 from refusals import refused
 
 from openrlhf.config.checks import split_spec
-from openrlhf.data import sources
+from openrlhf.data import outline
 from openrlhf.data.bad_rows import read_each, value_of
 from openrlhf.data.files import REMEDY
-from openrlhf.data.sources import check_columns, count_rows, first_row, load_rows, rows_digest
+from openrlhf.data.outline import count_rows, first_row
+from openrlhf.data.sources import check_columns, load_rows, rows_digest
 from openrlhf.errors import ErrorCode
 
 FLAG = "--data.dataset"
@@ -400,7 +401,7 @@ def test_rows_are_counted_as_they_are_loaded(tmp_path, monkeypatch):
 
 def test_rows_whose_count_takes_long_are_not_counted(tmp_path, monkeypatch):
     """A large table and lines are counted without being parsed."""
-    monkeypatch.setattr(sources, "COUNTED", 10)
+    monkeypatch.setattr(outline, "COUNTED", 10)
     for name, write in WRITERS.items():
         write(tmp_path / name)
         parsed = name in ("rows.json", "lines.json", "rows.csv")

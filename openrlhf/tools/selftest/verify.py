@@ -156,7 +156,7 @@ class FirstSteps(Hook):
     def before_step(self, step: int, rows: Sequence[Any], objective: Objective) -> None:
         if self.num_verified >= self.config.train.verify_steps:
             return
-        if self.windows.shuffles and not self.num_verified:
+        if self.windows.shuffle and not self.num_verified:
             check_epochs("samples", self.windows.order, step)
         verify_step(self.engine, rows, objective, step, ds=self.config.ds, mesh=self.mesh)
         self.num_verified += 1
