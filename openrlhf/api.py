@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.algorithms.mismatch import PROBE as MISMATCH_PROBE, check_mismatch
     from openrlhf.backends.base import Objective, RowT, TrainEngine
     from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS, row_memory as deepspeed_row_memory
-    from openrlhf.backends.deepspeed.resharding import (
+    from openrlhf.checkpoint.zero import (
         Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
     )
     from openrlhf.backends.distributed import (
@@ -41,14 +41,14 @@ if TYPE_CHECKING:  # for tools
         seed_everything,
     )
     from openrlhf.backends.jobs import run_job
-    from openrlhf.backends.manifest import MANIFEST as MANIFEST_FILE, Manifest
+    from openrlhf.checkpoint.manifest import MANIFEST as MANIFEST_FILE, Manifest
     from openrlhf.backends.rollout import (
         AnswerStream, EngineOptions, RolloutEngine, USABLE_FRACTION, engine_class,
     )
     from openrlhf.backends.row_memory import (
         ITEM_BYTES, ModelShape, activations as activation_bytes, layer_bytes, most_tokens,
     )
-    from openrlhf.backends.torch.checkpoint_files import METADATA as TORCH_METADATA, TorchReader, load_tensors
+    from openrlhf.checkpoint.dcp import METADATA as TORCH_METADATA, TorchReader, load_tensors
     from openrlhf.backends.torch.memory import row_memory as torch_row_memory
     from openrlhf.backends.vllm.stream import VLLMStream
     from openrlhf.backends.vllm.support import check_vllm_runs
@@ -162,7 +162,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options
     from openrlhf.text import decode, decode_each, first_token_ids, prompt_token_ids
-    from openrlhf.training.checkpoints import (
+    from openrlhf.checkpoint.folder import (
         COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
         ORIGIN as ORIGIN_FILE,
     )
@@ -178,14 +178,14 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.objectives.reference import reference_log_probs
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.training.objectives.sft import SFTObjective
-    from openrlhf.training.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
+    from openrlhf.checkpoint.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
     from openrlhf.training.rl_data import (
         build_data as build_rl_data, build_prompt_datasets, data_notes as rl_data_notes, missing_template,
     )
     from openrlhf.training.schedule import (
         num_batches, num_updates, passes_of, prompts_of_steps, training_schedule,
     )
-    from openrlhf.training.start import check_output, check_places, check_space
+    from openrlhf.checkpoint.start import check_output, check_places, check_space
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
         ExperienceRow, LossNorm, Metrics, PackedRow, Pair, PairRow, Sample, Schedule, Steps, UnpairedExample,

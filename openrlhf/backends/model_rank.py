@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from openrlhf.backends.base import Objective, Part, RowT
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.finite import NotFiniteError, check_finite
 from openrlhf.backends.row_memory import ModelShape
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, RunError, UsageError
@@ -488,19 +488,6 @@ def decay_groups(module: nn.Module, weight_decay: float, *, without: Container[i
         for is_exempt in (False, True)
     ]
     return [group for group in groups if group["params"]]
-
-
-def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
-    """Raises UsageError if checkpoint and model have different parameters. `unknown`: parameters of the
-    checkpoint that the model lacks; `missing`: the reverse."""
-    unknown, missing = sorted(unknown), sorted(missing)
-    if missing or unknown:
-        what = f"it has no {missing[0]}" if missing else f"this model has no {unknown[0]}"
-        text = (
-            f"the checkpoint belongs to another model: {what}.\n"
-            "Resume with the model and the --ds.lora.* flags that it was saved with."
-        )
-        raise UsageError(ErrorCode.OTHER_RUN, text)
 
 
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:

@@ -9,6 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from openrlhf import heap
+from openrlhf.checkpoint.start import (
+    check_places,
+    check_space,
+    choose_checkpoint,
+    day_of,
+    grace_of,
+    lock_folders,
+    move_old_checkpoints,
+    origin_of,
+    position,
+)
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.config.ppo_command import PPO
 from openrlhf.errors import (
@@ -27,36 +38,25 @@ from openrlhf.plugins import digest
 from openrlhf.text import Calendar
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data, data_notes, missing_template
-from openrlhf.training.start import (
-    check_places,
-    check_space,
-    choose_checkpoint,
-    day_of,
-    grace_of,
-    lock_folders,
-    move_old_checkpoints,
-    origin_of,
-    position,
-)
 from openrlhf.user_file import split
 
 if TYPE_CHECKING:
+    from openrlhf.checkpoint.folder import CheckpointFolder
+    from openrlhf.checkpoint.origin import Origin
     from openrlhf.cluster.layout import Layout
     from openrlhf.cluster.placement import Bundles
     from openrlhf.cluster.rank_groups import PolicyRanks
     from openrlhf.cluster.roles import Roles
     from openrlhf.loop.rl import PPOTrainer
-    from openrlhf.training.checkpoints import CheckpointFolder
-    from openrlhf.training.origin import Origin
 
 
 def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
     """Trains, and writes the policy to `ckpt.output_dir`. `clock`: clock that started with the run."""
+    from openrlhf.checkpoint.fork import find_or_fork
     from openrlhf.cluster.disks import check_disks
     from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
     from openrlhf.cluster.placement import place
     from openrlhf.observability.progress import waiting
-    from openrlhf.training.fork import find_or_fork
     from openrlhf.training.schedule import prompts_of_steps
 
     clock = clock or StartClock()
@@ -161,7 +161,7 @@ def _memory_of_rows(roles: "Roles") -> str:
 def checkpoints_of(config: PPOConfig, origin: "Origin | None" = None) -> "CheckpointFolder":
     """Returns the checkpoint folders of the policy and, if there is one, of the critic. `origin`: compared
     with that of a checkpoint before it is loaded, and stored in new ones; None for neither."""
-    from openrlhf.training.checkpoints import CheckpointFolder
+    from openrlhf.checkpoint.folder import CheckpointFolder
 
     ckpt = config.ckpt
     others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []

@@ -33,6 +33,8 @@ from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.mismatch import MismatchWatch
 from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.start import check_output, check_places, grace_of
 from openrlhf.config.fields import with_values
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.sections import is_due
@@ -54,7 +56,6 @@ from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
 from openrlhf.text import decode
-from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.diagnostics import rollout_metrics
@@ -64,7 +65,6 @@ from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import schedule_of
-from openrlhf.training.start import check_output, check_places, grace_of
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.

@@ -13,6 +13,19 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, get_type_hints
 
 from openrlhf import heap
+from openrlhf.checkpoint.start import (
+    check_output,
+    check_places,
+    check_space,
+    choose_checkpoint,
+    continuing,
+    day_of,
+    grace_of,
+    lock_folders,
+    move_old_checkpoints,
+    origin_of,
+    position,
+)
 from openrlhf.config.checks import SCATTERED, check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.fields import flag_of
@@ -32,19 +45,6 @@ from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
 from openrlhf.text import Calendar
 from openrlhf.training.publish import publish
-from openrlhf.training.start import (
-    check_output,
-    check_places,
-    check_space,
-    choose_checkpoint,
-    continuing,
-    day_of,
-    grace_of,
-    lock_folders,
-    move_old_checkpoints,
-    origin_of,
-    position,
-)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
     from openrlhf.backends.base import FrozenModel, Objective, Row
     from openrlhf.backends.distributed import ProcessMesh
+    from openrlhf.checkpoint.folder import CheckpointFolder
+    from openrlhf.checkpoint.origin import Origin
     from openrlhf.data.batches import Dataset, TokenisedDataset, Windows
     from openrlhf.data.image_rows import ImageColumn
     from openrlhf.data.sources import Rows
     from openrlhf.loop.sft import SupervisedTrainer
     from openrlhf.models.backbone import RowModel
     from openrlhf.observability.observer import Observer
-    from openrlhf.training.checkpoints import CheckpointFolder
-    from openrlhf.training.origin import Origin
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 
@@ -346,7 +346,7 @@ class Run(Generic[ConfigT]):
         return f"estimated memory of a rank: {needs}"
 
     def _checkpoints(self) -> "CheckpointFolder":
-        from openrlhf.training.checkpoints import CheckpointFolder
+        from openrlhf.checkpoint.folder import CheckpointFolder
 
         ckpt, universal = self.config.ckpt, self.config.ds.use_universal_ckpt
         origin = self._origin() if ckpt.is_used else None
@@ -356,7 +356,7 @@ class Run(Generic[ConfigT]):
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
         beginning. Rank 0 also locks the folders and prints."""
         from openrlhf.backends.distributed import from_first, machines_without
-        from openrlhf.training.fork import find_or_fork
+        from openrlhf.checkpoint.fork import find_or_fork
 
         ckpt = self.config.ckpt
         if ckpt.has_parts and (machines := machines_without(ckpt.folder)):

@@ -1,8 +1,8 @@
 """Publishes the saved model of a training command."""
 
+from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
 from openrlhf.errors import RunError, describe, notify
-from openrlhf.training.start import Config
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from openrlhf.backends.base import TrainableRanks, TrainEngine
+from openrlhf.checkpoint.folder import BEST, COPY, CheckpointFolder
 from openrlhf.config.sections import is_due
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.hooks.base import Hook, announce
-from openrlhf.training.checkpoints import BEST, COPY, CheckpointFolder
 
 # bounded .result(): the cluster's watch ends calls to processes that make no progress.
 

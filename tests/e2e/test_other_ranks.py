@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from sft_runs import PRECISION, TOKENS
 
-from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint
+from openrlhf.checkpoint.zero import MASTER, Checkpoint
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
 

@@ -12,14 +12,14 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
+from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.start import origin_of
 from openrlhf.config.commands import SFT
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.origin import Origin, compare
-from openrlhf.training.start import origin_of
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import random
 import numpy as np
 import torch
 
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
-from openrlhf.backends.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.checkpoint.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.checkpoint.writer import CheckpointWriter
 
 
 def draw() -> list[float]:

@@ -14,9 +14,10 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refusals import refused
 from torch import nn
 
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
-from openrlhf.backends.deepspeed.resharding import (
+from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.checkpoint.writer import CheckpointWriter
+from openrlhf.checkpoint.zero import (
     MASTER,
     Checkpoint,
     Piece,
@@ -27,7 +28,6 @@ from openrlhf.backends.deepspeed.resharding import (
     slice_of,
     stepped_tensors,
 )
-from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 

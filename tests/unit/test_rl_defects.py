@@ -39,6 +39,8 @@ from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import CPU_KV_CACHE_GB, VLLMEngine
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.origin import Origin
 from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
@@ -80,13 +82,11 @@ from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training import trained_worker
-from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.origin import Origin
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
 from openrlhf.training.saving import restore
 from openrlhf.training.schedule import prompts_of_steps, training_schedule

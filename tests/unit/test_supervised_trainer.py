@@ -8,6 +8,8 @@ import torch
 from refusals import refused
 
 from openrlhf.backends.finite import NotFiniteError
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
+from openrlhf.checkpoint.origin import Origin
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
@@ -17,8 +19,6 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.origin import Origin
 from openrlhf.types import PackedRow, Sample
 
 

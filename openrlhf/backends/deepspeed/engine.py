@@ -20,31 +20,31 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.backends.base import Row
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
-from openrlhf.backends.deepspeed.checkpoint_files import DeepSpeedFiles
 from openrlhf.backends.deepspeed.config import inference_config, training_config
 from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
-from openrlhf.backends.deepspeed.resharding import (
-    ORDER,
-    Checkpoint,
-    load_resharded,
-    names_in_order,
-    stepped_tensors,
-)
 from openrlhf.backends.distributed import BACKENDS, ProcessMesh, use_own_cores
 from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.backends.model_rank import (
     ModelRank,
     TrainedRank,
-    check_same_model,
     decay_groups,
     shard_rows,
 )
-from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
+from openrlhf.checkpoint.pickles import check_same_model
+from openrlhf.checkpoint.random_state import load_random_state, save_random_state
+from openrlhf.checkpoint.writer import CheckpointWriter
+from openrlhf.checkpoint.zero import (
+    ORDER,
+    Checkpoint,
+    DeepSpeedFiles,
+    load_resharded,
+    names_in_order,
+    stepped_tensors,
+)
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError

@@ -21,24 +21,24 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from openrlhf.backends import own_pickles
 from openrlhf.backends.base import Objective, Part, Row, RowT
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.lr_schedule import lr_schedule
-from openrlhf.backends.manifest import why_unwritten
 from openrlhf.backends.model_rank import (
     BUCKET_BYTES,
     ModelRank,
     TrainedRank,
-    check_same_model,
     decay_groups,
     held,
 )
-from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, load_tensors, storage_of
 from openrlhf.backends.torch.memory import row_memory
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.dcp import METADATA, TorchReader, load_tensors, storage_of
+from openrlhf.checkpoint.manifest import why_unwritten
+from openrlhf.checkpoint.pickles import check_same_model
+from openrlhf.checkpoint.random_state import load_random_state, save_random_state
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
@@ -194,7 +194,7 @@ class TorchEngine(TrainedRank):
         known = TorchReader(path).read_metadata().state_dict_metadata.keys()
         check_same_model(known - tensors.keys(), tensors.keys() - known)
         load_tensors(path, tensors)
-        progress = own_pickles.load(path / PROGRESS)
+        progress = pickles.load(path / PROGRESS)
         self._steps = progress["steps"]
         load_random_state(path, self.mesh.rank, self.mesh.size)
         return progress["state"]

@@ -5,12 +5,12 @@ import os
 import re
 from pathlib import Path
 
+from openrlhf.checkpoint.folder import CheckpointFolder, Found
+from openrlhf.checkpoint.origin import changes, unknown
+from openrlhf.checkpoint.start import Config, check_output
 from openrlhf.config.resume import ORDER, SHAPES
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
-from openrlhf.training.checkpoints import CheckpointFolder, Found
-from openrlhf.training.origin import changes, unknown
-from openrlhf.training.start import Config, check_output
 
 
 def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Found | None:

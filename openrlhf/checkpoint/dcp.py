@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.errors import UsageError
 
 METADATA = ".metadata"
@@ -61,7 +61,7 @@ class TorchReader(FileSystemReader):
         """Reads the list of contents. Raises UsageError if it is damaged, or lists anything but tensors:
         `torch.distributed.checkpoint` would unpickle that without limits."""
         file = Path(self.path, METADATA)
-        with file.open("rb") as opened, own_pickles.refusing(file):
+        with file.open("rb") as opened, pickles.refusing(file):
             metadata = _Contents(opened).load()
             if type(metadata) is not Metadata:
                 raise pickle.UnpicklingError("it is no list of contents")
@@ -81,7 +81,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], **options: Any) -> No
     try:
         dcp.load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:  # raised on all ranks if one fails
-        raise own_pickles.refusal(folder, next(iter(error.failures.values()))[0]) from error
+        raise pickles.refusal(folder, next(iter(error.failures.values()))[0]) from error
 
 
 def forged(folder: Path) -> str | None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.device import DEVICE_TYPE
 
 logger = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
             )
         return
     state = _read(folder, rank)
-    with own_pickles.refusing(_file(folder, rank)):
+    with pickles.refusing(_file(folder, rank)):
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
@@ -52,7 +52,7 @@ def saved_ranks(folder: str | Path) -> int | None:
 
 
 def _read(folder: str | Path, rank: int) -> dict:
-    return own_pickles.load(_file(folder, rank))
+    return pickles.load(_file(folder, rank))
 
 
 def _file(folder: str | Path, rank: int) -> Path:

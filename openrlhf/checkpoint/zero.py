@@ -14,18 +14,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.deepspeed.checkpoint_files import DEEPSPEED
-from openrlhf.backends.model_rank import check_same_model
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.pickles import check_same_model
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.errors import ErrorCode, UsageError
 
 MASTER = "fp32"
@@ -36,7 +40,31 @@ part."""
 ORDER = "parameters_in_order"
 """Key in the client state for the names of all trained parameters in the optimizer's order, because at stage
 0 the optimizer stores no names. Muon sorts parameters by size, which is 0 for all at stage 3."""
+DEEPSPEED = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""DeepSpeed's own types in its checkpoint files."""
 LOSS_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
+
+
+class DeepSpeedFiles(TorchCheckpointEngine):
+    """A DeepSpeed checkpoint engine that passes every file to `writer`, which is set anew for each save."""
+
+    writer: CheckpointWriter
+
+    @classmethod
+    def of(cls, engine: Any) -> Self:
+        """Makes an engine save through the returned object. Rank 0's copy of DeepSpeed's recovery script goes
+        through the writer, too: it lies between collectives, so that a failure must not raise before
+        `CheckpointWriter.finish`."""
+        files = engine.checkpoint_engine = cls()
+        copy = engine._copy_recovery_script
+        engine._copy_recovery_script = lambda folder: files.writer.attempt(folder, lambda: copy(folder))
+        return files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.writer.save(state_dict, path)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return pickles.load(path, DEEPSPEED)
 
 
 class Fragment(NamedTuple):
@@ -201,7 +229,7 @@ def slice_of(numel: int, rank: int, size: int) -> range:
 
 
 def _load(file: Path) -> Any:
-    return own_pickles.load(file, DEEPSPEED, mmap=True)
+    return pickles.load(file, DEEPSPEED, mmap=True)
 
 
 def _states_of(shard: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 
-from openrlhf.backends.manifest import Entry, Manifest, why_unwritten
+from openrlhf.checkpoint.manifest import Entry, Manifest, why_unwritten
 from openrlhf.faults import fault
 from openrlhf.files import not_written
 

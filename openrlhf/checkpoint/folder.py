@@ -2,7 +2,7 @@
 write their contents.
 
 A checkpoint is written to the folder UNFINISHED and renamed when all of its files are on the disk, so a
-folder `global_step{N}` is always complete. Its manifest (backends/manifest.py) lists every file, and names
+folder `global_step{N}` is always complete. Its manifest (manifest.py) lists every file, and names
 the manifests of the other models of the same save: the rename of the first folder commits all of them.
 """
 
@@ -19,15 +19,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from openrlhf.backends import manifest
-from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
-from openrlhf.backends.torch.checkpoint_files import forged
+from openrlhf.checkpoint import manifest
+from openrlhf.checkpoint.dcp import forged
+from openrlhf.checkpoint.manifest import MANIFEST, Entry, Manifest
+from openrlhf.checkpoint.origin import Origin, compare
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import fault
 from openrlhf.files import not_written, read_object, read_small, sync_folder, write_atomically
 from openrlhf.observability.run_folder import set_aside
-from openrlhf.training.origin import Origin, compare
 
 LATEST = "latest"
 """File with the tag to resume from, written when that checkpoint is complete. If it is missing or its
