@@ -16,8 +16,10 @@ from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.manifest import why_unwritten
 from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.errors import UsageError
+from openrlhf.files import not_written
 
 METADATA = ".metadata"
 """The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
@@ -28,11 +30,15 @@ _MODULES += (metadata.__name__, filesystem.__name__)
 """Modules that the list may name."""
 
 
-def storage_of(writer: CheckpointWriter) -> FileSystemWriter:
-    """Returns the storage with which `torch.distributed.checkpoint.save` writes through `writer`."""
+def save_tensors(writer: CheckpointWriter, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors through `writer`. Collective. Raises RunError on all ranks if one could not write."""
     storage = FileSystemWriter(writer.folder, sync_files=False)
     storage.fs = TorchFiles(writer)
-    return storage
+    try:
+        dcp.save(tensors, storage_writer=storage)
+    except CheckpointException as error:  # raised on all ranks if one fails
+        reason = why_unwritten(next(iter(error.failures.values()))[0], writer.folder)
+        raise not_written(writer.folder, reason) from error
 
 
 class TorchFiles(FileSystem):

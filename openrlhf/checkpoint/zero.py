@@ -1,8 +1,9 @@
-"""Loads checkpoints on a different number of ranks, or at a different ZeRO stage, than they were saved with.
+"""The files of DeepSpeed's checkpoints: writes them, and loads those of any number of ranks and any ZeRO
+stage.
 
-DeepSpeed itself can only load on each rank the file that the same rank wrote. This module reads the files of
-all ranks, parameter by parameter. Each rank assembles the states that it would have saved itself, and
-DeepSpeed loads these. Files are memory-mapped, and a rank reads only the parts that it needs.
+DeepSpeed itself can only load on each rank the file that the same rank wrote, and every rank reads the files
+of all. This module reads them parameter by parameter. Each rank assembles the states that it would have saved
+itself, and DeepSpeed loads these. Files are memory-mapped, and a rank reads only the parts that it needs.
 
 The module also reads universal checkpoints (https://arxiv.org/abs/2406.18820), which DeepSpeed's
 `ds_to_universal` writes, because DeepSpeed's own loader applies the weight decay of the first parameter group
@@ -43,10 +44,12 @@ ORDER = "parameters_in_order"
 DEEPSPEED = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 """DeepSpeed's own types in its checkpoint files."""
 LOSS_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
+LOSS_SCALE_OF_STAGE_0 = ("cur_scale", "cur_iter", "last_overflow_iter")
 
 
 class DeepSpeedFiles(TorchCheckpointEngine):
-    """A DeepSpeed checkpoint engine that passes every file to `writer`, which is set anew for each save."""
+    """A DeepSpeed checkpoint engine that passes every file to `writer`, which is set anew for each save. This
+    module reads the files."""
 
     writer: CheckpointWriter
 
@@ -62,9 +65,6 @@ class DeepSpeedFiles(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         self.writer.save(state_dict, path)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return pickles.load(path, DEEPSPEED)
 
 
 class Fragment(NamedTuple):
@@ -142,17 +142,6 @@ class Checkpoint:
         self.folder, self.tensor_rank = Path(folder), tensor_rank
         self.is_universal = (self.folder / "zero").is_dir()
         self.shards = self._of_ranks("optim_states")
-
-    def fits(self, stage: int, num_ranks: int) -> bool:
-        """Returns True if each rank can load the file that the same rank wrote."""
-        if self.is_universal or stage != self.stage:
-            return False
-        return stage == 0 or num_ranks == len(self.shards)
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage of the checkpoint; 0 if optimizer states are not sharded."""
-        return int(_states_of(self.shards[0]).get("zero_stage", 1)) if self.shards else 0
 
     def model_states(self) -> dict[str, Any]:
         """Returns the state that all ranks share, at stage 3 without weights. Raises UsageError if its file
@@ -282,6 +271,7 @@ def _states_of_stage_0(names: Sequence[str], model_states: dict[str, Any]) -> Sa
     masters = [model_states["module"][name] for name in names]
     if "fp32_groups" in optimizer:  # half precision has float32 master weights
         masters = [master for group in optimizer["fp32_groups"] for master in group]
+        saved.loss_scale.update(_selected(optimizer, LOSS_SCALE_OF_STAGE_0))
         optimizer = optimizer["optimizer_state_dict"]
     for i, (name, master) in enumerate(zip(names, masters, strict=True)):
         states = optimizer["state"].get(i, {})
@@ -307,11 +297,15 @@ def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+def load_states(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Loads a checkpoint, which any number of ranks may have saved, into a DeepSpeed engine. Returns the
     state that all ranks share. Collective. Raises UsageError if the checkpoint is of another model."""
-    saved = checkpoint.states(names_in_order(engine))
     model_states = checkpoint.model_states()
+    check_same_model(model_states["module"].keys() - engine.module.state_dict().keys(), ())
+    saved = checkpoint.states(names_in_order(engine))
+    sizes = {name: getattr(p, "ds_numel", p.numel()) for p, name in engine.param_names.items()}
+    others = (f"{name} of this size" for name in saved.fragments if saved.numel(name) != sizes[name])
+    check_same_model((), others)
     _load_optimizer(engine.optimizer, list(_groups_of(engine)), saved)
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() & model_states["module"].keys():
@@ -343,6 +337,8 @@ def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: Sav
         for (param, stepped_on), master in zip(_unsharded(optimizer), masters, strict=True):
             stepped_on.copy_(master)
             param.copy_(master)
+        if config := getattr(optimizer, "loss_scale_config", None):
+            vars(config).update(_selected(saved.loss_scale, LOSS_SCALE_OF_STAGE_0))
 
 
 def _state_of(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:
