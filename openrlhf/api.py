@@ -164,7 +164,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.text import decode, decode_each, first_token_ids, prompt_token_ids
     from openrlhf.checkpoint.folder import (
         COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
-        ORIGIN as ORIGIN_FILE,
     )
     from openrlhf.training.collect import Admission, Collected, Collector
     from openrlhf.training.credit import credit_arguments
@@ -179,6 +178,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.training.objectives.sft import SFTObjective
     from openrlhf.checkpoint.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
+    from openrlhf.checkpoint.saved import ORIGIN as ORIGIN_FILE
     from openrlhf.training.rl_data import (
         build_data as build_rl_data, build_prompt_datasets, data_notes as rl_data_notes, missing_template,
     )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from openrlhf.backends.base import TrainableRanks, TrainEngine
-from openrlhf.checkpoint.folder import BEST, COPY, CheckpointFolder
+from openrlhf.checkpoint.folder import COPY, CheckpointFolder
+from openrlhf.checkpoint.saved import BEST
 from openrlhf.config.sections import is_due
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.hooks.base import Hook, announce
