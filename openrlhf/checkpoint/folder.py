@@ -17,10 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from openrlhf.checkpoint.manifest import FORMAT as MANIFEST_FORMAT
 from openrlhf.checkpoint.manifest import MANIFEST, complete
 from openrlhf.checkpoint.origin import Origin, compare
-from openrlhf.checkpoint.saved import BEST, FORMAT, METRIC, ORIGIN, UNIVERSAL, Saved, step_of, time_of
+from openrlhf.checkpoint.saved import BEST, METRIC, ORIGIN, UNIVERSAL, Record, Saved, step_of, time_of
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import fault
@@ -43,8 +42,6 @@ _NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
 """Names that a training command or the universal converter writes to a checkpoint folder."""
-
-
 OLDER = "an older release wrote it: it"
 
 
@@ -108,10 +105,7 @@ class CheckpointFolder:
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
         saved = self.at(tag)
-        lines, record = (
-            [f"resuming from {saved.place}: step {saved.step}, written {saved.written()}"],
-            saved.record(),
-        )
+        lines = [f"resuming from {saved.place}: step {saved.step}, written {saved.written()}"]
         self.recall_fork(tag)
         if self.ckpt.fork_from and self.fork.get("from") != os.path.abspath(self.ckpt.fork_from):
             text = f"{saved.place} is not from it.\nName another --ckpt.output_dir, or omit this flag."
@@ -157,10 +151,11 @@ class CheckpointFolder:
         """Returns the tags in the files LATEST and LATEST + UNIVERSAL, newest first, and the reasons why
         files have no usable tag. Both are empty for a folder without checkpoints."""
         found = [self._named(name) for name in self.pointers]
-        names, reasons = [t for t, why in found if t and not why], [why for _, why in found if why]
-        if not names and not reasons and self._complete():
+        reasons = [reason for _, reason in found if reason]
+        names = sorted((tag for tag, reason in found if tag and not reason), key=step_of, reverse=True)
+        if not (names or reasons) and self._complete():
             reasons.append(f"the file {LATEST} is missing")
-        return sorted(names, key=step_of, reverse=True), reasons
+        return names, reasons
 
     def _complete(self) -> set[str]:
         """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
@@ -268,9 +263,7 @@ class CheckpointFolder:
         if not made.is_dir():  # only a Hugging Face copy was saved
             return
         if self.origin is not None:
-            about = {"written": time_of(datetime.now(UTC)), FORMAT: MANIFEST_FORMAT}
-            about |= {"fork": self.fork} if self.fork else {}
-            (made / ORIGIN).write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
+            Record(self.origin, self.fork, time_of(datetime.now(UTC))).write(made / ORIGIN)
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]

@@ -1,13 +1,15 @@
 """One checkpoint of a run on the disk: what it records of its run, and whether it is damaged."""
 
+import json
 import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
+from openrlhf.checkpoint import manifest
 from openrlhf.checkpoint.dcp import forged
 from openrlhf.checkpoint.manifest import MANIFEST, Entry, Manifest
 from openrlhf.checkpoint.origin import Origin
@@ -21,19 +23,33 @@ METRIC = "metric.json"
 """File with the evaluation metric of a checkpoint, by which checkpoints are ranked."""
 ORIGIN = "origin.json"
 """File with the origin of a checkpoint (flags, data, models) and the time at which it was written."""
-FORMAT = "manifest_format"
-"""Key in ORIGIN of a checkpoint that has a manifest."""
 
 
 class Record(NamedTuple):
     """The content of the file ORIGIN."""
 
     origin: Origin
-    written: str
-    """Time at which the checkpoint was completed."""
     fork: Mapping[str, Any]
     """Record of the fork by which the run began (fork.py); {} if it began otherwise."""
-    has_manifest: bool
+    written: str
+    """Time at which the checkpoint was completed."""
+    has_manifest: bool = True
+
+    @classmethod
+    def read(cls, file: Path) -> Self:
+        """Reads the file. Raises ValueError if it is damaged."""
+        found = read_object(file)
+        try:
+            origin = Origin(**found["origin"])
+            origin = replace(origin, flags=dict(origin.flags), contents=dict(origin.contents))
+            return cls(origin, dict(found.get("fork", {})), str(found["written"]), "manifest_format" in found)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{file.name} is unreadable: it holds no origin") from None
+
+    def write(self, file: Path) -> None:
+        about = {"written": self.written, "manifest_format": manifest.FORMAT}
+        about |= {"fork": self.fork} if self.fork else {}
+        file.write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
 
 
 class Saved(NamedTuple):
@@ -53,15 +69,8 @@ class Saved(NamedTuple):
 
     def record(self) -> Record | None:
         """Reads the file ORIGIN; None without one. Raises ValueError for a damaged one."""
-        if not os.path.lexists(file := self.place / ORIGIN):
-            return None
-        found = read_object(file)
-        try:
-            origin = Origin(**found["origin"])
-            origin = replace(origin, flags=dict(origin.flags), contents=dict(origin.contents))
-            return Record(origin, str(found["written"]), dict(found.get("fork", {})), FORMAT in found)
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{ORIGIN} is unreadable: it holds no origin") from None
+        file = self.place / ORIGIN
+        return Record.read(file) if os.path.lexists(file) else None
 
     def written(self) -> str:
         """Returns the recorded time of completion, or else the folder's modification time."""
