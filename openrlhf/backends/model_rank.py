@@ -130,10 +130,13 @@ class TrainedRank(ModelRank):
     """Function that `optim_step` calls when the gradients are complete, before they are clipped and applied,
     such as one that reads `gradients`. None in training."""
     merged_fraction: float | None = None
-    is_offloaded = False
-    """True between `offload` and `reload` of the optimizer's state."""
     _writer: CheckpointWriter | None = None
     """The writer of a checkpoint that is not finished."""
+
+    @property
+    def is_offloaded(self) -> bool:
+        """True between `offload` and `reload` of the optimizer's state."""
+        return False
 
     @property
     def has_written(self) -> bool:

@@ -68,16 +68,13 @@ class CheckpointWriter:
             raise
         self._entries[str(path.relative_to(self.folder))] = self._threads.submit(file.finish)
 
-    def attempt(self, path: str | Path, write: Callable[[], object]) -> bool:
-        """Calls `write`, which writes to `path`, unless an earlier write failed. Returns True if it
-        succeeded."""
-        if self._failure is not None:
-            return False
-        try:
-            write()
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
-            self._fail(error, path)
-        return self._failure is None
+    def attempt(self, path: str | Path, write: Callable[[], object]) -> None:
+        """Calls `write`, which writes to `path`, unless an earlier write failed."""
+        if self._failure is None:
+            try:
+                write()
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+                self._fail(error, path)
 
     def finish(self) -> None:
         """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. If any
@@ -94,9 +91,8 @@ class CheckpointWriter:
         if failures := [failure for _, failure in found if failure]:
             raise not_written(*failures[0])
         if dist.get_rank() == 0:
-            Manifest(files={name: entry for part, _ in found for name, entry in part.items()}).write(
-                self.folder
-            )
+            listed = {name: entry for part, _ in found for name, entry in part.items()}
+            Manifest(files=listed).write(self.folder)
 
     def _fail(self, error: Exception, path: str | Path) -> None:
         self._failure = self._failure or (str(path), why_unwritten(error, self.folder))

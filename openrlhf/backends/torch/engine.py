@@ -84,7 +84,7 @@ class TorchEngine(TrainedRank):
         self.trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         self.optimizer = _adamw(self._module, optim)
         self.schedule = lr_schedule(optim, total_steps)
-        self.is_offloaded, self._steps = False, 0
+        self._is_offloaded, self._steps = False, 0
 
     @property
     def module(self) -> RowModel:
@@ -185,14 +185,18 @@ class TorchEngine(TrainedRank):
             found |= {f"{key}.{name}": value for key, value in self.optimizer.state[p].items()}
         return found
 
+    @property
+    def is_offloaded(self) -> bool:
+        return self._is_offloaded
+
     def offload(self) -> None:
         """Moves AdamW's states to the CPU. The float32 weights stay, because forward passes and weight syncs
         read them."""
-        self.is_offloaded = True
+        self._is_offloaded = True
         self._move_states(torch.device("cpu"))
 
     def reload(self) -> None:
-        self.is_offloaded = False
+        self._is_offloaded = False
         self._move_states(self.device)
 
     def _move_states(self, device: torch.device) -> None:
