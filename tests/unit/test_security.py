@@ -28,7 +28,7 @@ from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import forged, load_tensors
 from openrlhf.checkpoint.origin import Origin, compare
 from openrlhf.checkpoint.random_state import load_random_state
-from openrlhf.checkpoint.zero import Checkpoint, DeepSpeedFiles
+from openrlhf.checkpoint.zero import Checkpoint, _states_of
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
@@ -222,12 +222,11 @@ LOADERS: dict[str, Callable[[bytes], object]] = {
     ),
     "contents of a checkpoint of torch": lambda content: of_torch(".metadata", content),
     "tensors of a checkpoint of torch": lambda content: of_torch("__0_0.distcp", content),
-    "checkpoint of DeepSpeed": lambda content: DeepSpeedFiles().load(written("x_states.pt", content)),
-    "checkpoint of DeepSpeed for other ranks": lambda content: Checkpoint(
+    "checkpoint of DeepSpeed": lambda content: Checkpoint(
         Path(written("c/mp_rank_00_model_states.pt", content)).parent
     ).model_states(),
-    "optimizer states for other ranks": lambda content: (
-        Checkpoint(Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content)).parent).stage
+    "optimizer states of DeepSpeed": lambda content: _states_of(
+        Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content))
     ),
     "universal checkpoint": lambda content: Checkpoint(
         Path(written("c/zero/optimizer_state.pt", content)).parents[1]
