@@ -13,7 +13,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +262,7 @@ class CheckpointFolder:
         if not made.is_dir():  # only a Hugging Face copy was saved
             return
         if self.origin is not None:
-            Record(self.origin, self.fork, time_of(datetime.now(UTC))).write(made / ORIGIN)
+            Record(self.origin, self.fork, time_of(time.time())).write(made / ORIGIN)
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]

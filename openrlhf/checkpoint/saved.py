@@ -4,6 +4,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -74,11 +75,10 @@ class Saved(NamedTuple):
 
     def written(self) -> str:
         """Returns the recorded time of completion, or else the folder's modification time."""
-        try:
-            record = self.record()
-        except ValueError:
-            record = None
-        return record.written if record else time_of(datetime.fromtimestamp(self.place.stat().st_mtime, UTC))
+        with suppress(ValueError):
+            if record := self.record():
+                return record.written
+        return time_of(self.place.stat().st_mtime)
 
     def metric(self) -> float:
         """Returns the metric; minus infinity without one. Prints damage to its file."""
@@ -98,9 +98,8 @@ class Saved(NamedTuple):
             record = self.record()
             if self.tag.endswith(UNIVERSAL):
                 return None if (self.place / "zero").is_dir() else "it has no folder `zero`"
-            if not (self.place / MANIFEST).exists() and not (
-                record and record.has_manifest
-            ):  # an older release
+            if not ((self.place / MANIFEST).exists() or (record and record.has_manifest)):
+                # an older release wrote it
                 return None if any(self.place.iterdir()) else "its folder is empty"
             listed = Manifest.read(self.place)
             if listed.step != self.step:
@@ -125,5 +124,5 @@ def step_of(tag: str) -> int:
     return int(tag.removesuffix(UNIVERSAL).rpartition("global_step")[2])
 
 
-def time_of(moment: datetime) -> str:
-    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
+def time_of(seconds: float) -> str:
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%d %H:%M:%S} UTC"
