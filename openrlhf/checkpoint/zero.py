@@ -1,9 +1,9 @@
 """The files of DeepSpeed's checkpoints: writes them, and loads those of any number of ranks and any ZeRO
 stage.
 
-DeepSpeed itself can only load on each rank the file that the same rank wrote, and every rank reads the files
-of all. This module reads them parameter by parameter. Each rank assembles the states that it would have saved
-itself, and DeepSpeed loads these. Files are memory-mapped, and a rank reads only the parts that it needs.
+DeepSpeed itself can only load on each rank the file that the same rank wrote. This module reads the files of
+all ranks, parameter by parameter. Each rank assembles the states that it would have saved itself, and
+DeepSpeed loads these. Files are memory-mapped, and a rank reads only the parts that it needs.
 
 The module also reads universal checkpoints (https://arxiv.org/abs/2406.18820), which DeepSpeed's
 `ds_to_universal` writes, because DeepSpeed's own loader applies the weight decay of the first parameter group
