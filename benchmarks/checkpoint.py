@@ -27,10 +27,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from openrlhf.backends import checkpoint_writer
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import init_distributed
-from openrlhf.backends.manifest import Manifest
+from openrlhf.checkpoint import writer as writer_module
+from openrlhf.checkpoint.manifest import Manifest
+from openrlhf.checkpoint.writer import CheckpointWriter
 
 
 class Times(NamedTuple):
@@ -87,7 +87,7 @@ class NoHash:
 
 
 def write_unhashed(states: dict[str, Tensor], folder: Path) -> None:
-    with patch.object(checkpoint_writer, "hashlib", SimpleNamespace(sha256=NoHash)):
+    with patch.object(writer_module, "hashlib", SimpleNamespace(sha256=NoHash)):
         write(states, folder)
 
 

@@ -33,22 +33,17 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.algorithms.mismatch import MismatchWatch, PROBE as MISMATCH_PROBE, check_mismatch
     from openrlhf.backends.base import Objective, RowT, TrainEngine
     from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS, row_memory as deepspeed_row_memory
-    from openrlhf.backends.deepspeed.resharding import (
-        Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
-    )
     from openrlhf.backends.distributed import (
         ProcessMesh, current_device, free_port, init_distributed, leave_distributed, release_cached_memory,
         seed_everything,
     )
     from openrlhf.backends.jobs import run_job
-    from openrlhf.backends.manifest import MANIFEST as MANIFEST_FILE, Manifest
     from openrlhf.backends.rollout import (
         AnswerStream, EngineOptions, RolloutEngine, USABLE_FRACTION, engine_class,
     )
     from openrlhf.backends.row_memory import (
         ITEM_BYTES, ModelShape, activations as activation_bytes, layer_bytes, most_tokens,
     )
-    from openrlhf.backends.torch.checkpoint_files import METADATA as TORCH_METADATA, TorchReader, load_tensors
     from openrlhf.backends.torch.memory import row_memory as torch_row_memory
     from openrlhf.backends.vllm.stream import VLLMStream
     from openrlhf.backends.vllm.support import check_vllm_runs
@@ -56,6 +51,17 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.backends.weight_sync.stored_weights import (
         Limit as WeightLimit, Probe as WeightProbe, Sketch as WeightSketch, differing_weights, probe_of_run,
         reason_of as weight_difference,
+    )
+    from openrlhf.checkpoint.dcp import METADATA as TORCH_METADATA, TorchReader, load_tensors
+    from openrlhf.checkpoint.folder import (
+        COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
+    )
+    from openrlhf.checkpoint.manifest import MANIFEST as MANIFEST_FILE, Manifest
+    from openrlhf.checkpoint.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
+    from openrlhf.checkpoint.saved import ORIGIN as ORIGIN_FILE
+    from openrlhf.checkpoint.start import check_output, check_places, check_space
+    from openrlhf.checkpoint.zero import (
+        Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
     )
     from openrlhf.cluster.layout import (
         ENGINES as ENGINE_ROLE, Layout, demands as resource_demands, described as described_layout, layout_of,
@@ -166,10 +172,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rollout.seeds import seed_at
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options
     from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, response_of
-    from openrlhf.training.checkpoints import (
-        COPY as CHECKPOINT_COPY, CheckpointFolder, Found as FoundCheckpoint, LATEST as LATEST_FILE,
-        ORIGIN as ORIGIN_FILE,
-    )
     from openrlhf.training.collect import Admission, Collected, Collector, SAME_REWARD
     from openrlhf.training.credit import credit_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
@@ -182,7 +184,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.objectives.reference import reference_log_probs
     from openrlhf.training.objectives.rm import RewardObjective
     from openrlhf.training.objectives.sft import SFTObjective
-    from openrlhf.training.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
     from openrlhf.training.rl_data import (
         TEMPLATE, USE_TEMPLATE, build_data as build_rl_data, build_prompt_datasets,
         data_notes as rl_data_notes, missing_template,
@@ -190,7 +191,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.schedule import (
         num_batches, num_updates, passes_of, prompts_of_steps, training_schedule,
     )
-    from openrlhf.training.start import check_output, check_places, check_space
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
         ExperienceRow, LossNorm, Metrics, PackedRow, Pair, PairRow, Sample, Schedule, Steps, UnpairedExample,

@@ -20,11 +20,11 @@ import processes
 import psutil
 from judged_answers import TaskFiles
 
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
 from openrlhf.config.sections import CkptConfig
 from openrlhf.faults import VARIABLE
 from openrlhf.observability.journal import read_journal
 from openrlhf.stopping import EXIT_STOPPED
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 
 REWARD = Path(__file__).parent / "e2e" / "digits_reward.py"
 POINTS = ("save.file", "save.before_rename", "save.after_rename", "save.rotate")

@@ -2,10 +2,12 @@
 weights and export."""
 
 import math
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,14 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from openrlhf.backends.base import Objective, Part, RowT
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.finite import NotFiniteError, check_finite
 from openrlhf.backends.row_memory import ModelShape
+from openrlhf.checkpoint.random_state import load_random_state, save_random_state
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.faults import fault
+from openrlhf.files import check_owner
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
@@ -130,9 +134,45 @@ class TrainedRank(ModelRank):
     """The writer of a checkpoint that is not finished."""
 
     @property
+    def is_offloaded(self) -> bool:
+        """True between `offload` and `reload` of the optimizer's state."""
+        return False
+
+    @property
     def has_written(self) -> bool:
         """True if no file of this rank is waiting for the disk, whether or not it could be written."""
         return self._writer is None or self._writer.is_done
+
+    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
+        self._check_present()
+        self.check_finite()
+        place = Path(folder, tag)
+        if self.mesh.is_first:
+            shutil.rmtree(place, ignore_errors=True)  # an unfinished save
+            place.mkdir(parents=True)
+        dist.barrier()
+        self._writer = writer = CheckpointWriter(place, later=later)
+        self._write_states(writer, state)
+        save_random_state(writer, self.mesh.rank, self.mesh.size)
+        if not later:
+            self.finish_checkpoint()
+
+    def load_checkpoint(self, folder: str, tag: str) -> dict:
+        """Restores a checkpoint, which any number of ranks may have saved, and returns its `state`. Raises
+        UsageError for a checkpoint of another model."""
+        self._check_present()
+        check_owner(place := Path(folder, tag), "--ckpt.path")
+        state = self._read_states(place)
+        load_random_state(place, self.mesh.rank, self.mesh.size)
+        return state
+
+    @abstractmethod
+    def _write_states(self, writer: CheckpointWriter, state: dict) -> None:
+        """Writes weights, optimizer states and the trainer's `state`. Collective."""
+
+    @abstractmethod
+    def _read_states(self, folder: Path) -> dict:
+        """Restores what `_write_states` wrote, and returns the trainer's state. Collective."""
 
     def finish_checkpoint(self) -> None:
         """Waits until the files of the last `save_checkpoint` are on the disk, and writes their manifest.
@@ -206,6 +246,8 @@ class TrainedRank(ModelRank):
 
     def _check_present(self) -> None:
         """Raises RuntimeError if the optimizer's state is offloaded."""
+        if self.is_offloaded:
+            raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
 
     def _gathered(self, tensors: Iterable[Tensor]) -> AbstractContextManager:
         """Gathers sharded parameters within the context. Collective."""
@@ -488,19 +530,6 @@ def decay_groups(module: nn.Module, weight_decay: float, *, without: Container[i
         for is_exempt in (False, True)
     ]
     return [group for group in groups if group["params"]]
-
-
-def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
-    """Raises UsageError if checkpoint and model have different parameters. `unknown`: parameters of the
-    checkpoint that the model lacks; `missing`: the reverse."""
-    unknown, missing = sorted(unknown), sorted(missing)
-    if missing or unknown:
-        what = f"it has no {missing[0]}" if missing else f"this model has no {unknown[0]}"
-        text = (
-            f"the checkpoint belongs to another model: {what}.\n"
-            "Resume with the model and the --ds.lora.* flags that it was saved with."
-        )
-        raise UsageError(ErrorCode.OTHER_RUN, text)
 
 
 def _buckets(items: Sequence[ItemT], sizes: Sequence[int], capacity: int) -> Iterator[list[ItemT]]:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from openrlhf.checkpoint.start import continuing
 from openrlhf.config.checks import check_launcher
 from openrlhf.config.parse import parse
 from openrlhf.config.ppo import PPOConfig
@@ -15,7 +16,6 @@ from openrlhf.loop.machines import plan, resolve
 from openrlhf.loop.restarts import RESTARTS, restart_after
 from openrlhf.loop.rl_checks import problems_outside
 from openrlhf.observability.startup import StartClock, process_clock
-from openrlhf.training.start import continuing
 
 
 def main(argv: Sequence[str] | None = None) -> None:

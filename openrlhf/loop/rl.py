@@ -17,13 +17,13 @@ from openrlhf.algorithms.advantages.base import AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
 from openrlhf.backends.base import ModelRanks, Rollout, TrainableRanks
 from openrlhf.backends.finite import NotFiniteError
+from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, announcing_end
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
-from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import Collector, check_collected, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments, log_prob_metrics
 from openrlhf.training.evaluate import best_metric, evaluation_metrics

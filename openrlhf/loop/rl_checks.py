@@ -5,11 +5,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from openrlhf.checkpoint.start import check_output
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.hub import choose_hub
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
-from openrlhf.training.start import check_output
 from openrlhf.user_file import line_and_error
 
 if TYPE_CHECKING:

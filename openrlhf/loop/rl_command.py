@@ -9,6 +9,20 @@ from functools import partial
 
 from openrlhf import heap
 from openrlhf.algorithms.kl import KLController
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.fork import find_or_fork
+from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.start import (
+    check_places,
+    check_space,
+    choose_checkpoint,
+    day_of,
+    grace_of,
+    lock_folders,
+    move_old_checkpoints,
+    origin_of,
+    position,
+)
 from openrlhf.cluster.deaths import explaining_deaths, is_lost_process, logs_folder
 from openrlhf.cluster.disks import check_disks
 from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
@@ -42,24 +56,10 @@ from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
-from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.fork import find_or_fork
-from openrlhf.training.origin import Origin
 from openrlhf.training.publish import publish
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData, build_data, data_notes, missing_template
 from openrlhf.training.saving import restore
 from openrlhf.training.schedule import num_updates, prompts_of_steps
-from openrlhf.training.start import (
-    check_places,
-    check_space,
-    choose_checkpoint,
-    day_of,
-    grace_of,
-    lock_folders,
-    move_old_checkpoints,
-    origin_of,
-    position,
-)
 from openrlhf.user_file import split
 
 

@@ -32,6 +32,8 @@ from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.kl import KLController
 from openrlhf.algorithms.policy_losses import PolicyLoss
 from openrlhf.backends.distributed import leave_distributed
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.start import check_output, check_places, grace_of
 from openrlhf.config.fields import with_values
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.sections import is_due
@@ -52,7 +54,6 @@ from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
 from openrlhf.text import decode, response_of
-from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
 from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.evaluate import evaluation_metrics
@@ -61,7 +62,6 @@ from openrlhf.training.outputs import with_outputs
 from openrlhf.training.rl_data import TEMPLATE, USE_TEMPLATE, missing_template, read_prompts
 from openrlhf.training.saving import SavedRanks, Saver, restore
 from openrlhf.training.schedule import schedule_of
-from openrlhf.training.start import check_output, check_places, grace_of
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Purpose, Trajectory
 
 # bounded .result(): each call in this process ends.

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from openrlhf.backends.base import Objective, RowT, TrainEngine
 from openrlhf.backends.finite import NotFiniteError
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.origin import Origin
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batches import Windows
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Stop, limited
-from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.origin import Origin
 from openrlhf.training.saving import SavedEngine, Saver
 from openrlhf.types import LossNorm, Metrics
 

@@ -19,6 +19,19 @@ from openrlhf.backends.distributed import (
     seed_everything,
 )
 from openrlhf.backends.row_memory import memory_of_rows
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.fork import find_or_fork
+from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.start import (
+    check_space,
+    choose_checkpoint,
+    day_of,
+    grace_of,
+    lock_folders,
+    move_old_checkpoints,
+    origin_of,
+    position,
+)
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.parse import to_yaml
 from openrlhf.config.supervised import SupervisedConfig
@@ -41,21 +54,8 @@ from openrlhf.observability.progress import waiting
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.text import Calendar
-from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.fork import find_or_fork
 from openrlhf.training.objectives.balanced import BalancedObjective
-from openrlhf.training.origin import Origin
 from openrlhf.training.publish import publish
-from openrlhf.training.start import (
-    check_space,
-    choose_checkpoint,
-    day_of,
-    grace_of,
-    lock_folders,
-    move_old_checkpoints,
-    origin_of,
-    position,
-)
 
 ConfigT = TypeVar("ConfigT", bound=SupervisedConfig)
 

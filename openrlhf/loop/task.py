@@ -11,6 +11,7 @@ from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
+from openrlhf.checkpoint.start import check_output, check_places, continuing
 from openrlhf.config.checks import check_launcher
 from openrlhf.config.command import Command
 from openrlhf.config.parse import parse
@@ -18,7 +19,6 @@ from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.errors import Stopped, catch_signals, counted, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.observability.startup import StartClock, process_clock
-from openrlhf.training.start import check_output, check_places, continuing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

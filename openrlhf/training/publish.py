@@ -2,9 +2,9 @@
 
 import os
 
+from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
 from openrlhf.errors import ErrorCode, RunError, describe, first_line, notify
-from openrlhf.training.start import Config
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from openrlhf.backends.base import TrainableRanks, TrainEngine
+from openrlhf.checkpoint.folder import COPY, CheckpointFolder
+from openrlhf.checkpoint.saved import BEST
 from openrlhf.config.sections import is_due
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.hooks.base import Hook, announce
-from openrlhf.training.checkpoints import BEST, COPY, CheckpointFolder
 
 # bounded .result(): the cluster's watch ends calls to processes that make no progress.
 
@@ -17,38 +18,25 @@ STATE_VERSION = 2
 """Version of the format of the state of an RL run. States of version 1 have no entry `version`."""
 
 
-class SavedModels(Protocol):
-    """The models of a checkpoint."""
-
-    def write(self, folder: str, tag: str, state: dict[str, Any]) -> None:
-        """Writes models and state to a folder under a tag; with `ckpt.async_save` it may only begin to."""
-
-    def finish_writing(self) -> None:
-        """Waits until everything is on the disk."""
-
-    def has_written(self) -> bool:
-        """True if `finish_writing` would not wait."""
-
-    def export(self, folder: str) -> None:
-        """Writes the trained model in Hugging Face format to a folder."""
-
-
 class SavedRanks(NamedTuple):
-    """The policy, and the critic if there is one, on ranks of their own: implements `SavedModels`."""
+    """The models of a checkpoint of RL: the policy, and the critic if there is one, on ranks of their own."""
 
     critic: TrainableRanks | None
     policy: TrainableRanks
 
     def write(self, folder: str, tag: str, state: dict[str, Any]) -> None:
+        """Writes models and state; with `ckpt.async_save` it only begins to."""
         if self.critic:
             self.critic.save_checkpoint(tag, {}).result()
         self.policy.save_checkpoint(tag, state).result()
 
     def finish_writing(self) -> None:
+        """Waits until everything is on the disk."""
         for pending in [model.finish_checkpoint() for model in filter(None, self)]:
             pending.result()
 
     def has_written(self) -> bool:
+        """Tells whether `finish_writing` would return without waiting."""
         return all(model.has_written().result() for model in filter(None, self))
 
     def export(self, folder: str) -> None:
@@ -57,7 +45,7 @@ class SavedRanks(NamedTuple):
 
 @dataclass(frozen=True)
 class SavedEngine:
-    """The model of a supervised run, which this rank shares with others: implements `SavedModels`."""
+    """The model of a checkpoint of a supervised run, which this rank shares with others."""
 
     engine: TrainEngine
     export_model: Callable[[str], None]
@@ -83,7 +71,7 @@ class Saver:
     """Saves checkpoints to resume from, Hugging Face copies, or both, as the flags `ckpt.*` select."""
 
     checkpoints: CheckpointFolder
-    models: "SavedModels"
+    models: SavedRanks | SavedEngine
     phase: Callable[[str], AbstractContextManager[object]]
     """Shows that the run saves."""
     hooks: Sequence[Hook] = ()

@@ -23,6 +23,7 @@ from openrlhf.backends.row_memory import memory_of_rows
 from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
+from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, ActorConfig, CriticConfig
 from openrlhf.config.sections import OptimConfig
 from openrlhf.data.batches import Windows
@@ -41,7 +42,6 @@ from openrlhf.models.scorer import ValueModel
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.hooks.load import attached
-from openrlhf.training.checkpoints import UNFINISHED
 from openrlhf.training.models import load_language_model
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective

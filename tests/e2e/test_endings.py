@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from openrlhf.backends.manifest import Manifest
+from openrlhf.checkpoint.manifest import Manifest
 from openrlhf.stopping import EXIT_STOPPED
 from openrlhf.tasks.prepare import TaskFiles
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from sft_runs import PRECISION, TOKENS
 
-from openrlhf.backends.deepspeed.resharding import MASTER, Checkpoint
+from openrlhf.checkpoint.zero import MASTER, Checkpoint
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.types import Metrics
 
@@ -54,9 +54,33 @@ def test_every_state_is_in_its_parameter(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "keys"),
+    [
+        pytest.param({}, ADAM, id="adam"),
+        pytest.param({"dtype": "bf16"}, ADAM, id="bf16"),
+        pytest.param({"optim": "muon"}, MUON, id="muon"),
+    ],
+)
+def test_a_resume_on_as_many_ranks_is_the_continuation(
+    task: TaskFiles, run_worker: Callable, tmp_path: Path, options: dict, keys: set[str]
+) -> None:
+    """It has the same losses, gradient norms and learning rates, to the last bit."""
+    jobs = [
+        {"stage": stage, "save": f"{tmp_path}/{name}{stage}", "until": 2, "then": 6, **options, **load}
+        for stage in STAGES
+        for name, load in (("saved", {}), ("resumed", {"load": f"{tmp_path}/saved{stage}"}))
+    ]
+    reports, _ = run_worker("resharding", 2, model=str(task.model), jobs=jobs)
+    for stage, whole, resumed in zip(STAGES, reports[::2], reports[1::2], strict=True):
+        assert {name: values[2:] for name, values in whole.items()} == resumed
+        check_same_states(tmp_path / f"saved{stage}" / "one", tmp_path / f"resumed{stage}" / "one", keys)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_offload_may_change(task: TaskFiles, run_worker: Callable, tmp_path: Path, stage: int) -> None:
-    """A run resumes on as many ranks, where DeepSpeed reads each rank's own file, and on fewer."""
+    """A run resumes on as many ranks, and on fewer."""
     run = lambda ranks, jobs: run_worker("resharding", ranks, model=str(task.model), jobs=jobs)[0]
     at = lambda folder, **more: {"stage": stage, "save": f"{tmp_path}/{folder}", "until": 2, **more}
     folders = {False: "on_device", True: "on_host"}

@@ -10,6 +10,7 @@ import numpy as np
 from records import record_of, trajectory
 
 from openrlhf.algorithms.kl import KLController
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
 from openrlhf.config.ppo import (
     AdvantageConfig,
     AlgoConfig,
@@ -32,7 +33,6 @@ from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tools.selftest.step_checks import StepChecks
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 from openrlhf.training.saving import restore
 from openrlhf.types import Batch, Prompt, PromptGroup, Purpose, Schedule, Trajectory, Updated
 

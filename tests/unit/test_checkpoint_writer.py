@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from refusals import refused
 
-from openrlhf.backends.checkpoint_writer import LARGE, CheckpointWriter
-from openrlhf.backends.manifest import MANIFEST, Manifest
+from openrlhf.checkpoint.manifest import MANIFEST, Manifest
+from openrlhf.checkpoint.writer import LARGE, CheckpointWriter
 from openrlhf.errors import ErrorCode
 
 
@@ -47,7 +47,7 @@ def test_the_manifest_lists_every_file_with_its_content(tmp_path: Path, later: b
 def test_what_is_written_later_is_what_was_there_at_the_call(tmp_path: Path, monkeypatch) -> None:
     """The disk waits until the caller has changed the tensors."""
     go_on = Event()
-    monkeypatch.setattr("openrlhf.backends.checkpoint_writer.fault", lambda point: go_on.wait(60))
+    monkeypatch.setattr("openrlhf.checkpoint.writer.fault", lambda point: go_on.wait(60))
     writer, weights = CheckpointWriter(tmp_path, later=True), torch.ones(5)
     writer.save({"weights": weights}, tmp_path / "state")
     assert not writer.is_done and not (tmp_path / "state").exists()

@@ -12,14 +12,14 @@ from refusals import refused
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
+from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.start import origin_of
 from openrlhf.config.commands import SFT
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.origin import Origin, compare
-from openrlhf.training.start import origin_of
 
 
 @pytest.fixture
@@ -99,25 +99,25 @@ def test_old_ones_without_a_metric_go(tmp_path, write):
 
 def test_latest_is_the_last_complete_one(tmp_path, write):
     checkpoints = folder(tmp_path)
-    assert checkpoints.latest() is None
+    assert checkpoints.find().tag is None
     write(checkpoints, "global_step2")
     (tmp_path / "global_step4").mkdir()  # an earlier release was killed while it wrote this
-    assert checkpoints.latest() == "global_step2"
+    assert checkpoints.find().tag == "global_step2"
     write(checkpoints, "global_step4")
-    assert checkpoints.latest() == "global_step4"
-    assert folder(tmp_path).latest() == "global_step4"
+    assert checkpoints.find().tag == "global_step4"
+    assert folder(tmp_path).find().tag == "global_step4"
     assert (tmp_path / "latest").read_text() == "global_step4"
 
 
 def test_a_folder_that_does_not_exist_yet(tmp_path):
-    assert folder(tmp_path / "later").latest() is None
+    assert folder(tmp_path / "later").find().tag is None
 
 
 def test_the_best_is_kept_beside_the_others_and_is_not_resumed_from(tmp_path, write):
     checkpoints = folder(tmp_path, max_num=1)
     write(checkpoints, "global_step2")
     assert write(checkpoints, "best_global_step3", 0.5) == ["best_global_step3", "global_step2"]
-    assert checkpoints.latest() == "global_step2"
+    assert checkpoints.find().tag == "global_step2"
     assert write(checkpoints, "global_step4") == ["best_global_step3", "global_step4"]
     assert write(checkpoints, "best_global_step6", 0.7) == ["best_global_step6", "global_step4"]
 
@@ -140,7 +140,7 @@ def test_copies_without_checkpoints_make_room_too(tmp_path):
         with checkpoints.saving(f"global_step{step}"):
             (tmp_path / f"global_step{step}_hf").mkdir()
     assert names(tmp_path) == ["global_step10_hf", "global_step9_hf"]
-    assert checkpoints.latest() is None
+    assert checkpoints.find().tag is None
 
 
 def test_checkpoints_of_all_models_come_and_go_together(tmp_path):
@@ -152,20 +152,23 @@ def test_checkpoints_of_all_models_come_and_go_together(tmp_path):
     save(checkpoints, "global_step2")
     save(checkpoints, "best_global_step2", 0.7)
     assert [names(path) for path in paths] == [["best_global_step2", "global_step2"]] * 2
-    assert checkpoints.latest() == "global_step2"
+    assert checkpoints.find().tag == "global_step2"
 
 
 def test_the_universal_form_is_resumed_from_where_it_is_wanted_and_no_older(tmp_path):
     ckpt = CkptConfig(path=str(tmp_path), max_num=1)
     checkpoints, universal = (CheckpointFolder(str(tmp_path), ckpt, universal=on) for on in (False, True))
-    assert universal.latest() is None
+    assert universal.find().tag is None
     for step in (1, 2):
         save(checkpoints, f"global_step{step}")
-        assert universal.latest() == f"global_step{step}"
+        assert universal.find().tag == f"global_step{step}"
         if step == 1:
             (tmp_path / "global_step1_universal" / "zero").mkdir(parents=True)
             (tmp_path / "latest_universal").write_text("global_step1_universal\n")
-            assert (checkpoints.latest(), universal.latest()) == ("global_step1", "global_step1_universal")
+            assert (checkpoints.find().tag, universal.find().tag) == (
+                "global_step1",
+                "global_step1_universal",
+            )
     assert names(tmp_path) == ["global_step2"]  # the universal form is removed with its checkpoint
     (tmp_path / "latest_universal").write_text("global_step2_universal")
     assert universal.find() == (

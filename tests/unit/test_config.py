@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from refusals import printed
 
+from openrlhf.checkpoint.origin import Origin, compare
 from openrlhf.config.checks import (
     COMMON_UNREAD,
     IMAGE_ROWS,
@@ -57,7 +58,6 @@ from openrlhf.config.supervised_checks import (
 )
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
-from openrlhf.training.origin import Origin, compare
 
 
 @pytest.fixture

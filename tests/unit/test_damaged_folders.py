@@ -14,12 +14,12 @@ import pytest
 from damages import DAMAGES, IN_ITS_PLACE, as_another_user, damage, put_in_place
 from refusals import refused
 
-from openrlhf.backends.manifest import Entry, Manifest, complete
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder, Found
+from openrlhf.checkpoint.manifest import Entry, Manifest, complete
+from openrlhf.checkpoint.origin import Origin
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder, Found
-from openrlhf.training.origin import Origin
 
 STEPS = (2, 4, 6)
 
@@ -96,7 +96,7 @@ def test_every_damage_is_found_and_an_older_one_taken(copy: Path, kind: str, par
 
 
 def test_the_structure_alone_finds_all_but_changes_inside_of_large_files(copy: Path, monkeypatch) -> None:
-    monkeypatch.setattr("openrlhf.backends.manifest.SMALL", 8900)
+    monkeypatch.setattr("openrlhf.checkpoint.manifest.SMALL", 8900)
     rng, newest = random.Random(1), copy / "_actor" / "global_step6"
     for name, kind, is_found in [
         ("optimizer.pt", "flip", False),

@@ -10,10 +10,10 @@ import pytest
 from refusals import refused
 
 from openrlhf import faults
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.faults import KINDS, POINTS, VARIABLE, fault
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
 
 ROOT = Path(__file__).parents[2]
 

@@ -13,6 +13,10 @@ from refusals import refused
 from test_checkpoints import save
 from test_supervised_trainer import trainer_of
 
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.fork import find_or_fork
+from openrlhf.checkpoint.origin import Origin
+from openrlhf.checkpoint.start import DAY, check_places, day_of
 from openrlhf.config.checks import outputs
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.fields import with_values
@@ -20,10 +24,6 @@ from openrlhf.config.ppo import KLConfig, PPOConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.fork import find_or_fork
-from openrlhf.training.origin import Origin
-from openrlhf.training.start import DAY, check_places, day_of
 
 DATA = {"--data.dataset": "8 samples", "--data.prompt_dataset": "8 prompts"}
 

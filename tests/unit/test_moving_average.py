@@ -7,9 +7,9 @@ import torch
 from refusals import refused
 from torch import Tensor, nn
 
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.errors import ErrorCode
 
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from refusals import changes
 
+from openrlhf.checkpoint.origin import Origin, compare
 from openrlhf.config import resume
 from openrlhf.config.command import SECRETS
 from openrlhf.config.commands import COMMANDS
 from openrlhf.config.fields import fields_of, values_of, with_values
 from openrlhf.config.resume import CHANGEABLE, CHANGEABLE_SECTIONS, CONTENT, Change, change_of, remarks_of
 from openrlhf.config.supervised import SFTConfig
-from openrlhf.training.origin import Origin, compare
 
 TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in fields_of(c.config_type)}
 FLAGS = [(name, key) for name, type_ in TYPES.items() for key in fields_of(type_) if key not in SECRETS]

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from records import trajectory
 from refusals import refused
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.torch.checkpoint_files import TorchReader
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.dcp import TorchReader
 from openrlhf.errors import ErrorCode
 from openrlhf.types import Image, Prompt, PromptGroup
 
@@ -35,7 +35,7 @@ def test_what_a_run_saves_is_loaded(tmp_path: Path) -> None:
         "estimator": {"mean": np.float64(0.5), "of": torch.ones(2), "seen": (1, "a", {2}), "x": np.arange(3)},
     }
     torch.save(state, tmp_path / "state.pt")
-    found = own_pickles.load(tmp_path / "state.pt")
+    found = pickles.load(tmp_path / "state.pt")
     assert found["collector"]["under_way"] == [prompt]
     (other,) = found["collector"]["groups"]
     for one, two in zip(group.trajectories, other.trajectories, strict=True):
@@ -48,7 +48,7 @@ def test_what_a_run_saves_is_loaded(tmp_path: Path) -> None:
 def test_an_object_that_could_run_code_is_refused(tmp_path: Path) -> None:
     torch.save({"step": 1, "more": Malicious(tmp_path)}, tmp_path / "state.pt")
     with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path / "state.pt") as told:
-        own_pickles.load(tmp_path / "state.pt")
+        pickles.load(tmp_path / "state.pt")
     assert "system" in told.value.text and told.value.text.count("\n") < 3
     assert not (tmp_path / "owned").exists()
 

@@ -45,7 +45,7 @@ def test_a_resumed_run_continues(tmp_path):
     fit(whole)
     first = trainer_of(tmp_path / "halves", replace(config, ckpt=ckpt_in(tmp_path / "halves")), total_steps=3)
     fit(first)
-    tag = first.checkpoints.latest()
+    tag = first.checkpoints.find().tag
     assert tag == "global_step2"
     second = trainer_of(
         tmp_path / "halves",
@@ -85,15 +85,15 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, fails):
     for model in (trainer.critic, trainer.policy):
         model.has_written = lambda name=model.name: Done(trainer.step >= written[name])
         model.finish_checkpoint = partial(finish, model)
-    after(trainer.policy, "update", lambda: complete.append(trainer.checkpoints.latest()))
+    after(trainer.policy, "update", lambda: complete.append(trainer.checkpoints.find().tag))
     if fails:
         with refused(ErrorCode.NOT_WRITABLE):
             trainer.fit()
-        assert trainer.step == 3 and trainer.checkpoints.latest() is None
+        assert trainer.step == 3 and trainer.checkpoints.find().tag is None
         return
     trainer.fit()
     assert complete == [None] * 3 + ["global_step2"] * 2
-    assert trainer.checkpoints.latest() == "global_step4"
+    assert trainer.checkpoints.find().tag == "global_step4"
     assert [call for call in trainer.critic.calls if call.startswith("finish")] == [
         *("finish critic", "finish policy"),
         *("finish critic", "finish policy"),
@@ -220,7 +220,7 @@ def test_copies_alone(tmp_path):
     fit(trainer)
     saved = [c for c in trainer.policy.calls if re.match("save|export", c)]
     assert saved == ["export global_step1_hf", "export global_step2_hf"]
-    assert trainer.checkpoints.latest() is None
+    assert trainer.checkpoints.find().tag is None
 
 
 def test_groups_that_wait_are_in_the_checkpoint(tmp_path):

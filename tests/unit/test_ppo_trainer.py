@@ -26,6 +26,7 @@ from fake_trainer import (
 from records import batch_of, record_of, trajectory
 from refusals import refused
 
+from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.config.choices import Failure
 from openrlhf.config.ppo import (
     KLConfig,
@@ -37,7 +38,6 @@ from openrlhf.loop.rl import PPOTrainer
 from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.journal import journal_steps, read_journal, read_table
 from openrlhf.training import schedule
-from openrlhf.training.checkpoints import UNFINISHED
 from openrlhf.training.outputs import with_outputs
 from openrlhf.types import Outcome, Prompt, Purpose, Trajectory, runs
 
@@ -56,7 +56,7 @@ def test_the_order_of_a_run(tmp_path):
         *[f"generate {ids[4:6]}", *step[2], "sync 3", "evaluate"],
     ]
     assert trainer.step == 3
-    assert trainer.checkpoints.latest() == "global_step2"
+    assert trainer.checkpoints.find().tag == "global_step2"
 
 
 def test_samples_are_requested_when_the_engines_have_the_weights(tmp_path):

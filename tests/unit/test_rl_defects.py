@@ -39,6 +39,8 @@ from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.backends.vllm.engine import CPU_KV_CACHE_GB, VLLMEngine
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.origin import Origin
 from openrlhf.cluster import actors, pending, rank_groups
 from openrlhf.cluster.engine_memory import ExclusiveDevices
 from openrlhf.cluster.layout import ENGINES, layout_of
@@ -80,13 +82,11 @@ from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.doctor.health import Health
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training import trained_worker
-from openrlhf.training.checkpoints import CheckpointFolder
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.origin import Origin
 from openrlhf.training.rl_data import RLData, build_prompt_datasets
 from openrlhf.training.saving import restore
 from openrlhf.training.schedule import prompts_of_steps, training_schedule
@@ -268,7 +268,7 @@ class Run:
         critic = group_of(CriticRanks, config, self.num_ranks) if config.uses_critic else None
         others = [f"{config.ckpt.path}/_critic"] if config.uses_critic else []
         checkpoints = CheckpointFolder(f"{config.ckpt.path}/_actor", config.ckpt, others)
-        tag = checkpoints.latest() if self.resume else None
+        tag = checkpoints.find().tag if self.resume else None
         self.trainer = PPOTrainer(
             config=config,
             rollout=self,
@@ -805,7 +805,7 @@ def test_the_old_best_is_there_until_the_new_one_is_complete(tmp_path):
     run = Run(config, 8, lambda episode, prompt: (0.0, 1.0), evaluation=lambda version: version / 10)
     run.trainer.fit()
     assert folders_in(tmp_path) == {role: ["best_global_step4"] for role in ("_actor", "_critic")}
-    assert run.trainer.checkpoints.latest() is None  # a run does not resume from the best
+    assert run.trainer.checkpoints.find().tag is None  # a run does not resume from the best
 
 
 def test_latest_names_a_checkpoint_of_its_own_and_never_the_best(tmp_path):
@@ -814,7 +814,7 @@ def test_latest_names_a_checkpoint_of_its_own_and_never_the_best(tmp_path):
     run.trainer.fit()
     assert run.trainer.step == 3
     assert folders_in(tmp_path)["_actor"] == ["best_global_step3", "global_step2"]
-    assert run.trainer.checkpoints.latest() == "global_step2"
+    assert run.trainer.checkpoints.find().tag == "global_step2"
 
 
 def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
@@ -871,7 +871,10 @@ def test_a_resumed_run_goes_on_as_one_that_was_not_stopped(tmp_path):
 def test_the_moving_average_is_in_the_checkpoint(tmp_path, monkeypatch):
     alone(monkeypatch)
     calls: list[str] = []
-    engine = engine_without_deepspeed(found=True)
+    engine = engine_without_deepspeed()
+    monkeypatch.setattr(
+        "openrlhf.backends.deepspeed.engine.load_states", lambda engine, checkpoint: engine.kept
+    )
     engine.average = SimpleNamespace(
         save=lambda writer: calls.append(f"save {writer.folder}"),
         load=lambda folder: calls.append(f"load {folder}"),
@@ -888,7 +891,7 @@ def test_a_checkpoint_has_no_files_of_an_earlier_attempt(tmp_path, monkeypatch):
     stale = tmp_path / "one" / "zero_pp_rank_7_mp_rank_00_optim_states.pt"
     stale.parent.mkdir()
     stale.touch()
-    engine_without_deepspeed(found=True).save_checkpoint(str(tmp_path), "one", {})
+    engine_without_deepspeed().save_checkpoint(str(tmp_path), "one", {})
     assert sorted(path.name for path in stale.parent.iterdir()) == ["manifest.json", "random_state_0.pt"]
 
 
@@ -900,8 +903,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
 
 
-def engine_without_deepspeed(found: bool) -> Any:
-    """Returns a DeepSpeedEngine around an engine that keeps what it saves, or finds nothing."""
+def engine_without_deepspeed() -> Any:
+    """Returns a DeepSpeedEngine around an engine that keeps what it saves."""
     engine, kept = DeepSpeedEngine.__new__(DeepSpeedEngine), {}
 
     def save(folder: str, **options) -> None:
@@ -909,7 +912,7 @@ def engine_without_deepspeed(found: bool) -> Any:
 
     engine.engine = SimpleNamespace(
         save_checkpoint=save,
-        load_checkpoint=lambda folder, **options: (folder, kept) if found else (None, None),
+        kept=kept,
         checkpoint_mp_rank=0,
         optimizer=SimpleNamespace(param_groups=[]),
         param_names={},
@@ -923,8 +926,8 @@ def engine_without_deepspeed(found: bool) -> Any:
 
 def test_a_checkpoint_that_is_not_found_is_an_error_and_no_empty_state(tmp_path):
     (tmp_path / "global_step1").mkdir()
-    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path):
-        engine_without_deepspeed(found=False).load_checkpoint(str(tmp_path), "global_step1")
+    with refused(ErrorCode.DAMAGED_CHECKPOINT, flag="--ckpt.path", value=tmp_path / "global_step1"):
+        engine_without_deepspeed().load_checkpoint(str(tmp_path), "global_step1")
 
 
 def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_path):

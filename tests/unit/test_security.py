@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 from transformers import AutoTokenizer
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.deepspeed.checkpoint_files import DeepSpeedFiles
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
-from openrlhf.backends.deepspeed.resharding import Checkpoint
 from openrlhf.backends.distributed import ProcessMesh, _store_at_its_address, free_port
-from openrlhf.backends.random_state import load_random_state
-from openrlhf.backends.torch.checkpoint_files import forged, load_tensors
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.dcp import forged, load_tensors
+from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.random_state import load_random_state
+from openrlhf.checkpoint.zero import Checkpoint, _states_of
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.config.parse import parse, to_yaml
@@ -44,7 +44,6 @@ from openrlhf.observability.trackers.wandb import key_of
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.record.model_card import write_model_card
 from openrlhf.tools.serve.lora_combiner import run as combine_run
-from openrlhf.training.origin import Origin, compare
 from openrlhf.training.precompute import cached_array
 
 PACKAGE = Path(__file__).parents[2] / "openrlhf"
@@ -217,18 +216,17 @@ PICKLES = {
     "text": lambda: b"<html>not found</html>",
 }
 LOADERS: dict[str, Callable[[bytes], object]] = {
-    "trainer's state": lambda content: own_pickles.load(written("progress.pt", content)),
+    "trainer's state": lambda content: pickles.load(written("progress.pt", content)),
     "random state": lambda content: load_random_state(
         Path(written("c/random_state_0.pt", content)).parent, 0, 1
     ),
     "contents of a checkpoint of torch": lambda content: of_torch(".metadata", content),
     "tensors of a checkpoint of torch": lambda content: of_torch("__0_0.distcp", content),
-    "checkpoint of DeepSpeed": lambda content: DeepSpeedFiles().load(written("x_states.pt", content)),
-    "checkpoint of DeepSpeed for other ranks": lambda content: Checkpoint(
+    "checkpoint of DeepSpeed": lambda content: Checkpoint(
         Path(written("c/mp_rank_00_model_states.pt", content)).parent
     ).model_states(),
-    "optimizer states for other ranks": lambda content: (
-        Checkpoint(Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content)).parent).stage
+    "optimizer states of DeepSpeed": lambda content: _states_of(
+        Path(written("c/zero_pp_rank_0_mp_rank_00_optim_states.pt", content))
     ),
     "universal checkpoint": lambda content: Checkpoint(
         Path(written("c/zero/optimizer_state.pt", content)).parents[1]

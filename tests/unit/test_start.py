@@ -16,6 +16,19 @@ import pytest
 from refusals import refused
 from transformers import Qwen3Config
 
+from openrlhf.checkpoint import start
+from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.start import (
+    DAY,
+    check_output,
+    check_places,
+    check_space,
+    choose_checkpoint,
+    continuing,
+    day_of,
+    move_old_checkpoints,
+    origin_of,
+)
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO, SFT
 from openrlhf.config.parse import parse
@@ -40,19 +53,6 @@ from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import adapter_parameters
 from openrlhf.text import Calendar
-from openrlhf.training import start
-from openrlhf.training.checkpoints import CheckpointFolder
-from openrlhf.training.start import (
-    DAY,
-    check_output,
-    check_places,
-    check_space,
-    choose_checkpoint,
-    continuing,
-    day_of,
-    move_old_checkpoints,
-    origin_of,
-)
 
 
 def test_a_finished_model_is_written_over_by_its_own_run_or_when_asked(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ import torch
 from refusals import refused
 
 from openrlhf.backends.finite import NotFiniteError
+from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
+from openrlhf.checkpoint.origin import Origin
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
 from openrlhf.data.batches import Windows
@@ -17,8 +19,6 @@ from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.trackers.metrics_file import read_metrics
-from openrlhf.training.checkpoints import UNFINISHED, CheckpointFolder
-from openrlhf.training.origin import Origin
 from openrlhf.types import PackedRow, Sample
 
 
@@ -100,7 +100,7 @@ def trainer_of(
         export=engine.export,
         observer=None,
     )
-    tag = trainer.checkpoints.latest()
+    tag = trainer.checkpoints.find().tag
     if tag:
         trainer.resume(tag)
     folder = RunFolder.create(path / "run", config_yaml="{}", argv=["test"], resume=tag is not None)
@@ -265,14 +265,14 @@ def test_checkpoints_and_copies(tmp_path):
     left = sorted(p.name for p in (tmp_path / "ckpt").iterdir() if p.is_dir())
     copies = [f"global_step{s}_hf" for s in (6, 8)]
     assert left == sorted(["global_step6", "global_step8", *copies])
-    assert trainer.checkpoints.latest() == "global_step8"
+    assert trainer.checkpoints.find().tag == "global_step8"
 
 
 def test_copies_alone(tmp_path):
     trainer = trainer_of(tmp_path, {}, save_steps=4, save_hf=True, disable_ds=True)
     trainer.fit()
     assert trainer.engine.exported == ["global_step4_hf", "global_step8_hf"]
-    assert trainer.checkpoints.latest() is None
+    assert trainer.checkpoints.find().tag is None
 
 
 def test_a_rank_without_an_observer_completes_nothing(tmp_path):
@@ -282,7 +282,7 @@ def test_a_rank_without_an_observer_completes_nothing(tmp_path):
     trainer.fit()
     assert trainer.step == 9
     assert sorted(trainer.engine.disk) == ["global_step4", "global_step8"]
-    assert trainer.checkpoints.latest() is None
+    assert trainer.checkpoints.find().tag is None
 
 
 class Slow(Engine):
@@ -324,13 +324,13 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
     take_step = engine.train_step
 
     def step(window, objective):
-        complete.append(trainer.checkpoints.latest())
+        complete.append(trainer.checkpoints.find().tag)
         return take_step(window, objective)
 
     engine.train_step = step
     trainer.fit()
     assert complete == [None] * 6 + ["global_step4"] * 3
-    assert trainer.checkpoints.latest() == "global_step8", "the end of the run waits for it"
+    assert trainer.checkpoints.find().tag == "global_step8", "the end of the run waits for it"
     assert list(engine.disk) == ["global_step4", "global_step8"]
 
 
@@ -341,7 +341,7 @@ def test_the_next_save_and_a_stop_wait_for_the_one_under_way(tmp_path, stop_at, 
     trainer.on_any_rank = lambda asked: asked or trainer.step == stop_at
     with pytest.raises(Stopped):
         trainer.fit()
-    assert trainer.checkpoints.latest() == f"global_step{saved}"
+    assert trainer.checkpoints.find().tag == f"global_step{saved}"
     assert list(engine.disk) == [f"global_step{step}" for step in sorted({2, 4, saved})]
 
 
@@ -351,7 +351,7 @@ def test_an_error_of_writing_is_raised_at_the_end_of_a_later_step(tmp_path):
     with refused(ErrorCode.NOT_WRITABLE):
         trainer.fit()
     assert trainer.step == 3
-    assert trainer.checkpoints.latest() is None and not (trainer.checkpoints.path / UNFINISHED).exists()
+    assert trainer.checkpoints.find().tag is None and not (trainer.checkpoints.path / UNFINISHED).exists()
 
 
 def test_a_step_that_is_not_finite_costs_no_checkpoint_of_an_earlier_step(tmp_path):
@@ -366,4 +366,4 @@ def test_a_step_that_is_not_finite_costs_no_checkpoint_of_an_earlier_step(tmp_pa
     engine.train_step = step
     with refused(ErrorCode.NOT_FINITE):
         trainer.fit()
-    assert trainer.checkpoints.latest() == "global_step2"
+    assert trainer.checkpoints.find().tag == "global_step2"

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from openrlhf.backends.weight_sync.stored_weights import Probe, sketches
+from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.config.ppo import (
     ACTOR_FLAG,
     REWARD_FLAG,
@@ -39,7 +40,6 @@ from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.training import trained_worker
 from openrlhf.training import worker as workers
-from openrlhf.training.checkpoints import UNFINISHED
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker
 from openrlhf.types import Batch

@@ -15,6 +15,7 @@ from records import batch_of, by_sequence, step_view, trajectory
 from refusals import Refusal, printed
 
 from openrlhf.algorithms.advantages.base import AdvantageEstimator
+from openrlhf.checkpoint.origin import Origin, compare
 from openrlhf.config.commands import PPO
 from openrlhf.config.options import PREFIX
 from openrlhf.config.parse import parse, to_yaml
@@ -25,7 +26,6 @@ from openrlhf.registry import Registry
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.origin import Origin, compare
 from openrlhf.types import Batch, ExperienceRow, LossNorm, present
 from openrlhf.user_file import UserFiles
 

@@ -2,9 +2,8 @@
 
 import logging
 import math
-import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -20,35 +19,31 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.backends.base import Row
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
-from openrlhf.backends.deepspeed.checkpoint_files import DeepSpeedFiles
 from openrlhf.backends.deepspeed.config import inference_config, training_config
 from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
-from openrlhf.backends.deepspeed.resharding import (
-    ORDER,
-    Checkpoint,
-    load_resharded,
-    names_in_order,
-    stepped_tensors,
-)
 from openrlhf.backends.distributed import BACKENDS, ProcessMesh, use_own_cores
 from openrlhf.backends.lr_schedule import lr_schedule
 from openrlhf.backends.model_rank import (
     ModelRank,
     TrainedRank,
-    check_same_model,
     decay_groups,
     shard_rows,
 )
-from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
+from openrlhf.checkpoint.writer import CheckpointWriter
+from openrlhf.checkpoint.zero import (
+    ORDER,
+    Checkpoint,
+    DeepSpeedFiles,
+    load_states,
+    names_in_order,
+    stepped_tensors,
+)
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.files import check_owner
 from openrlhf.models.backbone import RowModel, backbone_of, reading_of
 from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
 from openrlhf.types import Metrics
@@ -187,50 +182,28 @@ class DeepSpeedEngine(TrainedRank):
             self.average.update()
         return metrics
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
-        self._check_present()
-        self.check_finite()
-        place = Path(folder, tag)
-        if self.mesh.is_first:
-            if place.exists():
-                shutil.rmtree(place)  # an unfinished save
-            place.mkdir(parents=True)
-        dist.barrier()
-        self.files.writer = self._writer = writer = CheckpointWriter(place, later=later)
+    def _write_states(self, writer: CheckpointWriter, state: dict) -> None:
+        self.files.writer, place = writer, writer.folder
         # DeepSpeed merges client state into its own dictionary, so the trainer's state is under a single key.
         self.engine.save_checkpoint(
-            folder,
-            tag=tag,
+            str(place.parent),
+            tag=place.name,
             client_state={"openrlhf": state, ORDER: names_in_order(self.engine)},
             save_latest=False,
             exclude_frozen_parameters=True,
         )
         if self.average is not None:
             self.average.save(writer)
-        save_random_state(writer, self.mesh.rank, self.mesh.size)
-        if not later:
-            self.finish_checkpoint()
 
-    def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores a checkpoint, which any number of ranks may have saved at any ZeRO stage, and returns its
-        `state`. Raises UsageError if this engine has a moving average and the checkpoint has none. Ignores
-        the checkpoint's average if the engine has none."""
-        self._check_present()
-        check_owner(Path(folder, tag), "--ckpt.path")
+    def _read_states(self, folder: Path) -> dict:
+        """Reads a checkpoint of any ZeRO stage. Raises UsageError if this engine has a moving average and the
+        checkpoint has none. Ignores the checkpoint's average if the engine has none."""
         if self.average is not None:
-            self.average.load(f"{folder}/{tag}")
+            self.average.load(folder)
         own = [dict(group) for group in self._scheduler.optimizer.param_groups]
-        checkpoint = Checkpoint(f"{folder}/{tag}", self.engine.checkpoint_mp_rank)
-        if checkpoint.fits(self.stage, self.mesh.copies):
-            path, client_state = self.engine.load_checkpoint(folder, tag=tag, custom_load_fn=_load_trained)
-        else:
-            path, client_state = folder, load_resharded(self.engine, checkpoint)
-        if path is None or client_state is None:
-            text = f"DeepSpeed could not load the checkpoint {tag} from this folder"
-            raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=folder)
-        load_random_state(f"{folder}/{tag}", self.mesh.rank, self.mesh.size)
+        shared = load_states(self.engine, Checkpoint(folder, self.engine.checkpoint_mp_rank))
         self._keep_settings(own)
-        return client_state["openrlhf"]
+        return shared["openrlhf"]
 
     def _keep_settings(self, own: list[dict[str, Any]]) -> None:
         """Sets this run's learning rates and the other settings of its optimizer's groups `own` instead of
@@ -254,9 +227,9 @@ class DeepSpeedEngine(TrainedRank):
     def reload(self) -> None:
         self.optimizer_state.reload()
 
-    def _check_present(self) -> None:
-        if self.optimizer_state.is_offloaded:
-            raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
+    @property
+    def is_offloaded(self) -> bool:
+        return self.optimizer_state.is_offloaded
 
     def _trained_in_full(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the moving average instead of the trained weights, if there is one."""
@@ -377,12 +350,3 @@ def _leave_out_frozen(module: nn.Module, state: dict, prefix: str, metadata: dic
     trained = {name for name, p in module.named_parameters(remove_duplicate=False) if p.requires_grad}
     for name in state.keys() - trained - dict(module.named_buffers()).keys():
         del state[name]
-
-
-def _load_trained(src: Mapping[str, Tensor], dst: nn.Module) -> None:
-    """Loads a checkpoint's weights on behalf of DeepSpeed. Frozen weights are not in the checkpoint. Raises
-    UsageError if the checkpoint is of another model."""
-    missing = [name for name, p in dst.named_parameters() if p.requires_grad and name not in src]
-    unknown = src.keys() - dst.state_dict().keys()
-    check_same_model(unknown, missing)
-    dst.load_state_dict(src, strict=False)

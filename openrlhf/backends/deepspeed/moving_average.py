@@ -16,10 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
-from openrlhf.backends.deepspeed.resharding import slice_of
 from openrlhf.backends.distributed import ProcessMesh, current_device
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.writer import CheckpointWriter
+from openrlhf.checkpoint.zero import slice_of
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.tensor_parallel import put_together
@@ -69,7 +69,7 @@ class MovingAverage:
     def load(self, folder: str | Path) -> None:
         """Restores the average, to the last bit. Any number of ranks with the same tensor-parallel size may
         have saved it. Raises UsageError on every rank if the folder has no average."""
-        with ExitStack() as opened, own_pickles.refusing(folder):
+        with ExitStack() as opened, pickles.refusing(folder):
             saved = _saved_files(Path(folder))[self.mesh.rank % self.mesh.tensor :: self.mesh.tensor]
             files = [opened.enter_context(safe_open(file, "pt")) for file in saved]
             for name, own in self.parts.items():

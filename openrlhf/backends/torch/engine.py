@@ -6,43 +6,36 @@ each rank and gathers a layer's parameters while the layer computes. In bf16 the
 weights, and layers compute with weights that are rounded to bf16.
 """
 
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from openrlhf.backends import own_pickles
 from openrlhf.backends.base import Objective, Part, Row, RowT
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.lr_schedule import lr_schedule
-from openrlhf.backends.manifest import why_unwritten
 from openrlhf.backends.model_rank import (
     BUCKET_BYTES,
     ModelRank,
     TrainedRank,
-    check_same_model,
     decay_groups,
     held,
 )
-from openrlhf.backends.random_state import load_random_state, save_random_state
 from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.torch.checkpoint_files import METADATA, TorchReader, load_tensors, storage_of
 from openrlhf.backends.torch.memory import row_memory
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.dcp import METADATA, TorchReader, load_tensors, save_tensors
+from openrlhf.checkpoint.pickles import check_same_model
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.files import check_owner, not_written
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import DTYPES
 from openrlhf.models.self_check import resolve_reading
@@ -91,7 +84,7 @@ class TorchEngine(TrainedRank):
         self.trained = {n: p for n, p in self._module.named_parameters() if p.requires_grad}
         self.optimizer = _adamw(self._module, optim)
         self.schedule = lr_schedule(optim, total_steps)
-        self.is_offloaded, self._steps = False, 0
+        self._is_offloaded, self._steps = False, 0
 
     @property
     def module(self) -> RowModel:
@@ -162,41 +155,25 @@ class TorchEngine(TrainedRank):
     def _rounded(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
-    def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
-        self._check_present()
-        self.check_finite()
-        path = Path(folder, tag)
-        if self.mesh.is_first:
-            shutil.rmtree(path, ignore_errors=True)  # an unfinished save
-            path.mkdir(parents=True)
-        dist.barrier()
-        self._writer = writer = CheckpointWriter(path, later=later)
+    def _write_states(self, writer: CheckpointWriter, state: dict) -> None:
+        path = writer.folder
         if self.mesh.is_first:
             writer.save({"steps": self._steps, "state": state}, path / PROGRESS)
-        save_random_state(writer, self.mesh.rank, self.mesh.size)
-        try:
-            dcp.save(self._tensors(), storage_writer=storage_of(writer))
-        except CheckpointException as error:  # raised on all ranks if one fails
-            reason = next(iter(error.failures.values()))[0]
-            raise not_written(path, why_unwritten(reason, path)) from error
-        if not later:
-            self.finish_checkpoint()
+        save_tensors(writer, self._tensors())
 
-    def load_checkpoint(self, folder: str, tag: str) -> dict:
-        """Restores a checkpoint, which any number of ranks may have saved, and returns its `state`. Raises
-        UsageError for a checkpoint of another backend or another model."""
-        self._check_present()
-        check_owner(Path(folder, tag), "--ckpt.path")
-        path, tensors = Path(folder, tag), self._tensors()
-        if not (path / METADATA).exists():
-            text = f"{tag} was not saved with --train.backend torch.\nResume with --train.backend deepspeed."
-            raise UsageError(ErrorCode.OTHER_RUN, text, flag="--ckpt.path", value=folder)
-        known = TorchReader(path).read_metadata().state_dict_metadata.keys()
+    def _read_states(self, folder: Path) -> dict:
+        """Reads a checkpoint. Raises UsageError for one of another backend or another model."""
+        if not (folder / METADATA).exists():
+            text = "was not saved with --train.backend torch.\nResume with --train.backend deepspeed."
+            raise UsageError(
+                ErrorCode.OTHER_RUN, f"{folder.name} {text}", flag="--ckpt.path", value=folder.parent
+            )
+        tensors = self._tensors()
+        known = TorchReader(folder).read_metadata().state_dict_metadata.keys()
         check_same_model(known - tensors.keys(), tensors.keys() - known)
-        load_tensors(path, tensors)
-        progress = own_pickles.load(path / PROGRESS)
+        load_tensors(folder, tensors)
+        progress = pickles.load(folder / PROGRESS)
         self._steps = progress["steps"]
-        load_random_state(path, self.mesh.rank, self.mesh.size)
         return progress["state"]
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -208,23 +185,23 @@ class TorchEngine(TrainedRank):
             found |= {f"{key}.{name}": value for key, value in self.optimizer.state[p].items()}
         return found
 
+    @property
+    def is_offloaded(self) -> bool:
+        return self._is_offloaded
+
     def offload(self) -> None:
         """Moves AdamW's states to the CPU. The float32 weights stay, because forward passes and weight syncs
         read them."""
-        self.is_offloaded = True
+        self._is_offloaded = True
         self._move_states(torch.device("cpu"))
 
     def reload(self) -> None:
-        self.is_offloaded = False
+        self._is_offloaded = False
         self._move_states(self.device)
 
     def _move_states(self, device: torch.device) -> None:
         for state in self.optimizer.state.values():
             state.update({key: value.to(device) for key, value in state.items()})
-
-    def _check_present(self) -> None:
-        if self.is_offloaded:
-            raise RuntimeError("the optimizer's state is on the CPU since offload(); reload() comes first")
 
 
 class TorchFrozen(ModelRank):

@@ -48,7 +48,7 @@ _PLACES = (
     ("weight_sync/", "sends or receives weights"),
     ("backends/vllm/", "samples"),
     ("backends/transformers/", "samples"),
-    ("checkpoint_writer.py", "writes a checkpoint"),
+    ("checkpoint/writer.py", "writes a checkpoint"),
     ("observability/journal.py", "writes rollouts"),
     ("/vllm/", "samples"),
 )

@@ -13,7 +13,7 @@ import yaml
 from recorded_runs import Recording, samples
 from refusals import printed, refused
 
-from openrlhf.backends.manifest import Entry, Manifest
+from openrlhf.checkpoint.manifest import Entry, Manifest
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay import rerun

@@ -57,3 +57,16 @@ def refusal(file: str | os.PathLike, error: BaseException) -> UsageError:
         "Resume from another checkpoint."
     )
     return UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.path", value=file)
+
+
+def check_same_model(unknown: Iterable[str], missing: Iterable[str]) -> None:
+    """Raises UsageError if checkpoint and model have different parameters. `unknown`: parameters of the
+    checkpoint that the model lacks; `missing`: the reverse."""
+    unknown, missing = sorted(unknown), sorted(missing)
+    if missing or unknown:
+        what = f"it has no {missing[0]}" if missing else f"this model has no {unknown[0]}"
+        text = (
+            f"the checkpoint belongs to another model: {what}.\n"
+            "Resume with the model and the --ds.lora.* flags that it was saved with."
+        )
+        raise UsageError(ErrorCode.OTHER_RUN, text)

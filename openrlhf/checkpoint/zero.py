@@ -1,4 +1,5 @@
-"""Loads checkpoints on a different number of ranks, or at a different ZeRO stage, than they were saved with.
+"""The files of DeepSpeed's checkpoints: writes them, and loads those of any number of ranks and any ZeRO
+stage.
 
 DeepSpeed itself can only load on each rank the file that the same rank wrote. This module reads the files of
 all ranks, parameter by parameter. Each rank assembles the states that it would have saved itself, and
@@ -14,18 +15,22 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.deepspeed.checkpoint_files import DEEPSPEED
-from openrlhf.backends.model_rank import check_same_model
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.pickles import check_same_model
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.errors import ErrorCode, UsageError
 
 MASTER = "fp32"
@@ -36,7 +41,30 @@ part."""
 ORDER = "parameters_in_order"
 """Key in the client state for the names of all trained parameters in the optimizer's order, because at stage
 0 the optimizer stores no names. Muon sorts parameters by size, which is 0 for all at stage 3."""
+DEEPSPEED = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+"""DeepSpeed's own types in its checkpoint files."""
 LOSS_SCALE = ("loss_scaler", "dynamic_loss_scale", "overflow")
+LOSS_SCALE_OF_STAGE_0 = ("cur_scale", "cur_iter", "last_overflow_iter")
+
+
+class DeepSpeedFiles(TorchCheckpointEngine):
+    """A DeepSpeed checkpoint engine that passes every file to `writer`, which is set anew for each save. This
+    module reads the files."""
+
+    writer: CheckpointWriter
+
+    @classmethod
+    def of(cls, engine: Any) -> Self:
+        """Makes an engine save through the returned object. Rank 0's copy of DeepSpeed's recovery script goes
+        through the writer, too: it lies between collectives, so that a failure must not raise before
+        `CheckpointWriter.finish`."""
+        files = engine.checkpoint_engine = cls()
+        copy = engine._copy_recovery_script
+        engine._copy_recovery_script = lambda folder: files.writer.attempt(folder, lambda: copy(folder))
+        return files
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.writer.save(state_dict, path)
 
 
 class Fragment(NamedTuple):
@@ -115,17 +143,6 @@ class Checkpoint:
         self.is_universal = (self.folder / "zero").is_dir()
         self.shards = self._of_ranks("optim_states")
 
-    def fits(self, stage: int, num_ranks: int) -> bool:
-        """Returns True if each rank can load the file that the same rank wrote."""
-        if self.is_universal or stage != self.stage:
-            return False
-        return stage == 0 or num_ranks == len(self.shards)
-
-    @property
-    def stage(self) -> int:
-        """ZeRO stage of the checkpoint; 0 if optimizer states are not sharded."""
-        return int(_states_of(self.shards[0]).get("zero_stage", 1)) if self.shards else 0
-
     def model_states(self) -> dict[str, Any]:
         """Returns the state that all ranks share, at stage 3 without weights. Raises UsageError if its file
         is missing."""
@@ -201,7 +218,7 @@ def slice_of(numel: int, rank: int, size: int) -> range:
 
 
 def _load(file: Path) -> Any:
-    return own_pickles.load(file, DEEPSPEED, mmap=True)
+    return pickles.load(file, DEEPSPEED, mmap=True)
 
 
 def _states_of(shard: Path) -> dict[str, Any]:
@@ -254,6 +271,7 @@ def _states_of_stage_0(names: Sequence[str], model_states: dict[str, Any]) -> Sa
     masters = [model_states["module"][name] for name in names]
     if "fp32_groups" in optimizer:  # half precision has float32 master weights
         masters = [master for group in optimizer["fp32_groups"] for master in group]
+        saved.loss_scale.update(_selected(optimizer, LOSS_SCALE_OF_STAGE_0))
         optimizer = optimizer["optimizer_state_dict"]
     for i, (name, master) in enumerate(zip(names, masters, strict=True)):
         states = optimizer["state"].get(i, {})
@@ -279,11 +297,15 @@ def stepped_tensors(engine: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def load_resharded(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
+def load_states(engine: Any, checkpoint: Checkpoint) -> dict[str, Any]:
     """Loads a checkpoint, which any number of ranks may have saved, into a DeepSpeed engine. Returns the
     state that all ranks share. Collective. Raises UsageError if the checkpoint is of another model."""
-    saved = checkpoint.states(names_in_order(engine))
     model_states = checkpoint.model_states()
+    check_same_model(model_states["module"].keys() - engine.module.state_dict().keys(), ())
+    saved = checkpoint.states(names_in_order(engine))
+    sizes = {name: getattr(p, "ds_numel", p.numel()) for p, name in engine.param_names.items()}
+    others = (f"{name} of this size" for name in saved.fragments if saved.numel(name) != sizes[name])
+    check_same_model((), others)
     _load_optimizer(engine.optimizer, list(_groups_of(engine)), saved)
     buffers = dict(engine.module.named_buffers())
     for name in buffers.keys() & model_states["module"].keys():
@@ -315,6 +337,8 @@ def _load_optimizer(optimizer: Any, groups: Sequence[ParameterGroup], saved: Sav
         for (param, stepped_on), master in zip(_unsharded(optimizer), masters, strict=True):
             stepped_on.copy_(master)
             param.copy_(master)
+        if config := getattr(optimizer, "loss_scale_config", None):
+            vars(config).update(_selected(saved.loss_scale, LOSS_SCALE_OF_STAGE_0))
 
 
 def _state_of(saved: SavedStates, group: ParameterGroup) -> dict[str, Any]:

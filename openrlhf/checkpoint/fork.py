@@ -2,15 +2,15 @@
 with its own settings."""
 
 import os
-import re
 from pathlib import Path
 
+from openrlhf.checkpoint.folder import CheckpointFolder, Found
+from openrlhf.checkpoint.origin import changes, unknown
+from openrlhf.checkpoint.saved import step_of
+from openrlhf.checkpoint.start import Config, check_output
 from openrlhf.config.resume import ORDER, SHAPES
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
-from openrlhf.training.checkpoints import CheckpointFolder, Found
-from openrlhf.training.origin import changes, unknown
-from openrlhf.training.start import Config, check_output
 
 
 def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Found | None:
@@ -32,9 +32,9 @@ def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Fou
 def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps: int) -> None:
     """Copies the checkpoint, with a record of the fork, and prints the settings that differ."""
     _check_damage(source, tag)
-    place, saved, now, step = source.path / tag, source.saved(tag), own.origin, int(re.sub(r"\D", "", tag))
-    assert now is not None  # set in every run that resumes
-    before, data_from = saved["origin"], saved.get("fork", {"data_from": 0})["data_from"]
+    record, place, now, step = source.at(tag).record(), source.path / tag, own.origin, step_of(tag)
+    assert record is not None and now is not None  # set in every run that resumes
+    before, data_from = record.origin, record.fork.get("data_from", 0)
     found = [("the command", before.command, now.command), *changes(before, now)]
     changed = {name: {"was": was, "now": is_} for name, was, is_ in found if was != is_}
     lines = {n.removeprefix("--"): f"  {n} was {c['was']}, is {c['now']}" for n, c in changed.items()}
@@ -55,7 +55,8 @@ def _fork(own: CheckpointFolder, source: CheckpointFolder, tag: str, total_steps
 def _check_damage(source: CheckpointFolder, tag: str) -> None:
     """Raises UsageError if the checkpoint is damaged, old or another user's, or lacks a model."""
     place, old = source.path / tag, "an older release wrote it, which did not record its settings"
-    if reason := source.damage(tag) or (not source.saved(tag) and old):
+    found = source.at(tag)
+    if reason := found.damage(hashes=source.ckpt.verify == "full") or (not found.record() and old):
         critic = " that has a critic" * (len(source.folders) - 1)
         text = f"it cannot be forked: {reason}.\nName another one{critic}."
         raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, text, flag="--ckpt.fork_from", value=place)

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.device import DEVICE_TYPE
 
 logger = logging.getLogger(__name__)
@@ -29,30 +29,20 @@ def save_random_state(writer: CheckpointWriter, rank: int, num_ranks: int) -> No
 def load_random_state(folder: str | Path, rank: int, num_ranks: int) -> None:
     """Restores the state that `save_random_state` wrote. If another number of ranks wrote it, or the
     checkpoint has none, logs a warning and restores nothing."""
-    if saved_ranks(folder) != num_ranks:
+    first, file = _file(folder, 0), _file(folder, rank)
+    saved = pickles.load(first)["num_ranks"] if first.exists() else None
+    if saved != num_ranks:
         if rank == 0:
-            logger.warning(
-                "%s was saved by %s: dropout continues with other random numbers",
-                folder,
-                f"{saved_ranks(folder)} ranks" if saved_ranks(folder) else "a version without random states",
-            )
+            by = f"{saved} ranks" if saved else "a version without random states"
+            logger.warning("%s was saved by %s: dropout continues with other random numbers", folder, by)
         return
-    state = _read(folder, rank)
-    with own_pickles.refusing(_file(folder, rank)):
+    state = pickles.load(file)
+    with pickles.refusing(file):
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
         if state["cuda"] is not None and DEVICE_TYPE == "cuda":
             torch.cuda.set_rng_state(state["cuda"])
-
-
-def saved_ranks(folder: str | Path) -> int | None:
-    """Returns the number of ranks that wrote the checkpoint; None if it has no random states."""
-    return _read(folder, 0)["num_ranks"] if _file(folder, 0).exists() else None
-
-
-def _read(folder: str | Path, rank: int) -> dict:
-    return own_pickles.load(_file(folder, rank))
 
 
 def _file(folder: str | Path, rank: int) -> Path:

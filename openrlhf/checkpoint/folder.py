@@ -1,54 +1,38 @@
-"""Checkpoints of a run: committing them, selecting those to keep and the one to resume from. Engines read and
-write their contents.
+"""The folder with the checkpoints of a run: commits them, selects those to keep and the one to resume from.
+Engines read and write their contents.
 
 A checkpoint is written to the folder UNFINISHED and renamed when all of its files are on the disk, so a
-folder `global_step{N}` is always complete. Its manifest (backends/manifest.py) lists every file, and names
+folder `global_step{N}` is always complete. Its manifest (manifest.py) lists every file, and names
 the manifests of the other models of the same save: the rename of the first folder commits all of them.
 """
 
 import json
-import math
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from openrlhf.backends import manifest
-from openrlhf.backends.manifest import MANIFEST, Entry, Manifest
-from openrlhf.backends.torch.checkpoint_files import forged
+from openrlhf.checkpoint.manifest import MANIFEST, complete
+from openrlhf.checkpoint.origin import Origin, compare
+from openrlhf.checkpoint.saved import BEST, METRIC, ORIGIN, UNIVERSAL, Record, Saved, step_of, time_of
 from openrlhf.config.sections import CkptConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import fault
-from openrlhf.files import not_written, read_object, read_small, sync_folder, write_atomically
+from openrlhf.files import not_written, read_small, sync_folder, write_atomically
 from openrlhf.observability.run_folder import set_aside
-from openrlhf.training.origin import Origin, compare
 
 LATEST = "latest"
 """File with the tag to resume from, written when that checkpoint is complete. If it is missing or its
-checkpoint is damaged, the newest undamaged folder is used."""
+checkpoint is damaged, the newest undamaged folder is used. DeepSpeed's converter writes LATEST +
+UNIVERSAL."""
 
 UNFINISHED = ".saving"
 """Subfolder of each model's folder for the checkpoint that is being written."""
 
-UNIVERSAL = "_universal"
-"""Suffix of the tag of a checkpoint in DeepSpeed's universal format. The file LATEST + UNIVERSAL has the tag
-of the last one."""
-
-METRIC = "metric.json"
-"""File with the evaluation metric of a checkpoint, by which checkpoints are ranked."""
-ORIGIN = "origin.json"
-"""File with the origin of a checkpoint (flags, data, models) and the time at which it was written."""
-
-FORMAT = "manifest_format"
-"""Key in ORIGIN of a checkpoint that has a manifest."""
-
-BEST = "best_"
 COPY = "_hf"
 """Suffix of the Hugging Face copies that `ckpt.save_hf` writes to the checkpoint folder."""
 _TAG = re.compile(r"global_step\d+")
@@ -57,6 +41,7 @@ _NAMED = re.compile(r"(best_)?global_step\d+(_universal)?")
 _BEST_TAG = re.compile(rf"{BEST}global_step\d+")
 _OWN = re.compile(rf"({BEST})?global_step\d+({COPY}|{UNIVERSAL})?|{LATEST}({UNIVERSAL})?|_actor|_critic")
 """Names that a training command or the universal converter writes to a checkpoint folder."""
+OLDER = "an older release wrote it: it"
 
 
 class CheckpointFolder:
@@ -85,13 +70,17 @@ class CheckpointFolder:
         """Settings that the fork changed, if this start begins with it; else None."""
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
 
+    def at(self, tag: str) -> Saved:
+        """Returns the checkpoint with this tag."""
+        return Saved(self.folders, tag)
+
     def find(self) -> "Found":
         """Finds the checkpoint to resume from: the one that LATEST names, or else the newest. Damaged ones
         are skipped. With `ckpt.verify` full, the hash of every file is compared."""
         names, skipped = self._tags_of_pointers()
-        others = sorted(self._complete() - set(names), key=_step, reverse=True)
+        others = sorted(self._complete() - set(names), key=step_of, reverse=True)
         for tag in [*names, *others]:
-            if (reason := self.damage(tag)) is None:
+            if (reason := self.at(tag).damage(hashes=self.ckpt.verify == "full")) is None:
                 return Found(tag, skipped)
             skipped.append(f"{tag}: {reason}")
         return Found(None, skipped)
@@ -114,23 +103,23 @@ class CheckpointFolder:
             )
         if tag is None:
             return None, [f"--ckpt.load_enable: {self.path} has no checkpoint: starting from the beginning"]
-        resuming = f"resuming from {self.path / tag}: step {_step(tag)}, written {self._written(tag)}"
-        origin = self.saved(tag).get("origin")
+        saved = self.at(tag)
+        lines = [f"resuming from {saved.place}: step {saved.step}, written {saved.written()}"]
         self.recall_fork(tag)
         if self.ckpt.fork_from and self.fork.get("from") != os.path.abspath(self.ckpt.fork_from):
-            text = f"{self.path / tag} is not from it.\nName another --ckpt.output_dir, or omit this flag."
+            text = f"{saved.place} is not from it.\nName another --ckpt.output_dir, or omit this flag."
             raise UsageError(ErrorCode.CONFLICT, text, flag="--ckpt.fork_from", value=self.ckpt.fork_from)
-        if origin is None:
-            unknown = "an older release wrote it: it records no flags and models, so they are not compared"
-            return tag, [resuming, unknown]
-        unlisted = "an older release wrote it: it has no manifest, so its files are not checked for damage"
-        notes = [] if tag.endswith(UNIVERSAL) or (self.path / tag / MANIFEST).exists() else [unlisted]
-        return tag, [resuming, *notes, *self.check(tag, origin)]
+        if (record := saved.record()) is None:
+            return tag, [*lines, f"{OLDER} records no flags and models, so they are not compared"]
+        if not (tag.endswith(UNIVERSAL) or (saved.place / MANIFEST).exists()):
+            lines.append(f"{OLDER} has no manifest, so its files are not checked for damage")
+        return tag, [*lines, *self.check(tag, record.origin)]
 
     def recall_fork(self, tag: str) -> None:
         """Reads the record of the fork by which the run of this checkpoint began."""
-        self.fork = self.saved(tag).get("fork", {})
-        self.changed = self.fork.get("changed") if self.fork.get("step") == _step(tag) else None
+        record = self.at(tag).record()
+        self.fork = dict(record.fork) if record else {}
+        self.changed = self.fork.get("changed") if self.fork.get("step") == step_of(tag) else None
 
     def check(self, tag: str, before: Origin) -> list[str]:
         """Returns remarks on the changes since `before`, the checkpoint's origin. Raises UsageError if a
@@ -151,24 +140,21 @@ class CheckpointFolder:
         """Returns a line about the newest checkpoint, if there is one, for a run that starts from the
         beginning."""
         names, _ = self._tags_of_pointers()
-        if not (tags := names or sorted(self._complete(), key=_step, reverse=True)):
+        if not (tags := names or sorted(self._complete(), key=step_of, reverse=True)):
             return []
-        found = f"{self.path} has a checkpoint of step {_step(tags[0])}, written {self._written(tags[0])}"
+        newest = self.at(tags[0])
+        found = f"{self.path} has a checkpoint of step {newest.step}, written {newest.written()}"
         return [f"{found}; --ckpt.load_enable would resume from it"]
 
     def _tags_of_pointers(self) -> tuple[list[str], list[str]]:
         """Returns the tags in the files LATEST and LATEST + UNIVERSAL, newest first, and the reasons why
         files have no usable tag. Both are empty for a folder without checkpoints."""
-        names, reasons = [], []
-        for name in self.pointers:
-            tag, reason = self._named(name)
-            if reason:
-                reasons.append(reason)
-            elif tag:
-                names.append(tag)
-        if not names and not reasons and self._complete():
+        found = [self._named(name) for name in self.pointers]
+        reasons = [reason for _, reason in found if reason]
+        names = sorted((tag for tag, reason in found if tag and not reason), key=step_of, reverse=True)
+        if not (names or reasons) and self._complete():
             reasons.append(f"the file {LATEST} is missing")
-        return sorted(names, key=_step, reverse=True), reasons
+        return names, reasons
 
     def _complete(self) -> set[str]:
         """Returns the tags of the complete checkpoints. Those without manifest and origin are of an earlier
@@ -176,37 +162,10 @@ class CheckpointFolder:
         names. One that cannot be looked into counts, so that it is told."""
         tags = {name for name in _folders_in(self.path) if _TAG.fullmatch(name)}
         named, _ = self._named()
-        last = _step(named) if named else -1
+        last = step_of(named) if named else -1
         closed = lambda tag: not os.access(self.path / tag, os.R_OK | os.X_OK)
         listed = lambda tag: any(os.path.lexists(self.path / tag / name) for name in (MANIFEST, ORIGIN))
-        return {tag for tag in tags if closed(tag) or listed(tag) or _step(tag) <= last}
-
-    def damage(self, tag: str) -> str | None:
-        """Returns the reason why this checkpoint cannot be resumed from; None if it can."""
-        folder, hashes, place = self.path / tag, self.ckpt.verify == "full", ""
-        try:
-            saved = self.saved(tag)
-            if tag.endswith(UNIVERSAL):
-                return None if (folder / "zero").is_dir() else "it has no folder `zero`"
-            if not (folder / MANIFEST).exists() and FORMAT not in saved:  # of an older release
-                return None if any(folder.iterdir()) else "its folder is empty"
-            listed = Manifest.read(folder)
-            if listed.step != _step(tag):
-                return f"{MANIFEST} is of step {listed.step}"
-            if reason := listed.damage(folder, hashes=hashes) or forged(folder):
-                return reason
-            for other in self.folders[1:]:  # the folders of other models
-                place, part = f"{other.name}: ", other / tag
-                its_files = Manifest.read(part)
-                if Entry.of(part / MANIFEST).sha256 != listed.parts.get(other.name):
-                    return f"{place}{MANIFEST} belongs to another save"
-                if reason := its_files.damage(part, hashes=hashes) or forged(part):
-                    return place + reason
-        except ValueError as error:
-            return f"{place}{error}"
-        except OSError as error:
-            return f"{error.filename}: {error.strerror}"
-        return None
+        return {tag for tag in tags if closed(tag) or listed(tag) or step_of(tag) <= last}
 
     def _named(self, name: str = LATEST) -> tuple[str, str]:
         """Returns the tag that a pointer names ("" without one), and the reason why it is of no use ("" if
@@ -243,30 +202,6 @@ class CheckpointFolder:
         return [
             f"the checkpoints of an earlier run were moved to {place}: read them with --ckpt.path {place}"
         ]
-
-    def saved(self, tag: str) -> dict[str, Any]:
-        """Returns the content of the file ORIGIN; {} without one. Raises ValueError for a damaged one."""
-        if not os.path.lexists(file := self.path / tag / ORIGIN):
-            return {}
-        found = read_object(file)
-        try:
-            origin = Origin(**found["origin"])
-            whole = replace(origin, flags=dict(origin.flags), contents=dict(origin.contents))
-            return found | {"origin": whole, "written": str(found["written"])}
-        except (KeyError, TypeError, ValueError):
-            raise ValueError(f"{ORIGIN} is unreadable: it holds no origin") from None
-
-    def _written(self, tag: str) -> str:
-        """Returns the recorded time at which the checkpoint was completed, or else its folder's modification
-        time."""
-        try:
-            return self.saved(tag)["written"]
-        except (KeyError, ValueError):
-            return _time(datetime.fromtimestamp((self.path / tag).stat().st_mtime, UTC))
-
-    def latest(self) -> str | None:
-        """Returns the tag of the checkpoint to resume from; None without an undamaged one."""
-        return self.find().tag
 
     @contextmanager
     def saving(self, tag: str, metric: float | None = None, *, commits: bool = True) -> Iterator[Path]:
@@ -327,13 +262,11 @@ class CheckpointFolder:
         if not made.is_dir():  # only a Hugging Face copy was saved
             return
         if self.origin is not None:
-            about = {"written": _time(datetime.now(UTC)), FORMAT: manifest.FORMAT}
-            about |= {"fork": self.fork} if self.fork else {}
-            (made / ORIGIN).write_text(json.dumps({**about, "origin": self.origin.as_dict()}, indent=1))
+            Record(self.origin, self.fork, time_of(time.time())).write(made / ORIGIN)
         if metric is not None:
             (made / METRIC).write_text(json.dumps({"metric_value": metric}))
         others = [folder for folder in self.folders[1:] if (folder / UNFINISHED / tag).is_dir()]
-        step, complete = _step(tag), manifest.complete
+        step = step_of(tag)
         parts = {folder.name: complete(folder / UNFINISHED / tag, step=step) for folder in others}
         complete(made, step=step, parts=parts)
         fault("save.before_rename")
@@ -349,7 +282,7 @@ class CheckpointFolder:
 
     def _take(self, folder: Path, tag: str) -> None:
         """Moves a model's checkpoint out of UNFINISHED, with all other files that its engine wrote there."""
-        if os.path.lexists(folder / tag) and not _removed(folder / tag):  # damaged, or of the same step
+        if os.path.lexists(folder / tag) and not _removed(folder / tag):  # damaged, or an earlier save
             _move_aside(folder / tag)
         for path in sorted((folder / UNFINISHED).iterdir(), key=lambda path: path.name == tag):
             path.replace(folder / path.name)
@@ -362,22 +295,18 @@ class CheckpointFolder:
             for other in self._tags(_BEST_TAG) - {newest}:
                 self._remove(other)
             return
-        tags = list(self._tags(_TAG) - {newest})
         # Worst metric first, then oldest first. A checkpoint without a metric counts as the worst.
-        metrics = {tag: _metric(self.path / tag) for tag in tags}
-        tags.sort(key=lambda tag: (metrics[tag], _step(tag)))
+        metrics = {tag: self.at(tag).metric() for tag in self._tags(_TAG) - {newest}}
+        tags = sorted(metrics, key=lambda tag: (metrics[tag], step_of(tag)))
         best = max(tags, key=lambda tag: metrics[tag], default=newest)
         for tag in [tag for tag in tags if self._is_old(tag)]:
             if tag != best or metrics[tag] == -float("inf"):
                 tags.remove(tag)
                 self._remove(tag)
-        kept_bytes = {tag: sum(map(_size, self._places(tag))) for tag in [*tags, newest]}
-        while tags and (
-            len(tags) + 1 > self.ckpt.max_num or sum(kept_bytes.values()) > self.ckpt.max_mem * 1e9
-        ):
-            gone = tags.pop(0)
-            del kept_bytes[gone]
-            self._remove(gone)
+        sizes = {tag: sum(map(_size, self._places(tag))) for tag in [*tags, newest]}
+        while tags and (len(sizes) > self.ckpt.max_num or sum(sizes.values()) > self.ckpt.max_mem * 1e9):
+            del sizes[tags[0]]
+            self._remove(tags.pop(0))
 
     def _is_old(self, tag: str) -> bool:
         hours, places = self.ckpt.max_age_hours, [place for place in self._places(tag) if place.exists()]
@@ -414,17 +343,6 @@ class Found(NamedTuple):
     """Reasons why other checkpoints were skipped."""
 
 
-def _metric(folder: Path) -> float:
-    """Returns a checkpoint's metric; minus infinity without one. Prints damage to its file."""
-    file = folder / METRIC
-    try:
-        value = read_object(file).get("metric_value") if os.path.lexists(file) else None
-        return -float("inf") if value is None or math.isnan(value) else float(value)
-    except (ValueError, TypeError, OverflowError) as error:
-        notify(f"{file}: {error}: the checkpoint counts as one without a metric")
-        return -float("inf")
-
-
 def _folders_in(place: Path) -> list[str]:
     """Returns the names of the folders inside a folder; none if it does not exist. Raises UsageError if it
     cannot be listed."""
@@ -457,14 +375,6 @@ def _removed(place: Path) -> bool:
 def _move_aside(place: Path) -> None:
     place.replace(beside := place.with_name(f"{place.name}.damaged"))
     notify(f"{place} was moved to {beside}")
-
-
-def _step(tag: str) -> int:
-    return int(tag.removesuffix(UNIVERSAL).rpartition("global_step")[2])
-
-
-def _time(moment: datetime) -> str:
-    return f"{moment:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _size(folder: Path) -> int:

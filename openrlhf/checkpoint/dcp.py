@@ -15,9 +15,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from openrlhf.backends import own_pickles
-from openrlhf.backends.checkpoint_writer import CheckpointWriter
+from openrlhf.checkpoint import pickles
+from openrlhf.checkpoint.manifest import why_unwritten
+from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.errors import UsageError
+from openrlhf.files import not_written
 
 METADATA = ".metadata"
 """The file that marks a folder as a checkpoint of torch.distributed.checkpoint."""
@@ -28,11 +30,15 @@ _MODULES += (metadata.__name__, filesystem.__name__)
 """Modules that the list may name."""
 
 
-def storage_of(writer: CheckpointWriter) -> FileSystemWriter:
-    """Returns the storage with which `torch.distributed.checkpoint.save` writes through `writer`."""
+def save_tensors(writer: CheckpointWriter, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors through `writer`. Collective. Raises RunError on all ranks if one could not write."""
     storage = FileSystemWriter(writer.folder, sync_files=False)
     storage.fs = TorchFiles(writer)
-    return storage
+    try:
+        dcp.save(tensors, storage_writer=storage)
+    except CheckpointException as error:  # raised on all ranks if one fails
+        reason = why_unwritten(next(iter(error.failures.values()))[0], writer.folder)
+        raise not_written(writer.folder, reason) from error
 
 
 class TorchFiles(FileSystem):
@@ -61,7 +67,7 @@ class TorchReader(FileSystemReader):
         """Reads the list of contents. Raises UsageError if it is damaged, or lists anything but tensors:
         `torch.distributed.checkpoint` would unpickle that without limits."""
         file = Path(self.path, METADATA)
-        with file.open("rb") as opened, own_pickles.refusing(file):
+        with file.open("rb") as opened, pickles.refusing(file):
             metadata = _Contents(opened).load()
             if type(metadata) is not Metadata:
                 raise pickle.UnpicklingError("it is no list of contents")
@@ -81,7 +87,7 @@ def load_tensors(folder: Path, tensors: dict[str, Tensor], **options: Any) -> No
     try:
         dcp.load(tensors, storage_reader=reader, **options)
     except CheckpointException as error:  # raised on all ranks if one fails
-        raise own_pickles.refusal(folder, next(iter(error.failures.values()))[0]) from error
+        raise pickles.refusal(folder, next(iter(error.failures.values()))[0]) from error
 
 
 def forged(folder: Path) -> str | None:

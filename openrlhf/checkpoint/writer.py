@@ -3,6 +3,7 @@
 import hashlib
 import io
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import IO, Any, cast
 import torch
 import torch.distributed as dist
 
-from openrlhf.backends.manifest import Entry, Manifest, why_unwritten
+from openrlhf.checkpoint.manifest import Entry, Manifest, why_unwritten
 from openrlhf.faults import fault
 from openrlhf.files import not_written
 
@@ -57,7 +58,7 @@ class CheckpointWriter:
     def opened(self, path: Path) -> Iterator[IO[bytes]]:
         """Yields a stream for the content of the file `path`. The content must be written from the beginning
         to the end; when the block ends the file is added. Raises errors of writing."""
-        file = Pieces() if self.later else HashedFile(path)
+        file = HashedFile(path, later=self.later)
         stream = _Stream(file, 1 << 20)
         try:
             yield cast(IO[bytes], stream)
@@ -65,18 +66,15 @@ class CheckpointWriter:
         except BaseException:
             file.close()
             raise
-        self._entries[str(path.relative_to(self.folder))] = self._threads.submit(_finished, file, path)
+        self._entries[str(path.relative_to(self.folder))] = self._threads.submit(file.finish)
 
-    def attempt(self, path: str | Path, write: Callable[[], object]) -> bool:
-        """Calls `write`, which writes to `path`, unless an earlier write failed. Returns True if it
-        succeeded."""
-        if self._failure is not None:
-            return False
-        try:
-            write()
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
-            self._fail(error, path)
-        return self._failure is None
+    def attempt(self, path: str | Path, write: Callable[[], object]) -> None:
+        """Calls `write`, which writes to `path`, unless an earlier write failed."""
+        if self._failure is None:
+            try:
+                write()
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
+                self._fail(error, path)
 
     def finish(self) -> None:
         """Waits until the files of all ranks are on the disk, and writes the manifest. Collective. If any
@@ -93,43 +91,24 @@ class CheckpointWriter:
         if failures := [failure for _, failure in found if failure]:
             raise not_written(*failures[0])
         if dist.get_rank() == 0:
-            Manifest(files={name: entry for part, _ in found for name, entry in part.items()}).write(
-                self.folder
-            )
+            listed = {name: entry for part, _ in found for name, entry in part.items()}
+            Manifest(files=listed).write(self.folder)
 
     def _fail(self, error: Exception, path: str | Path) -> None:
         self._failure = self._failure or (str(path), why_unwritten(error, self.folder))
-
-
-class Pieces(io.RawIOBase):
-    """The content of a file, collected in host memory."""
-
-    def __init__(self) -> None:
-        self.pieces: list[bytes] = []
-        self._num_bytes = 0
-
-    def writable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._num_bytes
-
-    def write(self, content: Any, /) -> int:
-        if not self.closed:
-            self.pieces.append(bytes(content))
-        self._num_bytes += len(content)
-        return len(content)
 
 
 class HashedFile(io.RawIOBase):
     """A file that is written once, from the beginning to the end, while a thread computes its SHA-256. Writes
     after an error or after `close` do nothing, because torch continues to write after an error."""
 
-    def __init__(self, path: Path) -> None:
-        fault("save.file")
-        self._file = path.open("wb", buffering=0)
+    def __init__(self, path: Path, *, later: bool) -> None:
+        """`later`: keeps the content in host memory until `finish`."""
+        self._path, self._later = path, later
+        self._pieces: deque[bytes] = deque()
         self._hash, self._num_bytes = hashlib.sha256(), 0
         self._hashing = ThreadPoolExecutor(1)
+        self._file = None if later else self._open()
 
     def writable(self) -> bool:
         return True
@@ -138,41 +117,48 @@ class HashedFile(io.RawIOBase):
         return self._num_bytes
 
     def write(self, content: Any, /) -> int:
-        """Writes and hashes `content` at the same time."""
         view = memoryview(content).cast("B")
-        if self._file.closed:
-            return len(view)
-        if len(view) < LARGE:
-            self._hash.update(view)
-            self._write(view)
-        else:
-            hashed = self._hashing.submit(self._hash.update, view)
-            try:
-                self._write(view)
-            finally:
-                hashed.result()  # bounded: it hashes `view`, which the caller may change afterwards
         self._num_bytes += len(view)
+        if self._later:
+            self._pieces.append(bytes(view))
+        elif self._file is not None and not self._file.closed:
+            self._put(self._file, view)
         return len(view)
 
     def finish(self) -> Entry:
         """Syncs the content to the disk, closes the file, and returns its entry."""
         try:
-            os.fsync(self._file.fileno())
+            file = self._file = self._file or self._open()
+            while self._pieces:
+                self._put(file, memoryview(self._pieces.popleft()))
+            os.fsync(file.fileno())
         finally:
             self.close()
         return Entry(self._num_bytes, self._hash.hexdigest())
 
     def close(self) -> None:
-        self._file.close()
+        self._pieces.clear()
+        if self._file is not None:
+            self._file.close()
         self._hashing.shutdown(wait=False)
 
-    def _write(self, left: memoryview) -> None:
+    def _open(self) -> io.FileIO:
+        fault("save.file")
+        return self._path.open("wb", buffering=0)
+
+    def _put(self, file: io.FileIO, view: memoryview) -> None:
+        """Writes and hashes at the same time."""
+        is_large = len(view) >= LARGE
+        hashed = self._hashing.submit(self._hash.update, view) if is_large else self._hash.update(view)
         try:
-            while left:
-                left = left[self._file.write(left) :]
+            while view:
+                view = view[file.write(view) :]
         except OSError:
-            self._file.close()
+            file.close()
             raise
+        finally:
+            if hashed:
+                hashed.result()  # bounded: it hashes `view`, which the caller may change afterwards
 
 
 class _Stream(io.BufferedWriter):
@@ -180,15 +166,3 @@ class _Stream(io.BufferedWriter):
 
     def close(self) -> None:
         self.flush()
-
-
-def _finished(file: Pieces | HashedFile, path: Path) -> Entry:
-    """Completes a file and returns its entry. A file in host memory is first written to `path`, and its
-    memory is freed."""
-    if isinstance(file, HashedFile):
-        return file.finish()
-    written = HashedFile(path)
-    file.pieces.reverse()
-    while file.pieces:
-        written.write(file.pieces.pop())
-    return written.finish()

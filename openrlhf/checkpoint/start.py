@@ -20,8 +20,8 @@ from openrlhf.files import holds_model, nearest, read_object, unwritable
 from openrlhf.text import Calendar
 
 if TYPE_CHECKING:
-    from openrlhf.training.checkpoints import CheckpointFolder, Found
-    from openrlhf.training.origin import Origin
+    from openrlhf.checkpoint.folder import CheckpointFolder, Found
+    from openrlhf.checkpoint.origin import Origin
 
 Config = Any
 """A `TrainingConfig` with the sections `data`, `train` and `ds` of its command."""
@@ -33,8 +33,8 @@ def origin_of(
 ) -> "Origin":
     """Builds the origin of a run. `models`: flag -> paths of models; `more`: further entries of
     `Origin.contents`."""
+    from openrlhf.checkpoint.origin import BUT_GENERATION, Origin
     from openrlhf.models.loading import GENERATION, model_fingerprint
-    from openrlhf.training.origin import BUT_GENERATION, Origin
 
     def checksum(flag: str, paths: Sequence[str], **options: Any) -> str:
         return f"checksum {' '.join(model_fingerprint(path, flag, **options)[:16] for path in paths)}"
