@@ -62,9 +62,7 @@ if TYPE_CHECKING:  # for tools
         resource_problems, table as layout_table,
     )
     from openrlhf.completions import SamplingParams
-    from openrlhf.config.checks import (
-        check_launcher, looks_local, missing as missing_flag, reward_function, split_spec,
-    )
+    from openrlhf.config.checks import check_launcher, looks_local, missing as missing_flag, split_spec
     from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
     from openrlhf.config.fields import fields_of, to_words, values_of, with_values
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
@@ -76,6 +74,7 @@ if TYPE_CHECKING:  # for tools
         ACTOR_FLAG, AdvantageConfig, AlgoConfig, CRITIC_FLAG, PPOConfig, REWARD_FLAG, RewardConfig,
         TEACHER_FLAG,
     )
+    from openrlhf.config.ppo_checks import reward_function
     from openrlhf.config.ppo_command import PPO
     from openrlhf.config.reasoning_gym import is_gym
     from openrlhf.config.resume import Change as ResumeChange, change_of as resume_change
