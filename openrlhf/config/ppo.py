@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -16,24 +18,15 @@ from openrlhf.config.choices import (
     CountOrZero,
     Decay,
     EngineName,
-    EstimatorName,
-    Failure,
     Fraction,
-    ISCorrectionType,
     JournalMode,
-    KLEstimator,
     LoraSync,
-    LossAggregation,
-    Placement,
-    PolicyLossType,
+    OneOf,
     Positive,
     PositiveFraction,
     PositiveOrZero,
-    ProximalPolicyName,
     Range,
-    Shuffle,
     Steps,
-    SyncBackend,
 )
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
@@ -56,6 +49,14 @@ from openrlhf.config.sections import (
 from openrlhf.mesh import Mesh
 from openrlhf.plugins import resolve
 from openrlhf.registry import Registry, Selectable
+
+EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
+KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
+PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
+LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
+ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
+ProximalPolicyName = Annotated[str, OneOf(PROXIMAL_POLICIES)]
+Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 
 ACTOR_FLAG = "--actor.model_name_or_path"
 CRITIC_FLAG = "--critic.model_name_or_path"
@@ -249,7 +250,7 @@ class VllmConfig(EngineMemoryConfig):
     pipeline_parallel_size: Count = 1
     """Pipeline parallelism of an engine: stages that have some of its layers each. An engine has
     tensor_parallel_size x pipeline_parallel_size GPUs, all on one node. For GPUs without fast links."""
-    sync_backend: SyncBackend = "nccl"
+    sync_backend: Literal["nccl", "gloo"] = "nccl"
     """Transport of the weights to engines on other GPUs. Not read for engines on the actor's GPUs (CUDA IPC)
     and on CPUs (gloo)."""
     sync_with_ray: bool = False
@@ -427,7 +428,7 @@ class TrainConfig(BatchesConfig):
 
     max_epochs: Count = 1
     """Passes over the samples of each RL step (PPO epochs)."""
-    shuffle: Shuffle = "sample"
+    shuffle: Literal["sample", "group"] = "sample"
     """Assignment of samples to the optimizer steps of an RL step. sample: each sample by itself, at random.
     group: all samples of a prompt in the same optimizer step, whose rows compute the prompt once. It needs a
     train.batch_size of at least rollout.n_samples_per_prompt."""
@@ -629,7 +630,7 @@ class PPOConfig(TrainingConfig):
     ds: ScorerDeepSpeedConfig = ScorerDeepSpeedConfig()
     ckpt: PPOCkptConfig = PPOCkptConfig()
     logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
-    placement: Placement = "manual"
+    placement: Literal["manual", "auto"] = "manual"
     """Placement of models and engines on GPUs. manual: by the placement flags. auto: unset placement flags
     are chosen for the cluster: models and engines share all GPUs and are offloaded in turn, or with
     train.async_enable half of the GPUs are for engines (docs/clusters.md)."""

@@ -21,7 +21,6 @@ from openrlhf.config.choices import (
     Decay,
     ExpertsImplementation,
     Fraction,
-    OnNonfinite,
     OptimizerName,
     ParamDtype,
     Positive,
@@ -271,7 +270,7 @@ class BatchesConfig(SeedConfig):
     grace_seconds: PositiveOrZero = 300.0
     """Maximum time, seconds, after Ctrl-C or SIGTERM to complete the current step and save a checkpoint, for
     runs with ckpt.save_steps. The exit code is then 75. 0: the run ends immediately."""
-    on_nonfinite: OnNonfinite = "stop"
+    on_nonfinite: Literal["stop", "skip_step"] = "stop"
     """Handling of an optimizer step whose loss or gradient is NaN or infinite; such a step never changes
     weights. stop: end the run. skip_step: continue with the next step; more than 10 such steps in a row end
     the run. Weights that are not finite always end the run (docs/errors.md)."""

@@ -2,15 +2,14 @@
 distillation."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from openrlhf.config.choices import (
     Count,
-    DistillationLoss,
     Fraction,
-    PairLoss,
     Positive,
     PositiveOrZero,
-    Smoothing,
+    Range,
     Steps,
 )
 from openrlhf.config.sections import (
@@ -171,7 +170,7 @@ class SFTConfig(SupervisedConfig):
 class RMModelConfig(ModelConfig):
     """The model that is trained."""
 
-    loss_type: PairLoss = "sigmoid"
+    loss_type: Literal["sigmoid", "logexp"] = "sigmoid"
     """Loss of a pair. sigmoid: -log sigmoid(chosen - rejected - margin). logexp: log(1 + exp(rejected -
     chosen)), without a margin."""
     margin_loss_enable: bool = False
@@ -215,7 +214,7 @@ class DPOModelConfig(ModelConfig):
     ipo_enable: bool = False
     """Use the loss of IPO, (h - 1 / (2 beta))^2, instead of -log sigmoid(beta h). h sums log-probs over the
     tokens of an answer."""
-    label_smoothing: Smoothing = 0.0
+    label_smoothing: Annotated[float, Range(at_least=0, below=0.5)] = 0.0
     """cDPO: probability that chosen and rejected are swapped in a pair of the data."""
     nll_loss_coef: PositiveOrZero = 0.0
     """Weight of an additional loss: the mean negative log-likelihood of the chosen answers."""
@@ -312,7 +311,7 @@ class KDModelConfig(SFTModelConfig):
     kd_temperature: Positive = 1.0
     """Temperature of teacher and student in the distillation loss. The loss is multiplied by its square,
     because the gradient shrinks by that."""
-    kd_loss_type: DistillationLoss = "forward_kl"
+    kd_loss_type: Literal["forward_kl", "reverse_kl"] = "forward_kl"
     """Distillation loss. forward_kl: KL(teacher || student), which covers everything that the teacher does.
     reverse_kl: KL(student || teacher), which concentrates on the teacher's most likely answers."""
 

@@ -26,8 +26,8 @@ from fake_trainer import (
 from records import batch_of, trajectory
 from refusals import refused
 
-from openrlhf.config.choices import Failure
 from openrlhf.config.ppo import (
+    Failure,
     KLConfig,
     PPOConfig,
 )
