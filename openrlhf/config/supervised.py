@@ -12,6 +12,7 @@ from openrlhf.config.choices import (
     Range,
     Steps,
 )
+from openrlhf.config.resume import NEW_LENGTH, Content, Free
 from openrlhf.config.sections import (
     AdamConfig,
     BatchesConfig,
@@ -35,7 +36,7 @@ MODEL_FLAG = "--model.model_name_or_path"
 class ModelConfig(TrainedModelConfig):
     """The model that is trained."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Model to train: a Hugging Face name or a folder. Required."""
     dropout_enable: bool = False
     """Train with the dropout, skipped layers and router noise of the model's config.json. Not for DPO and
@@ -49,10 +50,10 @@ class DataConfig(DatasetConfig, LoaderConfig):
     max_samples: Count = 1_000_000
     max_len: Count = 2048
     """Maximum length of a sequence, tokens. Longer ones are cut off at the end."""
-    cache_enable: bool = True
+    cache_enable: Free[bool] = True
     """Keep tokenised rows on disk, and reuse them as long as the files, the tokenizer and the data flags stay
     the same."""
-    cache_dir: str | None = None
+    cache_dir: Free[str | None] = None
     """Folder of the tokenised rows. None: `$OPENRLHF_CACHE`, or `~/.cache/openrlhf`."""
 
     @property
@@ -83,10 +84,10 @@ class EvalConfig:
 class TrainConfig(BatchesConfig):
     """Batches, epochs and training backend."""
 
-    micro_batch_size: Count = 8
-    max_epochs: Count = 1
+    micro_batch_size: Free[Count] = 8
+    max_epochs: Annotated[Count, NEW_LENGTH] = 1
     """Epochs: passes over the rows."""
-    max_steps: Count | None = None
+    max_steps: Annotated[Count | None, NEW_LENGTH] = None
     """Stop after this many optimizer steps, with the learning rate schedule of a run of that length. None:
     after train.max_epochs."""
 
@@ -124,12 +125,12 @@ class SupervisedConfig(OptimConfig, TrainingConfig):
 class RefConfig:
     """The frozen reference model, with which the trained one is compared."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Reference model: a Hugging Face name or a folder. Empty: the model to train, as it is before
     training."""
-    offload: bool = False
+    offload: Free[bool] = False
     """Keep the weights of the reference in CPU memory while they are not used."""
-    precompute_enable: bool = False
+    precompute_enable: Free[bool] = False
     """Compute the reference's log-probs once before training, keep them in the data cache, and free its
     memory."""
 
@@ -175,7 +176,7 @@ class RMModelConfig(ModelConfig):
     chosen)), without a margin."""
     margin_loss_enable: bool = False
     """Require the scores of a pair to differ by at least the value of its column `margin`."""
-    compute_fp32_loss_enable: bool = False
+    compute_fp32_loss_enable: Free[bool] = False
     """Accepted for old commands and not read: scores and losses are always fp32."""
 
 
@@ -296,9 +297,9 @@ class PRMConfig(SupervisedConfig):
 class TeacherConfig:
     """The frozen model that the student imitates."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Teacher model: a Hugging Face name or a folder. It must have the student's vocabulary. Required."""
-    offload: bool = False
+    offload: Free[bool] = False
     """Keep the weights of the teacher in CPU memory while they are not used."""
 
 
