@@ -119,19 +119,9 @@ NEEDS = {
 """Flags of RL that need another one, as `checks.NEEDS`."""
 
 
-def _unread(c: PPOConfig) -> Iterator[checks.Unread]:
-    """Yields flags of RL without effect."""
+def _unread_by_algorithm(c: PPOConfig) -> Iterator[checks.Unread]:
+    """Yields flags that belong to other estimators, corrections, losses than those chosen."""
     advantage = c.algo.advantage
-    yield from checks.common_unread(c)
-    yield from checks.template_unread(c)
-    if c.vllm.sync_with_ray:
-        yield "vllm.sync_backend", "with --vllm.sync_with_ray: Ray's object store transports the weights"
-    if c.ds.lora.rank > 0:
-        keys = "ref.num_nodes ref.num_gpus_per_node ref.offload train.colocate_actor_ref"
-        yield keys, "with ds.lora.rank: the policy without its adapters is the reference"
-    if not c.uses_reward_model:
-        keys = "reward.num_nodes reward.num_gpus_per_node reward.offload reward.normalize_enable "
-        yield f"{keys}reward.model_weights train.colocate_critic_reward", "without a reward model"
     if not c.uses_critic:
         keys = "critic. train.colocate_critic_reward"
         yield keys, f"because only the estimator {WITH_CRITIC} has a critic"
@@ -157,6 +147,21 @@ def _unread(c: PPOConfig) -> Iterator[checks.Unread]:
     if c.ratio_is_one:
         keys = "actor.eps_clip actor.eps_clip_low_high actor.dual_clip"
         yield keys, "because an RL step is one optimizer step, so that the ratio is 1"
+
+
+def _unread(c: PPOConfig) -> Iterator[checks.Unread]:
+    """Yields flags of RL without effect."""
+    yield from checks.common_unread(c)
+    yield from checks.template_unread(c)
+    if c.vllm.sync_with_ray:
+        yield "vllm.sync_backend", "with --vllm.sync_with_ray: Ray's object store transports the weights"
+    if c.ds.lora.rank > 0:
+        keys = "ref.num_nodes ref.num_gpus_per_node ref.offload train.colocate_actor_ref"
+        yield keys, "with ds.lora.rank: the policy without its adapters is the reference"
+    if not c.uses_reward_model:
+        keys = "reward.num_nodes reward.num_gpus_per_node reward.offload reward.normalize_enable "
+        yield f"{keys}reward.model_weights train.colocate_critic_reward", "without a reward model"
+    yield from _unread_by_algorithm(c)
     yield from checks.optimizer_unread(c.actor, "actor.")
     yield from checks.optimizer_unread(c.critic, "critic.")
     critic_recomputes = c.uses_critic and c.critic.gradient_checkpointing_enable

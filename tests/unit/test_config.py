@@ -1524,7 +1524,15 @@ CHECKED = {
     checks: ("image_rows", "precision", "common_unread", "template_unread"),
     supervised_checks: ("_unread", "_pretraining_unread", "_pretraining", "_balance", "_no_dropout"),
     ppo_checks: (
-        *("_sources", "_policy", "_skipped_log_probs", "_sampling", "_asynchronous", "_unread"),
+        *(
+            "_sources",
+            "_policy",
+            "_skipped_log_probs",
+            "_sampling",
+            "_asynchronous",
+            "_unread",
+            "_unread_by_algorithm",
+        ),
         *("_kl", "_policy_loss"),
     ),
 }
