@@ -15,7 +15,6 @@ from openrlhf.config.sections import (
     DatasetConfig,
     EngineMemoryConfig,
     HubConfig,
-    InferenceKernelsConfig,
     LaunchedConfig,
     RowTemplateConfig,
     SeedConfig,
@@ -124,6 +123,18 @@ class InferenceTrainConfig(SeedConfig):
     micro_batch_size: Count = 16
     """Sequences in one forward pass, in task rm and with transformers."""
     seed: CountOrZero = 1234
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceKernelsConfig:
+    """Precision and kernels."""
+
+    load_in_4bit: bool = False
+    """Quantise all linear layers except the head to NF4, which needs a quarter of bf16's memory
+    (bitsandbytes). With vLLM use a quantised model instead."""
+    attn_implementation: str = "auto"
+    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
+    that this machine has. vLLM chooses its own kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -370,19 +370,7 @@ class ScorerDeepSpeedConfig(DeepSpeedConfig):
     head is named score. A name in the model's config.json takes precedence."""
 
 
-# ---- inference
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceKernelsConfig:
-    """Precision and kernels."""
-
-    load_in_4bit: bool = False
-    """Quantise all linear layers except the head to NF4, which needs a quarter of bf16's memory
-    (bitsandbytes). With vLLM use a quantised model instead."""
-    attn_implementation: str = "auto"
-    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
-    that this machine has. vLLM chooses its own kernels."""
+# ---- engines
 
 
 @dataclass(frozen=True, kw_only=True)

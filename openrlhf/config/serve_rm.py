@@ -9,7 +9,8 @@ from typing import Annotated
 from openrlhf.config import checks
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.command import Explicit, Problem
-from openrlhf.config.sections import KEY_VARIABLE, HubConfig, InferenceKernelsConfig, TokenizerConfig
+from openrlhf.config.inference import InferenceKernelsConfig
+from openrlhf.config.sections import KEY_VARIABLE, HubConfig, TokenizerConfig
 from openrlhf.errors import ErrorCode
 
 

@@ -567,6 +567,13 @@ CHECKS = [
     (SFT, "--ds.deepcompile", "unsupported", "--ds.deepcompile", "remove it"),
     (
         PPO,
+        "--train.shuffle group --train.batch_size 4 --rollout.batch_size 8 --rollout.n_samples_per_prompt 8",
+        "conflict",
+        "--train.shuffle group",
+        "raise train.batch_size 4",
+    ),
+    (
+        PPO,
         "--train.partial_rollout_enable",
         "conflict",
         "--train.partial_rollout_enable",
