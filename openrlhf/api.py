@@ -68,11 +68,9 @@ if TYPE_CHECKING:  # for tools
         resource_problems, table as layout_table,
     )
     from openrlhf.completions import SamplingParams
-    from openrlhf.config.checks import (
-        check_launcher, looks_local, missing as missing_flag, reward_function, split_spec,
-    )
+    from openrlhf.config.checks import check_launcher, looks_local, missing as missing_flag, split_spec
     from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
-    from openrlhf.config.fields import fields_of, to_words, values_of, with_values
+    from openrlhf.config.fields import change_of as resume_change, fields_of, to_words, values_of, with_values
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
     from openrlhf.config.inference_commands import BATCH_INFERENCE, CHAT, LORA_COMBINER, SERVE_RM
     from openrlhf.config.lora_combiner import LoraCombinerConfig
@@ -82,9 +80,10 @@ if TYPE_CHECKING:  # for tools
         ACTOR_FLAG, AdvantageConfig, AlgoConfig, CRITIC_FLAG, PPOConfig, REWARD_FLAG, RewardConfig,
         TEACHER_FLAG,
     )
+    from openrlhf.config.ppo_checks import reward_function
     from openrlhf.config.ppo_command import PPO
     from openrlhf.config.reasoning_gym import is_gym
-    from openrlhf.config.resume import Change as ResumeChange, change_of as resume_change
+    from openrlhf.config.resume import Change as ResumeChange
     from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
     from openrlhf.config.serve_rm import ServeRMConfig
     from openrlhf.config.speculation import parse_speculation

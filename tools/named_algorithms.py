@@ -5,15 +5,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
-from openrlhf.config.choices import (
+from openrlhf.config.fields import fields_of, to_words, values_of
+from openrlhf.config.ppo import (
     EstimatorName,
     ISCorrectionType,
     KLEstimator,
     LossAggregation,
     PolicyLossType,
+    PPOConfig,
 )
-from openrlhf.config.fields import fields_of, to_words, values_of
-from openrlhf.config.ppo import PPOConfig
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

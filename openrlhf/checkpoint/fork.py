@@ -8,9 +8,23 @@ from openrlhf.checkpoint.folder import CheckpointFolder, Found
 from openrlhf.checkpoint.origin import changes, unknown
 from openrlhf.checkpoint.saved import step_of
 from openrlhf.checkpoint.start import Config, check_output
-from openrlhf.config.resume import ORDER, SHAPES
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import check_owner
+
+SHAPES = {
+    *(f"{model}model_name_or_path" for model in ("model.", "actor.", "critic.")),
+    *(f"{model}freeze_visual_encoder" for model in ("model.", "actor.")),
+    *("optim", "actor.optim", "critic.optim", "train.backend", "train.enable_ema"),
+    *("ds.param_dtype", "ds.grad_accum_dtype", "ds.tensor_parallel_size", "ds.load_in_4bit"),
+    *("ds.lora.rank", "ds.lora.target_modules", "ds.value_head_prefix"),
+}
+"""Flags that shape the tensors of a checkpoint: a fork cannot change them."""
+ORDER = {
+    *("data.dataset", "data.prompt_dataset", "train.seed", "algo.dynamic_filtering_enable"),
+    "rollout.batch_size",
+}
+"""Flags that decide which rows a step reads: a fork that changes one begins the data at the first row.
+`train.batch_size` is one in supervised commands."""
 
 
 def find_or_fork(config: Config, own: CheckpointFolder, total_steps: int) -> Found | None:

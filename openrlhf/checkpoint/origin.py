@@ -3,12 +3,12 @@ continue from it."""
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, Self
 
 from openrlhf.config.command import SECRETS
-from openrlhf.config.fields import to_words, values_of
-from openrlhf.config.resume import Change, change_of, remarks_of
+from openrlhf.config.fields import change_of, to_words, values_of
+from openrlhf.config.resume import Change
 from openrlhf.observability.run_folder import redact
 
 BUT_GENERATION = " without generation_config.json"
@@ -29,11 +29,14 @@ class Origin:
     contents: Mapping[str, str]
     """Fingerprints of content that flag values do not determine, such as a dataset or a model. If the key is
     a flag (with two dashes), the fingerprint is that of the dataset or model which the flag names."""
+    config_type: type = field(default=object, repr=False, compare=False)
+    """Configuration of the current run, which says what each flag decides; not recorded."""
 
     @classmethod
     def of(cls, command: str, config: Any, contents: Mapping[str, str]) -> Self:
         flags = {key: value for key, value in values_of(config).items() if key not in SECRETS}
-        return cls(command=command, flags=json.loads(redact(json.dumps(flags), set())), contents=contents)
+        flags = json.loads(redact(json.dumps(flags), set()))
+        return cls(command=command, flags=flags, contents=contents, config_type=type(config))
 
     @classmethod
     def of_state(cls, state: Mapping[str, Any]) -> Self:
@@ -43,7 +46,7 @@ class Origin:
         return cls(command="", flags=flags, contents={"--data.dataset": str(state["--data.dataset"])})
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "config_type"}
 
 
 class Comparison(NamedTuple):
@@ -60,15 +63,15 @@ def compare(before: Origin, now: Origin) -> Comparison:
     empty."""
     if before.command not in ("", now.command):
         return Comparison([f"`openrlhf {before.command}` wrote it, and this is `openrlhf {now.command}`"], [])
-    remarks = remarks_of(now.command)
     comparison = Comparison([], [])
     for name, was, is_ in changes(before, now):
-        key, text = name.removeprefix("--"), f"{name} was {was}, is {is_}"
+        remark = change_of(now.config_type, name.removeprefix("--")).remark
+        text = f"{name} was {was}, is {is_}"
         rest = before.contents.get(name + BUT_GENERATION)
         if rest is not None and rest == now.contents.get(name + BUT_GENERATION):
             comparison.remarks.append(f"{text}: only its generation_config.json has changed")
-        elif key in remarks:
-            comparison.remarks.append(f"{text}: {remarks[key]}")
+        elif remark:
+            comparison.remarks.append(f"{text}: {remark}")
         else:
             comparison.differences.append(text)
     comparison.remarks.extend(unknown(before, now))
@@ -82,7 +85,7 @@ def changes(before: Origin, now: Origin) -> Iterator[tuple[str, str, str]]:
         if key not in before.flags or f"--{key}" in by_content:
             continue
         was, is_ = before.flags[key], now.flags[key]
-        if was != is_ and change_of(now.command, key) is not Change.FREE:
+        if was != is_ and _decides(now, key):
             yield f"--{key}", _shown(was), _shown(is_)
     for name in now.contents:
         is_rest = name.endswith(BUT_GENERATION)
@@ -95,12 +98,17 @@ def unknown(before: Origin, now: Origin) -> Iterator[str]:
     keys = [
         f"--{key}"
         for key in {**now.flags, **before.flags}
-        if (key in now.flags) != (key in before.flags) and change_of(now.command, key) is not Change.FREE
+        if (key in now.flags) != (key in before.flags) and _decides(now, key)
     ]
     names = keys if before.command else [*keys, *(n for n in now.contents if n not in before.contents)]
     if names := list(dict.fromkeys(names)):
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         yield f"written by another version, so these could not be compared: {', '.join(names[:SHOWN])}{more}"
+
+
+def _decides(origin: Origin, key: str) -> bool:
+    """Returns whether a resume depends on a flag."""
+    return change_of(origin.config_type, key).change is not Change.FREE
 
 
 def _content(origin: Origin, name: str) -> str:

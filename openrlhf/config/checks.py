@@ -8,9 +8,7 @@ import difflib
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from openrlhf.config.choices import FLASH_PACKAGES, HUB_KERNELS, LR_SCHEDULERS, ROW_KERNELS
@@ -19,7 +17,7 @@ from openrlhf.config.fields import fields_of, values_of
 from openrlhf.config.reasoning_gym import is_gym
 from openrlhf.config.sections import CkptConfig, DeepSpeedConfig, LoggerConfig, OptimConfig
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.plugins import file_of, is_reference, registered
+from openrlhf.plugins import file_of
 
 SCATTERED = (
     "not shared with {}: parts of a checkpoint would be on several disks.\nName a folder that all machines "
@@ -56,110 +54,68 @@ def check_launcher(*, alone: bool = False) -> None:
         raise UsageError(ErrorCode.INVALID_VALUE, text, value=shown)
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """A problem of a configuration for which a condition holds."""
+Unread = tuple[str, str]
+"""Flags without effect, and the reason as it continues the words "has no effect". Setting one causes a remark
+and no error, because documented commands set such flags. Keys have spaces between them; one that ends with a
+dot stands for all flags of a section."""
 
-    key: str
-    """Key of the flag."""
-    when: Callable[[Any], object]
-    """Condition on the configuration."""
-    text: str | Callable[[Any], str]
-    """Problem and remedy, or a function of the configuration that returns them."""
-    code: ErrorCode = ErrorCode.CONFLICT
-    fatal: bool = True
-
-
-def broken(config: Any, rules: Iterable[Rule]) -> Iterator[Problem]:
-    """Yields the problems of a configuration by the rules, in their order."""
-    for rule in rules:
-        if rule.when(config):
-            text = rule.text if isinstance(rule.text, str) else rule.text(config)
-            yield Problem(rule.key, text, rule.code, rule.fatal)
-
-
-@dataclass(frozen=True, slots=True)
-class Unread:
-    """Flags without effect under a condition. Setting one causes a remark and no error, because documented
-    commands set such flags."""
-
-    keys: str
-    """Keys of flags with spaces between them. One that ends with a dot stands for all flags of a section."""
-    when: Callable[[Any], object]
-    """Condition on the configuration."""
-    why: str
-    """The reason, as it continues the words "has no effect"."""
-
-    def covers(self, key: str) -> bool:
-        return any(key == own or (own.endswith(".") and key.startswith(own)) for own in self.keys.split())
-
-
-def needs(flag: str, keys: str) -> Unread:
-    """Returns the rule that the flags `keys` have no effect unless `flag` has a value other than None, False,
-    0, -1 and ""."""
-    value_of = attrgetter(flag)
-    return Unread(keys, lambda c: value_of(c) in (None, False, -1, ""), f"without --{flag}")
-
-
-TEMPLATE_UNREAD = (
-    needs("data.apply_chat_template", "data.tokenizer_chat_template data.tools_key"),
-    Unread(
-        "data.input_template",
-        lambda c: c.data.apply_chat_template and c.data.input_template is not None,
-        "with --data.apply_chat_template",
+IMAGE_FLAGS = "data.image_key data.image_root data.image_hosts"
+NEEDS = {
+    "ds.lora.rank": "ds.lora.alpha ds.lora.dropout ds.lora.target_modules",
+    "train.dynamic_batch_enable": "train.max_tokens_per_gpu",
+    "eval.dataset": "eval.",
+    "ckpt.save_steps": (
+        "ckpt.save_hf ckpt.disable_ds ckpt.async_save ckpt.max_num ckpt.max_mem ckpt.max_age_hours"
     ),
-)
-ALWAYS_PACKED = Unread("ds.packing_samples", lambda c: True, "because samples are always packed")
-COMMON_UNREAD = (
-    ALWAYS_PACKED,
-    Unread(
-        "data.dataloader_num_workers",
-        lambda c: True,
-        "because the tokenizer's own threads read all rows before training starts",
-    ),
-    needs("ds.lora.rank", "ds.lora.alpha ds.lora.dropout ds.lora.target_modules"),
-    Unread(
-        "ds.ring_attn_head_stride ds.sequence_parallel_mode",
-        lambda c: c.ds.ring_attn_size == 1,
-        "without sequence parallelism (ds.ring_attn_size 1)",
-    ),
-    Unread(
-        "ds.ring_attn_head_stride",
-        lambda c: c.ds.sequence_parallel_mode == "ulysses",
-        "with ds.sequence_parallel_mode ulysses, which gathers no keys",
-    ),
-    Unread(
-        "ds.zpg ds.overlap_comm ds.bucket_mb",
-        lambda c: c.train.backend == "torch",
-        "with train.backend torch, because fully_shard schedules communication itself",
-    ),
-    Unread("ds.zpg", lambda c: c.ds.zero_stage < 3, "unless ds.zero_stage is 3, which shards weights"),
-    Unread("ds.bucket_mb", lambda c: c.ds.zero_stage == 0, "with ds.zero_stage 0, which shards nothing"),
-    needs("train.dynamic_batch_enable", "train.max_tokens_per_gpu rollout.max_tokens_per_gpu"),
-    Unread(
-        "train.micro_batch_size rollout.micro_batch_size",
-        lambda c: c.train.dynamic_batch_enable,
-        "with --train.dynamic_batch_enable, which fills rows by tokens",
-    ),
-    *TEMPLATE_UNREAD,
-    needs("eval.dataset", "eval."),
-    needs(
-        "ckpt.save_steps",
-        "ckpt.save_hf ckpt.disable_ds ckpt.async_save ckpt.max_num ckpt.max_mem ckpt.max_age_hours",
-    ),
-    Unread(
-        "ckpt.async_save",
-        lambda c: c.ckpt.disable_ds,
-        "with --ckpt.disable_ds, which writes no checkpoints to resume from",
-    ),
-    needs("ckpt.load_enable", "ds.use_universal_ckpt"),
-    Unread(
-        "logger.wandb.org logger.wandb.group logger.wandb.project",
-        lambda c: c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()),
-        "without --logger.wandb.key",
-    ),
-)
-IMAGES_UNREAD = needs("data.max_images_per_prompt", "data.image_key data.image_root data.image_hosts")
+    "ckpt.load_enable": "ds.use_universal_ckpt",
+}
+"""Maps a flag to those that have no effect while it is None, False, 0, -1 or ""."""
+ALWAYS_PACKED: Unread = "ds.packing_samples", "because samples are always packed"
+
+
+def needs(config: Any, table: Mapping[str, str]) -> Iterator[Unread]:
+    """Yields the flags of a table such as `NEEDS` that have no effect."""
+    values = values_of(config)
+    for flag, keys in table.items():
+        if values[flag] in (None, False, -1, ""):
+            yield keys, f"without --{flag}"
+
+
+def common_unread(c: Any) -> Iterator[Unread]:
+    """Yields flags without effect that all training commands have."""
+    yield ALWAYS_PACKED
+    why = "because the tokenizer's own threads read all rows before training starts"
+    yield "data.dataloader_num_workers", why
+    if c.ds.ring_attn_size == 1:
+        keys = "ds.ring_attn_head_stride ds.sequence_parallel_mode"
+        yield keys, "without sequence parallelism (ds.ring_attn_size 1)"
+    if c.ds.sequence_parallel_mode == "ulysses":
+        why = "with ds.sequence_parallel_mode ulysses, which gathers no keys"
+        yield "ds.ring_attn_head_stride", why
+    if c.train.backend == "torch":
+        why = "with train.backend torch, because fully_shard schedules communication itself"
+        yield "ds.zpg ds.overlap_comm ds.bucket_mb", why
+    if c.ds.zero_stage < 3:
+        yield "ds.zpg", "unless ds.zero_stage is 3, which shards weights"
+    if c.ds.zero_stage == 0:
+        yield "ds.bucket_mb", "with ds.zero_stage 0, which shards nothing"
+    if c.train.dynamic_batch_enable:
+        keys = "train.micro_batch_size rollout.micro_batch_size"
+        yield keys, "with --train.dynamic_batch_enable, which fills rows by tokens"
+    if c.ckpt.save_steps > 0 and c.ckpt.disable_ds:
+        why = "with --ckpt.disable_ds, which writes no checkpoints to resume from"
+        yield "ckpt.async_save", why
+    if c.logger.wandb.key is None and "wandb" not in (c.logger.trackers or ()):
+        keys = "logger.wandb.org logger.wandb.group logger.wandb.project"
+        yield keys, "without --logger.wandb.key"
+    yield from needs(c, NEEDS)
+
+
+def template_unread(c: Any) -> Iterator[Unread]:
+    keys = "data.tokenizer_chat_template data.tools_key"
+    yield from needs(c, {"data.apply_chat_template": keys})
+    if c.data.apply_chat_template and c.data.input_template is not None:
+        yield "data.input_template", "with --data.apply_chat_template"
 
 
 def first_of_each(problems: list[Problem]) -> list[Problem]:
@@ -171,14 +127,15 @@ def first_of_each(problems: list[Problem]) -> list[Problem]:
     return list(first.values())
 
 
-def unread(config: Any, explicit: Explicit, table: tuple[Unread, ...]) -> Iterator[Problem]:
+def unread(config: Any, explicit: Explicit, rows: Iterable[Unread]) -> Iterator[Problem]:
     """Yields a remark on each flag that was set to something else than its default and has no effect."""
-    values, defaults = values_of(config), values_of(type(config)())
+    values, defaults, known = values_of(config), values_of(type(config)()), list(rows)
     for key, source in explicit.items():
         if key not in defaults or source.shared or values[key] == defaults[key]:
             continue
-        if row := next((row for row in table if row.covers(key) and row.when(config)), None):
-            yield remark(key, f"has no effect {row.why}")
+        sections = [key[: i + 1] for i, letter in enumerate(key) if letter == "."]
+        if why := next((why for keys, why in known if {key, *sections} & set(keys.split())), None):
+            yield remark(key, f"has no effect {why}")
 
 
 def required(config: Any, *keys: str) -> Iterator[Problem]:
@@ -300,50 +257,21 @@ def template(config: Any, explicit: Explicit) -> Iterator[Problem]:
 
 _HOST = re.compile(r"[a-z0-9.-]+")
 
-IMAGE_ROWS = (
-    Rule(
-        "data.max_images_per_prompt",
-        lambda c: c.data.max_images_per_prompt and not c.data.apply_chat_template,
-        "needs --data.apply_chat_template, which marks the place of each image",
-    ),
-    Rule(
-        "ds.use_liger_kernel",
-        lambda c: c.data.max_images_per_prompt and c.ds.use_liger_kernel,
-        "Liger's kernels do not support images (--data.max_images_per_prompt); remove one of the two",
-        ErrorCode.UNSUPPORTED,
-    ),
-    Rule(
-        "data.image_root",
-        lambda c: c.data.image_root is not None and not os.path.isdir(c.data.image_root),
-        "is not a folder; name the folder to which image paths are relative",
-        ErrorCode.NOT_FOUND,
-    ),
-    Rule(
-        "data.image_hosts",
-        lambda c: not all(_HOST.fullmatch(host) for host in c.data.image_hosts or ()),
-        "expects host names without https:// and without a path, such as images.example.org",
-        ErrorCode.INVALID_VALUE,
-    ),
-)
 
-
-def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
-    if not alone:
-        text = f"commas separate sources, and {name} must be alone; give one .py file, or http URLs"
-        yield Problem(key, text, ErrorCode.INVALID_VALUE)
-    else:
-        form = "is neither a .py file nor a URL that starts with http:// or https://"
-        yield from plugged(key, name, "rewards", f"{form}, nor a function as folder/file.py:NAME")
-
-
-def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
-    """Checks the name of a user's object without importing it. `form`: the expected form of the value."""
-    if file := file_of(name):
-        if not os.path.isfile(file):
-            yield Problem(key, missing(file, name), ErrorCode.NOT_FOUND)
-    elif not is_reference(name) and name not in (names := registered(kind)):
-        known = f"; installed packages register {', '.join(names)}" if names else ""
-        yield Problem(key, f"{form} or package.module:NAME{known}", ErrorCode.INVALID_VALUE)
+def image_rows(c: Any) -> Iterator[Problem]:
+    """Checks the flags of images in rows."""
+    data, key = c.data, "data.max_images_per_prompt"
+    if data.max_images_per_prompt and not data.apply_chat_template:
+        yield Problem(key, "needs --data.apply_chat_template, which marks the place of each image")
+    if data.max_images_per_prompt and c.ds.use_liger_kernel:
+        text = f"Liger's kernels do not support images (--{key}); remove one of the two"
+        yield Problem("ds.use_liger_kernel", text, ErrorCode.UNSUPPORTED)
+    if data.image_root is not None and not os.path.isdir(data.image_root):
+        text = "is not a folder; name the folder to which image paths are relative"
+        yield Problem("data.image_root", text, ErrorCode.NOT_FOUND)
+    if not all(_HOST.fullmatch(host) for host in data.image_hosts or ()):
+        text = "expects host names without https:// and without a path, such as images.example.org"
+        yield Problem("data.image_hosts", text, ErrorCode.INVALID_VALUE)
 
 
 def four_bits(ds: DeepSpeedConfig) -> Iterator[Problem]:
@@ -409,28 +337,18 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
             yield remark(f"{prefix}{key}", f"{text}; the first updates may destroy the model")
 
 
-def optimizer_unread(prefix: str = "") -> tuple[Unread, ...]:
-    """Returns the flags of a model's optimizer that have no effect. `prefix`: prefix of their names, a
-    section with a dot."""
-    of = attrgetter(prefix[:-1]) if prefix else lambda config: config
-    return (
-        Unread(
-            f"{prefix}muon.ns_steps {prefix}muon.nesterov",
-            lambda c: of(c).optim == "muon",
-            "because DeepSpeed's Muon always makes 5 steps with Nesterov momentum",
-        ),
-        Unread(f"{prefix}muon.", lambda c: of(c).optim == "adam", f"without --{prefix}optim muon"),
-        Unread(
-            f"{prefix}min_lr_ratio",
-            lambda c: not of(c).lr_scheduler.endswith("_with_min_lr"),
-            f"because the schedule has no floor; {prefix}lr_scheduler cosine_with_min_lr has one",
-        ),
-        Unread(
-            f"{prefix}lr_decay_ratio",
-            lambda c: of(c).lr_scheduler != "warmup_stable_decay",
-            f"without --{prefix}lr_scheduler warmup_stable_decay",
-        ),
-    )
+def optimizer_unread(optim: OptimConfig, prefix: str = "") -> Iterator[Unread]:
+    """Yields the flags of a model's optimizer that have no effect. `prefix`: prefix of their names."""
+    if optim.optim == "muon":
+        keys = f"{prefix}muon.ns_steps {prefix}muon.nesterov"
+        yield keys, "because DeepSpeed's Muon always makes 5 steps with Nesterov momentum"
+    else:
+        yield f"{prefix}muon.", f"without --{prefix}optim muon"
+    if not optim.lr_scheduler.endswith("_with_min_lr"):
+        why = f"because the schedule has no floor; {prefix}lr_scheduler cosine_with_min_lr has one"
+        yield f"{prefix}min_lr_ratio", why
+    if optim.lr_scheduler != "warmup_stable_decay":
+        yield f"{prefix}lr_decay_ratio", f"without --{prefix}lr_scheduler warmup_stable_decay"
 
 
 def batches(config: Any, ranks: int, samples: int | None, made: str) -> Iterator[Problem]:
@@ -468,53 +386,28 @@ _SEARCH = 10_000
 """Largest distance from an invalid batch size within which a valid one is searched."""
 
 
-def precision(config: Any) -> Iterator[Problem]:
-    yield from broken(config, PRECISION)
-    yield from row_attention(config.ds.attn_implementation)
-    yield from attention_packages(config.ds)
-    yield from _liger(config.ds)
-
-
-def _sums_in_other_type(c: Any) -> bool:
-    return c.ds.grad_accum_dtype not in (None, c.ds.param_dtype)
-
-
-PRECISION = (
-    Rule(
-        "ds.deepcompile",
-        lambda c: c.ds.deepcompile,
-        "is not implemented: DeepSpeed would reduce only the gradients of compiled graphs, and torch "
-        "compiles only some of the rows, because their lengths differ; remove it",
-        ErrorCode.UNSUPPORTED,
-    ),
-    Rule(
-        "ds.adam_offload",
-        lambda c: c.ds.adam_offload and c.ds.zero_stage == 0,
-        "needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3",
-    ),
-    Rule(
-        "ds.grad_accum_dtype",
-        lambda c: _sums_in_other_type(c) and c.ds.grad_accum_dtype != "fp32",
-        lambda c: (
-            f"with ds.param_dtype {c.ds.param_dtype} gradients can be accumulated in "
-            + (
-                "fp32; use that"
-                if c.ds.param_dtype == "fp32"
-                else f"{c.ds.param_dtype} or fp32; use one of them"
-            )
-        ),
-        ErrorCode.UNSUPPORTED,
-    ),
-    Rule(
-        "ds.grad_accum_dtype",
-        lambda c: _sums_in_other_type(c) and c.ds.zero_stage == 0,
-        lambda c: (
-            f"at ds.zero_stage 0 gradients are accumulated in ds.param_dtype {c.ds.param_dtype}; use "
-            "ds.zero_stage 2 or 3"
-        ),
-        ErrorCode.UNSUPPORTED,
-    ),
-)
+def precision(c: Any) -> Iterator[Problem]:
+    """Checks data types, kernels and compilation."""
+    ds, sums = c.ds, c.ds.grad_accum_dtype not in (None, c.ds.param_dtype)
+    if ds.deepcompile:
+        yield Problem(
+            "ds.deepcompile",
+            "is not implemented: DeepSpeed would reduce only the gradients of compiled graphs, and torch "
+            "compiles only some of the rows, because their lengths differ; remove it",
+            ErrorCode.UNSUPPORTED,
+        )
+    if ds.adam_offload and ds.zero_stage == 0:
+        yield Problem("ds.adam_offload", "needs sharded optimizer states; use --ds.zero_stage 1, 2 or 3")
+    if sums and ds.grad_accum_dtype != "fp32":
+        types = "fp32; use that" if ds.param_dtype == "fp32" else f"{ds.param_dtype} or fp32; use one of them"
+        text = f"with ds.param_dtype {ds.param_dtype} gradients can be accumulated in {types}"
+        yield Problem("ds.grad_accum_dtype", text, ErrorCode.UNSUPPORTED)
+    if sums and ds.zero_stage == 0:
+        text = f"at ds.zero_stage 0 gradients are accumulated in ds.param_dtype {ds.param_dtype}; use "
+        yield Problem("ds.grad_accum_dtype", f"{text}ds.zero_stage 2 or 3", ErrorCode.UNSUPPORTED)
+    yield from row_attention(ds.attn_implementation)
+    yield from attention_packages(ds)
+    yield from _liger(ds)
 
 
 def secondary_partition(ds: DeepSpeedConfig, ranks: Mapping[str, int]) -> Iterator[Problem]:

@@ -6,12 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
-from openrlhf.algorithms.advantages import ESTIMATORS
-from openrlhf.algorithms.corrections import CORRECTIONS
-from openrlhf.algorithms.kl import KL_ESTIMATORS
-from openrlhf.algorithms.policy_losses import POLICY_LOSSES
-from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
-from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.ranges import Range
 from openrlhf.registry import Registry
 
@@ -66,30 +60,15 @@ class TemplateText:
 
 _JINJA = re.compile("{[{%]")
 ChatTemplate = Annotated[str, TemplateText()]
-EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
-KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
-PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
-LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
-ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
-ProximalPolicyName = Annotated[str, OneOf(PROXIMAL_POLICIES)]
 OptimizerName = Literal["adam", "muon"]
 ParamDtype = Literal["bf16", "fp16", "fp32"]
 BackendName = Literal["deepspeed", "torch"]
-OnNonfinite = Literal["stop", "skip_step"]
 SequenceParallelMode = Literal["auto", "allgather", "ring", "ulysses"]
-Shuffle = Literal["sample", "group"]
 SharePrefixes = Literal["auto", "true", "false"]
 ExpertsImplementation = Literal["eager", "batched_mm", "grouped_mm", "deepgemm"]
-Placement = Literal["manual", "auto"]
-SyncBackend = Literal["nccl", "gloo"]
 LoraSync = Literal["merged", "adapter"]
 BadRows = Literal["error", "skip"]
-PairLoss = Literal["sigmoid", "logexp"]
-InferenceTask = Literal["generate_vllm", "generate", "rm"]
-PostProcessor = Literal["rs", "csft", "iter_dpo"]
 EngineName = Literal["transformers", "vllm"]
-DistillationLoss = Literal["forward_kl", "reverse_kl"]
-Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
 JournalMode = Literal["full", "sample", "off"]
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -125,4 +104,3 @@ PositiveOrZero = Annotated[float, Range(at_least=0)]
 Fraction = Annotated[float, Range(at_least=0, at_most=1)]
 PositiveFraction = Annotated[float, Range(above=0, at_most=1)]
 Decay = Annotated[float, Range(at_least=0, below=1)]
-Smoothing = Annotated[float, Range(at_least=0, below=0.5)]

@@ -12,6 +12,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from openrlhf.config.choices import OneOf, TemplateText
+from openrlhf.config.resume import FREE_SECTIONS, Change, OnResume
 
 _TRUE = ("true", "yes", "on", "1")
 _FALSE = ("false", "no", "off", "0")
@@ -27,6 +28,7 @@ class Field:
     type: Any
     owner: type
     """Section class that declares the flag."""
+    on_resume: OnResume = OnResume()
 
     @property
     def name(self) -> str:
@@ -63,6 +65,14 @@ class Field:
 def fields_of(config_type: type) -> Mapping[str, Field]:
     """Returns all flags of a configuration class by key, in the order of declaration."""
     return {field.key: field for field in _walk(config_type, "")}
+
+
+def change_of(config_type: type, key: str) -> OnResume:
+    """Returns the effect of a change of flag `key` on a resume; unknown flags must not change."""
+    if key.startswith(FREE_SECTIONS):
+        return OnResume(Change.FREE)
+    field = fields_of(config_type).get(key)
+    return field.on_resume if field else OnResume()
 
 
 def values_of(config: Any) -> dict[str, Any]:
@@ -216,7 +226,16 @@ def _walk(config_type: type, prefix: str) -> Iterator[Field]:
         if is_dataclass(type_):
             yield from _walk(type_, f"{prefix}{field.name}.")
         elif get_origin(type_) is not Mapping:  # keys of mappings are options, see options.py
-            yield Field(key=prefix + field.name, type=type_, owner=config_type)
+            type_, mark = _without_mark(type_)
+            yield Field(key=prefix + field.name, type=type_, owner=config_type, on_resume=mark)
+
+
+def _without_mark(type_: Any) -> tuple[Any, OnResume]:
+    """Splits a type into the one of the values and the flag's mark."""
+    if get_origin(type_) is not Annotated or not isinstance(get_args(type_)[-1], OnResume):
+        return type_, OnResume()
+    base, *others, mark = get_args(type_)
+    return Annotated[(base, *others)] if others else base, mark
 
 
 @cache

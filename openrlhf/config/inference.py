@@ -1,22 +1,20 @@
 """Configuration of `batch_inference` and `interactive_chat`."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from openrlhf.config.choices import (
     Count,
     CountOrZero,
     EngineName,
-    InferenceTask,
     ParamDtype,
     Positive,
     PositiveFraction,
-    PostProcessor,
 )
 from openrlhf.config.sections import (
     DatasetConfig,
     EngineMemoryConfig,
     HubConfig,
-    InferenceKernelsConfig,
     LaunchedConfig,
     RowTemplateConfig,
     SeedConfig,
@@ -128,6 +126,18 @@ class InferenceTrainConfig(SeedConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class InferenceKernelsConfig:
+    """Precision and kernels."""
+
+    load_in_4bit: bool = False
+    """Quantise all linear layers except the head to NF4, which needs a quarter of bf16's memory
+    (bitsandbytes). With vLLM use a quantised model instead."""
+    attn_implementation: str = "auto"
+    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
+    that this machine has. vLLM chooses its own kernels."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class InferenceDsConfig(InferenceKernelsConfig):
     """Precision and kernels."""
 
@@ -151,7 +161,7 @@ class ScorerInferenceDsConfig(InferenceDsConfig):
 class BatchInferenceConfig(LaunchedConfig):
     """Answers to prompts, or rewards of answers, of a whole dataset."""
 
-    task: InferenceTask | None = None
+    task: Literal["generate_vllm", "generate", "rm"] | None = None
     """Task to run on the rows. generate_vllm: sample answers with vLLM. generate: sample answers with
     transformers, on one or several ranks. rm: score answers with a reward model, on one or several ranks.
     rollout.engine overrides the library of both generate tasks. Required."""
@@ -161,7 +171,7 @@ class BatchInferenceConfig(LaunchedConfig):
     stop the same command continues. Files beside it: .meta.json (flags, data and model of the rows; a command
     with others is refused), .rankN.jsonl (rows of other ranks during the run), and with a post_processor
     .raw.jsonl (rows before post-processing). Required."""
-    post_processor: PostProcessor | None = None
+    post_processor: Literal["rs", "csft", "iter_dpo"] | None = None
     """Processing of the rows of task rm. rs: keep the best answer to each input (rejection sampling). csft:
     write the reward into the input. iter_dpo: best and worst answer as {"prompt", "chosen", "rejected"} with
     their rewards. None: keep the rows as they are."""

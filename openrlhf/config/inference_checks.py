@@ -4,7 +4,6 @@ import os
 from collections.abc import Iterator
 
 from openrlhf.config import checks
-from openrlhf.config.checks import Rule, Unread, needs
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
 from openrlhf.errors import ErrorCode
@@ -18,11 +17,11 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *checks.local_models(config, "model.model_name_or_path"),
             *checks.local_datasets(config, ("data.dataset", "data.dataset_probs")),
             *checks.template(config, explicit),
-            *checks.broken(config, RULES),
+            *_output(config),
             *_ranks(config),
             *checks.attention_packages(config.ds),
             *_engine(config, explicit),
-            *checks.unread(config, explicit, SAMPLING_UNREAD + BATCH_INFERENCE_UNREAD),
+            *checks.unread(config, explicit, _batch_inference_unread(config)),
         ]
     )
 
@@ -34,116 +33,78 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *checks.required(config, "model.model_name_or_path"),
             *checks.local_models(config, "model.model_name_or_path"),
             *checks.template(config, explicit),
-            *checks.broken(config, CHAT_RULES),
+            *_conversation(config),
             *checks.attention_packages(config.ds),
             *_engine(config, explicit),
-            *checks.unread(config, explicit, SAMPLING_UNREAD + CHAT_UNREAD),
+            *checks.unread(config, explicit, _chat_unread(config)),
         ]
     )
 
 
-SAMPLING_UNREAD = (
-    *checks.TEMPLATE_UNREAD,
-    Unread(
-        "rollout.temperature rollout.top_p",
-        lambda c: c.rollout.greedy,
-        "with --rollout.greedy, which takes the most likely token",
-    ),
-    needs("csft.enable", "csft.prompt"),
-)
-BATCH_INFERENCE_UNREAD = (
-    Unread(
-        "rollout. csft. iter data.prompt_max_len",
-        lambda c: c.task == "rm",
-        "with task rm, which samples nothing",
-    ),
-    Unread(
-        "reward. data.output_key data.max_len ds.value_head_prefix",
-        lambda c: c.task != "rm",
-        "because only task rm scores answers",
-    ),
-    Unread(
-        "reward.template",
-        lambda c: c.post_processor != "csft",
-        "without --post_processor csft, which writes rewards into inputs",
-    ),
-    Unread("rollout.batch_size", lambda c: c.iter is None, "without --iter"),
-    Unread(
-        "ds.zero_stage",
-        lambda c: True,
-        "because each rank holds the whole model; task generate_vllm spreads it over GPUs "
-        "(vllm.tensor_parallel_size)",
-    ),
-    Unread(
-        "vllm.",
-        lambda c: c.engine != "vllm",
-        "because no vLLM engine starts (task, rollout.engine)",
-    ),
-    Unread(
-        "train.micro_batch_size ds.attn_implementation train.full_determinism_enable",
-        lambda c: c.engine == "vllm",
-        "because vLLM forms its own batches and chooses its own kernels",
-    ),
-)
-CHAT_UNREAD = (
-    Unread("vllm.", lambda c: c.engine != "vllm", "without --rollout.engine vllm"),
-    Unread("ds.attn_implementation", lambda c: c.engine == "vllm", "because vLLM chooses its own kernels"),
-)
+def _sampling_unread(c: BatchInferenceConfig | ChatConfig) -> Iterator[checks.Unread]:
+    yield from checks.template_unread(c)
+    yield from checks.needs(c, {"csft.enable": "csft.prompt"})
+    if c.rollout.greedy:
+        keys = "rollout.temperature rollout.top_p"
+        yield keys, "with --rollout.greedy, which takes the most likely token"
 
-RULES = (
-    Rule(
-        "output_path",
-        lambda c: os.path.isdir(c.output_path),
-        "is a folder; name a .jsonl file",
-        ErrorCode.NOT_WRITABLE,
-    ),
-    Rule(
-        "output_path",
-        lambda c: c.output_path and not c.output_path.endswith(".jsonl"),
-        "must end in .jsonl, because commands recognise the format by it",
-        ErrorCode.INVALID_VALUE,
-    ),
-    Rule(
-        "output_path",
-        lambda c: (
-            c.output_path
-            and os.path.abspath(c.output_path) in map(os.path.abspath, c.data.dataset.split(","))
-        ),
-        "is the dataset that is read; name another file",
-    ),
-    Rule(
-        "post_processor",
-        lambda c: c.post_processor and c.task in ("generate", "generate_vllm"),
-        lambda c: f"needs rewards, and task {c.task} gives none; use it with --task rm on the answers",
-    ),
-    *(
-        Rule(
-            "reward.template",
-            lambda c, place=place: c.post_processor == "csft" and place not in c.reward.template,
-            f"does not contain {place}; add it",
-            ErrorCode.INVALID_VALUE,
-        )
-        for place in ("{input}", "{reward}")
-    ),
-    Rule(
-        "rollout.n_samples_per_prompt",
-        lambda c: c.task != "rm" and c.rollout.greedy and c.rollout.n_samples_per_prompt > 1,
-        "rollout.greedy gives the same answer every time; remove one of the two",
-    ),
-)
-CHAT_RULES = (
-    Rule(
-        "ta_prompt",
-        lambda c: c.ta_prompt is not None and not os.path.isfile(c.ta_prompt),
-        lambda c: f"{checks.missing(c.ta_prompt, c.ta_prompt)}; the flag takes a file with the text",
-        ErrorCode.NOT_FOUND,
-    ),
-    Rule(
-        "rollout.max_new_tokens",
-        lambda c: (c.rollout.max_new_tokens or 0) >= c.data.max_len,
-        lambda c: f"leaves no room for a prompt in data.max_len {c.data.max_len}; raise data.max_len",
-    ),
-)
+
+def _batch_inference_unread(c: BatchInferenceConfig) -> Iterator[checks.Unread]:
+    yield from _sampling_unread(c)
+    if c.task == "rm":
+        yield "rollout. csft. iter data.prompt_max_len", "with task rm, which samples nothing"
+    else:
+        keys = "reward. data.output_key data.max_len ds.value_head_prefix"
+        yield keys, "because only task rm scores answers"
+    if c.post_processor != "csft":
+        yield "reward.template", "without --post_processor csft, which writes rewards into inputs"
+    if c.iter is None:
+        yield "rollout.batch_size", "without --iter"
+    why = "because each rank holds the whole model; task generate_vllm spreads it over GPUs "
+    yield "ds.zero_stage", f"{why}(vllm.tensor_parallel_size)"
+    if c.engine != "vllm":
+        yield "vllm.", "because no vLLM engine starts (task, rollout.engine)"
+    else:
+        keys = "train.micro_batch_size ds.attn_implementation train.full_determinism_enable"
+        yield keys, "because vLLM forms its own batches and chooses its own kernels"
+
+
+def _chat_unread(c: ChatConfig) -> Iterator[checks.Unread]:
+    yield from _sampling_unread(c)
+    if c.engine != "vllm":
+        yield "vllm.", "without --rollout.engine vllm"
+    else:
+        yield "ds.attn_implementation", "because vLLM chooses its own kernels"
+
+
+def _output(c: BatchInferenceConfig) -> Iterator[Problem]:
+    """Checks the file to write and what is written."""
+    key, file = "output_path", c.output_path
+    if os.path.isdir(file):
+        yield Problem(key, "is a folder; name a .jsonl file", ErrorCode.NOT_WRITABLE)
+    if file and not file.endswith(".jsonl"):
+        text = "must end in .jsonl, because commands recognise the format by it"
+        yield Problem(key, text, ErrorCode.INVALID_VALUE)
+    if file and os.path.abspath(file) in map(os.path.abspath, c.data.dataset.split(",")):
+        yield Problem(key, "is the dataset that is read; name another file")
+    if c.post_processor and c.task in ("generate", "generate_vllm"):
+        text = f"needs rewards, and task {c.task} gives none; use it with --task rm on the answers"
+        yield Problem("post_processor", text)
+    for place in ("{input}", "{reward}"):
+        if c.post_processor == "csft" and place not in c.reward.template:
+            yield Problem("reward.template", f"does not contain {place}; add it", ErrorCode.INVALID_VALUE)
+    if c.task != "rm" and c.rollout.greedy and c.rollout.n_samples_per_prompt > 1:
+        text = "rollout.greedy gives the same answer every time; remove one of the two"
+        yield Problem("rollout.n_samples_per_prompt", text)
+
+
+def _conversation(c: ChatConfig) -> Iterator[Problem]:
+    if c.ta_prompt is not None and not os.path.isfile(c.ta_prompt):
+        text = f"{checks.missing(c.ta_prompt, c.ta_prompt)}; the flag takes a file with the text"
+        yield Problem("ta_prompt", text, ErrorCode.NOT_FOUND)
+    if (c.rollout.max_new_tokens or 0) >= c.data.max_len:
+        text = f"leaves no room for a prompt in data.max_len {c.data.max_len}; raise data.max_len"
+        yield Problem("rollout.max_new_tokens", text)
 
 
 def _ranks(config: BatchInferenceConfig) -> Iterator[Problem]:

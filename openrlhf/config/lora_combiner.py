@@ -1,9 +1,10 @@
 """Configuration of `lora_combiner`, and the checks of its flags."""
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from openrlhf.config.checks import Rule, broken, first_of_each, local_models, required
+from openrlhf.config.checks import first_of_each, local_models, required
 from openrlhf.config.choices import ParamDtype
 from openrlhf.config.command import Explicit, Problem
 from openrlhf.errors import ErrorCode
@@ -34,20 +35,13 @@ class LoraCombinerConfig:
     ds: MergeDeepSpeedConfig = MergeDeepSpeedConfig()
 
 
-RULES = (
-    Rule(
-        "output_path",
-        lambda c: os.path.isfile(c.output_path),
-        "is a file; name a folder",
-        ErrorCode.NOT_WRITABLE,
-    ),
-    Rule(
-        "output_path",
-        lambda c: os.path.isdir(c.output_path) and os.listdir(c.output_path) and not c.overwrite,
-        "is not empty, and its model would be overwritten; name a new folder, or use --overwrite",
-        ErrorCode.NOT_WRITABLE,
-    ),
-)
+def _output(config: LoraCombinerConfig) -> Iterator[Problem]:
+    key, folder = "output_path", config.output_path
+    if os.path.isfile(folder):
+        yield Problem(key, "is a file; name a folder", ErrorCode.NOT_WRITABLE)
+    if os.path.isdir(folder) and os.listdir(folder) and not config.overwrite:
+        text = "is not empty, and its model would be overwritten; name a new folder, or use --overwrite"
+        yield Problem(key, text, ErrorCode.NOT_WRITABLE)
 
 
 def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> list[Problem]:
@@ -55,6 +49,6 @@ def lora_combiner_problems(config: LoraCombinerConfig, explicit: Explicit) -> li
         [
             *required(config, "model_path", "lora_path", "output_path"),
             *local_models(config, "model_path", "lora_path"),
-            *broken(config, RULES),
+            *_output(config),
         ]
     )

@@ -75,42 +75,39 @@ def parse(
     problems += more + list(bad.values())
     notes = [*_in_one_line(renamed), *hints]
     found = [problem for problem in command.problems(config, explicit) if problem.key not in bad]
-    only_prints = line.print_config or line.print_command or line.print_plan
-    refused = _refusals(found, config, explicit)
-    if problems or (refused and not only_prints):
-        _refuse([*problems, *refused], command, notes + _remarks(found, config, explicit), raises)
+    refused, remarks = _told(found, config, explicit)
+    if problems or (refused and not line.printed):
+        _refuse([*problems, *refused], command, notes + remarks, raises)
     resolved = resolve(config, explicit, line.cluster)
     config = with_values(config, resolved)
     found = command.problems(config, explicit) + command.placed(config, explicit)
     if resolved:
         flags = " ".join(_spelled(key, value) for key, value in resolved.items())
         notes.append(f"auto-selected for this hardware or model: {flags}")
-    remarks = _remarks(found, config, explicit)
+    refused, remarks = _told(found, config, explicit)
     notes += remarks
-    if line.print_config:
+    if "print_config" in line.printed:
         write(to_yaml(config))
-    if line.print_command:
+    if "print_command" in line.printed:
         write(to_command(command, values))
-    unfit: Sequence[ValueError] = _refusals(found, config, explicit)
-    if line.print_plan and not unfit:
+    unfit: Sequence[ValueError] = refused
+    if "print_plan" in line.printed and not unfit:
         unfit = _print_plan(command, config, line.cluster, plan)
-    if not unfit and not only_prints:
+    if not unfit and not line.printed:
         unfit = inspect(config)
     if unfit:
         _refuse(unfit, command, notes, raises)
     for note in notes:
         notify(f"note: {note}")
-    if only_prints:
+    if line.printed:
         sys.exit(0)
     return Invocation(config=config, explicit=explicit, remarks=remarks)
 
 
-def _refusals(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[UsageError]:
-    return [_error_of(problem, config, explicit) for problem in found if problem.fatal]
-
-
-def _remarks(found: Sequence[Problem], config: Any, explicit: Explicit) -> list[str]:
-    return [str(_error_of(problem, config, explicit)) for problem in found if not problem.fatal]
+def _told(found: Sequence[Problem], config: Any, explicit: Explicit) -> tuple[list[UsageError], list[str]]:
+    """Returns the fatal problems as errors, and the others as remarks."""
+    told = [(problem.fatal, _error_of(problem, config, explicit)) for problem in found]
+    return [error for fatal, error in told if fatal], [str(error) for fatal, error in told if not fatal]
 
 
 def to_yaml(config: Any, *, defaults: bool = True) -> str:
@@ -172,11 +169,8 @@ def suggest(name: str, command: Command) -> list[str]:
     matcher.set_seq2(name)
     for key, spelling in _spellings(command, flat="." not in name):
         matcher.set_seq1(spelling)
-        if (
-            matcher.real_quick_ratio() > 0.6
-            and matcher.quick_ratio() > 0.6
-            and (score := matcher.ratio()) > 0.6
-        ):
+        bounds = matcher.real_quick_ratio, matcher.quick_ratio  # quick, and never below the ratio
+        if all(bound() > 0.6 for bound in bounds) and (score := matcher.ratio()) > 0.6:
             scores[key] = max(score, scores.get(key, 0))
     return sorted(scores, key=lambda key: -scores[key])[:3]
 
@@ -202,16 +196,17 @@ class _Setting:
     source: Source = field(default_factory=Source)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class _Line:
+    """A command line."""
+
     settings: list[_Setting] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
     problems: list[UsageError] = field(default_factory=list)
     help: str | None = None
     """Word that `--help` searches for; "": all flags; None: no `--help`."""
-    print_config: bool = False
-    print_command: bool = False
-    print_plan: bool = False
+    printed: set[str] = field(default_factory=set)
+    """Flags that ask for text in place of a run: print_config, print_command, print_plan."""
     cluster: Sequence[int] = ()
     """Number of GPUs of each node of the cluster described to `--print_plan`."""
 
@@ -222,20 +217,19 @@ _MOST_LISTED = 3
 MAX_OPEN = 100
 """Largest number of brackets of a YAML file that are open at once."""
 
+_NODES = re.compile(r"([1-9]\d{0,3})x(\d{1,3})")
 _FLAG = re.compile(r"--(?P<name>[A-Za-z_][\w.-]*)(?:=(?P<value>.*))?", re.DOTALL)
 
 
 def _read_argv(argv: Sequence[str]) -> _Line:
     """Splits a command line into flags with the words up to the next flag. `-5` and text that merely starts
     with dashes are words."""
-    settings, files, problems, help_word, printed = [], [], [], None, set()
-    cluster: Sequence[int] = ()
-    i = 0
+    line, i = _Line(), 0
     while i < len(argv):
         word, i = ("--help" if argv[i] == "-h" else argv[i]), i + 1
         flag = _FLAG.fullmatch(word)
         if flag is None:
-            problems.append(_invalid("unexpected; flags start with --", _show(word)))
+            line.problems.append(_invalid("unexpected; flags start with --", _show(word)))
             continue
         words = [] if flag["value"] is None else [flag["value"]]
         while i < len(argv) and not _FLAG.fullmatch(argv[i]) and argv[i] != "-h":
@@ -243,29 +237,22 @@ def _read_argv(argv: Sequence[str]) -> _Line:
             i += 1
         name = flag["name"].replace("-", "_")
         if name == "help":
-            help_word = " ".join(words)
+            line.help = " ".join(words)
         elif name in ("print_config", "print_command", "print_plan"):
-            printed.add(name)
+            line.printed.add(name)
             if name == "print_plan":
-                cluster, wrong = _cluster(tuple(words))
-                problems += wrong
+                nodes = [_NODES.fullmatch(word) for word in words]
+                line.cluster = [int(node[2]) for node in nodes if node for _ in range(int(node[1]))]
+                if not all(nodes):
+                    text = "expects NODESxGPUS, such as 2x8, or nothing"
+                    line.problems.append(_invalid(text, "--print_plan", *words))
         elif name == "config":
-            files += words
+            line.files += words
             if not words:
-                problems.append(_invalid("expects the name of a YAML file", "--config"))
+                line.problems.append(_invalid("expects the name of a YAML file", "--config"))
         else:
-            settings.append(_Setting(name=name, words=tuple(words), shown="--" + flag["name"]))
-    asked = dict.fromkeys(printed, True)
-    return _Line(settings=settings, files=files, problems=problems, help=help_word, cluster=cluster, **asked)
-
-
-def _cluster(words: Words) -> tuple[list[int], list[UsageError]]:
-    """Parses words such as `2x8` (nodes x GPUs). Returns the number of GPUs of each node, and problems."""
-    found = [re.fullmatch(r"([1-9]\d{0,3})x(\d{1,3})", word) for word in words]
-    if not all(found):
-        text = "expects NODESxGPUS, such as 2x8, or nothing"
-        return [], [_invalid(text, "--print_plan", *words)]
-    return [gpus for match in found if match for gpus in [int(match[2])] * int(match[1])], []
+            line.settings.append(_Setting(name=name, words=tuple(words), shown="--" + flag["name"]))
+    return line
 
 
 def _print_plan(
@@ -560,15 +547,11 @@ def _refuse(
 
 
 def _show_help(command: Command, config: Any, word: str) -> NoReturn:
-
     text = help_text(command, config, word.lstrip("-").replace("-", "_"))
     if not text:
         near = suggest(word, command)
         hint = f"; similar: {' '.join(f'--{key}' for key in near)}" if near else ""
-        text = "no flag has this in its name"
-        _refuse(
-            [UsageError(ErrorCode.UNKNOWN_FLAG, text + hint, flag="--help", value=_show(word))],
-            command,
-        )
+        text = f"no flag has this in its name{hint}"
+        _refuse([UsageError(ErrorCode.UNKNOWN_FLAG, text, flag="--help", value=_show(word))], command)
     write(text)
     sys.exit(0)

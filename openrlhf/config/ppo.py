@@ -7,8 +7,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
+from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
+from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.checks import split_spec
 from openrlhf.config.choices import (
     BadRows,
@@ -16,27 +18,19 @@ from openrlhf.config.choices import (
     CountOrZero,
     Decay,
     EngineName,
-    EstimatorName,
-    Failure,
     Fraction,
-    ISCorrectionType,
     JournalMode,
-    KLEstimator,
     LoraSync,
-    LossAggregation,
-    Placement,
-    PolicyLossType,
+    OneOf,
     Positive,
     PositiveFraction,
     PositiveOrZero,
-    ProximalPolicyName,
     Range,
-    Shuffle,
     Steps,
-    SyncBackend,
 )
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.reasoning_gym import GYM_VERIFIER, is_gym
+from openrlhf.config.resume import NEW_LENGTH, Change, Content, Free, OnResume
 from openrlhf.config.sections import (
     AdamConfig,
     BatchesConfig,
@@ -57,6 +51,21 @@ from openrlhf.mesh import Mesh
 from openrlhf.plugins import resolve
 from openrlhf.registry import Registry, Selectable
 
+EstimatorName = Annotated[str, OneOf(ESTIMATORS)]
+KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
+PolicyLossType = Annotated[str, OneOf(POLICY_LOSSES)]
+LossAggregation = Annotated[str, OneOf(AGGREGATIONS)]
+ISCorrectionType = Annotated[str, OneOf(CORRECTIONS)]
+ProximalPolicyName = Annotated[str, OneOf(PROXIMAL_POLICIES)]
+Failure = Literal["env_error", "reward_error", "timed_out", "aborted"]
+
+OTHER_REWARDS = OnResume(
+    Change.REMARKED, "if the reward source changed, rewards before and after cannot be compared"
+)
+OTHER_AGENT = OnResume(
+    Change.REMARKED, "if the agent changed, episodes and rewards before and after cannot be compared"
+)
+
 ACTOR_FLAG = "--actor.model_name_or_path"
 CRITIC_FLAG = "--critic.model_name_or_path"
 REWARD_FLAG = "--reward.model_name_or_path"
@@ -67,11 +76,11 @@ TEACHER_FLAG = "--teacher.model_name_or_path"
 class ActorConfig(OptimConfig, TrainedModelConfig):
     """The policy: the model that is trained and sampled from."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Model from which policy and reference start: a Hugging Face name or a folder. Required."""
-    num_nodes: Count = 1
+    num_nodes: Free[Count] = 1
     """Number of nodes on which the policy trains."""
-    num_gpus_per_node: Count = 8
+    num_gpus_per_node: Free[Count] = 8
     """Ranks of the policy on each node, one for each GPU (without GPUs: processes). If unset: 8, or the
     number of GPUs of a node if that is smaller."""
     adam: AdamConfig = AdamConfig(lr=1e-6)
@@ -112,10 +121,10 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
 class RoleConfig:
     """Placement of a model other than the policy."""
 
-    num_nodes: CountOrZero = 1
+    num_nodes: Free[CountOrZero] = 1
     """Number of nodes on which the model runs. Not read if the model shares another model's GPUs, as with
     train.colocate_all; 0 is then allowed."""
-    num_gpus_per_node: CountOrZero = 8
+    num_gpus_per_node: Free[CountOrZero] = 8
     """Ranks of the model on each node, one for each GPU. Not read if the model shares another model's GPUs.
     If unset: 8, or the number of GPUs of a node if that is smaller."""
 
@@ -124,7 +133,7 @@ class RoleConfig:
 class FrozenRoleConfig(RoleConfig):
     """Placement of a model that is not trained."""
 
-    offload: bool = False
+    offload: Free[bool] = False
     """Keep the weights in CPU memory while they are not used."""
 
 
@@ -132,7 +141,7 @@ class FrozenRoleConfig(RoleConfig):
 class CriticConfig(OptimConfig, RoleConfig):
     """The value model of the estimator gae."""
 
-    model_name_or_path: str | None = None
+    model_name_or_path: Content[str | None] = None
     """Model from which the critic starts: a Hugging Face name or a folder. None: the first reward model, or
     without one the policy."""
     adam: AdamConfig = AdamConfig(lr=9e-6)
@@ -140,11 +149,11 @@ class CriticConfig(OptimConfig, RoleConfig):
     """Clip range of the value loss: new values are clipped to this distance from the old ones."""
     aux_loss_coef: PositiveOrZero | None = None
     """MoE models: weight of the load-balancing loss. None: actor.aux_loss_coef."""
-    gradient_checkpointing_enable: bool | None = None
+    gradient_checkpointing_enable: Free[bool | None] = None
     """Recompute activations in the backward pass. None: as actor.gradient_checkpointing_enable."""
     freezing_steps: Steps = -1
     """Warm-up of the critic: the policy does not learn in the first N steps. -1: none."""
-    save_value_network: bool = False
+    save_value_network: Free[bool] = False
     """Also write the final critic, to `{ckpt.output_dir}_critic`."""
 
 
@@ -158,7 +167,7 @@ class PPOTeacherConfig(FrozenRoleConfig):
     """On-policy distillation: each action of the policy's own samples is rewarded with the teacher's log-prob
     minus the policy's."""
 
-    model_name_or_path: str | None = None
+    model_name_or_path: Content[str | None] = None
     """Teacher model: a Hugging Face name or a folder. It must have the policy's vocabulary. None: no
     teacher."""
     kd_coef: Positive = 1.0
@@ -169,11 +178,11 @@ class PPOTeacherConfig(FrozenRoleConfig):
 class RewardConfig(FrozenRoleConfig):
     """Reward sources and reward shaping."""
 
-    remote_url: str | None = None
+    remote_url: Annotated[str | None, OTHER_REWARDS] = None
     """Reward function or reward servers: a .py file with `reward_func(queries, prompts, labels)`, a function
     as `folder/file.py:NAME` or `package.module:NAME`, a name that an installed package registers
     (openrlhf.rewards), or a comma list of http URLs."""
-    model_name_or_path: str | None = None
+    model_name_or_path: Content[str | None] = None
     """Reward models: a comma list of Hugging Face names or folders, whose scores are added up. Beside
     reward.remote_url they are only used with reward.model_weights."""
     model_weights: tuple[float, ...] | None = None
@@ -192,27 +201,27 @@ class RewardConfig(FrozenRoleConfig):
     stop_properly_penalty_coef: Annotated[float, Range(at_most=1)] | None = None
     """Reward of truncated responses. From 0 to 1: their reward is multiplied by this. Negative: it replaces
     their reward. None: they keep it."""
-    batch: Count = 1
+    batch: Free[Count] = 1
     """Maximum number of samples in one call of the reward function. Samples are scored together if they
     finish at the same time or wait for a busy process. 1: one call for each sample."""
-    timeout: Positive = 60.0
+    timeout: Free[Positive] = 60.0
     """Seconds that one call of the reward function may take before it counts as failed."""
-    num_workers: Count = 1
+    num_workers: Free[Count] = 1
     """Processes of each engine that run the reward function."""
-    memory_gb: Positive | None = None
+    memory_gb: Free[Positive | None] = None
     """Memory limit of each process of the reward function, GB. A call that needs more fails with a
     MemoryError. None: the memory of the machine."""
-    remote_timeout: Positive = 600.0
+    remote_timeout: Free[Positive] = 600.0
     """Seconds that the reward of a sample may take over HTTP, all retries included, before it counts as
     failed."""
-    remote_try_timeout: Positive | None = None
+    remote_try_timeout: Free[Positive | None] = None
     """Seconds that one attempt at a reward server may take; after that the next server is tried. None:
     reward.remote_timeout divided by the number of servers."""
-    remote_batch_size: Count = 16
+    remote_batch_size: Free[Count] = 16
     """Maximum number of samples in one request to a reward server. 1: one request for each sample."""
-    remote_concurrency: Count = 32
+    remote_concurrency: Free[Count] = 32
     """Maximum number of requests to reward servers that each engine has in flight."""
-    max_failed_ratio: Fraction = 0.5
+    max_failed_ratio: Free[Fraction] = 0.5
     """Fraction of failed samples in one step above which the run stops."""
 
     @property
@@ -242,27 +251,27 @@ class RewardConfig(FrozenRoleConfig):
 class VllmConfig(EngineMemoryConfig):
     """The rollout engines."""
 
-    num_engines: Count | None = None
+    num_engines: Free[Count | None] = None
     """Number of engines. None: with train.colocate_all as many as fit on the actor's GPUs, otherwise 1."""
-    tensor_parallel_size: Count = 1
+    tensor_parallel_size: Free[Count] = 1
     """Tensor parallelism of an engine: GPUs (without GPUs: processes) that share each of its layers."""
-    pipeline_parallel_size: Count = 1
+    pipeline_parallel_size: Free[Count] = 1
     """Pipeline parallelism of an engine: stages that have some of its layers each. An engine has
     tensor_parallel_size x pipeline_parallel_size GPUs, all on one node. For GPUs without fast links."""
-    sync_backend: SyncBackend = "nccl"
+    sync_backend: Free[Literal["nccl", "gloo"]] = "nccl"
     """Transport of the weights to engines on other GPUs. Not read for engines on the actor's GPUs (CUDA IPC)
     and on CPUs (gloo)."""
-    sync_with_ray: bool = False
+    sync_with_ray: Free[bool] = False
     """Send weights through Ray's object store, which is slower than every other transport. For clusters in
     which trainer and engines cannot connect by NCCL, gloo or shared memory."""
-    sync_bucket_mb: Count | None = None
+    sync_bucket_mb: Free[Count | None] = None
     """Size of the buckets in which weights are sent to the engines, MiB. Sender and receiver keep up to two
     such buckets beside the weights. None: 64 for nccl and Ray's object store, 16 for gloo, 512 on shared
     GPUs."""
-    sync_check_steps: Count = 1
+    sync_check_steps: Free[Count] = 1
     """Compare the log-probs of engines and policy on the same tokens after every N weight syncs. They are
     always compared after the first sync of a run, and where engines sleep."""
-    lora_sync: LoraSync = "merged"
+    lora_sync: Free[LoraSync] = "merged"
     """Content of a weight sync with LoRA (ds.lora.rank). merged: all weights with the adapters added; bf16
     and fp16 round small updates away. adapter: only the adapters; sends less and samples more slowly. If
     unset: adapter in bf16 and fp16 where vLLM has LoRA layers for the model (text, no experts, rank 512 at
@@ -271,16 +280,16 @@ class VllmConfig(EngineMemoryConfig):
     """With train.partial_rollout_enable: requests that a weight sync pauses keep the KV cache of the old
     weights, instead of computing it again with the new ones. Faster, but log-probs of later tokens then come
     from a mixture of both weights."""
-    enable_prefix_caching: bool = False
+    enable_prefix_caching: Free[bool] = False
     """Share the KV cache of a prompt among its samples and with later turns. It is reset at each weight
     sync."""
-    enable_sleep: bool = False
+    enable_sleep: Free[bool] = False
     """Engines free the GPU while the models train. Only with train.colocate_all."""
     speculative: str | None = None
     """Speculative decoding: vLLM's speculative_config as a JSON object, or METHOD:TOKENS, such as ngram:3.
     Engines propose several tokens and check them in one pass. Samples follow the same distribution, but a
     seed gives other tokens. None: off."""
-    gpu_memory_utilization: PositiveFraction = 0.95
+    gpu_memory_utilization: Free[PositiveFraction] = 0.95
     """Fraction of the GPU's memory that an engine may use. With train.colocate_all, at most 0.95 of what the
     models leave free."""
 
@@ -294,7 +303,7 @@ class VllmConfig(EngineMemoryConfig):
 class RolloutConfig:
     """Sampling of responses."""
 
-    engine: EngineName = "vllm"
+    engine: Free[EngineName] = "vllm"
     """Library that samples. transformers: without vLLM, for small models and tests; weights are sent through
     Ray's object store."""
     batch_size: Count = 1024
@@ -304,10 +313,10 @@ class RolloutConfig:
     vllm_generate_batch_size: Count | None = None
     """Prompts that are sampled at a time. More than rollout.batch_size means sampling ahead: the surplus
     waits for later steps. None: rollout.batch_size, or the prompts that dynamic filtering still needs."""
-    micro_batch_size: Count = 1
+    micro_batch_size: Free[Count] = 1
     """Samples in one micro-batch, a packed row, of the passes that compute log-probs. Memory and speed depend
     on it, the result does not."""
-    max_tokens_per_gpu: Count | None = None
+    max_tokens_per_gpu: Free[Count | None] = None
     """Tokens in one row of the passes that compute log-probs, with train.dynamic_batch_enable. None:
     train.max_tokens_per_gpu."""
     temperature: Positive = 1.0
@@ -326,7 +335,7 @@ class RolloutConfig:
     """Maximum length of a response, tokens. None: what the prompt leaves of data.max_len."""
     timeout: Positive = 3600.0
     """Seconds without any finished prompt after which the run stops and lists what it waits for."""
-    engine_timeout: Positive = 300.0
+    engine_timeout: Free[Positive] = 300.0
     """Maximum time, seconds, without an answer of an engine, without a token from an engine that has
     requests, or of one call of a weight sync; after it the engine is replaced. An engine that samples tokens
     may take any time."""
@@ -334,21 +343,21 @@ class RolloutConfig:
     """Stop strings, in training and evaluation: a response ends with the token that completes one. A single
     word on the command line is split at its commas; YAML takes any text. None: only stop tokens end a
     response."""
-    episode_timeout: Positive | None = None
+    episode_timeout: Free[Positive | None] = None
     """Seconds that an episode may take, its reward included, before it counts as failed. None: no limit."""
-    max_concurrent_episodes: Count | None = None
+    max_concurrent_episodes: Free[Count | None] = None
     """Maximum number of episodes that run at a time in each engine's process. None: all that the engine gets.
     The environment variable OPENRLHF_ASYNC_NUM_TASKS sets it if nothing else does."""
-    step_timeout: Positive | None = None
+    step_timeout: Free[Positive | None] = None
     """Seconds that one call of an agent's environment may take before the episode counts as failed. None: no
     limit."""
-    retries: CountOrZero = 0
+    retries: Free[CountOrZero] = 0
     """Number of times that an episode is repeated with other seeds if it fails in a way named in
     rollout.retry_on. The last attempt runs on another engine if there is one."""
-    retry_on: tuple[Failure, ...] = ("env_error", "timed_out", "aborted")
+    retry_on: Free[tuple[Failure, ...]] = ("env_error", "timed_out", "aborted")
     """Failures after which an episode is repeated. Episodes that still fail are counted
     (reward.max_failed_ratio) and not trained on."""
-    stop_on: tuple[Failure, ...] | None = None
+    stop_on: Free[tuple[Failure, ...] | None] = None
     """Failures that end the run at once, with the error of the episode. None: no failure does."""
     mask_truncated: bool = False
     """Do not train on samples that ran out of tokens. Their rewards still count in the comparison of a
@@ -364,7 +373,7 @@ class RolloutConfig:
 class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
     """The prompts, and how they become text."""
 
-    prompt_dataset: str = ""
+    prompt_dataset: Content[str] = ""
     """Comma list of datasets, each as `path` or `path@data_dir`: a .json, .jsonl, .csv, .parquet or .arrow
     file (also compressed, such as .jsonl.gz), a folder of such files, a URL (s3://, gs://, hf://, https://),
     a name on the hub, or problems of reasoning-gym as `reasoning_gym:NAME?size=N&seed=S`. Required."""
@@ -373,7 +382,7 @@ class PromptDataConfig(ImagesConfig, RowTemplateConfig, LoaderConfig):
     None: the datasets follow one another."""
     prompt_split: str = "train"
     """Split to read from datasets that have splits."""
-    pretrain_dataset: str | None = None
+    pretrain_dataset: Content[str | None] = None
     """PPO-ptx: datasets of plain text that the policy also trains on, in the form of data.prompt_dataset.
     Every optimizer step has train.batch_size texts, cut at data.max_len. None: off."""
     pretrain_probs: str | None = None
@@ -427,24 +436,24 @@ class TrainConfig(BatchesConfig):
 
     max_epochs: Count = 1
     """Passes over the samples of each RL step (PPO epochs)."""
-    shuffle: Shuffle = "sample"
+    shuffle: Literal["sample", "group"] = "sample"
     """Assignment of samples to the optimizer steps of an RL step. sample: each sample by itself, at random.
     group: all samples of a prompt in the same optimizer step, whose rows compute the prompt once. It needs a
     train.batch_size of at least rollout.n_samples_per_prompt."""
-    num_episodes: Count = 1
+    num_episodes: Annotated[Count, NEW_LENGTH] = 1
     """Epochs: passes over the prompts."""
-    max_steps: Count | None = None
+    max_steps: Annotated[Count | None, NEW_LENGTH] = None
     """Stop after this many RL steps. None: after train.num_episodes."""
-    colocate_all: bool = False
+    colocate_all: Free[bool] = False
     """Hybrid engine: all models and engines share the actor's GPUs, so the engines together must have as many
     GPUs as the actor. With train.async_enable engines have GPUs of their own."""
-    colocate_actor_ref: bool = False
+    colocate_actor_ref: Free[bool] = False
     """The reference model shares the actor's GPUs."""
-    colocate_critic_reward: bool = False
+    colocate_critic_reward: Free[bool] = False
     """Critic and reward model share their GPUs."""
-    placement_timeout: Positive | None = None
+    placement_timeout: Free[Positive | None] = None
     """Seconds that the run waits for GPUs of a cluster that are in use. None: no limit."""
-    max_restarts: CountOrZero = 0
+    max_restarts: Free[CountOrZero] = 0
     """Number of times that the run restarts from its newest checkpoint after a rank died or an engine could
     not be replaced. 0: the run ends."""
     async_enable: bool = False
@@ -460,7 +469,7 @@ class TrainConfig(BatchesConfig):
     """Keep an exponential moving average of the policy's weights, and save it as the final model."""
     ema_beta: Decay = 0.992
     """Decay rate of the moving average."""
-    agent_func_path: str | None = None
+    agent_func_path: Annotated[str | None, OTHER_AGENT] = None
     """Agent, which runs episodes of several turns and gives their rewards: a .py file with the class
     `AgentExecutor` (or, in old files, a function `step`), a class as `folder/file.py:NAME` or
     `package.module:NAME`, or a name that an installed package registers (openrlhf.agents)."""
@@ -551,7 +560,7 @@ class AlgoConfig:
     sample other prompts in their place."""
     dynamic_filtering_range: tuple[float, float] = (0.0, 1.0)
     """Groups that are kept, `low high`: those with low < mean score < high."""
-    dynamic_filtering_max_batches: Count = 10
+    dynamic_filtering_max_batches: Free[Count] = 10
     """Maximum number of prompts that one step may sample, in multiples of rollout.batch_size. If they do not
     fill a batch, the run stops."""
     skip_old_log_probs: bool | Literal["auto"] = "auto"
@@ -559,7 +568,7 @@ class AlgoConfig:
     one optimizer step, the update's own pass gives the same numbers. auto: skip it if nothing needs the
     log-probs earlier; KL in the reward and a teacher do. With algo.advantage.proximal_policy other than
     recomputed, it can be skipped for any number of optimizer steps."""
-    max_mismatch: Positive | None = None
+    max_mismatch: Free[Positive | None] = None
     """Largest mean difference between log-probs of engines and policy for the same weights, in nats, before
     the run stops. None: 0.3 in bf16, 0.04 in fp16 and fp32, which is more than rounding explains; no limit
     with rollout.max_kept_tokens 0 if top-p or top-k truncates, since the distributions differ. inf: no
@@ -629,7 +638,7 @@ class PPOConfig(TrainingConfig):
     ds: ScorerDeepSpeedConfig = ScorerDeepSpeedConfig()
     ckpt: PPOCkptConfig = PPOCkptConfig()
     logger: PPOLoggerConfig = field(default_factory=PPOLoggerConfig)
-    placement: Placement = "manual"
+    placement: Free[Literal["manual", "auto"]] = "manual"
     """Placement of models and engines on GPUs. manual: by the placement flags. auto: unset placement flags
     are chosen for the cluster: models and engines share all GPUs and are offloaded in turn, or with
     train.async_enable half of the GPUs are for engines (docs/clusters.md)."""

@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.config import checks
-from openrlhf.config.checks import Rule, Unread, needs
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.fields import values_of
@@ -19,6 +18,7 @@ from openrlhf.config.reasoning_gym import GymSpec, is_gym, parse_gym
 from openrlhf.config.sections import KEY_VARIABLE
 from openrlhf.config.speculation import parse_speculation
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.plugins import file_of, is_reference, registered
 
 
 def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
@@ -36,11 +36,14 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
                 ("eval.dataset", None),
             ),
             *checks.template(config, explicit),
-            *checks.broken(config, checks.IMAGE_ROWS),
+            *checks.image_rows(config),
             *_reward_source(config),
             *_gym_datasets(config),
             *_bounds(config),
-            *checks.broken(config, RULES),
+            *_sources(config),
+            *_policy(config),
+            *_sampling(config),
+            *_asynchronous(config),
             *_kl(config, explicit),
             *_policy_loss(config, explicit),
             *_balance(config),
@@ -53,28 +56,25 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *optimizer_sleep(config),
             *checks.four_bits(config.ds),
             *checks.outputs(config.ckpt, config.logger, config.train.hooks),
-            *checks.unread(config, explicit, checks.COMMON_UNREAD + PPO_UNREAD),
+            *checks.unread(config, explicit, _unread(config)),
         ]
     )
 
 
 LOOP_UNREAD = (
-    Unread(
-        "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps "
-        "rollout.batch_size train.max_steps train.num_episodes train.async_enable train.async_queue_size "
-        "train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
-        "ckpt.fork_from ckpt.best_metric_key placement "
-        "actor.ptx_coef train.shuffle critic.freezing_steps critic.save_value_network",
-        lambda c: True,
-        "because the loop is a program, which samples, evaluates and saves itself",
-    ),
+    "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps rollout.batch_size "
+    "train.max_steps train.num_episodes train.async_enable train.async_queue_size "
+    "train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
+    "ckpt.fork_from ckpt.best_metric_key placement actor.ptx_coef train.shuffle critic.freezing_steps "
+    "critic.save_value_network",
+    "because the loop is a program, which samples, evaluates and saves itself",
 )
 
 
 def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems of a user's own loop, which may bring prompts and rewards itself."""
     own = "data.prompt_dataset", "reward.remote_url"
-    found = [*ppo_problems(config, explicit), *checks.unread(config, explicit, LOOP_UNREAD)]
+    found = [*ppo_problems(config, explicit), *checks.unread(config, explicit, [LOOP_UNREAD])]
     return [p for p in found if not (p.key in own and p.code is ErrorCode.MISSING_FLAG)]
 
 
@@ -98,144 +98,98 @@ BEST = r"_(score_mean|best_of\d+|pass\d+)$"
 WITH_CRITIC = ", ".join(name for name, row in ESTIMATORS.items() if row.needs_critic)
 WHITENING = ", ".join(name for name, row in ESTIMATORS.items() if row.whiten)
 
-PPO_UNREAD = (
-    Unread(
-        "vllm.sync_backend",
-        lambda c: c.vllm.sync_with_ray,
-        "with --vllm.sync_with_ray: Ray's object store transports the weights",
+NEEDS = {
+    "data.pretrain_dataset": "actor.ptx_coef data.pretrain_probs data.pretrain_split data.pretrain_key",
+    "actor.ptx_coef": "data.pretrain_dataset",
+    "algo.advantage.is_correction_enable": (
+        "algo.advantage.is_correction_type algo.advantage.is_correction_threshold"
     ),
-    Unread(
-        "ref.num_nodes ref.num_gpus_per_node ref.offload train.colocate_actor_ref",
-        lambda c: c.ds.lora.rank > 0,
-        "with ds.lora.rank: the policy without its adapters is the reference",
-    ),
-    needs(
-        "data.pretrain_dataset",
-        "actor.ptx_coef data.pretrain_probs data.pretrain_split data.pretrain_key",
-    ),
-    needs("actor.ptx_coef", "data.pretrain_dataset"),
-    Unread(
-        "reward.num_nodes reward.num_gpus_per_node reward.offload reward.normalize_enable "
-        "reward.model_weights train.colocate_critic_reward",
-        lambda c: not c.uses_reward_model,
-        "without a reward model",
-    ),
-    Unread(
-        "critic. train.colocate_critic_reward",
-        lambda c: not c.uses_critic,
-        f"because only the estimator {WITH_CRITIC} has a critic",
-    ),
-    Unread(
-        "algo.advantage.lambd",
-        lambda c: not c.algo.advantage.traits.needs_critic,
-        f"because only {WITH_CRITIC} uses lambda",
-    ),
-    Unread(
-        "algo.advantage.no_std_norm",
-        lambda c: not c.algo.advantage.traits.whiten,
-        f"because only {WHITENING} divide advantages by their standard deviation",
-    ),
-    needs(
-        "algo.advantage.is_correction_enable",
-        "algo.advantage.is_correction_type algo.advantage.is_correction_threshold",
-    ),
-    Unread(
-        "algo.advantage.is_correction_sequence_threshold",
-        lambda c: c.algo.advantage.correction is None or not c.algo.advantage.correction.drops_sequences,
-        "without --algo.advantage.is_correction_type seq-mask-tis, which alone drops sequences",
-    ),
-    Unread(
-        "algo.advantage.staleness_decay algo.advantage.max_token_staleness",
-        lambda c: c.largest_staleness == 0,
-        "because every step trains on samples of its own weights; --train.async_enable samples ahead",
-    ),
-    Unread(
-        "algo.advantage.max_token_staleness",
-        lambda c: (c.algo.advantage.max_token_staleness or 0) >= c.largest_staleness,
-        "because train.async_queue_size lets no sample get older",
-    ),
-    Unread(
-        "algo.kl.target algo.kl.horizon algo.kl.estimator algo.kl.use_loss",
-        lambda c: not c.uses_reference,
-        "without a KL penalty (algo.kl.init_coef 0)",
-    ),
-    needs("algo.kl.target", "algo.kl.horizon"),
-    needs("algo.dynamic_filtering_enable", "algo.dynamic_filtering_range algo.dynamic_filtering_max_batches"),
-    Unread(
-        "ref. train.colocate_actor_ref",
-        lambda c: not c.uses_reference,
-        "without a reference model (algo.kl.init_coef 0)",
-    ),
-    needs("teacher.model_name_or_path", "teacher."),
-    Unread(
-        "actor.eps_clip",
-        lambda c: c.actor.eps_clip_low_high is not None,
-        "with --actor.eps_clip_low_high, which sets both bounds",
-    ),
-    Unread(
-        "actor.eps_clip actor.eps_clip_low_high actor.dual_clip",
-        lambda c: c.ratio_is_one,
-        "because an RL step is one optimizer step, so that the ratio is 1",
-    ),
-    *checks.optimizer_unread("actor."),
-    *checks.optimizer_unread("critic."),
-    Unread(
-        "actor.gradient_checkpointing_reentrant ds.activation_offload",
-        lambda c: (
-            not c.actor.gradient_checkpointing_enable
-            and not (c.uses_critic and c.critic.gradient_checkpointing_enable)
-        ),
-        "without --actor.gradient_checkpointing_enable",
-    ),
-    needs("reward.overlong_buffer_len", "reward.overlong_penalty_factor"),
-    Unread(
-        "rollout.max_kept_tokens",
-        lambda c: c.samples_freely,
-        "without --rollout.top_p or --rollout.top_k",
-    ),
-    needs("train.agent_func_path", "train.max_turns rollout.step_timeout"),
-    Unread(
-        "reward.remote_url",
-        lambda c: c.train.agent_func_path is not None,
-        "with --train.agent_func_path: the agent gives the rewards",
-    ),
-    Unread(
-        "reward.timeout reward.num_workers reward.memory_gb reward.batch",
-        lambda c: c.reward_function is None,
-        "because reward.remote_url names no reward function",
-    ),
-    Unread(
-        "reward.remote_timeout reward.remote_try_timeout reward.remote_batch_size reward.remote_concurrency",
-        lambda c: not c.reward.servers,
-        "because reward.remote_url names no reward server",
-    ),
-    Unread(
-        "reward.model_name_or_path",
-        lambda c: bool(c.reward.urls) and c.reward.model_weights is None,
-        "because reward.remote_url gives the rewards; --reward.model_weights adds those of models",
-    ),
-    Unread(
-        "ds.value_head_prefix",
-        lambda c: not c.uses_critic and not c.uses_reward_model,
-        "without a critic or a reward model",
-    ),
-    Unread(
-        "vllm.enable_sleep",
-        lambda c: not c.engines_sleep,
-        "because engines have GPUs of their own without train.colocate_all, and with train.async_enable",
-    ),
-    needs("ds.lora.rank", "vllm.lora_sync"),
-    Unread(
-        "vllm.gpu_memory_utilization",
-        lambda c: c.vllm.kv_cache_gb is not None,
-        "with --vllm.kv_cache_gb, which sets the size",
-    ),
-    needs("train.async_enable", "train.async_queue_size"),
-    needs("train.enable_ema", "train.ema_beta"),
-    checks.IMAGES_UNREAD,
-    needs("data.max_images_per_prompt", "actor.freeze_visual_encoder"),
-    needs("eval.dataset", "ckpt.best_metric_key"),
-)
+    "algo.kl.target": "algo.kl.horizon",
+    "algo.dynamic_filtering_enable": "algo.dynamic_filtering_range algo.dynamic_filtering_max_batches",
+    "teacher.model_name_or_path": "teacher.",
+    "reward.overlong_buffer_len": "reward.overlong_penalty_factor",
+    "train.agent_func_path": "train.max_turns rollout.step_timeout",
+    "train.dynamic_batch_enable": "rollout.max_tokens_per_gpu",
+    "ds.lora.rank": "vllm.lora_sync",
+    "train.async_enable": "train.async_queue_size",
+    "train.enable_ema": "train.ema_beta",
+    "data.max_images_per_prompt": f"{checks.IMAGE_FLAGS} actor.freeze_visual_encoder",
+    "eval.dataset": "ckpt.best_metric_key",
+}
+"""Flags of RL that need another one, as `checks.NEEDS`."""
+
+
+def _unread_by_algorithm(c: PPOConfig) -> Iterator[checks.Unread]:
+    """Yields flags that belong to other estimators, corrections, losses than those chosen."""
+    advantage = c.algo.advantage
+    if not c.uses_critic:
+        keys = "critic. train.colocate_critic_reward"
+        yield keys, f"because only the estimator {WITH_CRITIC} has a critic"
+        yield "algo.advantage.lambd", f"because only {WITH_CRITIC} uses lambda"
+    if not advantage.traits.whiten:
+        why = f"because only {WHITENING} divide advantages by their standard deviation"
+        yield "algo.advantage.no_std_norm", why
+    if advantage.correction is None or not advantage.correction.drops_sequences:
+        why = "without --algo.advantage.is_correction_type seq-mask-tis, which alone drops sequences"
+        yield "algo.advantage.is_correction_sequence_threshold", why
+    if c.largest_staleness == 0:
+        why = "because every step trains on samples of its own weights; --train.async_enable samples ahead"
+        yield "algo.advantage.staleness_decay algo.advantage.max_token_staleness", why
+    if (advantage.max_token_staleness or 0) >= c.largest_staleness:
+        why = "because train.async_queue_size lets no sample get older"
+        yield "algo.advantage.max_token_staleness", why
+    if not c.uses_reference:
+        keys = "algo.kl.target algo.kl.horizon algo.kl.estimator algo.kl.use_loss"
+        yield keys, "without a KL penalty (algo.kl.init_coef 0)"
+        yield "ref. train.colocate_actor_ref", "without a reference model (algo.kl.init_coef 0)"
+    if c.actor.eps_clip_low_high is not None:
+        yield "actor.eps_clip", "with --actor.eps_clip_low_high, which sets both bounds"
+    if c.ratio_is_one:
+        keys = "actor.eps_clip actor.eps_clip_low_high actor.dual_clip"
+        yield keys, "because an RL step is one optimizer step, so that the ratio is 1"
+
+
+def _unread(c: PPOConfig) -> Iterator[checks.Unread]:
+    """Yields flags of RL without effect."""
+    yield from checks.common_unread(c)
+    yield from checks.template_unread(c)
+    if c.vllm.sync_with_ray:
+        yield "vllm.sync_backend", "with --vllm.sync_with_ray: Ray's object store transports the weights"
+    if c.ds.lora.rank > 0:
+        keys = "ref.num_nodes ref.num_gpus_per_node ref.offload train.colocate_actor_ref"
+        yield keys, "with ds.lora.rank: the policy without its adapters is the reference"
+    if not c.uses_reward_model:
+        keys = "reward.num_nodes reward.num_gpus_per_node reward.offload reward.normalize_enable "
+        yield f"{keys}reward.model_weights train.colocate_critic_reward", "without a reward model"
+    yield from _unread_by_algorithm(c)
+    yield from checks.optimizer_unread(c.actor, "actor.")
+    yield from checks.optimizer_unread(c.critic, "critic.")
+    critic_recomputes = c.uses_critic and c.critic.gradient_checkpointing_enable
+    if not c.actor.gradient_checkpointing_enable and not critic_recomputes:
+        keys = "actor.gradient_checkpointing_reentrant ds.activation_offload"
+        yield keys, "without --actor.gradient_checkpointing_enable"
+    if c.samples_freely:
+        yield "rollout.max_kept_tokens", "without --rollout.top_p or --rollout.top_k"
+    if c.train.agent_func_path is not None:
+        yield "reward.remote_url", "with --train.agent_func_path: the agent gives the rewards"
+    if c.reward_function is None:
+        keys = "reward.timeout reward.num_workers reward.memory_gb reward.batch"
+        yield keys, "because reward.remote_url names no reward function"
+    if not c.reward.servers:
+        keys = "reward.remote_timeout reward.remote_try_timeout reward.remote_batch_size "
+        yield f"{keys}reward.remote_concurrency", "because reward.remote_url names no reward server"
+    if c.reward.urls and c.reward.model_weights is None:
+        why = "because reward.remote_url gives the rewards; --reward.model_weights adds those of models"
+        yield "reward.model_name_or_path", why
+    if not c.uses_critic and not c.uses_reward_model:
+        yield "ds.value_head_prefix", "without a critic or a reward model"
+    if not c.engines_sleep:
+        why = "because engines have GPUs of their own without train.colocate_all, and with train.async_enable"
+        yield "vllm.enable_sleep", why
+    if c.vllm.kv_cache_gb is not None:
+        yield "vllm.gpu_memory_utilization", "with --vllm.kv_cache_gb, which sets the size"
+    yield from checks.needs(c, NEEDS)
+
 
 REWARD_REMEDY = (
     "name a .py file with reward_func(queries, prompts, labels), URLs of reward servers, or set "
@@ -262,10 +216,29 @@ def _reward_source(config: PPOConfig) -> Iterator[Problem]:
         if url in reward.servers:
             yield from _server_url(key, url)
         else:
-            yield from checks.reward_function(key, url, alone=len(reward.urls) == 1)
+            yield from reward_function(key, url, alone=len(reward.urls) == 1)
     if config.train.agent_func_path is not None:
         form = "must name a .py file with the class AgentExecutor, or a class as folder/file.py:NAME"
-        yield from checks.plugged("train.agent_func_path", config.train.agent_func_path, "agents", form)
+        yield from plugged("train.agent_func_path", config.train.agent_func_path, "agents", form)
+
+
+def reward_function(key: str, name: str, *, alone: bool) -> Iterator[Problem]:
+    if not alone:
+        text = f"commas separate sources, and {name} must be alone; give one .py file, or http URLs"
+        yield Problem(key, text, ErrorCode.INVALID_VALUE)
+    else:
+        form = "is neither a .py file nor a URL that starts with http:// or https://"
+        yield from plugged(key, name, "rewards", f"{form}, nor a function as folder/file.py:NAME")
+
+
+def plugged(key: str, name: str, kind: str, form: str) -> Iterator[Problem]:
+    """Checks the name of a user's object without importing it. `form`: the expected form of the value."""
+    if file := file_of(name):
+        if not os.path.isfile(file):
+            yield Problem(key, checks.missing(file, name), ErrorCode.NOT_FOUND)
+    elif not is_reference(name) and name not in (names := registered(kind)):
+        known = f"; installed packages register {', '.join(names)}" if names else ""
+        yield Problem(key, f"{form} or package.module:NAME{known}", ErrorCode.INVALID_VALUE)
 
 
 def _gym_datasets(config: PPOConfig) -> Iterator[Problem]:
@@ -321,260 +294,155 @@ def _bounds(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, "the first bound must be less than the second", ErrorCode.INVALID_VALUE)
 
 
+CORRECTS = "--algo.advantage.is_correction_enable corrects for that"
+
+
 def _corrects(config: PPOConfig) -> bool:
     """Returns whether the loss uses the log-probs of sampling."""
     advantage = config.algo.advantage
     return advantage.is_correction_enable or advantage.proximal.is_sampler
 
 
-def _samples_wait(config: PPOConfig) -> bool:
-    """Returns whether groups wait for later steps because more are sampled at a time than a step uses."""
-    rollout = config.rollout
-    return (rollout.vllm_generate_batch_size or 0) > rollout.batch_size
-
-
-def _reads_old_log_probs(config: PPOConfig) -> bool:
-    """Returns whether algo.skip_old_log_probs was set to true."""
-    return config.algo.skip_old_log_probs is True
-
-
 def _sends_adapters(config: PPOConfig) -> bool:
     return config.vllm.lora_sync == "adapter" and config.ds.lora.rank > 0
 
 
-RULES = (
-    # rewards and groups
-    Rule(
-        "reward.model_weights",
-        lambda c: c.reward.model_weights and not any(c.reward.model_weights),
-        "all weights are 0, so no reward model counts; remove the reward models",
-    ),
-    Rule(
-        "reward.model_weights",
-        lambda c: (
-            c.reward.model_weights is not None
-            and c.reward.models
-            and len(c.reward.model_weights) != len(c.reward.models)
-        ),
-        lambda c: (
-            f"has {len(c.reward.model_weights)} weights for {len(c.reward.models)} reward models; give one "
-            "for each"
-        ),
-    ),
-    Rule(
-        "reward.overlong_buffer_len",
-        lambda c: (c.reward.overlong_buffer_len or 0) > c.longest_response,
-        lambda c: (
-            f"is more than {'rollout.max_new_tokens' if c.rollout.max_new_tokens else 'data.max_len'} "
-            f"{c.longest_response}; use at most {c.longest_response}"
-        ),
-    ),
-    Rule(
-        "rollout.n_samples_per_prompt",
-        lambda c: c.algo.advantage.traits.needs_group and c.rollout.n_samples_per_prompt == 1,
-        lambda c: (
-            f"estimator {c.algo.advantage.estimator} compares the samples of a prompt; a single one always "
-            "has advantage 0. Use 2 or more, or estimator reinforce"
-        ),
-        fatal=False,
-    ),
-    Rule(
-        "algo.advantage.gamma",
-        lambda c: not c.algo.advantage.traits.discounts and c.algo.advantage.gamma != 1,
-        lambda c: (
-            f"has no effect because estimator {c.algo.advantage.estimator} does not discount; reinforce does"
-        ),
-        fatal=False,
-    ),
-    Rule(
-        "algo.dynamic_filtering_enable",
-        lambda c: c.algo.dynamic_filtering_enable and c.rollout.n_samples_per_prompt == 1,
-        "filters groups of samples; use --rollout.n_samples_per_prompt 2 or more",
-    ),
-    Rule(
-        "algo.dynamic_filtering_range",
-        lambda c: (
-            c.algo.dynamic_filtering_enable
-            and c.uses_reward_model
-            and not c.reward.urls
-            and c.algo.dynamic_filtering_range == (0.0, 1.0)
-        ),
-        "scores of a reward model may lie outside 0 to 1; set the range of the groups to keep",
-        fatal=False,
-    ),
-    Rule(
-        "rollout.vllm_generate_batch_size",
-        lambda c: _samples_wait(c) and not _corrects(c),
-        "samples ahead, so groups that wait come from an earlier policy; "
-        "--algo.advantage.is_correction_enable corrects for that",
-        fatal=False,
-    ),
-    Rule(
-        "algo.kl.horizon",
-        lambda c: c.adapts_kl and c.samples_per_step > c.algo.kl.horizon,
-        lambda c: (
+def _sources(c: PPOConfig) -> Iterator[Problem]:
+    """Checks reward models and groups."""
+    reward, algo, samples = c.reward, c.algo, c.rollout.n_samples_per_prompt
+    weights, estimator = reward.model_weights, algo.advantage.estimator
+    if weights and not any(weights):
+        text = "all weights are 0, so no reward model counts; remove the reward models"
+        yield Problem("reward.model_weights", text)
+    if weights is not None and reward.models and len(weights) != len(reward.models):
+        text = f"has {len(weights)} weights for {len(reward.models)} reward models; give one for each"
+        yield Problem("reward.model_weights", text)
+    if (reward.overlong_buffer_len or 0) > c.longest_response:
+        limit = "rollout.max_new_tokens" if c.rollout.max_new_tokens else "data.max_len"
+        text = f"is more than {limit} {c.longest_response}; use at most {c.longest_response}"
+        yield Problem("reward.overlong_buffer_len", text)
+    if algo.advantage.traits.needs_group and samples == 1:
+        text = f"estimator {estimator} compares the samples of a prompt; a single one always has advantage 0"
+        yield remark("rollout.n_samples_per_prompt", f"{text}. Use 2 or more, or estimator reinforce")
+    if not algo.advantage.traits.discounts and algo.advantage.gamma != 1:
+        text = f"has no effect because estimator {estimator} does not discount; reinforce does"
+        yield remark("algo.advantage.gamma", text)
+    if algo.dynamic_filtering_enable and samples == 1:
+        text = "filters groups of samples; use --rollout.n_samples_per_prompt 2 or more"
+        yield Problem("algo.dynamic_filtering_enable", text)
+    has_scores = c.uses_reward_model and not reward.urls
+    if algo.dynamic_filtering_enable and has_scores and algo.dynamic_filtering_range == (0.0, 1.0):
+        text = "scores of a reward model may lie outside 0 to 1; set the range of the groups to keep"
+        yield remark("algo.dynamic_filtering_range", text)
+    if (c.rollout.vllm_generate_batch_size or 0) > c.rollout.batch_size and not _corrects(c):
+        text = f"samples ahead, so groups that wait come from an earlier policy; {CORRECTS}"
+        yield remark("rollout.vllm_generate_batch_size", text)
+
+
+def _policy(c: PPOConfig) -> Iterator[Problem]:
+    """Checks the KL controller, the proximal policy and the log-probs before an update."""
+    advantage, kl = c.algo.advantage, c.algo.kl
+    if c.adapts_kl and c.samples_per_step > kl.horizon:
+        yield remark(
+            "algo.kl.horizon",
             f"a step has {c.samples_per_step} samples, and the KL coefficient changes by at most a fifth in "
-            f"a step, as it would with {c.algo.kl.horizon} samples; use {c.samples_per_step} or more"
-        ),
-        fatal=False,
-    ),
-    # proximal policy
-    Rule(
-        "algo.advantage.is_correction_enable",
-        lambda c: c.algo.advantage.proximal.is_sampler and c.algo.advantage.is_correction_enable,
-        lambda c: (
-            f"has no effect: with algo.advantage.proximal_policy {c.algo.advantage.proximal_policy} the "
-            "correction ratio is 1; remove it, or use --algo.advantage.proximal_policy recomputed"
-        ),
-    ),
-    Rule(
-        "algo.advantage.proximal_policy",
-        lambda c: c.algo.advantage.proximal_policy == "interpolated" and c.largest_staleness <= 1,
-        "is the same as rollout while samples are at most 1 step old; use rollout, or "
-        "--train.async_queue_size 2 or more",
-        fatal=False,
-    ),
-    # old log-probs
-    Rule(
-        "algo.skip_old_log_probs",
-        lambda c: (
-            _reads_old_log_probs(c) and c.updates_per_step > 1 and c.algo.advantage.proximal.needs_forward
-        ),
-        lambda c: (
-            f"needs RL steps of one optimizer step, and these have {c.updates_per_step};\nuse "
-            f"train.batch_size {c.samples_per_step} and train.max_epochs 1, or remove it"
-        ),
-    ),
-    Rule(
-        "algo.skip_old_log_probs",
-        lambda c: _reads_old_log_probs(c) and c.uses_reference and not c.algo.kl.use_loss,
-        "KL in the reward needs these log-probs; add --algo.kl.use_loss --algo.kl.estimator k2 or "
-        "--algo.kl.init_coef 0, or remove it",
-    ),
-    Rule(
-        "algo.skip_old_log_probs",
-        lambda c: _reads_old_log_probs(c) and c.uses_teacher,
-        "the teacher's reward (teacher.model_name_or_path) needs these log-probs; remove it",
-    ),
-    Rule(
-        "algo.skip_old_log_probs",
-        lambda c: _reads_old_log_probs(c) and c.algo.advantage.traits.needs_log_probs,
-        lambda c: f"estimator {c.algo.advantage.estimator} needs these log-probs; remove it",
-    ),
-    Rule(
-        "algo.skip_old_log_probs",
-        lambda c: (
-            _reads_old_log_probs(c) and c.adapts_kl and (c.updates_per_step > 1 or c.rollout.mask_truncated)
-        ),
-        "algo.kl.target needs these log-probs of all samples; remove one of the two",
-    ),
-    Rule(
-        "train.shuffle",
-        lambda c: c.train.shuffle == "group" and c.train.batch_size < c.rollout.n_samples_per_prompt,
-        lambda c: (
+            f"a step, as it would with {kl.horizon} samples; use {c.samples_per_step} or more",
+        )
+    if advantage.proximal.is_sampler and advantage.is_correction_enable:
+        yield Problem(
+            "algo.advantage.is_correction_enable",
+            f"has no effect: with algo.advantage.proximal_policy {advantage.proximal_policy} the correction "
+            "ratio is 1; remove it, or use --algo.advantage.proximal_policy recomputed",
+        )
+    if advantage.proximal_policy == "interpolated" and c.largest_staleness <= 1:
+        text = "is the same as rollout while samples are at most 1 step old; use rollout, or "
+        yield remark("algo.advantage.proximal_policy", f"{text}--train.async_queue_size 2 or more")
+    if c.algo.skip_old_log_probs is True:
+        yield from _skipped_log_probs(c)
+    if c.train.shuffle == "group" and c.train.batch_size < c.rollout.n_samples_per_prompt:
+        yield Problem(
+            "train.shuffle",
             f"group keeps all {c.rollout.n_samples_per_prompt} samples of a prompt (rollout.n_samples_per_"
-            f"prompt) in one optimizer step; raise train.batch_size {c.train.batch_size}, or use sample"
-        ),
-    ),
-    # router replay
-    Rule(
-        "algo.router_replay",
-        lambda c: c.algo.router_replay and not c.vllm.enable_prefix_caching,
-        "vLLM stores the experts of each token with the blocks of its prefix cache; add "
-        "--vllm.enable_prefix_caching",
-    ),
-    Rule(
-        "algo.router_replay",
-        lambda c: c.algo.router_replay and c.vllm.pipeline_parallel_size > 1,
-        "a pipeline stage knows the experts of its own layers only; use --vllm.pipeline_parallel_size 1",
-        ErrorCode.UNSUPPORTED,
-    ),
-    Rule(
-        "algo.router_replay",
-        lambda c: c.algo.router_replay and c.reads_images,
-        "does not support images (data.max_images_per_prompt); remove one of the two",
-        ErrorCode.UNSUPPORTED,
-    ),
-    # sampling
-    Rule(
-        "rollout.max_new_tokens",
-        lambda c: (c.rollout.max_new_tokens or 0) >= c.data.max_len,
-        lambda c: (
-            f"leaves no room for a prompt in data.max_len {c.data.max_len}, which counts both; raise "
-            "data.max_len"
-        ),
-    ),
-    Rule(
-        "rollout.top_k",
-        lambda c: c.rollout.top_k == 1 and c.rollout.max_kept_tokens > 0,
-        "only one token can be sampled, with probability 1, so nothing is learned; use 2 or more, or -1",
-    ),
-    Rule(
-        "rollout.stop",
-        lambda c: "" in (c.rollout.stop or ()),
-        "has an empty text, which would end every response; remove it",
-        ErrorCode.INVALID_VALUE,
-    ),
-    Rule(
-        "rollout.stop",
-        lambda c: any("\\n" in text for text in c.rollout.stop or ()),
-        checks.IN_BASH,
-        fatal=False,
-    ),
-    # asynchronous training
-    Rule(
-        "train.partial_rollout_enable",
-        lambda c: c.train.partial_rollout_enable and not c.train.async_enable,
-        "needs --train.async_enable",
-    ),
-    Rule(
-        "vllm.keep_cache",
-        lambda c: c.vllm.keep_cache and not c.train.partial_rollout_enable,
-        "keeps the cache of requests that a weight sync pauses; add --train.partial_rollout_enable, or "
-        "remove it",
-    ),
-    Rule(
-        "vllm.keep_cache",
-        lambda c: c.vllm.keep_cache and c.reads_images,
-        "new prompts would read images as the old weights encoded them; remove it",
-        ErrorCode.UNSUPPORTED,
-    ),
-    Rule(
-        "train.async_enable",
-        lambda c: c.train.async_enable and c.train.colocate_all and c.placement == "manual",
-        lambda c: (
+            f"prompt) in one optimizer step; raise train.batch_size {c.train.batch_size}, or use sample",
+        )
+
+
+def _skipped_log_probs(c: PPOConfig) -> Iterator[Problem]:
+    """Checks that nothing needs the log-probs which algo.skip_old_log_probs leaves out."""
+    key, advantage, steps = "algo.skip_old_log_probs", c.algo.advantage, c.updates_per_step
+    if steps > 1 and advantage.proximal.needs_forward:
+        text = f"needs RL steps of one optimizer step, and these have {steps};\nuse train.batch_size "
+        yield Problem(key, f"{text}{c.samples_per_step} and train.max_epochs 1, or remove it")
+    if c.uses_reference and not c.algo.kl.use_loss:
+        text = "KL in the reward needs these log-probs; add --algo.kl.use_loss --algo.kl.estimator k2 or "
+        yield Problem(key, f"{text}--algo.kl.init_coef 0, or remove it")
+    if c.uses_teacher:
+        text = "the teacher's reward (teacher.model_name_or_path) needs these log-probs; remove it"
+        yield Problem(key, text)
+    if advantage.traits.needs_log_probs:
+        yield Problem(key, f"estimator {advantage.estimator} needs these log-probs; remove it")
+    if c.adapts_kl and (steps > 1 or c.rollout.mask_truncated):
+        yield Problem(key, "algo.kl.target needs these log-probs of all samples; remove one of the two")
+
+
+def _sampling(c: PPOConfig) -> Iterator[Problem]:
+    """Checks router replay, lengths, sampling and stop strings."""
+    key = "algo.router_replay"
+    if c.algo.router_replay and not c.vllm.enable_prefix_caching:
+        text = "vLLM stores the experts of each token with the blocks of its prefix cache; add "
+        yield Problem(key, f"{text}--vllm.enable_prefix_caching")
+    if c.algo.router_replay and c.vllm.pipeline_parallel_size > 1:
+        text = "a pipeline stage knows the experts of its own layers only; use "
+        yield Problem(key, f"{text}--vllm.pipeline_parallel_size 1", ErrorCode.UNSUPPORTED)
+    if c.algo.router_replay and c.reads_images:
+        text = "does not support images (data.max_images_per_prompt); remove one of the two"
+        yield Problem(key, text, ErrorCode.UNSUPPORTED)
+    if (c.rollout.max_new_tokens or 0) >= c.data.max_len:
+        text = f"leaves no room for a prompt in data.max_len {c.data.max_len}, which counts both; raise "
+        yield Problem("rollout.max_new_tokens", f"{text}data.max_len")
+    if c.rollout.top_k == 1 and c.rollout.max_kept_tokens > 0:
+        text = (
+            "only one token can be sampled, with probability 1, so nothing is learned; use 2 or more, or -1"
+        )
+        yield Problem("rollout.top_k", text)
+    if "" in (c.rollout.stop or ()):
+        text = "has an empty text, which would end every response; remove it"
+        yield Problem("rollout.stop", text, ErrorCode.INVALID_VALUE)
+    if any("\\n" in text for text in c.rollout.stop or ()):
+        yield remark("rollout.stop", checks.IN_BASH)
+
+
+def _asynchronous(c: PPOConfig) -> Iterator[Problem]:
+    """Checks asynchronous training, and adapters in the engines."""
+    if c.train.partial_rollout_enable and not c.train.async_enable:
+        yield Problem("train.partial_rollout_enable", "needs --train.async_enable")
+    if c.vllm.keep_cache and not c.train.partial_rollout_enable:
+        text = "keeps the cache of requests that a weight sync pauses; add --train.partial_rollout_enable, "
+        yield Problem("vllm.keep_cache", f"{text}or remove it")
+    if c.vllm.keep_cache and c.reads_images:
+        text = "new prompts would read images as the old weights encoded them; remove it"
+        yield Problem("vllm.keep_cache", text, ErrorCode.UNSUPPORTED)
+    if c.train.async_enable and c.train.colocate_all and c.placement == "manual":
+        yield remark(
+            "train.async_enable",
             "engines that sample during training need GPUs of their own, and only the models share GPUs "
-            f"(train.colocate_all). The run needs {c.num_engines * c.vllm.num_gpus} more"
-        ),
-        fatal=False,
-    ),
-    Rule(
-        "train.async_queue_size",
-        lambda c: c.max_staleness > 1 and not _corrects(c),
-        lambda c: (
-            f"samples may be {c.max_staleness} steps older than the weights that they train; "
-            "--algo.advantage.is_correction_enable corrects for that"
-        ),
-        fatal=False,
-    ),
-    # adapters in the engines
-    Rule(
-        "vllm.lora_sync",
-        lambda c: _sends_adapters(c) and c.ds.lora.rank > VLLM_LORA_RANKS[-1],
-        lambda c: (
-            f"vLLM supports adapters up to rank {VLLM_LORA_RANKS[-1]} (ds.lora.rank {c.ds.lora.rank}); "
-            "remove it, so that they are merged"
-        ),
-        ErrorCode.UNSUPPORTED,
-    ),
-    Rule(
-        "vllm.lora_sync",
-        lambda c: _sends_adapters(c) and c.reads_images,
-        "vLLM supports adapters in the language part only, and ds.lora adapts the vision part too; remove "
-        "it, so that they are merged",
-        ErrorCode.UNSUPPORTED,
-    ),
-)
+            f"(train.colocate_all). The run needs {c.num_engines * c.vllm.num_gpus} more",
+        )
+    if c.max_staleness > 1 and not _corrects(c):
+        text = f"samples may be {c.max_staleness} steps older than the weights that they train; {CORRECTS}"
+        yield remark("train.async_queue_size", text)
+    if not _sends_adapters(c):
+        return
+    if c.ds.lora.rank > (largest := VLLM_LORA_RANKS[-1]):
+        text = f"vLLM supports adapters up to rank {largest} (ds.lora.rank {c.ds.lora.rank}); remove it, so "
+        yield Problem("vllm.lora_sync", f"{text}that they are merged", ErrorCode.UNSUPPORTED)
+    if c.reads_images:
+        yield Problem(
+            "vllm.lora_sync",
+            "vLLM supports adapters in the language part only, and ds.lora adapts the vision part too; "
+            "remove it, so that they are merged",
+            ErrorCode.UNSUPPORTED,
+        )
 
 
 def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:

@@ -1,15 +1,119 @@
 """The command of reinforcement learning, declared for `parse`."""
 
+from collections.abc import Mapping
+
 from openrlhf.config import old_flags
 from openrlhf.config.command import Command
+from openrlhf.config.old_flags import OldFlag, Said, Words, converted, renamed, switch
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.ppo_checks import ppo_placement_problems, ppo_problems
+
+_OLD_RESPONSE_LENGTH: Words = ("1024",)
+"""Default of `--generate_max_len` in older versions."""
+
+
+def _prompt_length(words: Words, said: Said) -> Mapping[str, Words]:
+    """Adds the separate budgets of prompt and response to `data.max_len`, the budget of both together."""
+    if "data.max_len" in said or "max_len" in said:
+        return {}
+    for name in ("generate_max_len", "max_new_tokens", "rollout.max_new_tokens"):
+        if name in said:
+            return {"data.max_len": _sum(words, said[name])}
+    return {"data.max_len": _sum(words, _OLD_RESPONSE_LENGTH), "rollout.max_new_tokens": _OLD_RESPONSE_LENGTH}
+
+
+def _sum(words: Words, more: Words) -> Words:
+    if all(len(side) == 1 and side[0].isdecimal() for side in (words, more)):
+        return (str(int(words[0]) + int(more[0])),)
+    return words  # not a number: the type check says so
+
+
+def _symmetric(words: Words, said: Said) -> Words:
+    """Uses a single bound for both sides."""
+    return ("-" + words[0].lstrip("-"), words[0].lstrip("-")) if _is_one(words) else words
+
+
+def _high_only(words: Words, said: Said) -> Words:
+    return ("0", *words) if _is_one(words) else words
+
+
+def _is_one(words: Words) -> bool:
+    return len(words) == 1 and "," not in words[0]
+
+
+def _correction_type(words: Words, said: Said) -> Words:
+    return ("seq-mask-tis",) if words == ("mis",) else words
+
+
+def _clip_low(words: Words, said: Said) -> Words:
+    return words + said.get("clip_eps_high", said.get("eps_clip", ("0.2",)))
+
+
+def _clip_high(words: Words, said: Said) -> Words:
+    return said.get("clip_eps_low", said.get("eps_clip", ("0.2",))) + words
+
+
+_CORRECTION_TYPE = "algo.advantage.is_correction_type"
+_THRESHOLD = "algo.advantage.is_correction_threshold"
+OLD_FLAGS: dict[str, OldFlag] = {
+    **old_flags.TRAINING,
+    **old_flags.TEMPLATES,
+    **old_flags.HEAD,
+    **renamed("""
+        actor_: num_nodes num_gpus_per_node
+        critic_: num_nodes num_gpus_per_node
+        ref_: num_nodes num_gpus_per_node
+        reward_: num_nodes num_gpus_per_node
+        train: colocate_actor_ref colocate_critic_reward async_queue_size colocate_all_models=colocate_all
+        train: async_train=async_enable partial_rollout=partial_rollout_enable num_episodes
+        train: enable_ema ema_beta agent_func_path max_steps=max_turns
+        vllm: enable_prefix_caching enforce_eager
+        vllm_: num_engines tensor_parallel_size enable_sleep sync_backend sync_with_ray
+        vllm_: gpu_memory_utilization
+        ds: deepspeed_enable_sleep=enable_sleep
+        rollout: rollout_batch_size=batch_size vllm_generate_batch_size n_samples_per_prompt temperature top_p
+        rollout: micro_rollout_batch_size=micro_batch_size rollout_micro_batch_size=micro_batch_size
+        rollout: n_samples_per_prompts=n_samples_per_prompt generate_max_len=max_new_tokens max_new_tokens
+        rollout: rollout_max_tokens_per_gpu=max_tokens_per_gpu
+        data: input_key prompt_split label_key pretrain_split prompt_data=prompt_dataset
+        data: prompt_data_probs=prompt_probs pretrain_data=pretrain_dataset
+        data: pretrain_data_probs=pretrain_probs
+        eval_: temperature n_samples_per_prompt
+        algo.advantage: advantage_estimator=estimator gamma lambd no_advantage_std_norm=no_std_norm
+        algo.advantage: enable_vllm_is_correction=is_correction_enable
+        algo.kl: init_kl_coef=init_coef use_kl_loss=use_loss
+        algo.kl_: target horizon estimator
+        algo: dynamic_filtering=dynamic_filtering_enable
+        algo: dynamic_filtering_reward_range=dynamic_filtering_range
+        actor: pretrain=model_name_or_path eps_clip eps_clip_low_high dual_clip policy_loss_type
+        actor: aux_loss_coef ptx_coef entropy_loss_coef=entropy_coef actor_learning_rate=adam.lr
+        actor: gradient_checkpointing=gradient_checkpointing_enable
+        actor: gradient_checkpointing_use_reentrant=gradient_checkpointing_reentrant
+        actor,critic: adam_betas=adam.betas l2=adam.weight_decay
+        actor,critic: lr_scheduler lr_warmup_ratio min_lr_ratio max_norm
+        critic: critic_learning_rate=adam.lr critic_pretrain=model_name_or_path
+        critic: freezing_actor_steps=freezing_steps value_clip save_value_network
+        reward: reward_pretrain=model_name_or_path remote_rm_url=remote_url normalize_reward=normalize_enable
+        reward: overlong_buffer_len overlong_penalty_factor stop_properly_penalty_coef
+        ref,reward: ref_reward_offload=offload
+        ckpt: best_metric_key
+    """),
+    "prompt_max_len": OldFlag(to=("data.max_len", "rollout.max_new_tokens"), translate=_prompt_length),
+    "vllm_is_correction_type": converted(_CORRECTION_TYPE, words_of=_correction_type),
+    "use_icepop": switch(_CORRECTION_TYPE, "icepop"),
+    "vllm_is_truncated_threshold": converted(_THRESHOLD, words_of=_high_only),
+    "use_kl_estimator_k3": switch("algo.kl.estimator", "k3"),
+    "clip_eps_low": converted("actor.eps_clip_low_high", words_of=_clip_low),
+    "clip_eps_high": converted("actor.eps_clip_low_high", words_of=_clip_high),
+    "reward_clip_range": converted("reward.clip_range", words_of=_symmetric),
+    "actor_init_on_gpu": OldFlag(bare=True, ignored="models are always loaded where they train"),
+}
 
 PPO = Command(
     name="ppo",
     config_type=PPOConfig,
     summary="Reinforcement learning (PPO, REINFORCE++, RLOO, GRPO, Dr. GRPO) with Ray, vLLM and DeepSpeed.",
-    old_flags=old_flags.PPO,
+    old_flags=OLD_FLAGS,
     problems=ppo_problems,
     placed=ppo_placement_problems,
     selected=lambda config: config.selected,

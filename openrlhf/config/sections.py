@@ -21,7 +21,6 @@ from openrlhf.config.choices import (
     Decay,
     ExpertsImplementation,
     Fraction,
-    OnNonfinite,
     OptimizerName,
     ParamDtype,
     Positive,
@@ -32,6 +31,7 @@ from openrlhf.config.choices import (
     SharePrefixes,
     Steps,
 )
+from openrlhf.config.resume import Content, Free
 
 KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 """Environment variable with the key of reward servers, read by servers and clients."""
@@ -43,7 +43,7 @@ KEY_VARIABLE = "OPENRLHF_REWARD_KEY"
 class HubConfig:
     """Flags of every command that looks up models by name."""
 
-    use_ms: bool = False
+    use_ms: Free[bool] = False
     """Look up names of models and datasets on ModelScope instead of the Hugging Face hub."""
 
 
@@ -51,7 +51,7 @@ class HubConfig:
 class LaunchedConfig(HubConfig):
     """Flags of every command that a launcher may start on several ranks."""
 
-    local_rank: int = -1
+    local_rank: Free[int] = -1
     """Rank on this machine. Launchers set it, and it is not read: the environment variable LOCAL_RANK has the
     same value."""
 
@@ -98,7 +98,7 @@ class RowTemplateConfig(TemplateConfig):
 class LoaderConfig(TokenizerConfig):
     """Loading of rows for training."""
 
-    dataloader_num_workers: CountOrZero = 0
+    dataloader_num_workers: Free[CountOrZero] = 0
     """Accepted for old commands and not read: the tokenizer's own threads read all rows before training
     starts."""
 
@@ -107,7 +107,7 @@ class LoaderConfig(TokenizerConfig):
 class DatasetConfig:
     """Datasets to train on."""
 
-    dataset: str = ""
+    dataset: Content[str] = ""
     """Comma list of datasets, each as `path` or `path@data_dir`: a .json, .jsonl, .csv, .parquet or .arrow
     file (also compressed, such as .jsonl.gz), a folder of such files, a URL (s3://, gs://, hf://, https://)
     or a name on the hub. Required."""
@@ -132,10 +132,10 @@ class ImagesConfig:
     base64 text or bytes."""
     max_images_per_prompt: CountOrZero = 0
     """Maximum number of images in a row. 0: text only. Needs data.apply_chat_template."""
-    image_root: str | None = None
+    image_root: Free[str | None] = None
     """Folder that image paths are relative to; a path that leads out of it is refused. None: the folder of
     each dataset file."""
-    image_hosts: tuple[str, ...] | None = None
+    image_hosts: Free[tuple[str, ...] | None] = None
     """Hosts from which https:// images may be downloaded. None: no image is downloaded."""
 
     @property
@@ -150,9 +150,9 @@ class ImagesConfig:
 class TrainedModelConfig:
     """The model that is trained."""
 
-    gradient_checkpointing_enable: bool = False
+    gradient_checkpointing_enable: Free[bool] = False
     """Recompute activations in the backward pass: less memory, slower steps."""
-    gradient_checkpointing_reentrant: bool = False
+    gradient_checkpointing_reentrant: Free[bool] = False
     """Use torch's reentrant variant of gradient checkpointing."""
     freeze_visual_encoder: bool = False
     """Vision-language models: train only the language part."""
@@ -237,7 +237,7 @@ class SeedConfig:
 
     seed: CountOrZero = 42
     """Seed of all random numbers: order of the data, new weights, dropout and sampling."""
-    full_determinism_enable: bool = False
+    full_determinism_enable: Free[bool] = False
     """Use only deterministic kernels, so that the same run gives the same bits. Slower."""
 
 
@@ -247,31 +247,31 @@ class BatchesConfig(SeedConfig):
 
     batch_size: Count = 128
     """Samples in one optimizer step, over all ranks."""
-    micro_batch_size: Count = 1
+    micro_batch_size: Free[Count] = 1
     """Samples in one micro-batch: they are packed into one row, the unit of a forward pass. Memory and speed
     depend on it, the result does not."""
-    dynamic_batch_enable: bool = False
+    dynamic_batch_enable: Free[bool] = False
     """Fill each row with as many samples as fit into train.max_tokens_per_gpu tokens, instead of a fixed
     micro_batch_size."""
-    max_tokens_per_gpu: Count = 16192
+    max_tokens_per_gpu: Free[Count] = 16192
     """Tokens in one row with train.dynamic_batch_enable, for each of the ds.ring_attn_size ranks that share
     it. A longer sample gets a row of its own."""
-    verify_steps: CountOrZero = 1
+    verify_steps: Free[CountOrZero] = 1
     """Check this many first steps of the run by a second computation, without packing and chunks, on one row
     of each rank (docs/verification.md). 0: no step."""
-    hooks: tuple[str, ...] | None = None
+    hooks: Free[tuple[str, ...] | None] = None
     """Own observers and checks of the steps, each a class as `folder/file.py:NAME` or `package.module:NAME`,
     or a name that an installed package registers (docs/extending.md)."""
     backend: BackendName = "deepspeed"
     """Training backend. deepspeed: DeepSpeed's ZeRO. torch: PyTorch alone, with fully_shard on several ranks
     (docs/models.md)."""
-    rank_timeout: Positive = 1800.0
+    rank_timeout: Free[Positive] = 1800.0
     """Maximum time, seconds, without an answer of a rank, or without progress of a rank that has work; after
     it the run ends. Also the limit of a collective operation."""
-    grace_seconds: PositiveOrZero = 300.0
+    grace_seconds: Free[PositiveOrZero] = 300.0
     """Maximum time, seconds, after Ctrl-C or SIGTERM to complete the current step and save a checkpoint, for
     runs with ckpt.save_steps. The exit code is then 75. 0: the run ends immediately."""
-    on_nonfinite: OnNonfinite = "stop"
+    on_nonfinite: Free[Literal["stop", "skip_step"]] = "stop"
     """Handling of an optimizer step whose loss or gradient is NaN or infinite; such a step never changes
     weights. stop: end the run. skip_step: continue with the next step; more than 10 such steps in a row end
     the run. Weights that are not finite always end the run (docs/errors.md)."""
@@ -284,73 +284,73 @@ class BatchesConfig(SeedConfig):
 class DeepSpeedConfig:
     """Precision, sharding and kernels of the training models."""
 
-    zero_stage: Annotated[int, Range(at_least=0, at_most=3)] = 2
+    zero_stage: Free[Annotated[int, Range(at_least=0, at_most=3)]] = 2
     """ZeRO stage: what is sharded over the ranks. 0: nothing, 1: optimizer states, 2: also gradients, 3: also
     weights. A higher stage needs less memory and more communication."""
     param_dtype: ParamDtype = "bf16"
     """Data type of the weights. bf16 and fp16 keep fp32 master weights; fp32 computes everything in fp32."""
-    zpg: Count = 1
+    zpg: Free[Count] = 1
     """ZeRO++ secondary partition: number of ranks among which stage 3 gathers weights, such as the GPUs of
     one node. 1: off."""
-    adam_offload: bool = False
+    adam_offload: Free[bool] = False
     """Keep optimizer states in CPU memory and update the weights there, with one thread for each CPU core of
     a rank. Saves GPU memory and slows down each step. ds.enable_sleep then has nothing left to move."""
     grad_accum_dtype: Literal["bf16", "fp16", "fp32"] | None = None
     """Data type in which gradients are accumulated over micro-batches. None: fp32 at stages 2 and 3,
     otherwise ds.param_dtype."""
-    overlap_comm: bool = False
+    overlap_comm: Free[bool] = False
     """Reduce gradients during the backward pass, as stage 3 always does. Stage 2 then reduces them in every
     micro-batch and waits for the GPU after each, which is only faster on slow links. Needs more memory."""
-    bucket_mb: Count | None = None
+    bucket_mb: Free[Count | None] = None
     """Communication bucket, MiB: gradients that are reduced at a time, and at stages 1 and 2 weights that are
     gathered at a time after a step. Each GPU has one buffer of this size, two with ds.overlap_comm. None:
     DeepSpeed's 500 million elements (1 GB of bf16)."""
-    activation_offload: bool = False
+    activation_offload: Free[bool] = False
     """With gradient checkpointing: keep the inputs of the layers in CPU memory until the backward pass. For
     long sequences: the GPU then holds the activations of about one layer. Each input is copied to the CPU and
     back."""
-    deepcompile: bool = False
+    deepcompile: Free[bool] = False
     """DeepSpeed's DeepCompile. Not implemented: DeepSpeed would reduce only the gradients of compiled graphs,
     and torch compiles only some of the rows, because their lengths differ."""
     tensor_parallel_size: Count = 1
     """Tensor parallelism: ranks that share the weight matrices of one model copy and read the same samples.
     For models whose weights and gradients do not fit one GPU, on GPUs with fast links."""
-    ring_attn_size: Count = 1
+    ring_attn_size: Free[Count] = 1
     """Sequence (context) parallelism: ranks that share each row, each with a slice of its tokens. For
     sequences whose activations do not fit one GPU."""
-    ring_attn_head_stride: Count = 1
+    ring_attn_head_stride: Free[Count] = 1
     """Sequence parallelism: key and value heads that are gathered at a time, where ds.sequence_parallel_mode
     gathers them. More heads mean fewer messages and more memory."""
-    sequence_parallel_mode: SequenceParallelMode = "auto"
+    sequence_parallel_mode: Free[SequenceParallelMode] = "auto"
     """Sequence parallelism: how attention sees the whole row. ulysses: each rank gets some of the heads for
     all tokens, so ds.ring_attn_size must divide the heads. ring: keys and values pass from rank to rank.
     allgather: every rank gathers all keys and values. auto: ulysses where the heads divide, otherwise
     ring."""
-    packing_samples: bool = False
+    packing_samples: Free[bool] = False
     """Accepted for old commands and not read: samples are always packed without padding, and attention never
     reaches from one sample into another."""
-    attn_implementation: str = "auto"
+    attn_implementation: Free[str] = "auto"
     """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...), or one of the hub
     (kernels-community/..., which needs `pip install "openrlhf[kernels]"`). auto: flash attention over packed
     rows on a GPU in half precision, otherwise sdpa for one sequence at a time. A self-check compares both
     ways (docs/models.md): where packed rows would be wrong, auto runs the model once for each sequence."""
-    share_prefixes: SharePrefixes = "auto"
+    share_prefixes: Free[SharePrefixes] = "auto"
     """Compute the common prefixes of a row's sequences once: samples of a prompt, answers of a pair. Losses
     and gradients stay the same up to rounding. auto: where a self-check of the model shows that they do
     (docs/models.md). true: refuse a model that fails it. false: compute every sequence whole."""
-    experts_implementation: ExpertsImplementation | None = None
+    experts_implementation: Free[ExpertsImplementation | None] = None
     """Kernel for the experts of MoE models. None: transformers chooses."""
-    use_liger_kernel: bool = False
+    use_liger_kernel: Free[bool] = False
     """Use Liger's kernels for norms, rotary positions and gated MLPs. A self-check refuses the run if they
     compute something else than transformers' own. Needs a GPU and `pip install "openrlhf[liger]"`."""
     load_in_4bit: bool = False
     """QLoRA: freeze the linear layers of the trained model in NF4 and train adapters (ds.lora.rank) in
     ds.param_dtype. References and teachers are not quantised. Needs `pip install "openrlhf[qlora]"`."""
     lora: LoraConfig = LoraConfig()
-    use_universal_ckpt: bool = False
+    use_universal_ckpt: Free[bool] = False
     """Resume from the universal form of the last checkpoint, which `ckpt_ds_zero_to_universal.sh` makes. To
     resume with other ranks or another ds.zero_stage, neither that form nor this flag is needed."""
-    enable_sleep: bool = False
+    enable_sleep: Free[bool] = False
     """Move optimizer states, gradients and master weights to CPU memory while other models or engines use the
     GPU. For RL on shared GPUs."""
 
@@ -370,30 +370,18 @@ class ScorerDeepSpeedConfig(DeepSpeedConfig):
     head is named score. A name in the model's config.json takes precedence."""
 
 
-# ---- inference
-
-
-@dataclass(frozen=True, kw_only=True)
-class InferenceKernelsConfig:
-    """Precision and kernels."""
-
-    load_in_4bit: bool = False
-    """Quantise all linear layers except the head to NF4, which needs a quarter of bf16's memory
-    (bitsandbytes). With vLLM use a quantised model instead."""
-    attn_implementation: str = "auto"
-    """Attention kernel by its name in transformers (eager, sdpa, flash_attention_2, ...). auto: the fastest
-    that this machine has. vLLM chooses its own kernels."""
+# ---- engines
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineMemoryConfig:
     """Memory of a vLLM engine."""
 
-    enforce_eager: bool = False
+    enforce_eager: Free[bool] = False
     """Use no CUDA graphs: less memory and a faster start, slower sampling."""
     gpu_memory_utilization: PositiveFraction = 0.95
     """Fraction of the GPU's memory that an engine may use."""
-    kv_cache_gb: Positive | None = None
+    kv_cache_gb: Free[Positive | None] = None
     """Size of an engine's KV cache, GB. None: what vllm.gpu_memory_utilization leaves, or 0.25 without a
     GPU."""
 

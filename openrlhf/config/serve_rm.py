@@ -2,14 +2,15 @@
 
 import ipaddress
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from openrlhf.config import checks
-from openrlhf.config.checks import Rule
 from openrlhf.config.choices import Count, ExpertsImplementation, ParamDtype, Positive, Range
 from openrlhf.config.command import Explicit, Problem
-from openrlhf.config.sections import KEY_VARIABLE, HubConfig, InferenceKernelsConfig, TokenizerConfig
+from openrlhf.config.inference import InferenceKernelsConfig
+from openrlhf.config.sections import KEY_VARIABLE, HubConfig, TokenizerConfig
 from openrlhf.errors import ErrorCode
 
 
@@ -98,31 +99,20 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-RULES = (
-    Rule(
-        "api_key",
-        lambda c: c.api_key == "True" and not c.key,
-        f"the environment variable {KEY_VARIABLE} is not set",
-        ErrorCode.MISSING_FLAG,
-    ),
-    Rule(
-        "api_key",
-        lambda c: c.api_key == "***",
-        f"*** stands for a key in printed output; use True and set {KEY_VARIABLE}",
-        ErrorCode.INVALID_VALUE,
-    ),
-    Rule(
-        "host",
-        lambda c: c.api_key not in ("True", "***") and not c.key and not _is_loopback(c.host),
-        "without a key only this machine may connect; "
-        f"set {KEY_VARIABLE} here and where the rewards are used, or use 127.0.0.1",
-    ),
-    Rule(
-        "max_texts",
-        lambda c: c.max_texts > c.max_queue,
-        lambda c: f"a request with this many texts never fits in max_queue {c.max_queue}; raise max_queue",
-    ),
-)
+def _requests(c: ServeRMConfig) -> Iterator[Problem]:
+    """Checks who may connect, and the sizes of requests."""
+    if c.api_key == "True" and not c.key:
+        text = f"the environment variable {KEY_VARIABLE} is not set"
+        yield Problem("api_key", text, ErrorCode.MISSING_FLAG)
+    if c.api_key == "***":
+        text = f"*** stands for a key in printed output; use True and set {KEY_VARIABLE}"
+        yield Problem("api_key", text, ErrorCode.INVALID_VALUE)
+    if c.api_key not in ("True", "***") and not c.key and not _is_loopback(c.host):
+        text = f"without a key only this machine may connect; set {KEY_VARIABLE} here and where the rewards "
+        yield Problem("host", f"{text}are used, or use 127.0.0.1")
+    if c.max_texts > c.max_queue:
+        text = f"a request with this many texts never fits in max_queue {c.max_queue}; raise max_queue"
+        yield Problem("max_texts", text)
 
 
 def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem]:
@@ -132,9 +122,9 @@ def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem
             *checks.modelscope(config),
             *checks.required(config, "reward.model_name_or_path"),
             *checks.local_models(config, "reward.model_name_or_path"),
-            *checks.broken(config, RULES),
+            *_requests(config),
             *checks.row_attention(config.ds.attn_implementation),
             *checks.attention_packages(config.ds),
-            *checks.unread(config, explicit, (checks.ALWAYS_PACKED,)),
+            *checks.unread(config, explicit, [checks.ALWAYS_PACKED]),
         ]
     )

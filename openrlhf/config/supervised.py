@@ -2,17 +2,17 @@
 distillation."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 from openrlhf.config.choices import (
     Count,
-    DistillationLoss,
     Fraction,
-    PairLoss,
     Positive,
     PositiveOrZero,
-    Smoothing,
+    Range,
     Steps,
 )
+from openrlhf.config.resume import NEW_LENGTH, Content, Free
 from openrlhf.config.sections import (
     AdamConfig,
     BatchesConfig,
@@ -36,7 +36,7 @@ MODEL_FLAG = "--model.model_name_or_path"
 class ModelConfig(TrainedModelConfig):
     """The model that is trained."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Model to train: a Hugging Face name or a folder. Required."""
     dropout_enable: bool = False
     """Train with the dropout, skipped layers and router noise of the model's config.json. Not for DPO and
@@ -50,10 +50,10 @@ class DataConfig(DatasetConfig, LoaderConfig):
     max_samples: Count = 1_000_000
     max_len: Count = 2048
     """Maximum length of a sequence, tokens. Longer ones are cut off at the end."""
-    cache_enable: bool = True
+    cache_enable: Free[bool] = True
     """Keep tokenised rows on disk, and reuse them as long as the files, the tokenizer and the data flags stay
     the same."""
-    cache_dir: str | None = None
+    cache_dir: Free[str | None] = None
     """Folder of the tokenised rows. None: `$OPENRLHF_CACHE`, or `~/.cache/openrlhf`."""
 
     @property
@@ -84,10 +84,10 @@ class EvalConfig:
 class TrainConfig(BatchesConfig):
     """Batches, epochs and training backend."""
 
-    micro_batch_size: Count = 8
-    max_epochs: Count = 1
+    micro_batch_size: Free[Count] = 8
+    max_epochs: Annotated[Count, NEW_LENGTH] = 1
     """Epochs: passes over the rows."""
-    max_steps: Count | None = None
+    max_steps: Annotated[Count | None, NEW_LENGTH] = None
     """Stop after this many optimizer steps, with the learning rate schedule of a run of that length. None:
     after train.max_epochs."""
 
@@ -125,12 +125,12 @@ class SupervisedConfig(OptimConfig, TrainingConfig):
 class RefConfig:
     """The frozen reference model, with which the trained one is compared."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Reference model: a Hugging Face name or a folder. Empty: the model to train, as it is before
     training."""
-    offload: bool = False
+    offload: Free[bool] = False
     """Keep the weights of the reference in CPU memory while they are not used."""
-    precompute_enable: bool = False
+    precompute_enable: Free[bool] = False
     """Compute the reference's log-probs once before training, keep them in the data cache, and free its
     memory."""
 
@@ -171,12 +171,12 @@ class SFTConfig(SupervisedConfig):
 class RMModelConfig(ModelConfig):
     """The model that is trained."""
 
-    loss_type: PairLoss = "sigmoid"
+    loss_type: Literal["sigmoid", "logexp"] = "sigmoid"
     """Loss of a pair. sigmoid: -log sigmoid(chosen - rejected - margin). logexp: log(1 + exp(rejected -
     chosen)), without a margin."""
     margin_loss_enable: bool = False
     """Require the scores of a pair to differ by at least the value of its column `margin`."""
-    compute_fp32_loss_enable: bool = False
+    compute_fp32_loss_enable: Free[bool] = False
     """Accepted for old commands and not read: scores and losses are always fp32."""
 
 
@@ -215,7 +215,7 @@ class DPOModelConfig(ModelConfig):
     ipo_enable: bool = False
     """Use the loss of IPO, (h - 1 / (2 beta))^2, instead of -log sigmoid(beta h). h sums log-probs over the
     tokens of an answer."""
-    label_smoothing: Smoothing = 0.0
+    label_smoothing: Annotated[float, Range(at_least=0, below=0.5)] = 0.0
     """cDPO: probability that chosen and rejected are swapped in a pair of the data."""
     nll_loss_coef: PositiveOrZero = 0.0
     """Weight of an additional loss: the mean negative log-likelihood of the chosen answers."""
@@ -297,9 +297,9 @@ class PRMConfig(SupervisedConfig):
 class TeacherConfig:
     """The frozen model that the student imitates."""
 
-    model_name_or_path: str = ""
+    model_name_or_path: Content[str] = ""
     """Teacher model: a Hugging Face name or a folder. It must have the student's vocabulary. Required."""
-    offload: bool = False
+    offload: Free[bool] = False
     """Keep the weights of the teacher in CPU memory while they are not used."""
 
 
@@ -312,7 +312,7 @@ class KDModelConfig(SFTModelConfig):
     kd_temperature: Positive = 1.0
     """Temperature of teacher and student in the distillation loss. The loss is multiplied by its square,
     because the gradient shrinks by that."""
-    kd_loss_type: DistillationLoss = "forward_kl"
+    kd_loss_type: Literal["forward_kl", "reverse_kl"] = "forward_kl"
     """Distillation loss. forward_kl: KL(teacher || student), which covers everything that the teacher does.
     reverse_kl: KL(student || teacher), which concentrates on the teacher's most likely answers."""
 

@@ -5,15 +5,17 @@ from collections.abc import Iterable, Iterator
 from itertools import chain
 
 from openrlhf.config import checks
-from openrlhf.config.checks import Rule, Unread, needs
 from openrlhf.config.command import Explicit, Problem, remark
 from openrlhf.config.sections import ImagesConfig, RowTemplateConfig
 from openrlhf.config.supervised import (
     DPOConfig,
+    DPOModelConfig,
     KDConfig,
+    KDModelConfig,
     KTOConfig,
     PRMConfig,
     RMConfig,
+    RMModelConfig,
     SFTConfig,
     SupervisedConfig,
 )
@@ -25,9 +27,9 @@ def sft_problems(config: SFTConfig | KDConfig, explicit: Explicit) -> list[Probl
     return _supervised(
         config,
         explicit,
-        checks.broken(config, PRETRAIN),
+        _pretraining(config),
         _responses(config, explicit),
-        checks.unread(config, explicit, PRETRAIN_UNREAD),
+        checks.unread(config, explicit, _pretraining_unread(config)),
     )
 
 
@@ -42,11 +44,11 @@ def prm_problems(config: PRMConfig, explicit: Explicit) -> list[Problem]:
 
 
 def dpo_problems(config: DPOConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, checks.broken(config, (NO_DROPOUT,)))
+    return _supervised(config, explicit, _no_dropout(config))
 
 
 def kto_problems(config: KTOConfig, explicit: Explicit) -> list[Problem]:
-    return _supervised(config, explicit, checks.broken(config, (NO_DROPOUT,)), _responses(config, explicit))
+    return _supervised(config, explicit, _no_dropout(config), _responses(config, explicit))
 
 
 def kd_problems(config: KDConfig, explicit: Explicit) -> list[Problem]:
@@ -58,7 +60,6 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
     launched = os.environ.get("WORLD_SIZE", "")
     ds, num_ranks = config.ds, max(1, int(launched)) if launched.isdecimal() else 1
     models = [role for role in ("model", "ref", "teacher") if hasattr(config, role)]
-    has_template, has_images = (isinstance(config.data, kind) for kind in (RowTemplateConfig, ImagesConfig))
     mesh = Mesh.within(num_ranks, sequence=ds.ring_attn_size, tensor=ds.tensor_parallel_size)
     return checks.first_of_each(
         [
@@ -66,8 +67,8 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *checks.required(config, "model.model_name_or_path", "data.dataset"),
             *checks.local_models(config, *(f"{role}.model_name_or_path" for role in models)),
             *checks.local_datasets(config, ("data.dataset", "data.dataset_probs"), ("eval.dataset", None)),
-            *(checks.template(config, explicit) if has_template else ()),
-            *(checks.broken(config, checks.IMAGE_ROWS) if has_images else ()),
+            *(checks.template(config, explicit) if isinstance(config.data, RowTemplateConfig) else ()),
+            *(checks.image_rows(config) if isinstance(config.data, ImagesConfig) else ()),
             *chain.from_iterable(own),
             *checks.optimizer("", config, config.ds),
             *checks.batches(config, mesh.data, None, ""),
@@ -77,86 +78,76 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *checks.sequence_parallel(ds, {"run": num_ranks}, reads_images=config.data.reads_images),
             *checks.tensor_parallel(config, {"run": num_ranks}),
             *checks.four_bits(config.ds),
-            *checks.broken(config, (BALANCE,)),
+            *_balance(config),
             *checks.outputs(config.ckpt, config.logger, config.train.hooks),
-            *checks.unread(config, explicit, checks.COMMON_UNREAD + SUPERVISED_UNREAD),
+            *checks.unread(config, explicit, _unread(config)),
         ]
     )
 
 
-SUPERVISED_UNREAD = (
-    *checks.optimizer_unread(),
-    needs(
-        "model.gradient_checkpointing_enable",
-        "model.gradient_checkpointing_reentrant ds.activation_offload",
-    ),
-    needs("data.cache_enable", "data.cache_dir"),
-    Unread(
-        "model.freeze_visual_encoder",
-        lambda c: not c.data.reads_images,
-        "because the rows have no images (--data.max_images_per_prompt 0)",
-    ),
-    Unread("ds.enable_sleep", lambda c: True, "because nothing else uses the GPUs of supervised training"),
-    checks.IMAGES_UNREAD,
-    Unread("model.compute_fp32_loss_enable", lambda c: True, "because scores and losses are always fp32"),
-    Unread(
-        "model.margin_loss_enable",
-        lambda c: c.model.loss_type == "logexp",
-        "with model.loss_type logexp, which has no margin",
-    ),
-    Unread(
-        "model.kd_temperature model.kd_loss_type",
-        lambda c: c.model.kd_coef == 0,
-        "with model.kd_coef 0, which leaves the teacher out",
-    ),
-    Unread(
-        "model.label_smoothing",
-        lambda c: c.model.ipo_enable,
-        "with --model.ipo_enable, whose loss has no label smoothing",
-    ),
-)
-PRETRAIN_UNREAD = (
-    Unread(
-        "data.input_template data.apply_chat_template",
-        lambda c: c.model.pretrain_mode_enable,
-        "with --model.pretrain_mode_enable, which reads data.input_key as plain text",
-    ),
-    Unread(
-        "data.output_key",
-        lambda c: c.model.pretrain_mode_enable and c.data.output_key is not None,
-        "with --model.pretrain_mode_enable, which reads data.input_key as plain text",
-    ),
-)
+NEEDS = {
+    "model.gradient_checkpointing_enable": ("model.gradient_checkpointing_reentrant ds.activation_offload"),
+    "data.cache_enable": "data.cache_dir",
+}
+"""Flags of supervised commands that need another one, as `checks.NEEDS`."""
 
-BALANCE = Rule(
-    "model.gradient_checkpointing_reentrant",
-    lambda c: c.model.aux_loss_coef > 0 and c.model.gradient_checkpointing_reentrant,
-    checks.HIDDEN_ROUTERS.format("model.aux_loss_coef"),
-    ErrorCode.UNSUPPORTED,
-)
-NO_DROPOUT = Rule(
-    "model.dropout_enable",
-    lambda c: c.model.dropout_enable,
-    "the policy must start equal to the reference, which has no dropout; remove it",
-    ErrorCode.UNSUPPORTED,
-)
-PRETRAIN = (
-    Rule(
-        "data.max_images_per_prompt",
-        lambda c: c.data.reads_images and c.model.pretrain_mode_enable,
-        "model.pretrain_mode_enable reads plain text; remove one of the two",
-    ),
-    Rule(
-        "data.multiturn",
-        lambda c: c.data.multiturn and c.model.pretrain_mode_enable,
-        "model.pretrain_mode_enable trains on all tokens; remove one of the two",
-    ),
-    Rule(
-        "data.multiturn",
-        lambda c: c.data.multiturn and not c.data.apply_chat_template,
-        "needs rows with messages; add --data.apply_chat_template",
-    ),
-)
+
+def _unread(config: SupervisedConfig) -> Iterator[checks.Unread]:
+    """Yields flags of supervised commands without effect."""
+    model = config.model
+    yield from checks.common_unread(config)
+    yield from checks.optimizer_unread(config)
+    if not config.data.reads_images:
+        why = "because the rows have no images (--data.max_images_per_prompt 0)"
+        yield "model.freeze_visual_encoder", why
+    yield "ds.enable_sleep", "because nothing else uses the GPUs of supervised training"
+    if isinstance(config.data, RowTemplateConfig):
+        yield from checks.template_unread(config)
+    if isinstance(config.data, ImagesConfig):
+        yield from checks.needs(config, {"data.max_images_per_prompt": checks.IMAGE_FLAGS})
+    if isinstance(model, RMModelConfig):
+        yield "model.compute_fp32_loss_enable", "because scores and losses are always fp32"
+        if model.loss_type == "logexp":
+            yield "model.margin_loss_enable", "with model.loss_type logexp, which has no margin"
+    if isinstance(model, KDModelConfig) and model.kd_coef == 0:
+        keys = "model.kd_temperature model.kd_loss_type"
+        yield keys, "with model.kd_coef 0, which leaves the teacher out"
+    if isinstance(model, DPOModelConfig) and model.ipo_enable:
+        yield "model.label_smoothing", "with --model.ipo_enable, whose loss has no label smoothing"
+    yield from checks.needs(config, NEEDS)
+
+
+def _pretraining_unread(config: SFTConfig | KDConfig) -> Iterator[checks.Unread]:
+    if config.model.pretrain_mode_enable:
+        why = "with --model.pretrain_mode_enable, which reads data.input_key as plain text"
+        yield "data.input_template data.apply_chat_template", why
+        if config.data.output_key is not None:
+            yield "data.output_key", why
+
+
+def _pretraining(config: SFTConfig | KDConfig) -> Iterator[Problem]:
+    """Checks the flags of continued pre-training, and data.multiturn."""
+    data, pretrains = config.data, config.model.pretrain_mode_enable
+    if data.reads_images and pretrains:
+        text = "model.pretrain_mode_enable reads plain text; remove one of the two"
+        yield Problem("data.max_images_per_prompt", text)
+    if data.multiturn and pretrains:
+        text = "model.pretrain_mode_enable trains on all tokens; remove one of the two"
+        yield Problem("data.multiturn", text)
+    if data.multiturn and not data.apply_chat_template:
+        yield Problem("data.multiturn", "needs rows with messages; add --data.apply_chat_template")
+
+
+def _balance(config: SupervisedConfig) -> Iterator[Problem]:
+    if config.model.aux_loss_coef > 0 and config.model.gradient_checkpointing_reentrant:
+        text = checks.HIDDEN_ROUTERS.format("model.aux_loss_coef")
+        yield Problem("model.gradient_checkpointing_reentrant", text, ErrorCode.UNSUPPORTED)
+
+
+def _no_dropout(config: DPOConfig | KTOConfig) -> Iterator[Problem]:
+    if config.model.dropout_enable:
+        text = "the policy must start equal to the reference, which has no dropout; remove it"
+        yield Problem("model.dropout_enable", text, ErrorCode.UNSUPPORTED)
 
 
 def _responses(config: SFTConfig | KTOConfig | KDConfig, explicit: Explicit) -> Iterator[Problem]:

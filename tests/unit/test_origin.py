@@ -7,12 +7,12 @@ from dataclasses import replace
 import pytest
 from refusals import changes
 
+from openrlhf.checkpoint.fork import ORDER, SHAPES
 from openrlhf.checkpoint.origin import Origin, compare
-from openrlhf.config import resume
 from openrlhf.config.command import SECRETS
 from openrlhf.config.commands import COMMANDS
-from openrlhf.config.fields import fields_of, values_of, with_values
-from openrlhf.config.resume import CHANGEABLE, CHANGEABLE_SECTIONS, CONTENT, Change, change_of, remarks_of
+from openrlhf.config.fields import change_of, fields_of, values_of, with_values
+from openrlhf.config.resume import Change
 from openrlhf.config.supervised import SFTConfig
 
 TYPES = {c.name: c.config_type for c in COMMANDS if "ckpt.load_enable" in fields_of(c.config_type)}
@@ -29,22 +29,14 @@ def test_the_commands():
 
 
 @pytest.mark.parametrize("command", TYPES)
-def test_every_flag_is_in_one_class(command):
+def test_a_flag_has_a_remark_if_it_may_change_with_one(command):
     for key in fields_of(TYPES[command]):
-        in_tables = [
-            key in remarks_of(command),
-            key in CONTENT,
-            key in CHANGEABLE,
-            key.startswith(CHANGEABLE_SECTIONS),
-        ]
-        assert sum(in_tables) == (change_of(command, key) is not Change.REFUSED), key
+        mark = change_of(TYPES[command], key)
+        assert bool(mark.remark) == (mark.change is Change.REMARKED), key
 
 
-def test_the_tables_name_flags_that_exist():
-    known = {key for _, key in FLAGS}
-    assert {*CONTENT, *CHANGEABLE, *resume.RL_REMARKS, *resume.SUPERVISED_REMARKS} - known <= {
-        "train.max_steps"
-    }
+def test_forks_name_flags_that_exist():
+    assert {key for _, key in FLAGS} >= SHAPES | ORDER
 
 
 @pytest.mark.parametrize(
@@ -64,7 +56,7 @@ def test_the_tables_name_flags_that_exist():
     ],
 )
 def test_a_flag_has_its_class_of_change(command, key, expected):
-    assert change_of(command, key) is expected
+    assert change_of(TYPES[command], key).change is expected
 
 
 @pytest.mark.parametrize("command", TYPES)
@@ -82,7 +74,7 @@ def test_another_value_of_each_flag(command):
         found = [changes("\n".join(texts)) for texts in compare(before, now)]
         assert all(change.before == "another" for of_kind in found for change in of_kind)
         names = tuple([change.name for change in of_kind] for of_kind in found)
-        assert names == by_class[change_of(command, key)], key
+        assert names == by_class[change_of(TYPES[command], key).change], key
 
 
 def test_what_a_flag_names_is_compared_where_it_is_known():

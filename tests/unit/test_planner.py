@@ -16,9 +16,9 @@ from transformers import LlamaConfig
 from openrlhf.cluster.layout import ENGINES, Layout, Nodes, described, layout_of, resource_problems, total
 from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
 from openrlhf.config.command import Source
-from openrlhf.config.fields import with_values
+from openrlhf.config.fields import change_of, with_values
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.config.resume import Change, change_of
+from openrlhf.config.resume import Change
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.machines import resolve
 
@@ -179,8 +179,8 @@ def test_placement_learns_nothing() -> None:
     for gpus, is_async in [([0], False), ([1], False), ([4], True), ([8, 8], False)]:
         config = with_values(PPOConfig(placement="auto"), {"train.async_enable": is_async})
         for key in suitable_flags(config, (), described(gpus), 2):
-            assert change_of("ppo", key) is Change.FREE, key
-    assert change_of("ppo", "placement") is Change.FREE
+            assert change_of(PPOConfig, key).change is Change.FREE, key
+    assert change_of(PPOConfig, "placement").change is Change.FREE
 
 
 # ---- on a command line

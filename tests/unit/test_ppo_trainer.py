@@ -27,8 +27,8 @@ from records import batch_of, record_of, trajectory
 from refusals import refused
 
 from openrlhf.checkpoint.folder import UNFINISHED
-from openrlhf.config.choices import Failure
 from openrlhf.config.ppo import (
+    Failure,
     KLConfig,
     PPOConfig,
 )

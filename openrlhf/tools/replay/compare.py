@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from openrlhf.api import ResumeChange as Change
 from openrlhf.api import num_samples, read_table
 from openrlhf.api import resume_change as change_of
+from openrlhf.tools.command_line.run_files import TRAINING
 from openrlhf.tools.replay.differences import NUMBER, ORDER, Compared, compare_metrics, compare_rollouts, same
 from openrlhf.tools.replay.recorded import RecordedRun
 
@@ -127,7 +128,8 @@ def bisect(a: RecordedRun, b: RecordedRun) -> Bisection:
 def settings(a: RecordedRun, b: RecordedRun) -> Settings:
     """Compares flags and environments, and the checksums of data and models that checkpoints record."""
     flags = _changed(a.flags, b.flags)
-    decides = lambda key: change_of(a.command, key) is not Change.FREE
+    types = [command.config_type for command in TRAINING if a.command in ("", command.name)]
+    decides = lambda key: all(change_of(type_, key).change is not Change.FREE for type_ in types)
     data = _changed(a.contents, b.contents)
     return Settings(
         learned={f"--{key}": values for key, values in flags.items() if decides(key)} | data,

@@ -15,14 +15,14 @@ from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.reductions import AGGREGATIONS, token_mean
 from openrlhf.algorithms.staleness import staleness_weights
-from openrlhf.config.choices import (
+from openrlhf.config.ppo import (
     ISCorrectionType,
     KLEstimator,
     LossAggregation,
     PolicyLossType,
+    PPOConfig,
     ProximalPolicyName,
 )
-from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import ExperienceRow, LossNorm, present
 
 IS_METRICS = "policy/is_weight_mean", "policy/is_masked_fraction"
