@@ -320,13 +320,21 @@ def answers_of(cause: Callable[[Folders], Case], flags: Flags) -> list[str]:
     return [name, "gap: top-p"] if unused and cause in NOISY else [name]
 
 
+def marks_of(cause: Callable[[Folders], Case], flags: Flags) -> tuple[pytest.MarkDecorator, ...]:
+    """Keeps one combination of flags for each cause in fast runs, in turn."""
+    if cause not in QUICK or flags not in COMBINED:
+        return (pytest.mark.slow,)
+    is_first = cause is kept_sets or COMBINED.index(flags) == QUICK.index(cause) % 3
+    return () if is_first else (pytest.mark.processes,)
+
+
 @pytest.mark.parametrize(
     ("cause", "flags"),
     [
         pytest.param(
             cause,
             flags,
-            marks=() if cause in QUICK and flags in COMBINED else pytest.mark.slow,
+            marks=marks_of(cause, flags),
             id=f"{cause.__name__}-{'-'.join(map(str, astuple(flags)))}",
         )
         for cause in CAUSES
