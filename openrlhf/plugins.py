@@ -38,8 +38,8 @@ def entry_points(group: str) -> EntryPoints:
 
 
 @lru_cache(maxsize=1)
-def _all_entry_points(places: tuple[str, ...], changes: tuple[int, ...]) -> EntryPoints:
-    return metadata.entry_points()
+def _all_entry_points(places: tuple[str, ...], changes: tuple[int, ...]) -> Any:
+    return metadata.entry_points()  # EntryPoints; in Python 3.11 a class that has `select` too
 
 
 def registered(kind: str) -> dict[str, EntryPoint]:

@@ -49,9 +49,9 @@ def code_lines(text: str) -> int:
     """Returns the number of lines of a module that are code."""
     described: set[int] = set()
     for item in statements(text):
-        is_text = isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)
-        if is_text and isinstance(item.value.value, str):
-            described.update(range(item.lineno, item.end_lineno + 1))
+        match item:
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
+                described.update(range(first, last + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
