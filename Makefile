@@ -43,7 +43,7 @@ chaos: env  ## Kills, full disks, damages and mistakes in numbers; takes long; C
 gpu: env  ## Every part checked and measured on a GPU, stage by stage
 	.venv/bin/python benchmarks/gpu.py
 
-fast: env  ## The tests that wait for no processes: four minutes
+fast: env  ## The tests that wait for no processes: three minutes
 	.venv/bin/pytest $(PARALLEL) -m "not slow and not processes" tests/contracts tests/unit
 
 quick: env  ## Formulas, credit, collection, configuration: half a minute

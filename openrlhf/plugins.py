@@ -6,7 +6,11 @@ points in the groups `openrlhf.KIND`.
 
 import hashlib
 import inspect
-from importlib.metadata import EntryPoint, entry_points
+import os
+import sys
+from functools import lru_cache
+from importlib import metadata
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +29,22 @@ def file_of(reference: str) -> str | None:
     return place if place.endswith(".py") else None
 
 
+def entry_points(group: str) -> EntryPoints:
+    """Returns the entry points of a group. The installed packages, which are hundreds, are read again only
+    after a folder of the import path has changed."""
+    places = tuple(place or os.curdir for place in sys.path)
+    changes = tuple(os.stat(place).st_mtime_ns if os.path.exists(place) else 0 for place in places)
+    return _all_entry_points(places, changes).select(group=group)
+
+
+@lru_cache(maxsize=1)
+def _all_entry_points(places: tuple[str, ...], changes: tuple[int, ...]) -> Any:
+    return metadata.entry_points()  # EntryPoints; in Python 3.11 a class that has `select` too
+
+
 def registered(kind: str) -> dict[str, EntryPoint]:
     """Maps names to the entry points that installed packages register in the group `openrlhf.KIND`."""
-    return {point.name: point for point in entry_points(group=f"openrlhf.{kind}")}
+    return {point.name: point for point in entry_points(f"openrlhf.{kind}")}
 
 
 def resolve(name: str, kind: str) -> str:

@@ -15,6 +15,8 @@ pytest_plugins = ["leftovers"]
 heap.grow()
 hypothesis.settings.register_profile("openrlhf", deadline=None)  # no test measures time
 hypothesis.settings.load_profile("openrlhf")
+FAST_EXAMPLES = 0.25
+"""Fraction of the examples of a property that are tried without the tests that start processes."""
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 # the tests' models are so small that a second thread costs more than it saves
@@ -58,7 +60,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
     return Units(config, log)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leaves out the files that start processes if their marker is: nothing of what they need is imported."""
+    is_left_out = _is_fast(config) and collection_path.suffix == ".py"
+    return True if is_left_out and _starts_processes(collection_path) else None
+
+
+def pytest_collection_finish() -> None:
+    """Keeps the modules, which live until the end, out of the collections of garbage."""
+    heap.freeze()
+    heap.grow()
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return "not processes" in config.option.markexpr
+
+
+def _starts_processes(path: Path) -> bool:
+    return "e2e" not in path.parts and path.stem.removeprefix("test_") in STARTING_PROCESSES
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the longest tests first, so that both processes have work until the end. One test with trained
     models comes first, and the others late: the first trains the models while the other process has other
     work."""
@@ -67,8 +89,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     first = next(filter(needs, items), None)  # a list is empty while it is sorted
     items.sort(key=lambda item: item is not first)
     for item in items:
-        if "e2e" not in item.path.parts and item.path.stem.removeprefix("test_") in STARTING_PROCESSES:
+        if _starts_processes(item.path):
             item.add_marker(pytest.mark.processes)
+    if _is_fast(config):
+        _try_fewer(
+            {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}
+        )
+
+
+def _try_fewer(properties: set[Callable[..., None]]) -> None:
+    """Lowers the numbers of examples, also those that a property's own settings name."""
+    for test in properties:
+        chosen = test._hypothesis_internal_use_settings
+        fewer = min(chosen.max_examples, max(10, int(chosen.max_examples * FAST_EXAMPLES)))
+        test._hypothesis_internal_use_settings = hypothesis.settings(chosen, max_examples=fewer)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,6 +12,8 @@ import re
 import sys
 import tokenize
 from collections import Counter
+from collections.abc import Set
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -31,15 +33,25 @@ def modules(root: Path) -> dict[str, str]:
     return found
 
 
+@cache
+def statements(text: str) -> list[ast.AST]:
+    """Returns a module's statements, and the parts of statements that have some of their own. What is inside
+    expressions is left out, which is most of a module."""
+    found: list[ast.AST] = [ast.parse(text)]
+    for node in found:
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, name, None)
+            found += inside if isinstance(inside, list) else []
+    return found
+
+
 def code_lines(text: str) -> int:
     """Returns the number of lines of a module that are code."""
     described: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        body = getattr(node, "body", None)
-        for item in body if isinstance(body, list) else []:
-            is_text = isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)
-            if is_text and isinstance(item.value.value, str):
-                described.update(range(item.lineno, item.end_lineno + 1))
+    for item in statements(text):
+        match item:
+            case ast.Expr(value=ast.Constant(value=str()), lineno=first, end_lineno=int(last)):
+                described.update(range(first, last + 1))
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type not in NO_CODE:
@@ -47,16 +59,22 @@ def code_lines(text: str) -> int:
     return len(lines - described)
 
 
-def imports(name: str, text: str, known: set[str]) -> set[str]:
-    """Returns the modules of the package that a module imports, and the packages around them."""
-    named: set[str] = set(REFERENCE.findall(text))
-    for node in ast.walk(ast.parse(text)):
+@cache
+def named(text: str) -> set[str]:
+    """Returns the names of modules in a module's imports and texts, and of what it imports of them."""
+    found: set[str] = set(REFERENCE.findall(text))
+    for node in statements(text):
         if isinstance(node, ast.Import):
-            named |= {alias.name for alias in node.names}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            named |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def imports(name: str, text: str, known: Set[str]) -> set[str]:
+    """Returns the modules of the package that a module imports, and the packages around them."""
     found = set()
-    for module in named:
+    for module in named(text):
         parts = module.split(".")
         found |= {".".join(parts[: i + 1]) for i in range(len(parts))}
     return found & known - ({"openrlhf.api"} if name == "openrlhf" else set())
@@ -69,15 +87,16 @@ def reached(entry: str, texts: dict[str, str]) -> set[str]:
     while left:
         if (name := left.pop()) not in found:
             found.add(name)
-            left += imports(name, texts[name], set(texts))
+            left += imports(name, texts[name], texts.keys())
     return found
 
 
 def figures(root: Path = ROOT) -> dict[str, int]:
     """Returns the number of lines of the package, and the code lines that each command reaches."""
     texts = modules(root)
-    code = {name: code_lines(text) for name, text in texts.items()}
-    commands = {title: sum(code[name] for name in reached(entry, texts)) for title, entry in ENTRIES.items()}
+    reach = {title: reached(entry, texts) for title, entry in ENTRIES.items()}
+    code = {name: code_lines(texts[name]) for name in set().union(*reach.values())}
+    commands = {title: sum(code[name] for name in names) for title, names in reach.items()}
     return {"lines": sum(len(text.splitlines()) for text in texts.values()), **commands}
 
 

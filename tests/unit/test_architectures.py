@@ -135,9 +135,13 @@ def judged(folder_of):
     return verdict
 
 
-@pytest.mark.parametrize(
-    "model_type", [pytest.param(name, marks=[] if name in TEN else pytest.mark.slow) for name in ALL]
-)
+def marks_of(name: str) -> tuple[pytest.MarkDecorator, ...]:
+    if name not in TEN:
+        return (pytest.mark.slow,)
+    return () if name in ("bert", "gemma2", "gpt_oss", "mamba", "qwen3") else (pytest.mark.processes,)
+
+
+@pytest.mark.parametrize("model_type", [pytest.param(name, marks=marks_of(name)) for name in ALL])
 def test_no_architecture_is_silently_wrong(judged, model_type: str) -> None:
     for attention in IMPLEMENTATIONS:
         verdict = judged(model_type, attention)

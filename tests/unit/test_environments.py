@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +18,19 @@ from refusals import refused
 from openrlhf.data.reasoning_gym import entry_of, gym_rows
 from openrlhf.environments.gym import GymExecutor
 from openrlhf.environments.packages import EXTRAS
-from openrlhf.environments.reasoning_gym import ReasoningGymExecutor
-from openrlhf.environments.textarena import TextArenaExecutor
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import check_agent_file
 from openrlhf.types import Outcome
 
 NEEDS_GEM = pytest.mark.skipif(sys.version_info >= (3, 12), reason="gem-llm has no release for this Python")
 GUESS, GEM, ARENA = (EXAMPLES / f"agent_{name}.py" for name in ("guess", "gem", "textarena"))
+
+
+def text_arena(**options: Any) -> Any:
+    """Builds the executor; its package is imported by the tests that play."""
+    from openrlhf.environments.textarena import TextArenaExecutor
+
+    return TextArenaExecutor(**options)
 
 
 def guess(number: int) -> str:
@@ -282,6 +288,8 @@ def test_the_example_of_nemo_gym_needs_a_dataset_and_says_so(run_example, tmp_pa
 
 
 def test_a_verifier_that_raises_is_an_error() -> None:
+    from openrlhf.environments.reasoning_gym import ReasoningGymExecutor
+
     row = next(gym_rows("reasoning_gym:prime_factorization?size=1&seed=1", "--data.prompt_dataset"))
     (t,) = play(ReasoningGymExecutor(max_tries=2), row["input"], row["label"], "two and three")
     assert t.outcome is Outcome.ENV_ERROR and "ValueError" in t.error
@@ -289,7 +297,7 @@ def test_a_verifier_that_raises_is_an_error() -> None:
 
 def test_a_game_for_one() -> None:
     """Twenty numbers take ten guesses."""
-    (t,) = play(TextArenaExecutor(), "GuessTheNumber-v0", 3, halving(1, 20, "[%d]"))
+    (t,) = play(text_arena(), "GuessTheNumber-v0", 3, halving(1, 20, "[%d]"))
     random.seed(3)
     assert t.outcome is Outcome.OK, t.error
     assert turns(t)[-1] == (f"[{random.randint(1, 20)}]{END}", True) and t.reward == 1
@@ -318,7 +326,7 @@ def test_a_game_against_itself_trains_one_player() -> None:
     reward."""
     rewards = []
     for seed in (0, 1):
-        (t,) = play(TextArenaExecutor(num_players=2, piles=[1, 2]), "Nim-v0", seed, nim)
+        (t,) = play(text_arena(num_players=2, piles=[1, 2]), "Nim-v0", seed, nim)
         assert t.outcome is Outcome.OK, t.error
         assert f"Welcome to Nim, Player {seed}!" in turns(t)[0][0]
         rewards.append(t.reward)
@@ -333,7 +341,7 @@ def test_an_invalid_move_is_the_games_to_judge() -> None:
 
 @pytest.mark.parametrize("unfinished", [0, -1])
 def test_a_game_that_does_not_end(unfinished: float) -> None:
-    executor = TextArenaExecutor(unfinished=unfinished)
+    executor = text_arena(unfinished=unfinished)
     (t,) = play(executor, "GuessTheNumber-v0", 3, "[1]", max_turns=1)
     assert (t.outcome, t.reward, t.truncated) == (Outcome.OK, unfinished, True), t.error
 

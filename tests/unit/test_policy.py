@@ -109,10 +109,10 @@ def one_by_one(model: hf.PreTrainedModel, samples: list[Sample], temperature: fl
 
 @pytest.mark.parametrize(("name", "attention"), RIGHT)
 def test_packed_equals_one_by_one(folders, samples, name, attention):
+    plain, policy = plain_model(folders[name]), policy_of(folders[name], attention)
     for temperature in (1.0, 0.6):
         with torch.no_grad():
-            expected = one_by_one(plain_model(folders[name]), samples, temperature)
-            policy = policy_of(folders[name], attention)
+            expected = one_by_one(plain, samples, temperature)
             found = policy(PackedRow.of(samples), temperature=temperature, with_entropy=True)
         torch.testing.assert_close(found.log_probs, expected[0], atol=ROUNDING, rtol=0)
         torch.testing.assert_close(found.entropy, expected[1], atol=ROUNDING, rtol=0)
@@ -184,7 +184,10 @@ def test_an_action_with_a_recorded_support_is_of_that_support_and_its_mass(folde
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("name", "attention"), RIGHT)
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [pytest.param(*one, marks=() if one[1] == "auto" else pytest.mark.processes) for one in RIGHT],
+)
 def test_gradients_are_the_sum_of_one_by_one(folders, samples, name, attention):
     weights = torch.randn(sum(s.num_actions for s in samples), generator=torch.Generator().manual_seed(5))
     plain = plain_model(folders[name])

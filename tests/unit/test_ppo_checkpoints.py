@@ -103,7 +103,14 @@ def test_a_checkpoint_is_written_while_training_goes_on(tmp_path, fails):
 @pytest.mark.usefixtures("outlives_stops")
 @pytest.mark.parametrize(
     ("place", "step"),
-    [*((place, step) for place in ("generate", "update", "sync") for step in (1, 2, 3)), ("save", 2)],
+    [
+        *((place, 2) for place in ("generate", "update", "sync", "save")),
+        *(
+            pytest.param(place, step, marks=pytest.mark.processes)
+            for place in ("generate", "update", "sync")
+            for step in (1, 3)
+        ),
+    ],
 )
 def test_a_run_that_is_asked_to_stop_continues_where_it_stopped(tmp_path, place, step):
     """A stop while `step` samples drops that work; later in the step it is finished. Nothing is sampled or

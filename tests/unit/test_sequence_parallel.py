@@ -357,11 +357,19 @@ def test_every_objective(threads: Callable, name: str) -> None:
         check_equal(on_ranks(threads, module, row, objective_of, num_ranks), expected)
 
 
+KINDS = ((4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2), (2, "ring", 1), (4, "ring", 1))
+"""(ranks, mode, heads at a time)"""
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "mode", "heads"),
-    [(4, "ulysses", 1), (2, "allgather", 1), (3, "allgather", 2), (2, "ring", 1), (4, "ring", 1)],
+    ("name", "num_ranks", "mode", "heads"),
+    [
+        # fast runs have every kind with the first architecture, and every architecture with one kind
+        pytest.param(name, *kind, marks=() if at == 0 or at % 5 == i else pytest.mark.processes)
+        for at, name in enumerate(ARCHITECTURES)
+        for i, kind in enumerate(KINDS)
+    ],
 )
-@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_kind_of_attention(
     threads: Callable, name: str, num_ranks: int, mode: SequenceParallelMode, heads: int
 ) -> None:

@@ -146,7 +146,11 @@ def test_the_loss_is_that_of_transformers(model: Path, rows: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "stages"), [("torch", "22"), ("deepspeed", "22"), ("deepspeed", "20"), ("deepspeed", "02")]
+    ("backend", "stages"),
+    [
+        *(("torch", "22"), ("deepspeed", "22")),
+        *(pytest.param("deepspeed", stages, marks=pytest.mark.processes) for stages in ("20", "02")),
+    ],
 )
 def test_a_run_continues_from_its_checkpoint(
     backend: str, stages: str, model: Path, rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture

@@ -33,6 +33,7 @@ def test_the_calculator() -> None:
 
 
 @needs_namespaces
+@pytest.mark.processes
 def test_code_with_feedback() -> None:
     """The policy reads the output of the shown tests; the hidden ones decide."""
     tests = json.dumps([["1", "2"], ["5", "10"]])

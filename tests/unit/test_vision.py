@@ -141,7 +141,10 @@ def as_transformers_reads(folder: Path) -> Iterator[tuple[PreTrainedModel, list[
     yield model, log_probs
 
 
-@pytest.mark.parametrize("attention", ["auto", "sdpa", "eager", "one by one"])
+@pytest.mark.parametrize(
+    "attention",
+    ["auto", "one by one", *(pytest.param(name, marks=pytest.mark.processes) for name in ("sdpa", "eager"))],
+)
 def test_a_row_is_what_transformers_reads_one_by_one(folder: Path, attention: str) -> None:
     """Pictures have several sizes; one sequence has two, another none. Log-probs and every gradient agree."""
     module = policy(folder, "auto" if attention == "one by one" else attention)

@@ -1,11 +1,12 @@
 """Builds the hooks that users attach to a run, and those that installed packages attach to every run."""
 
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from typing import Any
 
 from openrlhf.errors import CodedError, ErrorCode, UsageError, first_line
 from openrlhf.observability.hooks.base import Hook, failed
+from openrlhf.plugins import entry_points
 from openrlhf.registry import Registry
 
 FLAG = "--train.hooks"

@@ -6,6 +6,7 @@ import shutil
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata
 
 import psutil
@@ -147,6 +148,7 @@ def _checked(name: str, found: str, is_wrong: bool, problem: str, remedy: str) -
     return Fact(name=name, found=found, **({"problem": problem, "remedy": remedy} if is_wrong else {}))
 
 
+@cache
 def _version(name: str) -> str:
     """Returns the installed version; "" if the package is not installed."""
     try:

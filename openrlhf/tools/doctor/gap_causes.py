@@ -353,13 +353,13 @@ def _adapter(e: Examined) -> Variants:
 def _template(e: Examined) -> Variants:
     """Yields the log-probs of the answers after wrong prompts."""
     for text, prompt_of in _prompts(e):
-        changed = [_after(e, row, np.array(prompt_of(row), int)) for row in e.rows]
-        yield f"one side has the prompt {text}", e.either(torch.cat(changed))
+        changed = [_after(row, np.array(prompt_of(row), int)) for row in e.rows]
+        yield f"one side has the prompt {text}", e.either(e.policy.logits(e.policy.hidden(e.rows, changed)))
 
 
-def _after(e: Examined, row: GapRow, prompt: np.ndarray) -> Tensor:
-    ids = np.concatenate([prompt, row.token_ids[row.prompt_length :]])
-    return e.policy.logits(e.policy.hidden(row, ids if len(prompt) else row.token_ids))
+def _after(row: GapRow, prompt: np.ndarray) -> np.ndarray:
+    """Returns the tokens of the row's answer after another prompt, if it has any."""
+    return np.concatenate([prompt, row.token_ids[row.prompt_length :]]) if len(prompt) else row.token_ids
 
 
 def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[GapRow], Sequence[int]]]]:
@@ -398,7 +398,7 @@ def _prompts(e: Examined) -> Iterator[tuple[str, Callable[[GapRow], Sequence[int
 
 def _precision(e: Examined) -> Variants:
     low = torch.bfloat16
-    hidden = torch.cat([e.policy.hidden(row) for row in e.rows])
+    hidden = e.policy.hidden(e.rows)
     weight = e.policy.head.weight
     with torch.no_grad():
         rounded = e.policy.transformed(hidden.to(low) @ weight.to(low).T)

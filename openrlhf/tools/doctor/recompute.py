@@ -41,13 +41,20 @@ class Recomputed:
         return cls(model.eval(), path)
 
     @torch.no_grad()
-    def hidden(self, row: GapRow, token_ids: np.ndarray | None = None) -> Tensor:
-        """Returns the inputs of the head from which the actions are predicted, (A, H). `token_ids`: tokens to
-        use instead of the row's, which must end with the same answer."""
-        ids = row.token_ids if token_ids is None else token_ids
-        states = self.decoder(input_ids=torch.tensor(ids)[None]).last_hidden_state[0]
-        shift = len(ids) - len(row.token_ids)
-        return states[torch.tensor(row.actions + shift - 1)]
+    def hidden(self, rows: Sequence[GapRow], token_ids: Sequence[np.ndarray] | None = None) -> Tensor:
+        """Returns the inputs of the head from which the actions of all rows are predicted, (A, H). Sequences
+        of equal length are one batch. `token_ids`: tokens to use instead of those of the rows, which must end
+        with the same answers."""
+        all_ids = token_ids or [row.token_ids for row in rows]
+        found: dict[int, Tensor] = {}
+        for length in {len(ids) for ids in all_ids}:
+            members = [i for i, ids in enumerate(all_ids) if len(ids) == length]
+            batch = torch.tensor(np.stack([all_ids[i] for i in members]))
+            states = self.decoder(input_ids=batch).last_hidden_state
+            for i, of_row in zip(members, states, strict=True):
+                shift = length - len(rows[i].token_ids)
+                found[i] = of_row[torch.tensor(rows[i].actions + shift - 1)]
+        return torch.cat([found[i] for i in range(len(rows))])
 
     @property
     def decoder(self) -> nn.Module:
@@ -67,7 +74,7 @@ class Recomputed:
         return transformed_logits(logits.float(), self.model.config)
 
     def all_logits(self, rows: Sequence[GapRow]) -> Tensor:
-        return torch.cat([self.logits(self.hidden(row)) for row in rows])
+        return self.logits(self.hidden(rows))
 
     @property
     def vocabulary(self) -> int:

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import asdict, astuple, dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,23 +81,29 @@ class Case:
     """Tokens of an answer -> the tokens that the trainer makes of its text."""
 
 
+@cache
+def tiny(kind: str) -> Any:
+    """Returns a tiny random model, which nothing changes."""
+    torch.manual_seed(0)
+    if kind == "qwen3":
+        model = tiny_model(TOKENIZER, hidden_size=48)
+    else:
+        config = tiny_config(kind)
+        config.vocab_size = len(TOKENIZER)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() >= 2:
+                weight.normal_(0, 0.2)
+    return model.eval()
+
+
 class Folders:
     """A tiny model, and a later version of it."""
 
     def __init__(self, root: Path, kind: str = "qwen3") -> None:
-        self.root, self.first = root, str(root / "model")
-        torch.manual_seed(0)
-        if kind == "qwen3":
-            self.model = tiny_model(TOKENIZER, hidden_size=48)
-        else:
-            config = tiny_config(kind)
-            config.vocab_size = len(TOKENIZER)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        with torch.no_grad():
-            for weight in self.model.parameters():
-                if weight.dim() >= 2:
-                    weight.normal_(0, 0.2)
-        self.model.eval().save_pretrained(self.first)
+        self.root, self.first, self.model = root, str(root / "model"), tiny(kind)
+        self.model.save_pretrained(self.first)
         TOKENIZER.save_pretrained(self.first)
 
     def load(self, **config: Any) -> Any:
@@ -313,13 +320,21 @@ def answers_of(cause: Callable[[Folders], Case], flags: Flags) -> list[str]:
     return [name, "gap: top-p"] if unused and cause in NOISY else [name]
 
 
+def marks_of(cause: Callable[[Folders], Case], flags: Flags) -> tuple[pytest.MarkDecorator, ...]:
+    """Keeps one combination of flags for each cause in fast runs, in turn."""
+    if cause not in QUICK or flags not in COMBINED:
+        return (pytest.mark.slow,)
+    is_first = cause is kept_sets or COMBINED.index(flags) == QUICK.index(cause) % 3
+    return () if is_first else (pytest.mark.processes,)
+
+
 @pytest.mark.parametrize(
     ("cause", "flags"),
     [
         pytest.param(
             cause,
             flags,
-            marks=() if cause in QUICK and flags in COMBINED else pytest.mark.slow,
+            marks=marks_of(cause, flags),
             id=f"{cause.__name__}-{'-'.join(map(str, astuple(flags)))}",
         )
         for cause in CAUSES

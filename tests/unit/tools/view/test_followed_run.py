@@ -296,6 +296,7 @@ def test_one_frame_without_a_terminal(folder: Path, capsys: pytest.CaptureFixtur
     assert max(map(len, capsys.readouterr().out.splitlines())) == 60
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
 def test_a_key_leaves_the_screen_and_the_terminal_as_it_was(folder: Path, key: bytes) -> None:
     controller, terminal = pty.openpty()

@@ -408,6 +408,7 @@ def test_notebooks_get_tables(tmp_path):
         metrics_to_pandas(tmp_path)
 
 
+@pytest.mark.processes
 def test_the_command_serves_until_ctrl_c(tmp_path):
     run = written(tmp_path)
     command = [sys.executable, "-m", "openrlhf.tools.view.view", str(run), "--port", "0", "--no_browser"]
