@@ -27,9 +27,8 @@ INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learnin
 
 
 STARTING_PROCESSES = (
-    *("bisect_commits", "cuda_builds", "environment", "extending", "generated_mutants", "leftovers"),
-    *("many_episodes", "mcp_tools", "reaper", "remote_reward", "reward_function", "sandbox", "warm_server"),
-    *("weight_sync", "whereabouts", "fuzz"),
+    *("cuda_builds", "environment", "extending", "fuzz", "generated_mutants", "leftovers", "many_episodes"),
+    *("mcp_tools", "reaper", "remote_reward", "reward_function", "sandbox", "warm_server", "whereabouts"),
 )
 """Files of `tests/unit` and `tests/contracts` that get the marker `processes`, without `test_`: they start
 processes, wait for time limits, or try very many commands."""

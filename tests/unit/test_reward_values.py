@@ -1,10 +1,14 @@
-"""Values that reward functions and servers may return."""
+"""Values that reward functions and servers may return, and files whose import does not end."""
+
+import asyncio
 
 import numpy as np
 import pytest
 import torch
 
 from openrlhf.agents.base import Reward, RewardError
+from openrlhf.rewards import function
+from openrlhf.rewards.process import RewardProcess
 from openrlhf.rewards.values import read_rewards
 
 
@@ -92,3 +96,14 @@ def test_one_sample_needs_no_list(answer):
 def test_a_wrong_return_value_is_refused(answer, text):
     with pytest.raises(RewardError, match=text):
         read_rewards(answer, 2)
+
+
+def test_an_import_that_takes_long_is_remarked_upon(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(RewardProcess):
+        async def ready(self) -> None:
+            assert (self.reference, self.timeout, self._process) == ("judge.py", 0.01, None)
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(function, "RewardProcess", Slow)
+    remark = function.check_reward_file("judge.py", "--reward.remote_url", limit=0.01)
+    assert remark.startswith("--reward.remote_url judge.py: ") and "0.01 s" in remark

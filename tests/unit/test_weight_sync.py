@@ -306,12 +306,12 @@ def test_exactly_the_tensors_are_delivered(engines, workers, backend):
             "norm": torch.ones(3),
             "scalar": torch.tensor(2.5),
             "strided": torch.randn(6, 4).t(),
-            "large": torch.randn(1 << 20, 20),  # 80 MB: more than a bucket
+            "large": torch.randn(1 << 14, 20),  # 1.3 MB: more than a bucket
             "last": torch.randn(5).half(),
         }
     )
     receivers = Receivers(engines, workers)
-    sender = sender_of(weights, receivers, backend=backend)
+    sender = sender_of(weights, receivers, backend=backend, bucket_bytes=1 << 20)
     sender.send(1)
     for loaded in receivers.loaded:
         assert list(loaded) == list(weights.tensors)
@@ -337,6 +337,7 @@ def test_an_engine_that_loads_something_else_is_an_error(backend):
     assert "engine 1: worker 0 " in second
 
 
+@pytest.mark.processes
 @BACKENDS
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 8}, {*range(9)}])
 def test_an_engine_that_fails_leaves_the_others_whole(failing, backend):
@@ -388,6 +389,7 @@ def test_engines_store_merged_weights_or_those_below_the_adapter(lora_sync, whol
     assert (source.whole_part, source.parts) == (whole, parts)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("asked", "expected"), [(None, 7), (40 << 20, 3), (1 << 20, 100)])
 def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expected):
     weights = Weights({str(i): torch.zeros(1 << 18) for i in range(100)})  # 1 MiB each
@@ -461,6 +463,7 @@ def test_size_of_a_shared_buffer(sizes, capacity, expected):
     assert max_bucket_bytes([], capacity) == 0
 
 
+@pytest.mark.processes
 @given(METAS, st.integers(1, 2000))
 def test_no_bucket_exceeds_a_shared_buffer(tensors, capacity):
     size = max_bucket_bytes(tensors, capacity)
