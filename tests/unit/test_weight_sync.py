@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
+from openrlhf.backends.vllm.weight_receiver import WorkerExtension
 from openrlhf.backends.weight_sync import checksum as checksums
 from openrlhf.backends.weight_sync import gloo
 from openrlhf.backends.weight_sync.buckets import (
@@ -32,6 +33,7 @@ from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 from openrlhf.backends.weight_sync.shared_memory import SharedMemory, open_memory
 from openrlhf.backends.weight_sync.source import WeightSource
+from openrlhf.backends.weight_sync.stored_weights import Sketch
 from openrlhf.errors import ErrorCode
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
@@ -387,6 +389,22 @@ def test_adapters_travel_alone_once_what_lies_below_them_has_arrived(backend):
 def test_engines_store_merged_weights_or_those_below_the_adapter(lora_sync, whole, parts):
     source = WeightSource(Weights({}), lora_sync)
     assert (source.whole_part, source.parts) == (whole, parts)
+
+
+def test_an_engine_that_was_dropped_is_sent_nothing_more():
+    transfer = gloo.GlooTransfer(None, None, {0: "first", 1: "second"}, bucket_bytes=64)
+    transfer._drop([1, 5])
+    assert transfer.groups == {0: "first"}
+
+
+def test_sketches_of_a_worker_are_those_of_its_weights():
+    """Matrices of layers that vLLM does not know cannot be read back."""
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(5), "other": torch.nn.Linear(5, 2)})
+    worker = SimpleNamespace(weight_transfer_engine=SimpleNamespace(model=model))
+    lengths = {"norm.weight": 5, "norm.bias": 4, "other.weight": 2, "other.bias": 2, "gone.weight": 5}
+    found = WorkerExtension.layer_sketches(worker, lengths)
+    known = {"norm.weight": model["norm"].weight, "other.bias": model["other"].bias}
+    assert found == {name: tuple(Sketch.of(weight)) for name, weight in known.items()}
 
 
 @pytest.mark.processes
