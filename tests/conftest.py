@@ -29,10 +29,8 @@ INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learnin
 
 
 STARTING_PROCESSES = (
-    *("bisect_commits", "chat_stream", "cuda_builds", "extending", "multi_turn", "plugins"),
-    *("environment", "generated_mutants", "jobs", "leftovers", "many_episodes", "mcp_tools", "reaper"),
-    *("reasoning_gym", "remote_reward", "reward_function", "sandbox", "verification", "warm_workers"),
-    *("weight_sync", "whereabouts", "fuzz"),
+    *("cuda_builds", "environment", "extending", "fuzz", "generated_mutants", "leftovers", "many_episodes"),
+    *("mcp_tools", "reaper", "remote_reward", "reward_function", "sandbox", "warm_workers", "whereabouts"),
 )
 """Files of `tests/unit` and `tests/contracts` that get the marker `processes`, without `test_`: they start
 processes, wait for time limits, or try very many commands."""

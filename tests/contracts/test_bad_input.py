@@ -390,6 +390,7 @@ def test_a_model_that_reads_less(refused):
     assert says(text, ErrorCode.TOO_LONG, "--data.max_len 4096", "512 tokens")
 
 
+@pytest.mark.processes  # asks vLLM, whose import takes seconds
 def test_a_model_that_vllm_does_not_have(refused, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "codegen"
     CodeGenConfig(architectures=["CodeGenForCausalLM"]).save_pretrained(folder)

@@ -165,14 +165,15 @@ class Trials:
         jobs: int,
         note: Callable[[Generated | str, Any, float], None],
     ) -> None:
-        """`seen`: the functions that tests run, by file; files that it lacks are recorded first. `plan`: the
-        tests for a mutant. `note`: called with each mutant, the result and the seconds, and likewise with
-        each file that was recorded."""
+        """`seen`: the functions that tests run, by file; files that it lacks are recorded first, and those
+        that pytest does not collect are left out. `plan`: the tests for a mutant. `note`: called with each
+        mutant, the result and the seconds, and likewise with each file that was recorded."""
         self.mutants, self.seen, self.plan, self.jobs, self.note = mutants, seen, plan, jobs, note
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         self.session, self.items = session, {item.nodeid: item for item in session.items}
         files = dict.fromkeys(item.nodeid.partition("::")[0] for item in session.items)
+        self.seen = {file: entry for file, entry in self.seen.items() if file in files}
         for file, entry, seconds in in_forks(
             [file for file in files if file not in self.seen], self._record, self.jobs, lambda file: 900.0
         ):

@@ -4,9 +4,9 @@
     python -m mutants.run --generated 400 --seed 1
 
 The tests that a record names come first. If they pass, the unit tests that run the changed function follow,
-cheap ones before expensive ones, up to the first that fails. Which tests run which functions is recorded once
-and kept in .pytest_cache/mutants.json, by the content of each test file. Tests run in forks of a process that
-has imported the large libraries.
+cheap ones before expensive ones, up to the first that fails. Generated mutants are tried with the tests of
+`make fast` alone. Which tests run which functions is recorded once and kept in .pytest_cache, by the content
+of each test file. Tests run in forks of a process that has imported the large libraries.
 """
 
 import argparse
@@ -31,21 +31,37 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from mutants.catalogue import ROOT, DoesNotApply, Mutant, load, mutated
 from mutants.covered import Coverage, Selection
 
-CACHE = ROOT / ".pytest_cache" / "mutants.json"
+CACHE = ROOT / ".pytest_cache"
 PRELOADED = ("torch", "transformers", "datasets", "peft", "hypothesis", "ray", "vllm", "deepspeed", "pytest")
-TESTS = ("tests/unit",)
-"""Tests that are tried with generated mutants."""
 FIRST_FILES = 3
 """Number of test files that run before all others, which saves the imports of the others."""
 LIMIT = 900.0
 """Seconds that pytest may take for one mutant. A mutant may run forever, which counts as caught."""
 FORK = multiprocessing.get_context("fork")
 PYTEST = ("-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--durations=0", "--durations-min=1e9")
+
+
+class Suite(NamedTuple):
+    """Tests that are tried with mutants."""
+
+    folders: tuple[str, ...]
+    marks: str
+    """The expression that chooses tests by their marks."""
+    records: Path
+    """The file that keeps the functions that these tests run."""
+
+
+UNIT = Suite(("tests/unit",), "not slow and not gpu", CACHE / "mutants.json")
+"""For the mutants of the catalogue."""
+FAST = Suite(
+    ("tests/unit", "tests/contracts"), "not slow and not processes and not gpu", CACHE / "fast_mutants.json"
+)
+"""For generated mutants: the tests of `make fast`."""
 
 copy: Path
 """The copy of the repository that this process changes."""
@@ -110,7 +126,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sample", type=int, metavar="N", help="a random choice of N mutants")
     parser.add_argument("--seed", default="", help="text that determines the sample, such as a commit's hash")
     parser.add_argument("--jobs", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--generated", type=int, metavar="N", help="N mutants that mutmut's operators make")
+    parser.add_argument(
+        "--generated",
+        type=int,
+        metavar="N",
+        help="N mutants that mutmut's operators make, tried with `make fast`'s tests",
+    )
     parser.add_argument(
         "--places", nargs="+", metavar="GLOB", help="files of generated mutants, such as 'models/*.py'"
     )
@@ -118,7 +139,7 @@ def _options() -> argparse.Namespace:
         "--results",
         metavar="FILE",
         type=Path,
-        default=CACHE.with_name("generated.jsonl"),
+        default=CACHE / "generated.jsonl",
         help="outcomes of generated mutants, as JSON lines; those that it has are not tried again",
     )
     parser.add_argument("--again", action="store_true", help="tries generated mutants that survived again")
@@ -302,27 +323,28 @@ def _in_copy(function: Callable[[], Any], sender: Connection) -> None:
 def _seen(pool: ProcessPoolExecutor) -> dict[str, Any]:
     """Returns the record of each test file: its tests, and the functions that they run. Files that changed
     since they were recorded are recorded again."""
-    seen, digest = _cached()
+    seen, digest = _cached(UNIT)
     for file, entry in _map(pool, _record, [file for file in digest if file not in seen]):
         seen[file] = entry | {"digest": digest[file]}
         print(f"recorded  {entry['seconds']:6.1f} s  {file}", flush=True)
-        _keep(seen)
+        _keep(UNIT, seen)
     return seen
 
 
-def _cached() -> tuple[dict[str, Any], dict[str, str]]:
+def _cached(suite: Suite) -> tuple[dict[str, Any], dict[str, str]]:
     """Returns the kept records of test files that have not changed since, and the digests of all files."""
-    cached = json.loads(CACHE.read_text()) if CACHE.exists() else {}
+    cached = json.loads(suite.records.read_text()) if suite.records.exists() else {}
     digest = {
         str(file.relative_to(ROOT)): hashlib.sha256(file.read_bytes()).hexdigest()
-        for file in sorted(ROOT.glob("tests/unit/**/test_*.py"))
+        for folder in suite.folders
+        for file in sorted((ROOT / folder).rglob("test_*.py"))
     }
     return {file: entry for file, entry in cached.items() if digest.get(file) == entry["digest"]}, digest
 
 
-def _keep(seen: dict[str, Any]) -> None:
-    CACHE.parent.mkdir(exist_ok=True)
-    CACHE.write_text(json.dumps(seen))
+def _keep(suite: Suite, seen: dict[str, Any]) -> None:
+    suite.records.parent.mkdir(exist_ok=True)
+    suite.records.write_text(json.dumps(seen))
 
 
 def _record(file: str) -> tuple[str, dict[str, Any]]:
@@ -333,7 +355,7 @@ def _pytest_recorded(file: str) -> dict[str, Any]:
     import pytest
 
     start, coverage = time.monotonic(), Coverage(copy / "openrlhf")
-    code = pytest.main([*PYTEST, "-m", "not slow and not gpu", file], plugins=[coverage])
+    code = pytest.main([*PYTEST, "-m", UNIT.marks, file], plugins=[coverage])
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
         raise RuntimeError(f"pytest ended with {code}")
     return {
@@ -372,21 +394,21 @@ def _pytest_trials(mutants: Sequence[Any], jobs: int, results: Any, console: int
     import pytest
     from mutants.in_memory import Trials
 
-    seen, digest = _cached()
+    seen, digest = _cached(FAST)
 
     def note(item: Any, result: Any, seconds: float) -> None:
         if isinstance(item, str):
             outcome, test = "recorded" if result else "NOT RECORDED", item
             if result:
                 seen[item] = result | {"digest": digest[item]}
-                _keep(seen)
+                _keep(FAST, seen)
         else:
             outcome, test = result or ("caught", "the process ended, or took too long")
             results.add(item, outcome, test, seconds)
         os.write(console, f"{outcome:9} {seconds:6.1f} s  {getattr(item, 'id', '')}  {test}\n".encode())
 
     trials = Trials(mutants, dict(seen), _plan, jobs, note)
-    pytest.main([*PYTEST, "-m", "not slow and not gpu", *TESTS], plugins=[trials])
+    pytest.main([*PYTEST, "-m", FAST.marks, *FAST.folders], plugins=[trials])
     return trials.seen
 
 

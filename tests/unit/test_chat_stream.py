@@ -114,11 +114,16 @@ def test_templates_that_no_agent_can_use(template: str | None, words: list[str])
     assert all(word in str(raised.value) for word in words)
 
 
-def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
+def test_prompts_that_would_become_messages_twice(tmp_path: Path) -> None:
     (path := tmp_path / "agent.py").write_text(AGENT)
     load_agent(str(path), tokenizer=tiny_tokenizer)
     with pytest.raises(UnusableFile, match="twice"):
         load_agent(str(path), tokenizer=tiny_tokenizer, is_chat=True)
+
+
+@pytest.mark.processes
+def test_a_template_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    (path := tmp_path / "agent.py").write_text(AGENT)
     with refused(ErrorCode.USER_CODE, flag="--train.agent_func_path", value=path):
         check_agent_file(
             str(path), "--train.agent_func_path", tokenizer=partial(with_template, ONLY_THE_LAST)

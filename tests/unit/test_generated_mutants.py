@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ pytest.importorskip("mutmut")
 from mutants.catalogue import ROOT
 from mutants.generated import Generated, Results, equivalents, generate, reason, sample, summary
 from mutants.in_memory import NotInMemory, in_forks, swap
+from mutants.run import FAST, UNIT
 
 MADE = '''
 """Made for tests."""
@@ -58,18 +60,34 @@ def test_smaller():
     print("seen")
     assert smaller(1, 2) == 3 and smaller(2, 1) == 3 and smaller(2, 2) == 6
 """
+OTHER_TESTS = """
+import pytest
+from openrlhf.algorithms.made import Row
+
+class Two:
+    size = lambda self: 2
+
+def test_triple():
+    assert Row.triple.func(Two()) == 12
+
+@pytest.mark.processes
+def test_double():
+    assert Row().double == 25
+"""
 TRIAL = """
 import json, sys
 from pathlib import Path
 import pytest
 from mutants.generated import generate
 from mutants.in_memory import Trials
-from mutants.run import _plan
+from mutants.run import FAST, _plan
 
 seen = {}
+old = {"tests/unit/test_gone.py": {"fixtures": ["algorithms/made.py:Row.size"], "tests": {"gone": [0, []]}}}
 note = lambda item, result, seconds: seen.update({item if isinstance(item, str) else item.id: result})
-trials = Trials(list(generate(Path.cwd())), {}, _plan, 2, note)
-pytest.main(["-p", "no:cacheprovider", "tests/unit"], plugins=[trials])
+trials = Trials(list(generate(Path.cwd())), old, _plan, 2, note)
+pytest.main(["-p", "no:cacheprovider", "-m", FAST.marks, *FAST.folders], plugins=[trials])
+assert old and "tests/unit/test_gone.py" not in trials.seen
 Path("outcomes.json").write_text(json.dumps(seen))
 """
 
@@ -81,6 +99,7 @@ def root(tmp_path: Path) -> Path:
         "openrlhf/algorithms/__init__.py": "",
         "openrlhf/algorithms/made.py": MADE,
         "tests/unit/test_made.py": TESTS,
+        "tests/contracts/test_others.py": OTHER_TESTS,
     }.items():
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(text)
@@ -181,7 +200,16 @@ def test_more_than_code_cannot_change_in_memory(
         swap(module, function, MADE.replace(original, changed))
 
 
-def test_tests_catch_mutants_in_memory_and_equivalent_ones_survive(root: Path) -> None:
+def test_the_tests_of_generated_mutants_are_those_of_make_fast() -> None:
+    command = re.search(r"^fast:.*\n\t.*pytest (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert command
+    _, chosen, folders = command[1].split('"')
+    assert sorted(folders.split()) == sorted(FAST.folders)
+    assert FAST.marks == f"{chosen} and not gpu"  # which no test of these folders is
+    assert FAST.records != UNIT.records
+
+
+def test_fast_tests_catch_mutants_in_memory_and_equivalent_ones_survive(root: Path) -> None:
     environment = os.environ | {"PYTHONPATH": f"{root}:{ROOT / 'tests'}"}
     subprocess.run([sys.executable, "-c", TRIAL], cwd=root, env=environment, check=True, timeout=300)
     outcomes = json.loads((root / "outcomes.json").read_text())
@@ -190,6 +218,8 @@ def test_tests_catch_mutants_in_memory_and_equivalent_ones_survive(root: Path) -
     assert found["smaller", PRODUCT, PRODUCT.replace("*", "/")] == ["caught", test]
     assert found["smaller", "< y", "<= y"] == ["SURVIVED", ""]
     assert found["smaller", "3", "4"] == ["not in memory", ""]
+    assert found["Row.triple", "6", "7"] == ["caught", "tests/contracts/test_others.py::test_triple"]
+    assert found["Row.double", "5", "6"] == ["not executed", ""]  # but by a test that starts processes
     assert found["Row.size", "4", "5"] == ["not executed", ""]
     assert outcomes["tests/unit/test_made.py"]["tests"][test][1] == ["algorithms/made.py:smaller"]
 

@@ -194,7 +194,7 @@ def test_the_first_steps_of_supervised_training_are_checked(
         verify, "verify_step", lambda engine, rows, objective, step, **_: checked.append(step)
     )
     config = SupervisedConfig(train=SupervisedTrainConfig(verify_steps=verify_steps, max_epochs=2))
-    windows = SimpleNamespace(shuffles=False)
+    windows = SimpleNamespace(shuffle=False)
     hook = verify.FirstSteps(config=config, engine=None, mesh=None, windows=windows)
     for step in (5, 6, 7):
         hook.before_step(step, [], None)

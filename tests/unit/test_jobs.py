@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from openrlhf.backends.jobs import LAUNCHED, run_job
+from openrlhf.backends.jobs import LAUNCHED, _processes, run_job
 
 PROGRAM = """
 import os
@@ -44,6 +44,29 @@ def test_a_job_does_not_inherit_the_launcher_of_its_parent(program: Path, monkey
     assert (program / "inherited-").read_text() == ""
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_several_ranks_are_told_their_places(tmp_path: Path, ranks: int) -> None:
+    """The command `env` prints its variables."""
+    parents = {"PATH": os.environ["PATH"], "WORLD_SIZE": "7", "MINE": "kept"}
+    with (
+        open(tmp_path / "log", "w+") as log,
+        _processes(["env"], log, ranks, parents, folder=tmp_path) as job,
+    ):
+        assert [process.wait(30) for process in job] == [0] * ranks
+    lines = (tmp_path / "log").read_text().split()
+    assert lines.count("MINE=kept") == ranks
+    places = sorted(line for line in lines if line.startswith(("RANK=", "LOCAL_RANK=", "WORLD_SIZE=")))
+    if ranks == 1:
+        assert not places
+        return
+    numbers = [f"LOCAL_RANK={i}" for i in range(ranks)] + [f"RANK={i}" for i in range(ranks)]
+    assert places == [*numbers, *[f"WORLD_SIZE={ranks}"] * ranks]
+    (port,) = {line for line in lines if line.startswith("MASTER_PORT=")}
+    assert port != "MASTER_PORT=0" and lines.count("MASTER_ADDR=127.0.0.1") == ranks
+    assert lines.count("OMP_NUM_THREADS=1") == lines.count("LOCAL_WORLD_SIZE=" + str(ranks)) == ranks
+
+
+@pytest.mark.processes
 def test_ranks_meet_in_a_store_of_the_parent(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_PORT", "WORLD_SIZE", "GROUP_RANK"):
         monkeypatch.setenv(name, "7")
@@ -53,6 +76,7 @@ def test_ranks_meet_in_a_store_of_the_parent(program: Path, monkeypatch: pytest.
     assert "GROUP_RANK" not in names and {"RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"} <= {*names}
 
 
+@pytest.mark.processes
 def test_a_failed_rank_ends_the_others(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text(
         "import os, sys, time\ntime.sleep(60 * (os.environ['RANK'] == '0'))\nsys.exit(3)\n"
@@ -62,6 +86,7 @@ def test_a_failed_rank_ends_the_others(tmp_path: Path) -> None:
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.processes
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     (tmp_path / "child.py").write_text("import time; print('up', flush=True); time.sleep(60)\n")
     seconds: list[float] = []

@@ -158,10 +158,14 @@ def test_the_last_known_score_is_that_of_the_episode(
     assert base._result([{"rewards": 1}], truncated=False)["scores"] is None
 
 
+@pytest.mark.processes
+def test_files_of_all_generations_are_accepted(retrying: Path) -> None:
+    assert check_agent_file(str(retrying), FLAG, limits=()) == ""
+
+
 def test_one_stream_of_tokens(retrying: Path) -> None:
     """Sampled tokens stand where they were sampled, feedback follows without being trained on; a turn's
     reward is its own."""
-    assert check_agent_file(str(retrying), FLAG, limits=()) == ""
     found, engine = play(retrying, " 3", " 4", " 2", samples=1)
     (t,) = found
     assert t.outcome is Outcome.OK, t.error
@@ -268,6 +272,7 @@ class AgentInstance(AgentInstanceBase):
 """
 
 
+@pytest.mark.processes
 def test_steps_that_never_return_hold_up_no_other(tmp_path: Path) -> None:
     """There are more of them than a pool of threads has. The others wait for one another, each in a
     thread."""
@@ -304,6 +309,7 @@ def test_params_of_the_next_turns(tmp_path: Path) -> None:
     assert len({p.seed for _, p in engine.asked}) == 3
 
 
+@pytest.mark.processes
 def test_limits_that_an_executor_would_not_keep_to(tmp_path: Path) -> None:
     path = tmp_path / "agent.py"
     path.write_text(

@@ -17,6 +17,7 @@ from openrlhf.cluster.placement import (
     ExclusiveDevices,
     visible_devices_untouched,
 )
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.mesh import Mesh
 
 
@@ -104,3 +105,22 @@ def test_processes_without_gpus_are_where_the_plan_has_them():
     options, variables = bundles.engine_options(1, num_gpus=2)
     assert (options["num_cpus"], options["scheduling_strategy"].node_id, variables) == (0, nodes[2], {})
     assert bundles.options(3)["scheduling_strategy"].node_id == nodes[3]
+
+
+def test_the_runs_that_hold_gpus_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(free: list[float], **groups: list[float]) -> str:
+        table = {
+            name: {"name": name, "state": "CREATED", "bundles": {i: {"GPU": n} for i, n in enumerate(counts)}}
+            for name, counts in groups.items()
+        }
+        table["waiting"] = {"name": "waiting", "state": "PENDING", "bundles": {0: {"GPU": 8}}}
+        monkeypatch.setattr(placement, "placement_group_table", lambda: table)
+        monkeypatch.setattr(placement, "free_gpus", lambda: free)
+        text = placement._shortage(PPOConfig())
+        return text[text.index("of the cluster's") :]
+
+    monkeypatch.setattr(placement, "available_nodes", lambda: [{"GPU": 4, "CPU": 8}, {"GPU": 4}, {"CPU": 8}])
+    assert told([8]) == "of the cluster's 8, 8 are free."
+    assert told([1, 2], other=[2, 1], idle=[0]) == (
+        "of the cluster's 8, 3 are free (1, 2 on the nodes): other holds 3, tasks and actors hold 2."
+    )

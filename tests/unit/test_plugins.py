@@ -61,6 +61,7 @@ def value_of(reference: str) -> float:
     return reward
 
 
+@pytest.mark.processes
 def test_a_reward_function_has_any_name_in_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("score.py").write_text(JUDGE)
@@ -70,15 +71,19 @@ def test_a_reward_function_has_any_name_in_a_file(tmp_path: Path, monkeypatch: p
     assert value_of(config.reward_function) == 7
 
 
-def test_a_reward_function_of_a_module_and_one_that_is_registered(package: Path) -> None:
-    """The processes that call it import the module by its name."""
+def test_a_registered_name_stands_for_its_function(package: Path) -> None:
     for name in ("house.rewards:judge", "judge"):
         config = parse(PPO, [*FLAGS.split(), REWARD, name]).config
         assert config.reward_function == "house.rewards:judge"
+
+
+@pytest.mark.processes
+def test_the_processes_that_call_a_function_import_its_module(package: Path) -> None:
     assert check_reward_file("house.rewards:judge", REWARD) == ""
     assert value_of("house.rewards:judge") == 7
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("reference", "text"),
     [
@@ -110,15 +115,22 @@ def test_a_name_that_nobody_registers(package: Path, capsys: pytest.CaptureFixtu
         assert error.code is ErrorCode.INVALID_VALUE and f" {registered}" in error.text
 
 
+@pytest.mark.processes
+def test_an_agent_of_any_name_is_accepted(package: Path, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(EXECUTORS)
+    for reference in (f"{tmp_path}/agent.py:Mine", "house.agents:Mine"):
+        assert check_agent_file(reference, AGENT) == ""
+
+
 def test_an_agent_of_any_name(package: Path, tmp_path: Path) -> None:
     (tmp_path / "agent.py").write_text(EXECUTORS)
     assert parse(PPO, [*FLAGS.split(), AGENT, "mine"]).config.train.agent == "house.agents:Mine"
     for reference in (f"{tmp_path}/agent.py:Mine", "house.agents:Mine"):
-        assert check_agent_file(reference, AGENT) == ""
         executor = asyncio.run(UserExecutor.load(reference))
         assert asyncio.run(executor.execute("four", None, None, 9, None, None)) == {"reward": 4.0}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -135,6 +147,7 @@ def test_classes_that_are_no_agents(package: Path, tmp_path: Path, name: str, te
         assert str(error.value).startswith(f"{AGENT} {place}:{name}: {text.format(kind)}")
 
 
+@pytest.mark.processes
 def test_environments_of_ours_by_their_names() -> None:
     environments = "openrlhf.environments"
     assert check_agent_file(f"{environments}.reasoning_gym:ReasoningGymExecutor", AGENT) == ""
@@ -220,6 +233,7 @@ def own_modules() -> Iterator[None]:
             del sys.modules[name]
 
 
+@pytest.mark.processes
 def test_modules_beside_a_file_are_imported_from_any_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_modules: None
 ) -> None:
@@ -234,6 +248,7 @@ def test_modules_beside_a_file_are_imported_from_any_folder(
     assert type(executor.executor).__name__ == "Mine"
 
 
+@pytest.mark.processes
 def test_modules_beside_a_file_go_with_it_to_other_machines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +289,7 @@ def test_a_module_beside_a_file_is_never_taken_for_another(tmp_path: Path, own_m
     assert str(shadows / "yaml.py") in told.value.text and "Rename" in told.value.text
 
 
+@pytest.mark.processes
 def test_a_module_that_is_nowhere_is_told_with_the_places(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text("x = 1\nimport nowhere_at_all\n")

@@ -57,6 +57,7 @@ def test_a_comma_list_mixes_them_with_files(tmp_path):
     assert len(load(LEGS, max_samples=2)) == 2
 
 
+@pytest.mark.processes
 def test_rows_become_prompts_with_a_source(tmp_path):
     rows = load(CHAIN)
     prompts = build_prompts(
@@ -80,6 +81,7 @@ def test_the_digest_of_rows_follows_the_specification():
     assert digests[0] == digests[1] and len(set(digests)) == 3
 
 
+@pytest.mark.processes
 def test_the_verifier_in_a_process_of_its_own():
     """The entry's own answer is right in every form, another one is wrong."""
     check_reward_file(GYM_VERIFIER, "--reward.remote_url")
@@ -152,6 +154,7 @@ json.dump(labels(json.loads(sys.argv[1])), sys.stdout)
 """
 
 
+@pytest.mark.processes
 def test_other_processes_make_the_same_problems(monkeypatch):
     """Datasets that fail this are refused and not tested here. The other process hashes texts otherwise."""
     names = ["leg_counting", "chain_sum", "basic_arithmetic", "word_ladder", "countdown"]

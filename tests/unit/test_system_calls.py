@@ -1,11 +1,12 @@
-"""The filter of system calls in a sandbox, interpreted here as the kernel would."""
+"""The limits of a sandbox, and its filter of system calls, interpreted here as the kernel would."""
 
 import ctypes
+import resource
 import struct
 
 import pytest
 
-from openrlhf.agents import isolation
+from openrlhf.agents import isolation, sandbox
 from openrlhf.agents.isolation import MACHINES, SECCOMP
 
 LOAD, EQUAL, AT_LEAST, ANSWER = 0x20, 0x15, 0x35, 0x06
@@ -27,6 +28,25 @@ def answer_of(program: list[tuple[int, int, int, int]], audit: int, number: int,
         else:
             holds = {EQUAL: value == operand, AT_LEAST: value >= operand}[kind]
             place += then if holds else otherwise
+
+
+def test_a_program_gets_the_limits_of_its_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_check", lambda made: None)  # it would run a program
+    made = sandbox.Sandbox(seconds=2.5, memory=1 << 30, processes=3, disk=1 << 20, import_from=("/usr",))
+    task = made._task("print(1)", "7")
+    assert (task["code"], task["stdin"], task["disk"]) == ("print(1)", "7", 1 << 20)
+    assert {getattr(resource, name): value for name, value in task["limits"].items()} == {
+        resource.RLIMIT_AS: 1 << 30,
+        resource.RLIMIT_CPU: 3,
+        resource.RLIMIT_FSIZE: 1 << 20,
+        resource.RLIMIT_NPROC: 3,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_MEMLOCK: 0,
+        resource.RLIMIT_MSGQUEUE: 0,
+    }
+    assert task["environment"]["PYTHONPATH"] == "/usr"
+    assert {"/usr", task["python"]} <= task["visible"].keys() and "/etc" not in task["visible"]
 
 
 @pytest.mark.parametrize("name", MACHINES)

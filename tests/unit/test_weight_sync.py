@@ -17,6 +17,7 @@ from torch import Tensor
 
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.vllm.gpu_transfers import shared_buffer_bytes
+from openrlhf.backends.vllm.weight_receiver import WorkerExtension
 from openrlhf.backends.weight_sync import checksum as checksums
 from openrlhf.backends.weight_sync import gloo
 from openrlhf.backends.weight_sync.buckets import (
@@ -32,6 +33,7 @@ from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 from openrlhf.backends.weight_sync.shared_memory import SharedMemory, open_memory
 from openrlhf.backends.weight_sync.source import WeightSource
+from openrlhf.backends.weight_sync.stored_weights import Sketch
 from openrlhf.errors import ErrorCode
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
@@ -306,12 +308,12 @@ def test_exactly_the_tensors_are_delivered(engines, workers, backend):
             "norm": torch.ones(3),
             "scalar": torch.tensor(2.5),
             "strided": torch.randn(6, 4).t(),
-            "large": torch.randn(1 << 20, 20),  # 80 MB: more than a bucket
+            "large": torch.randn(1 << 14, 20),  # 1.3 MB: more than a bucket
             "last": torch.randn(5).half(),
         }
     )
     receivers = Receivers(engines, workers)
-    sender = sender_of(weights, receivers, backend=backend)
+    sender = sender_of(weights, receivers, backend=backend, bucket_bytes=1 << 20)
     sender.send(1)
     for loaded in receivers.loaded:
         assert list(loaded) == list(weights.tensors)
@@ -337,6 +339,7 @@ def test_an_engine_that_loads_something_else_is_an_error(backend):
     assert "engine 1: worker 0 " in second
 
 
+@pytest.mark.processes
 @BACKENDS
 @pytest.mark.parametrize("failing", [{0}, {1}, {0, 8}, {*range(9)}])
 def test_an_engine_that_fails_leaves_the_others_whole(failing, backend):
@@ -388,6 +391,23 @@ def test_engines_store_merged_weights_or_those_below_the_adapter(lora_sync, whol
     assert (source.whole_part, source.parts) == (whole, parts)
 
 
+def test_an_engine_that_was_dropped_is_sent_nothing_more():
+    transfer = gloo.GlooTransfer(None, None, {0: "first", 1: "second"}, bucket_bytes=64)
+    transfer._drop([1, 5])
+    assert transfer.groups == {0: "first"}
+
+
+def test_sketches_of_a_worker_are_those_of_its_weights():
+    """Matrices of layers that vLLM does not know cannot be read back."""
+    model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(5), "other": torch.nn.Linear(5, 2)})
+    worker = SimpleNamespace(weight_transfer_engine=SimpleNamespace(model=model))
+    lengths = {"norm.weight": 5, "norm.bias": 4, "other.weight": 2, "other.bias": 2, "gone.weight": 5}
+    found = WorkerExtension.layer_sketches(worker, lengths)
+    known = {"norm.weight": model["norm"].weight, "other.bias": model["other"].bias}
+    assert found == {name: tuple(Sketch.of(weight)) for name, weight in known.items()}
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize(("asked", "expected"), [(None, 7), (40 << 20, 3), (1 << 20, 100)])
 def test_weights_travel_in_buckets_of_the_size_that_was_asked_for(asked, expected):
     weights = Weights({str(i): torch.zeros(1 << 18) for i in range(100)})  # 1 MiB each
@@ -461,6 +481,7 @@ def test_size_of_a_shared_buffer(sizes, capacity, expected):
     assert max_bucket_bytes([], capacity) == 0
 
 
+@pytest.mark.processes
 @given(METAS, st.integers(1, 2000))
 def test_no_bucket_exceeds_a_shared_buffer(tensors, capacity):
     size = max_bucket_bytes(tensors, capacity)

@@ -1,13 +1,17 @@
 """Detects settings that vLLM's engines do not run, or with which they would compute something else, before
-an engine starts. The tables are those of the vLLM release that this package requires. Unknown architectures
-are refused by vLLM itself, see `refusals` in engine.py."""
+an engine starts. The tables are those of the vLLM release that this package requires. What they do not know
+is refused by vLLM itself, see `refusals` in engine.py."""
 
 import ast
+import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import transformers
+
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.plugins import entry_points
 
 MODELS = "model_executor/models"
 PLAIN_BASES = ("nn.Module", "MixtureOfExperts", "HasInnerState", "IsHybrid", "IsAttentionFree")
@@ -16,6 +20,9 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes for which vLLM has attention kernels on CPUs."""
 FLOAT16_UNSTABLE = ("gemma2", "gemma3", "gemma3_text", "glm4")
 """Model types that vLLM does not run in float16."""
+SUFFIX = re.compile("(ForCausalLM|ForConditionalGeneration|LMHeadModel|ChatModel|Model)$")
+"""Suffixes of architecture names. vLLM treats names that differ only in the suffix as the same
+architecture."""
 CPU_BF16_ONLY = ("Qwen3Next", "Qwen3_5")
 """Beginnings of architectures whose linear attention has kernels for bf16 alone on CPUs."""
 
@@ -40,6 +47,7 @@ def check_vllm_runs(
     """Raises UsageError if vLLM certainly cannot run the model in `dtype` (bf16, fp16 or fp32), or not with
     sequences of `max_len` tokens. Uncertain cases are left to vLLM."""
     for reason in (
+        _unknown_architecture(model_config),
         _not_in_half_precision(model_config) if dtype == "fp16" else "",
         _indivisible_heads(model_config.get_text_config(), tensor_parallel_size),
         _short_rope(model_config.get_text_config(), max_len),
@@ -98,6 +106,32 @@ def _source(name: str) -> list[ast.stmt]:
     folders = (package.submodule_search_locations or []) if (package := find_spec("vllm")) else []
     files = [Path(folder) / name for folder in folders]
     return [part for file in files if file.is_file() for part in ast.parse(file.read_text("utf-8")).body]
+
+
+def _unknown_architecture(config: Any) -> str:
+    """Returns the reason why vLLM does not know the architecture; "" if it does, or may. Only where vLLM
+    cannot run transformers' implementation either, it is imported and asked, which takes seconds."""
+    names = config.architectures or ()
+    plugins = [p for p in entry_points("vllm.general_plugins") if not p.value.startswith("vllm.")]
+    if not names or plugins or getattr(config, "auto_map", None) or _runs_by_transformers(names[0]):
+        return ""
+    if find_spec("vllm") is None:
+        return ""
+    from vllm import ModelRegistry
+
+    stems = tuple(SUFFIX.sub("", name) for name in names)
+    if any(name.startswith(stems) for name in ModelRegistry.get_supported_archs()):
+        return ""
+    return (
+        f"it does not implement {', '.join(names)}, and transformers' implementation does not accept vLLM's "
+        "attention.\nUse a model of another architecture."
+    )
+
+
+def _runs_by_transformers(architecture: str) -> bool:
+    """Returns True if vLLM can run transformers' implementation, which must accept vLLM's attention."""
+    model = getattr(transformers, architecture, None)
+    return model is not None and (model.is_backend_compatible() or model._can_set_attn_implementation())
 
 
 def _not_in_half_precision(config: Any) -> str:

@@ -112,7 +112,8 @@ def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         doctor.main([str(run), "--json"])
     data = json.loads(capsys.readouterr().out)
-    assert not data["healthy"]
+    assert data.keys() == {"run", "last_step", "running", "healthy", "findings", "signs"}
+    assert data["run"] == str(run) and not data["running"] and not data["healthy"]
     assert data["findings"][0]["cause"] == "memory"
 
 

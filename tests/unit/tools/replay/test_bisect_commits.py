@@ -97,6 +97,7 @@ def test_the_first_difference_of_two_commits(recording, clone, temporary, capfd)
     assert state(clone) == before and not list(temporary.iterdir())
 
 
+@pytest.mark.processes
 def test_commits_that_compute_the_same(recording, clone, temporary, capfd):
     sha = git(clone, "rev-parse", "good")
     assert run_commits(recording.run.path, [sha, "same"], None, clone / "openrlhf") == 0
@@ -105,6 +106,7 @@ def test_commits_that_compute_the_same(recording, clone, temporary, capfd):
     assert f"first run   {sha[:12]}: good code" in out
 
 
+@pytest.mark.processes
 def test_a_commit_that_fails_is_named(recording, clone, temporary):
     commit(clone, "fails", "cli/replayed.py", COMPUTE.format(added=0, more="sys.exit(3)"))
     with refused(ErrorCode.WORKER_FAILED, flag="--commits", value="main") as raised:
@@ -141,6 +143,7 @@ def test_a_bare_clone_has_the_same_commits(clone, tmp_path):
     assert (tmp_path / "code" / ENTRY).read_bytes() == (clone / ENTRY).read_bytes()
 
 
+@pytest.mark.processes
 def test_the_code_of_a_commit_is_imported_before_that_of_the_working_folder(recording, tmp_path):
     """The working folder of a run is often a clone, whose package `python -m` would import."""
     for folder in ("code", "working"):

@@ -62,6 +62,7 @@ COMMANDS = {
 COMMANDS_OF_ENGINE = {
     "engine": (PPO, "--rollout.engine transformers --reward.remote_url http://localhost/reward"),
 }
+TAKES_LONG = pytest.mark.processes
 FP32_CHECKS = ["plain transformers", "micro-batches and order", "token budget", "packing", "common prefixes"]
 
 
@@ -109,13 +110,16 @@ def failed(findings: dict[str, Finding]) -> set[str]:
     return {name for name, finding in findings.items() if finding.verdict is Verdict.FAILED}
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", ["sft", "rm", "ppo", *(pytest.param(name, marks=TAKES_LONG) for name in ("dpo", "kto", "gspo"))]
+)
 def test_a_sound_setup_is_proved(verified: Callable, name: str) -> None:
     findings = verified(name)
     assert {name: f.verdict for name, f in findings.items()} == dict.fromkeys(FP32_CHECKS, Verdict.PROVED)
     assert all(f.error < f.bound < 1e-4 and f.how for f in findings.values())
 
 
+@TAKES_LONG
 def test_the_dtype_of_the_run_is_compared_with_float32(verified: Callable) -> None:
     findings = verified("sft", "bf16")
     assert not failed(findings)
@@ -208,6 +212,7 @@ DEFECTS = [
 ]
 
 
+@TAKES_LONG
 @pytest.mark.parametrize(("name", "defect", "checks"), DEFECTS)
 def test_a_defect_is_found(
     verified: Callable, monkeypatch: pytest.MonkeyPatch, name: str, defect: Callable, checks: set[str]
@@ -233,6 +238,7 @@ def test_a_defect_is_found(
     assert all(findings[check].meaning for check in checks)
 
 
+@TAKES_LONG
 def test_a_defect_of_one_dtype_is_found(verified: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     coarse_head(monkeypatch)
     assert failed(verified("sft", "bf16")) == {"dtype bf16", "dtype bf16, packed"}
@@ -320,7 +326,7 @@ def continued(verified: Callable, tmp_path: Path, name: str) -> dict[str, Findin
     return verified(name, checks=checks, count=2)
 
 
-@pytest.mark.parametrize("name", ["sft", "ppo"])
+@pytest.mark.parametrize("name", ["sft", pytest.param("ppo", marks=TAKES_LONG)])
 def test_a_run_that_goes_on_where_it_was_saved(verified: Callable, tmp_path: Path, name: str) -> None:
     findings = continued(verified, tmp_path, name)
     assert {f.check: (f.verdict, f.error) for f in findings.values()} == {
@@ -340,6 +346,7 @@ def test_differences_of_numbers_that_are_not_finite() -> None:
     assert error == inf and "grad_norm of step 1" in where
 
 
+@TAKES_LONG
 def test_a_checkpoint_without_the_optimizer(
     verified: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -349,6 +356,7 @@ def test_a_checkpoint_without_the_optimizer(
     assert failed(continued(verified, tmp_path, "sft")) == {"resume"}
 
 
+@TAKES_LONG
 def test_a_run_that_its_seed_does_not_fix(
     verified: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,6 +425,7 @@ def one_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(engine, "answer", always)
 
 
+@TAKES_LONG
 @pytest.mark.parametrize(
     ("defect", "checks"),
     [
