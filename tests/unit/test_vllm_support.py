@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 from refusals import refused
 from transformers import (
-    CodeGenConfig,
     DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
@@ -115,7 +114,6 @@ def test_linear_attention_on_a_cpu(architecture):
         llama(),
         llama(architectures=["OfMyOwnForCausalLM"], auto_map={"AutoModelForCausalLM": "own.Own"}),
         llama(architectures=None),
-        CodeGenConfig(architectures=["CodeGenForCausalLM"], n_embd=64, n_head=2),  # vLLM refuses it itself
         DeepseekV3Config(architectures=["DeepseekV3ForCausalLM"], qk_rope_head_dim=8),
         MambaConfig(architectures=["MambaForCausalLM"]),
     ],
