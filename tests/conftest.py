@@ -90,9 +90,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if _starts_processes(item.path):
             item.add_marker(pytest.mark.processes)
     if _is_fast(config):
+        items.sort(key=lambda item: "tools" not in item.path.parts)  # their files take longest
+        _leave_out_rows(items)
         _try_fewer(
             {item.function for item in items if hasattr(getattr(item, "function", None), "hypothesis")}
         )
+
+
+def _leave_out_rows(items: list[pytest.Item]) -> None:
+    """Gives the marker `processes` to all rows of a test with the marker `few(n)` but n, spread evenly."""
+    rows: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few"):
+            rows.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_test in rows.values():
+        count = of_test[0].get_closest_marker("few").args[0]
+        kept = {i * len(of_test) // count for i in range(count)}
+        for i, item in enumerate(of_test):
+            if i not in kept:
+                item.add_marker(pytest.mark.processes)
 
 
 def _try_fewer(properties: set[Callable[..., None]]) -> None:

@@ -115,6 +115,7 @@ def test_the_structure_alone_finds_all_but_changes_inside_of_large_files(copy: P
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("part", ["_actor", "_critic"])
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
+@pytest.mark.few(8)
 def test_whatever_stands_in_place_of_a_file_of_the_newest_the_next_is_taken(copy: Path, kind, part) -> None:
     newest = copy / part / "global_step6"
     for file in [path for path in newest.rglob("*") if path.is_file()]:

@@ -114,6 +114,7 @@ def test_without_a_driver_nothing_is_known_of_gpus(tmp_path, environment) -> Non
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.processes
 def test_ranks_that_do_not_meet_are_told_where_and_why(environment, monkeypatch, rank) -> None:
     """Rank 0 finds the port in use; rank 1 waits for a store that nobody opens."""
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -86,6 +86,7 @@ def test_slopes_by_hand():
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, A, None])
 @pytest.mark.parametrize(("size", "teacher_size"), [(V, V), (V, V - 2), (V - 2, V)])
+@pytest.mark.few(48)
 def test_equals_kl_div_on_whole_logits(kind, options, has_bias, chunk, size, teacher_size):
     """Values agree, and gradients with another weight on each action; padded ends of vocabularies count in
     neither."""
@@ -106,6 +107,7 @@ def test_equals_kl_div_on_whole_logits(kind, options, has_bias, chunk, size, tea
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("size", "teacher_size"), [(V, V), (V, V - 2), (V - 2, V)])
+@pytest.mark.few(8)
 def test_gradcheck(kind, options, size, teacher_size):
     teacher_hidden, teacher_head = teacher_of(teacher_size, has_bias=True)
 

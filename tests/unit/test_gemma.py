@@ -151,6 +151,7 @@ def test_what_is_frozen(folder) -> None:
     assert frozen == {name for name, _ in model.named_parameters() if any(part in name for part in parts)}
 
 
+@pytest.mark.few(1)
 def test_a_reward_model_reads_images(folder, rows, images, tmp_path) -> None:
     def scorer(path: Path):
         module = load_scorer(

@@ -124,6 +124,7 @@ def test_calls_add_up_and_each_loss_has_its_own_denominator(start):
         assert (found - sum(parts)).norm() <= 1e-6 * sum(parts).norm()
 
 
+@pytest.mark.processes
 def test_deepspeed_takes_one_call_a_step(start):
     norms = {}
     for backend in ("torch", "deepspeed"):

@@ -507,6 +507,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.few(3)
 def test_adapters_of_peft_merge_into_the_model_that_peft_computes(
     base: Path, row: PackedRow, tmp_path: Path, options: dict, tied: bool
 ) -> None:

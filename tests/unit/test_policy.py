@@ -108,6 +108,7 @@ def one_by_one(model: hf.PreTrainedModel, samples: list[Sample], temperature: fl
 
 
 @pytest.mark.parametrize(("name", "attention"), RIGHT)
+@pytest.mark.few(8)
 def test_packed_equals_one_by_one(folders, samples, name, attention):
     plain, policy = plain_model(folders[name]), policy_of(folders[name], attention)
     for temperature in (1.0, 0.6):

@@ -62,6 +62,7 @@ def related(seed: int = 0) -> list[Sample]:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.few(5)
 def test_every_objective(
     threads: Callable, monkeypatch: pytest.MonkeyPatch, trees: list[bool], name: str
 ) -> None:

@@ -201,6 +201,7 @@ def test_angles_differ_from_those_of_a_model_that_is_not_stretched(kind: str) ->
 
 @pytest.mark.parametrize(("num_ranks", "mode"), [(2, "ulysses"), (3, "allgather")])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(5)
 def test_slices_have_the_angles_of_their_sequence(
     threads: Callable, kind: str, num_ranks: int, mode: str
 ) -> None:

@@ -171,6 +171,7 @@ def check_same(found: tuple, expected: tuple) -> None:
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.few(3)
 def test_their_own_choice_gives_the_same_bits(model_type: str) -> None:
     policy = policy_of(model_type)
     expected = passed(policy, row())

@@ -83,6 +83,7 @@ def test_experts_of_a_token_count_together():
 
 
 @pytest.mark.parametrize("name", ALL)
+@pytest.mark.few(40)
 def test_every_architecture_says_how_large_it_is(name: str) -> None:
     shape = shape_of(tiny_config(name))
     assert shape.layers >= 2 and shape.vocabulary == 61

@@ -349,6 +349,7 @@ def check_equal(found: list, expected: tuple) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.few(5)
 def test_every_objective(threads: Callable, name: str) -> None:
     build, row, objective_of = OBJECTIVES[name]
     module, row = build(), row()

@@ -4,6 +4,8 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SIZE = runpy.run_path(str(ROOT / "tools" / "size.py"))
 
@@ -35,6 +37,7 @@ def test_what_a_command_reaches(tmp_path: Path) -> None:
     assert SIZE["reached"]("openrlhf.cli", texts) == named
 
 
+@pytest.mark.processes
 def test_the_readme_has_the_figures() -> None:
     """Rounded to thousands for what a command can run; a loop has at most as many lines as it says."""
     readme, found = (ROOT / "README.md").read_text(), SIZE["figures"]()

@@ -329,6 +329,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolera
 
 
 @each_case
+@pytest.mark.few(7)
 def test_value_and_gradient_equal_the_plain_formula(folders, name):
     case = CASES[name]
     reference, model, row = case.build_plain(folders), case.build(folders), case.collate(case.items)
@@ -344,6 +345,7 @@ def test_value_and_gradient_equal_the_plain_formula(folders, name):
 
 
 @each_case
+@pytest.mark.few(7)
 def test_rows_of_any_size_add_up(folders, name):
     case = CASES[name]
     whole = case.collate(case.items)

@@ -102,6 +102,7 @@ def nll_of(model: Path, rows: Path) -> float:
 
 
 @pytest.mark.parametrize("name", TASKS)
+@pytest.mark.few(4)
 def test_a_command_trains_evaluates_and_saves(
     name: str, model: Path, rows: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -255,6 +255,7 @@ def test_what_is_frozen(folder: Path) -> None:
     assert all((p.grad is None) == (name in frozen) for name, p in module.model.named_parameters())
 
 
+@pytest.mark.few(1)
 def test_a_critic_reads_images(folder: Path, tmp_path: Path) -> None:
     """The critic is made of a language model; the values of a row are those of its sequences, and survive a
     file."""

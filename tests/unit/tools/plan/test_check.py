@@ -106,6 +106,7 @@ def verdict(text: str) -> list[str]:
     return [line.strip() for line in notes.splitlines()] if start else []
 
 
+@pytest.mark.processes
 def test_a_template_that_is_not_used_is_named_first(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,6 +119,7 @@ def test_a_template_that_is_not_used_is_named_first(
     assert checked([*without, "--data.input_template", "{}"], capsys)[1].endswith("nothing is wrong\n")
 
 
+@pytest.mark.processes
 def test_prompts_that_have_the_form_of_the_template(
     words: list[str], model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +132,7 @@ def test_prompts_that_have_the_form_of_the_template(
     assert checked([*words[:at], *words[at + 2 :], *few], capsys)[1].endswith("nothing is wrong\n")
 
 
+@pytest.mark.processes
 def test_what_so_few_rows_give(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     lines = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     Path("rows.csv").write_text(
@@ -149,6 +152,7 @@ def test_what_so_few_rows_give(words: list[str], capsys: pytest.CaptureFixture[s
     assert "run: 10 rows, 1 step, " in text
 
 
+@pytest.mark.processes
 def test_a_learning_rate_that_destroys_models(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, text = checked([*words, "--actor.adam.lr", "0.5"], capsys)
     (note,) = verdict(text)

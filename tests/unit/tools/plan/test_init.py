@@ -53,6 +53,7 @@ def read(what: str, gpus: int) -> dict:
 
 @pytest.mark.parametrize("gpus", [0, 1, 3, 7, 8, 24, 256])
 @pytest.mark.parametrize("what", [name for name in RECIPES if name not in ALGORITHMS])
+@pytest.mark.few(14)
 def test_commands_accept_every_recipe(what: str, gpus: int) -> None:
     init.main(flags(what, gpus=gpus))
     values = read(what, gpus)
@@ -160,6 +161,7 @@ def test_a_wrong_line_of_a_pipe_ends_the_questions(
 @pytest.mark.parametrize(
     "algorithm", [a for a in named_algorithms.ALGORITHMS if "TIS" not in a.name], ids=lambda a: a.name
 )
+@pytest.mark.few(6)
 def test_named_algorithms_are_those_of_the_documentation(
     algorithm: named_algorithms.Algorithm, gpus: int
 ) -> None:

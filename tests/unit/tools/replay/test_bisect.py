@@ -71,6 +71,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("fields", "quantity"), CHANGES, ids=[quantity for _, quantity in CHANGES])
+@pytest.mark.few(4)
 def test_a_sample_differs(pair, fields, quantity):
     a, b = pair
     b.step(2, changed(2, 1, **fields))

@@ -236,6 +236,7 @@ def made_up(missing: Collection[str] = (), longest: int = LONGEST) -> tuple[Batc
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
 @pytest.mark.parametrize("reward", [RewardConfig(), RewardConfig(**PENALTIES)], ids=["", "penalties"])
+@pytest.mark.few(10)
 def test_advantages_of_made_up_samples_are_those_of_the_plain_formulas(
     formula: dict, reward: RewardConfig
 ) -> None:
@@ -337,6 +338,7 @@ def config_of(
 
 
 @pytest.mark.parametrize("names", [*product(LOSSES, ANCHORS, CORRECTIONS, AGGREGATIONS)], ids=str)
+@pytest.mark.few(40)
 def test_policy_losses_are_those_of_the_plain_formula(names: tuple) -> None:
     bounds = {"is_correction_threshold": (0.8, 1.2)}
     plain = config_of(*names, actor={"eps_clip": 0.15}, **bounds)

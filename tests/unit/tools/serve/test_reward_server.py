@@ -403,6 +403,7 @@ JSON = {"Content-Type": "application/json"}
         ({}, 415),
     ],
 )
+@pytest.mark.processes
 def test_without_a_key_no_web_site_can_ask(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], status: int
 ) -> None:
@@ -441,6 +442,7 @@ def test_a_request_that_is_given_up_is_a_line_in_the_log(
 
 
 @pytest.mark.parametrize("before", [b"", b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"])
+@pytest.mark.processes
 def test_half_a_header_ends_its_connection(monkeypatch: pytest.MonkeyPatch, before: bytes) -> None:
     """Also behind a request that was answered, and if the bytes come one by one."""
     monkeypatch.setattr(server, "HEADER_SECONDS", 0.3)

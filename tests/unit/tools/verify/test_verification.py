@@ -113,6 +113,7 @@ def failed(findings: dict[str, Finding]) -> set[str]:
 @pytest.mark.parametrize(
     "name", ["sft", "rm", "ppo", *(pytest.param(name, marks=TAKES_LONG) for name in ("dpo", "kto", "gspo"))]
 )
+@pytest.mark.few(1)
 def test_a_sound_setup_is_proved(verified: Callable, name: str) -> None:
     findings = verified(name)
     assert {name: f.verdict for name, f in findings.items()} == dict.fromkeys(FP32_CHECKS, Verdict.PROVED)

@@ -81,6 +81,7 @@ FILES = ("argv.txt", "metrics.jsonl", "health.jsonl", LOCK, "env.json", JOURNAL,
         for j, kind in enumerate(kind for kind in IN_ITS_PLACE if kind != "huge")
     ],
 )
+@pytest.mark.few(10)
 def test_a_damaged_file_is_told_by_its_path(folder: Path, name: str, kind: str) -> None:
     file = folder / name
     file.parent.mkdir(exist_ok=True)
