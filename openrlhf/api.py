@@ -120,7 +120,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.reference import ComparedTask, reference_path
     from openrlhf.loop.rl_checks import check_files as check_rl_files, check_users_files
     from openrlhf.loop.rl_command import (
-        build_trainer as build_rl_trainer, checkpoints_of as rl_checkpoints, run as run_rl,
+        build_trainer as build_rl_trainer, run as run_rl,
     )
     from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.loop.task import (

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from openrlhf.checkpoint.manifest import MANIFEST, complete
 from openrlhf.checkpoint.origin import Origin, compare
@@ -69,6 +69,12 @@ class CheckpointFolder:
         self.changed: dict[str, Any] | None = None
         """Settings that the fork changed, if this start begins with it; else None."""
         self.pointers = (LATEST + UNIVERSAL, LATEST) if universal else (LATEST,)
+
+    @classmethod
+    def of(cls, config: Any, origin: Origin | None = None) -> Self:
+        """Returns the folder with the checkpoints of all models that a run trains."""
+        path, *others = config.checkpoints
+        return cls(path, config.ckpt, others, origin, universal=config.ds.use_universal_ckpt)
 
     def at(self, tag: str) -> Saved:
         """Returns the checkpoint with this tag."""

@@ -52,7 +52,9 @@ DAY = "the date that chat templates write"
 
 def _recorded(config: Config, section: str, key: str) -> str | None:
     """Returns a text in the origin of the newest checkpoint that a run begins with and that has it."""
-    found = list(Path(config.checkpoints).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    found = (
+        list(Path(config.checkpoints[0]).glob("global_step*/origin.json")) if config.ckpt.load_enable else []
+    )
     if not found and config.ckpt.fork_from and section == "contents":
         found = [Path(config.ckpt.fork_from, "origin.json")]
     for file in sorted(found, key=lambda file: int(re.sub(r"\D", "", file.parent.name)), reverse=True):

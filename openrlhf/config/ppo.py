@@ -655,8 +655,9 @@ class PPOConfig(TrainingConfig):
         return super().exports | critic
 
     @property
-    def checkpoints(self) -> str:
-        return f"{self.ckpt.folder}/_actor"
+    def checkpoints(self) -> list[str]:
+        critic = [f"{self.ckpt.folder}/_critic"] if self.uses_critic else []
+        return [f"{self.ckpt.folder}/_actor", *critic]
 
     @property
     def keeps_best(self) -> bool:

@@ -542,9 +542,9 @@ class TrainingConfig(LaunchedConfig):
         return found
 
     @property
-    def checkpoints(self) -> str:
-        """Folder of the checkpoints of the first learner."""
-        return self.ckpt.folder
+    def checkpoints(self) -> list[str]:
+        """Folder of the checkpoints of each learner."""
+        return [self.ckpt.folder]
 
     @property
     def keeps_best(self) -> bool:

@@ -31,7 +31,6 @@ from openrlhf.cluster.placement import Bundles, place, placement_table
 from openrlhf.cluster.rank_groups import PolicyRanks
 from openrlhf.cluster.roles import Roles, start_roles
 from openrlhf.cluster.watch import guard
-from openrlhf.config.parse import to_yaml
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.config.ppo_command import PPO
 from openrlhf.data.prompt_sampler import PromptSampler
@@ -52,7 +51,6 @@ from openrlhf.observability.hooks.load import attached, hooks_of
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
-from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
@@ -79,7 +77,8 @@ def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = 
                 Calendar.today = day_of(config)
                 data = build_data(config)
             check_policy_learns(config, len(data.prompts))
-            checkpoints = checkpoints_of(config, _origin(config, data) if config.ckpt.is_used else None)
+            origin = _origin(config, data) if config.ckpt.is_used else None
+            checkpoints = CheckpointFolder.of(config, origin)
             lock_folders(config, checkpoints, held)
             total_steps = len(prompts_of_steps(config, len(data.prompts)))
             check_space(config, checkpoints, total_steps)
@@ -156,15 +155,6 @@ def _memory_of_rows(roles: Roles) -> str:
     return f"estimated memory of a rank: {'; '.join(needs)}"
 
 
-def checkpoints_of(config: PPOConfig, origin: Origin | None = None) -> CheckpointFolder:
-    """Returns the checkpoint folders of the policy and, if there is one, of the critic. `origin`: compared
-    with that of a checkpoint before it is loaded, and stored in new ones; None for neither."""
-    ckpt = config.ckpt
-    others = [f"{ckpt.folder}/_critic"] if config.uses_critic else []
-    universal = config.ds.use_universal_ckpt
-    return CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others, origin, universal=universal)
-
-
 def _origin(config: PPOConfig, data: RLData) -> Origin:
 
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
@@ -196,22 +186,17 @@ def build_trainer(
 ) -> PPOTrainer[PolicyRanks]:
     """Builds the trainer with its roles, data and observer. Loads the checkpoint `tag` if it is given."""
     move_old_checkpoints(config, checkpoints, tag)
-    folder = RunFolder.create(
-        config.run_dir,
-        config_yaml=to_yaml(config),
-        argv=["python", "-m", "openrlhf.cli.train_ppo_ray", *argv],
-        resume=tag is not None and checkpoints.changed is None,
-    )
-    folder.write_fork(checkpoints.fork)
     restored = None
     if tag is not None:
         with waiting("loading the checkpoint", key=config.actor.model_name_or_path):
             restored = restore(tag, roles.policy, roles.critic)
     done = 0 if restored is None else restored["step"]
-    observer = Observer(
-        folder,
-        config.logger,
+    observer = Observer.opened(
+        config,
+        ["-m", "openrlhf.cli.train_ppo_ray", *argv],
         resume_step=None if restored is None else done,
+        forks=checkpoints.changed is not None,
+        fork=checkpoints.fork,
         decode=partial(decode, data.tokenizer),
         dtype=config.ds.param_dtype,
         missing_template=missing_template(config, data.tokenizer, data.prompts),
@@ -244,7 +229,7 @@ def build_trainer(
     repeated = f" ({count} repeat an earlier one)" if (count := data.prompts.num_repeated()) else ""
     observer.message(
         f"{counted(len(data.prompts), 'prompt')}{repeated}, {counted(total_steps, 'step')} of "
-        f"{counted(samples, 'sample')}; run folder {folder.path}"
+        f"{counted(samples, 'sample')}; run folder {config.run_dir}"
     )
     for note in data_notes(config, len(data.prompts), data.prompts, data.eval_prompts):
         observer.message(f"note: {note}")

@@ -35,7 +35,6 @@ from openrlhf.backends.distributed import leave_distributed
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.start import check_output, check_places, grace_of
 from openrlhf.config.fields import with_values
-from openrlhf.config.parse import to_yaml
 from openrlhf.config.sections import is_due
 from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, UsageError, notify
@@ -49,7 +48,6 @@ from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import check_hooks, hooks_of
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
-from openrlhf.observability.run_folder import RunFolder
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
@@ -511,10 +509,8 @@ class Run:
 
     @cached_property
     def _checkpoints(self) -> CheckpointFolder:
-        ckpt = self.config.ckpt
-        others = [f"{ckpt.folder}/_critic"] if self._roles.critic else []
-        found = CheckpointFolder(f"{ckpt.folder}/_actor", ckpt, others)
-        self._held.enter_context(locked(ckpt.folder, flag="--ckpt.path"))
+        found = CheckpointFolder.of(self.config)
+        self._held.enter_context(locked(self.config.ckpt.folder, flag="--ckpt.path"))
         for line in found.remove_unfinished():
             notify(line)
         return found
@@ -531,18 +527,10 @@ class Run:
 
     @cached_property
     def _observer(self) -> Observer:
-        config = self.config
+        config, done = self.config, self.step - 1
         self._held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
-        folder = RunFolder.create(
-            config.run_dir, config_yaml=to_yaml(config), argv=["python", *sys.argv], resume=self.step > 1
-        )
-        observer = Observer(
-            folder,
-            config.logger,
-            resume_step=self.step - 1 if self.step > 1 else None,
-            decode=self._decode,
-            dtype=config.ds.param_dtype,
-        )
+        about = {"decode": self._decode, "dtype": config.ds.param_dtype}
+        observer = Observer.opened(config, sys.argv, resume_step=done if done > 0 else None, **about)
         observer.progress.start(None, done=self.step - 1)
         return observer
 

@@ -33,7 +33,6 @@ from openrlhf.checkpoint.start import (
     position,
 )
 from openrlhf.config.checks import SCATTERED
-from openrlhf.config.parse import to_yaml
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.cache import arrays_digest
@@ -51,7 +50,6 @@ from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, hooks_of
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
-from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.text import Calendar
 from openrlhf.training.objectives.balanced import BalancedObjective
@@ -221,9 +219,7 @@ class SupervisedRun(Generic[ConfigT]):
         return f"estimated memory of a rank: {needs}"
 
     def _checkpoints(self) -> CheckpointFolder:
-        ckpt, universal = self.config.ckpt, self.config.ds.use_universal_ckpt
-        origin = self._origin() if ckpt.is_used else None
-        return CheckpointFolder(ckpt.folder, ckpt, origin=origin, universal=universal)
+        return CheckpointFolder.of(self.config, self._origin() if self.config.ckpt.is_used else None)
 
     def _choose_checkpoint(self, held: ExitStack) -> str | None:
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
@@ -254,14 +250,13 @@ class SupervisedRun(Generic[ConfigT]):
                 reader_of(self.config, self.tokenizer).save_pretrained(made)
 
     def _observer(self, resume_step: int | None) -> Observer:
-        folder = RunFolder.create(
-            self.config.run_dir,
-            config_yaml=to_yaml(self.config),
-            argv=["python", "-m", f"openrlhf.cli.train_{self.task.command.name}", *self.argv],
-            resume=resume_step is not None and self.checkpoints.changed is None,
+        return Observer.opened(
+            self.config,
+            ["-m", f"openrlhf.cli.train_{self.task.command.name}", *self.argv],
+            resume_step=resume_step,
+            forks=self.checkpoints.changed is not None,
+            fork=self.checkpoints.fork,
         )
-        folder.write_fork(self.checkpoints.fork)
-        return Observer(folder, self.config.logger, resume_step=resume_step)
 
 
 def balanced(

@@ -1,10 +1,12 @@
 """The single interface to a run's output: the screen, the files of the run folder, and trackers."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, Self
 
-from openrlhf.config.sections import LoggerConfig, is_due
+from openrlhf.config.parse import to_yaml
+from openrlhf.config.sections import LoggerConfig, TrainingConfig, is_due
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached
 from openrlhf.observability.progress import Phase, Progress
@@ -49,6 +51,28 @@ class Observer(Hook):
         self.guests = attached("observer", observer=self)
         self._of_start: Metrics = {}
         """Metrics of the run's start, until they are logged with the first row of metrics."""
+
+    @classmethod
+    def opened(
+        cls,
+        config: TrainingConfig,
+        program: Sequence[str],
+        *,
+        resume_step: int | None,
+        forks: bool = False,
+        fork: Mapping[str, Any] | None = None,
+        **about: Any,
+    ) -> Self:
+        """Opens the run folder of a configuration. `program`: words after `python` that started the run.
+        `forks`: the run begins as a fork, in a folder of its own; `fork`: the record of that."""
+        folder = RunFolder.create(
+            config.run_dir,
+            config_yaml=to_yaml(config),
+            argv=["python", *program],
+            resume=resume_step is not None and not forks,
+        )
+        folder.write_fork(fork or {})
+        return cls(folder, config.logger, resume_step=resume_step, **about)
 
     def start(self, total_steps: int, done: int = 0) -> None:
         self.folder.write_total(total_steps)

@@ -394,13 +394,10 @@ def _reach(check: Check, url: str) -> None:
 
 def _disks(check: Check) -> None:
     from openrlhf.api import CheckpointFolder, check_places, check_space
-    from openrlhf.api import rl_checkpoints as checkpoints_of
 
     config, ckpt = check.config, check.config.ckpt
     check_places(config)
-    is_rl = isinstance(config, PPOConfig)
-    checkpoints = checkpoints_of(config) if is_rl else CheckpointFolder(ckpt.folder, ckpt)
-    check_space(config, checkpoints, (ckpt.max_num + 1) * max(1, ckpt.save_steps))
+    check_space(config, CheckpointFolder.of(config), (ckpt.max_num + 1) * max(1, ckpt.save_steps))
     check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
 
 

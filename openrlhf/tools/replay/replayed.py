@@ -9,9 +9,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
 
-from openrlhf.api import PPO, ErrorCode, PPOConfig, UsageError, catch_signals, choose_hub, parse, short_errors
+from openrlhf.api import (
+    PPO,
+    CheckpointFolder,
+    ErrorCode,
+    PPOConfig,
+    UsageError,
+    catch_signals,
+    choose_hub,
+    parse,
+    short_errors,
+)
 from openrlhf.api import build_rl_trainer as build_trainer
-from openrlhf.api import rl_checkpoints as checkpoints_of
 from openrlhf.tools.command_line.run_files import TRAINING, task_type_of
 from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.recorded import RecordedRun
@@ -60,7 +69,7 @@ def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int)
     from openrlhf.api import NoEngines, num_updates, start_local_roles
     from openrlhf.api import build_rl_data as build_data
 
-    checkpoints = checkpoints_of(config)
+    checkpoints = CheckpointFolder.of(config)
     found = checkpoints.find() if start else Found(None, [])
     if found.skipped:
         raise UsageError(ErrorCode.DAMAGED_CHECKPOINT, "; ".join(found.skipped), value=source.path)
