@@ -137,6 +137,7 @@ class HashedFile(io.RawIOBase):
         return Entry(self._num_bytes, self._hash.hexdigest())
 
     def close(self) -> None:
+        self._later = False
         self._pieces.clear()
         if self._file is not None:
             self._file.close()

@@ -108,8 +108,10 @@ class SavedStates:
             begin = max(start, fragment.start)
             end = min(start + numel, fragment.start + fragment.numel)
             if begin < end:
-                vector = fragment.vectors.get(key, torch.zeros(fragment.numel))
-                parts.append(vector[begin - fragment.start : end - fragment.start])
+                if (vector := fragment.vectors.get(key)) is None:
+                    parts.append(torch.zeros(end - begin))
+                else:
+                    parts.append(vector[begin - fragment.start : end - fragment.start])
         return torch.cat(parts)
 
 

@@ -10,7 +10,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from openrlhf.cluster.reaper import start_reaper
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted, notify
 from openrlhf.files import socket_folder, unwritable
+from openrlhf.plugins import entry_points
 
 OBJECT_STORE_BYTES = 512 << 20
 """Size of Ray's object store in bytes on a machine without a GPU. Ray's default would be a third of the

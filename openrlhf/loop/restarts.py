@@ -24,4 +24,5 @@ def restart_after(error: Exception, most: int, program: Sequence[str], *, resume
     notify("\n".join([describe(error), *getattr(error, "__notes__", ())]))
     notify(f"restart {count} of at most {most} (--train.max_restarts)")
     os.environ[RESTARTS] = str(count)
+    sys.stdout.flush()  # a program's own lines, which `execv` would lose
     os.execv(sys.executable, [sys.executable, *program])

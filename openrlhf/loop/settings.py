@@ -50,16 +50,16 @@ def read_settings(
         return chosen if is_local else machines.resolve(config, explicit, cluster) | chosen
 
     def placed(config: PPOConfig, explicit: Explicit) -> list[Problem]:
-        of_ranks = _of_one_process(config, explicit) if is_local else ppo_placement_problems(config, explicit)
+        of_ranks = _of_one_process(config) if is_local else ppo_placement_problems(config, explicit)
         return [*of_ranks, *_of_schedule(config, steps)]
 
     command = replace(PPO, problems=loop_problems, placed=placed)
     return parse(command, argv, resolve=resolve, raises=True)
 
 
-def _of_one_process(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
+def _of_one_process(config: PPOConfig) -> Iterator[Problem]:
     values = values_of(config)
-    if "train.max_restarts" in explicit:
+    if values["train.max_restarts"]:
         yield Problem(
             "train.max_restarts", 'one process has no other to lose; leave it out, or place on "ray"'
         )

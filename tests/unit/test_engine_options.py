@@ -388,3 +388,5 @@ def test_a_model_that_vllm_refuses_is_told_with_its_flag():
     chat = replace(options, model_flag="--model.model_name_or_path")
     with refused(ErrorCode.UNSUPPORTED, flag=chat.model_flag, value="own/model"), refusals(chat):
         ModelConfig(architecture="Own")
+    with pytest.raises(pydantic.ValidationError), refusals(options):  # not the model's fault
+        SpeculativeConfig(method="other")

@@ -553,6 +553,7 @@ def test_a_loop_that_lost_a_process_is_started_again(start, monkeypatch, capfd):
     with refused(ErrorCode.CONFLICT) as error:
         start(**{"train.max_restarts": 1})
     assert "--train.max_restarts 1: one process has no other to lose" in str(error.value)
+    start(**{"train.max_restarts": 0}).close()  # as in the config.yaml of a run
 
 
 def test_the_kl_coefficient_adapts_by_episodes(start):

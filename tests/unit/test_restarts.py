@@ -1,5 +1,6 @@
 """Commands and loops of RL that start again after the death of a process."""
 
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,16 @@ def test_a_lost_process_starts_the_run_again_from_its_checkpoint(
     assert started == [[sys.executable, "x.py", "y"]] * 2
     said = capsys.readouterr().err
     assert "in step 3 of 9" in said and "restart 2 of at most 2" in said and os.environ[RESTARTS] == "2"
+
+
+def test_lines_of_a_program_are_written_before_it_starts_again(
+    started: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))
+    print("reward 0.5")
+    restart_after(DEATH, 1, ["x.py"])
+    assert len(started) == 1 and written.getvalue() == b"reward 0.5\n"
 
 
 def test_a_command_goes_on_from_its_checkpoint(started: list, dying: Callable) -> None:

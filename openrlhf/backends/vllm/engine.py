@@ -121,7 +121,8 @@ def _speculation_of(options: EngineOptions) -> dict[str, Any] | None:
 @contextmanager
 def refusals(options: EngineOptions) -> Iterator[None]:
     """Converts the ValueError with which vLLM refuses to start to UsageError: any with speculative decoding,
-    and that of its configuration, which pydantic checks, for the model."""
+    and otherwise that of its `ModelConfig`, which pydantic checks. Its other configurations follow from flags
+    and checks of this package, not from the model."""
     try:
         yield
     except ValueError as error:
@@ -133,7 +134,7 @@ def refusals(options: EngineOptions) -> Iterator[None]:
         if options.speculation is not None:
             flag, value = "--vllm.speculative", json.dumps(options.speculation)
             text = f"vLLM refuses it: {reason}\nChange it, or remove it."
-        elif listed is not None:
+        elif listed is not None and getattr(error, "title", "") == "ModelConfig":
             flag, value = options.model_flag, options.model
             text = f"vLLM does not run this model: {reason}"
         else:

@@ -79,7 +79,8 @@ class Hook(Selectable):
     # A step of RL
 
     def sampled(self, step: Step) -> None:
-        """The samples have been collected, and the run's record has added their metrics."""
+        """The samples have been collected. Users' hooks find their metrics, which the run's record adds; in a
+        loop of one's own `log` adds them."""
 
     def scored(self, step: Step) -> None:
         """`batch` has the log-probs of policy, reference and teacher and the values of the critic."""
