@@ -36,6 +36,7 @@ from openrlhf.cluster.reaper import start_reaper
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted, notify
 from openrlhf.files import socket_folder, unwritable
+from openrlhf.observability.hooks.load import call
 from openrlhf.plugins import entry_points
 
 OBJECT_STORE_BYTES = 512 << 20
@@ -230,7 +231,7 @@ def _start_warmers(backends: Sequence[str]) -> None:
     object with a context `starts_workers` around the start of Ray, and with `stop`; or None."""
     if not _warmers:
         points = entry_points(group="openrlhf.attached.cluster")
-        _warmers.extend(filter(None, (point.load()(backends, WORKERS) for point in points)))
+        _warmers.extend(filter(None, (call(point, backends, WORKERS) for point in points)))
         atexit.register(cool_down)
 
 

@@ -343,7 +343,7 @@ class Run:
         step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
         self._measured = {}
         if samples:
-            announce([self._observer], Hook.sampled, step)
+            announce([self._observer], Hook.scored, step)
             announce([self._observer], Hook.trained, step)
         step.metrics |= own
         announce([self._observer, *self._hooks], Hook.ended, step)

@@ -101,7 +101,7 @@ class Observer(Hook):
             self.trackers.log(step, metrics | self._of_start)
             self._of_start = {}
 
-    def sampled(self, step: Step) -> None:
+    def scored(self, step: Step) -> None:
         step.metrics |= rollout_metrics(step.samples, step.version)
 
     def trained(self, step: Step) -> None:

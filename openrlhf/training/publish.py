@@ -4,25 +4,23 @@ import os
 
 from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
-from openrlhf.errors import ErrorCode, RunError, describe, first_line, notify
+from openrlhf.errors import ErrorCode, RunError, UsageError, describe, first_line, notify
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
     """Has the model card of a saved model written (entry point `openrlhf.attached.model`), and with
-    `ckpt.push_to_hub` uploads it. A failed upload is a warning, because the model is complete."""
-    from openrlhf.observability.hooks.load import points_of
+    `ckpt.push_to_hub` uploads it. What fails is a warning, because the model is complete."""
+    from openrlhf.observability.hooks.load import call, points_of
     from openrlhf.observability.progress import waiting
 
     folder = config.ckpt.output_dir
+    about = {"command": command.name, "method": command.summary}
+    about |= {"base_model": base_model, "datasets": datasets.split(",")}
     for point in points_of("model"):
-        point.load()(
-            folder,
-            config.run_dir,
-            command=command.name,
-            method=command.summary,
-            base_model=base_model,
-            datasets=datasets.split(","),
-        )
+        try:
+            call(point, folder, config.run_dir, **about)
+        except UsageError as error:
+            notify(f"warning: {describe(error)}")
     print(f"model saved to {folder}", flush=True)
     if repository := config.ckpt.push_to_hub:
         try:

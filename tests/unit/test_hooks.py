@@ -122,7 +122,7 @@ def test_an_event_finds_what_the_step_has_computed(tmp_path: Path) -> None:
 
     diary.look = look
     fit(trainer_of(tmp_path, with_critic(tmp_path), total_steps=1, eval_prompts=[], hooks=[diary]))
-    assert found["sampled"] == {"lengths"}
+    assert found["sampled"] == set()
     assert found["scored"] == {"lengths", "values"}
     assert found["advantages"] == {"lengths", "values", "advantages", "metrics"}
     assert found["scheduled"] == found["advantages"] | {"critic", "policy"}

@@ -4,6 +4,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -409,3 +410,10 @@ def test_ray_starts_on_this_machine_without_another_cluster(monkeypatch, capsys)
     launch.start_ray(["torch"])
     assert capsys.readouterr().err == "started Ray on this machine\n"
     launch.cool_down()
+
+
+def test_a_package_that_cannot_prepare_workers_is_named(monkeypatch):
+    point = EntryPoint("wrong", "no_such_house:start", "openrlhf.attached.cluster")
+    monkeypatch.setattr(launch, "entry_points", lambda group: [point])
+    with refused(ErrorCode.USER_CODE, value="entry point openrlhf.attached.cluster: no_such_house:start"):
+        launch._start_warmers(["torch"])

@@ -100,6 +100,21 @@ def test_a_run_says_where_its_model_is(tmp_path, monkeypatch, capsys):
     assert said == [f"model saved to {tmp_path}", "model uploaded to https://hub/me/model"]
 
 
+def test_a_card_that_cannot_be_written_is_a_warning(tmp_path, monkeypatch, capsys):
+    """It may be another package's; the model is complete, and is uploaded."""
+
+    def fails(folder: str, run_dir: str, **about: object) -> None:
+        raise KeyError("no template")
+
+    monkeypatch.setattr(model_card, "write_model_card", fails)
+    monkeypatch.setattr("openrlhf.training.publish.push_to_hub", lambda *_: "https://hub/me/model")
+    config = SFTConfig(ckpt=CkptConfig(output_dir=str(tmp_path), push_to_hub="me/model"))
+    publish(config, SFT, base_model="m", datasets="d")
+    told = capsys.readouterr()
+    assert "entry point openrlhf.attached.model" in told.err and "no template" in told.err
+    assert told.out.splitlines() == [f"model saved to {tmp_path}", "model uploaded to https://hub/me/model"]
+
+
 def test_checkpoints_and_logs_are_not_uploaded(tmp_path, monkeypatch):
     sent = {}
 

@@ -79,11 +79,11 @@ class Hook(Selectable):
     # A step of RL
 
     def sampled(self, step: Step) -> None:
-        """The samples have been collected. Users' hooks find their metrics, which the run's record adds; in a
-        loop of one's own `log` adds them."""
+        """The samples have been collected."""
 
     def scored(self, step: Step) -> None:
-        """`batch` has the log-probs of policy, reference and teacher and the values of the critic."""
+        """`batch` has the log-probs of policy, reference and teacher and the values of the critic. The run's
+        record adds the metrics of the samples; in a loop of one's own `log` does."""
 
     def advantages(self, step: Step) -> None:
         """`batch` has advantages and returns, `metrics` theirs and those of rewards."""

@@ -31,7 +31,7 @@ def attached(place: str, config: Any = None, **about: Any) -> list[Hook]:
     """
     about |= {"config": config} if place in ("rl", "supervised") else {}
     verify_steps = config.train.verify_steps if place in CHECKED else 0
-    return [_attach(point, about) for point in points_of(place, verify_steps)]
+    return [call(point, **about) for point in points_of(place, verify_steps)]
 
 
 def check_hooks(names: Sequence[str] | None, verify_steps: int) -> None:
@@ -57,13 +57,14 @@ def points_of(place: str, verify_steps: int = 0) -> Sequence[EntryPoint]:
     return points
 
 
-def _attach(point: EntryPoint, about: dict[str, Any]) -> Hook:
+def call(point: EntryPoint, *values: Any, **about: Any) -> Any:
+    """Calls what an entry point names. Raises UsageError, which names the entry point, for an error of it."""
     try:
-        return point.load()(**about)
+        return point.load()(*values, **about)
     except CodedError:  # a check has found something
         raise
     except Exception as error:
-        text = f"{first_line(error)}\nA package attaches this hook to every run; mend or remove the package."
+        text = f"{first_line(error)}\nA package attaches this to every run; mend or remove the package."
         place = f"entry point {point.group}: {point.value}"
         raise UsageError(ErrorCode.USER_CODE, text, value=place) from error
 
