@@ -76,11 +76,11 @@ class RemoteReward(BatchedReward):
 
     async def ask(self, calls: Sequence[Call]) -> list[Reward]:
         """Tries the servers in turn until one answers or `timeout` is over."""
-        body, problem = _body(calls), ""
+        body, problem, earlier = _body(calls), "", ""
         try:
             async with asyncio.timeout(self.timeout):
                 for tries, url in enumerate(self._urls, 1):
-                    problem = f"{url}: no answer"
+                    problem = f"{url}: no answer{earlier}"
                     try:
                         async with asyncio.timeout(self.try_timeout):
                             return await self._post(url, body, len(calls))
@@ -89,6 +89,7 @@ class RemoteReward(BatchedReward):
                         self._warn(problem)
                     except RetryableError as error:
                         problem = str(error)
+                        earlier = f"; the try before: {problem}"
                         self._warn(problem)
                         await asyncio.sleep(self._pause(tries, error.pause))
         except TimeoutError:

@@ -295,7 +295,7 @@ def test_the_longest_pauses_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(bounds(3, 6)) == [0.0, 0.0, 0.5, 0.0, 0.0, 1.0]  # the others come first
 
 
-@pytest.mark.parametrize("what", ["dead", "failing", "hanging"])
+@pytest.mark.parametrize("what", ["dead", "failing", "hanging", "failing, then hanging"])
 def test_time_is_limited_for_all_tries_together(what: str) -> None:
     async def hang(asked: dict, number: int) -> web.Response:
         await asyncio.sleep(60)
@@ -305,9 +305,12 @@ def test_time_is_limited_for_all_tries_together(what: str) -> None:
         (error,) = ask(["x"], urls=(unused_url(),), timeout=1.5)
         reason = "Connect call failed"
     else:
-        server = Server(hang if what == "hanging" else says("crashed", 500))
+        crashes = says("crashed", 500)
+        answers = {"failing": crashes, "hanging": hang, "failing, then hanging": first(1, hang, crashes)}
+        server = Server(answers[what])
         (error,) = ask(["x"], server, timeout=1.5)
-        reason = "no answer" if what == "hanging" else 'HTTP 500: "crashed"'
+        reason = 'HTTP 500: "crashed"' if "failing" in what else "no answer"
+        assert "no answer" in str(error) or what == "failing"
         assert (len(server.asked) == 1) == (what == "hanging")
     assert isinstance(error, RewardError)
     assert "--reward.remote_timeout 1.5 s: http://127.0.0.1:" in str(error)
