@@ -41,7 +41,7 @@ from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.hub import choose_hub
 from openrlhf.loop.lanes import Lanes, Result
 from openrlhf.loop.local import NoEngines, start_local_roles, start_local_rollout
-from openrlhf.loop.restarts import restart_after
+from openrlhf.loop.restarts import own_program, restart_after
 from openrlhf.loop.settings import Placement, read_settings
 from openrlhf.models.loading import policy_tokenizer
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
@@ -163,7 +163,7 @@ class Run:
         self.close(cancel=kind is not None)
         if isinstance(error, Exception):
             most = self.config.train.max_restarts
-            restart_after(error, most, sys.orig_argv[1:], resumes=self._may_continue)
+            restart_after(error, most, own_program(), resumes=self._may_continue)
 
     def close(self, *, cancel: bool = False) -> None:
         """Finishes the submitted work, writes the report and frees models and engine. `cancel`: leave out

@@ -302,15 +302,13 @@ def _write_keeping_old(path: Path, text: str) -> None:
 def environment() -> dict[str, Any]:
     """Returns the machine, the versions of Python and packages, the commits, and the environment variables
     that influence a run, without secrets."""
-    of_package, place = _own_commit(), Path.cwd()
-    of_place = of_package if place == PACKAGE.parent else _git_commit(place)
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "host": platform.node(),
         "cpu_count": os.cpu_count(),
         "versions": _versions(),
-        "git": {"openrlhf": of_package, "working_directory": of_place},
+        "git": {"openrlhf": _own_commit(), "working_directory": _git_commit(Path.cwd())},
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())

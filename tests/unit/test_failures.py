@@ -2,6 +2,7 @@ from records import record_of, trajectory
 
 from openrlhf.config.sections import LoggerConfig
 from openrlhf.observability.failures import commonest_failure, headline
+from openrlhf.observability.hooks.base import Step
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.types import Outcome, Trajectory
@@ -47,3 +48,14 @@ def test_the_screen_shows_the_commonest_error_in_one_line(tmp_path, capsys):
     record_of(observer).journal.close()
     observer.trackers.close()
     observer.progress.close()
+
+
+def test_a_run_whose_samples_were_all_filtered_ends_without_an_error(tmp_path, capsys):
+    """It has no sample of a step or an evaluation to show."""
+    folder = RunFolder.create(tmp_path, config_yaml="{}", argv=["test"], resume=False)
+    observer = Observer(folder, LoggerConfig(), decode=lambda token_ids, after: "answer")
+    observer.start(10)
+    observer.trained(Step(number=1, version=0, filtered=[sample(None)] * 2))
+    observer.close()
+    assert (folder.rollouts_path / "filtered_000001.parquet").exists()
+    assert "prompt:" not in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import io
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -90,3 +91,22 @@ def test_other_errors_end_the_run(started: list) -> None:
         restart_after(error, 3, [])
     restart_after(DEATH, 0, [])
     assert not started
+
+
+def test_a_program_that_is_in_no_file_is_not_started_again(
+    started: list, capsys: pytest.CaptureFixture
+) -> None:
+    restart_after(DEATH, 1, [])
+    assert not started and "the loop's program is not in a file" in capsys.readouterr().err
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("how", ["file", "-c", "-"])
+def test_a_program_knows_how_to_start_itself_again(tmp_path: Path, how: str) -> None:
+    """One from standard input would find nothing there, and end as if it had succeeded."""
+    text = "from openrlhf.loop.restarts import own_program; print(own_program())"
+    (tmp_path / "loop.py").write_text(text)
+    words = {"file": [str(tmp_path / "loop.py"), "x"], "-c": ["-c", text, "x"], "-": ["-", "x"]}[how]
+    command = [sys.executable, *words]
+    made = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
+    assert made.stdout == f"{[] if how == '-' else words}\n", made.stderr

@@ -57,12 +57,10 @@ class Rollouts(Hook):
     ) -> None:
         """Journals trajectories, and logs a table of a few. `name`: `step` for training, `filtered` for
         samples that dynamic filtering dropped, `eval` for an evaluation."""
-        path, decode = (
-            self.journal.write(step, trajectories, name=name, trained=trained),
-            self.observer.decode,
-        )
+        path = self.journal.write(step, trajectories, name=name, trained=trained)
         self._tell_failures(trajectories, path)
         self.samples[name] = few_samples(trajectories)
+        decode = self.observer.decode
         rows = [
             [
                 t.prompt.text,
@@ -86,8 +84,9 @@ class Rollouts(Hook):
 
     def closed(self) -> None:
         """Prints a few samples of the last evaluation, or of the last step if there was none."""
-        if self.observer.decode and self.samples:
-            print_samples(self.samples.get("eval") or self.samples["step"], self.observer.decode)
+        shown = self.samples.get("eval") or self.samples.get("step")
+        if self.observer.decode and shown:  # none if all samples were filtered
+            print_samples(shown, self.observer.decode)
 
     def _tell_failures(self, trajectories: Sequence[Trajectory], path: Path | None) -> None:
         """Prints one line with the number of failed samples, their most common error and an example of it."""
