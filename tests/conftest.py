@@ -98,10 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_rows(items: list[pytest.Item]) -> None:
-    """Gives the marker `processes` to all rows of a test with the marker `few(n)` but n, spread evenly."""
+    """Gives the marker `processes` to all rows of a test with the marker `few(n)` but n, spread evenly over
+    those that fast runs would try."""
     rows: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("few"):
+        is_tried = not any(map(item.get_closest_marker, ("processes", "slow")))
+        if item.get_closest_marker("few") and is_tried:
             rows.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_test in rows.values():
         count = of_test[0].get_closest_marker("few").args[0]

@@ -342,7 +342,6 @@ def marks_of(cause: Callable[[Folders], Case], flags: Flags) -> tuple[pytest.Mar
         if flags.keeps_support or cause is not kept_sets
     ],
 )
-@pytest.mark.processes
 def test_the_cause_is_found_with_any_flags(
     cause: Callable[[Folders], Case], flags: Flags, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
