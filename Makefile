@@ -5,9 +5,11 @@ REPORTS = .pytest_cache/reports
 # Other kernels of torch and oneDNN on the same machine, and the tests whose numbers come from them.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 # Pure functions, records and configuration: nothing of transformers is imported.
-QUICK = $(addsuffix .py,$(addprefix tests/unit/test_,advantages algorithms balance collect config correction \
-    credit evaluate failures kl mismatch origin policy_loss preference_loss reduce rewards schedule seeds \
-    token_loss traits trajectories types value_loss))
+QUICK = tests/unit/config $(addprefix tests/unit/,$(addsuffix .py,test_types \
+    $(addprefix algorithms/test_,advantages algorithms correction kl mismatch policy_loss preference_loss \
+    reduce rewards token_loss traits value_loss) $(addprefix training/test_,collect credit evaluate schedule) \
+    checkpoint/test_origin data/test_balance observability/test_failures rollout/test_seeds \
+    rollout/test_trajectories))
 RUN_MUTANTS = PYTHONPATH=.:tests .venv/bin/python -m mutants.run
 MUTANTS ?=
 CHAOS ?=

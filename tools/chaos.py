@@ -25,7 +25,7 @@ DAMAGES = "tests/e2e/test_damaged_checkpoints.py::test_no_damage_leads_to_a_wron
 FUZZ = "tests/contracts/test_fuzz.py::test_a_mistake_is_refused_in_words"
 NAN = "tests/e2e/test_not_finite.py"
 ENGINES = "tests/e2e/test_lost_engines.py"
-DISPATCH = "tests/unit/test_dispatch.py"
+DISPATCH = "tests/unit/rollout/test_dispatch.py"
 LOST_CALLS = "test_of_lost_requests_and_answers_every_prompt_comes_back_once"
 REWARDS = "tests/e2e/test_rl.py::test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others"
 TARGETS = "tests/e2e/test_targets.py"
@@ -71,12 +71,14 @@ MORE = {
     "engines": Member("T1", "kill -9 of an engine, 20 times", (f"{ENGINES}::test_twenty_deaths",)),
     "hangs": Member("T6", "SIGSTOP of an engine and of a rank", ("tests/e2e/test_hanging.py",)),
     "long-answers": Member(
-        "T7", "an answer of an hour", ("tests/unit/test_watch.py::test_a_long_generation_is_never_given_up",)
+        "T7",
+        "an answer of an hour",
+        ("tests/unit/cluster/test_watch.py::test_a_long_generation_is_never_given_up",),
     ),
     "lost-calls": Member("T8", "lost requests and lost answers", (f"{DISPATCH}::{LOST_CALLS}",)),
     "rewards": Member("T9", "a reward function that fails, hangs, dies or returns NaN", (REWARDS,)),
     "reward-servers": Member(
-        "T10", "reward servers that stall or die", ("tests/unit/test_remote_reward.py",)
+        "T10", "reward servers that stall or die", ("tests/unit/rewards/test_remote_reward.py",)
     ),
     "rows": Member("T11", "datasets with mistakes", ("tests/contracts/test_bad_input.py",)),
     "growth": Member(
@@ -97,8 +99,8 @@ MORE = {
         "weights that get lost or changed in a sync",
         (
             "tests/e2e/test_faulty_syncs.py",
-            "tests/unit/test_weight_sync.py",
-            "tests/unit/test_stored_weights.py",
+            "tests/unit/backends/test_weight_sync.py",
+            "tests/unit/backends/test_stored_weights.py",
         ),
     ),
 }

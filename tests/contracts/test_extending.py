@@ -20,9 +20,9 @@ SOURCES = (
     "openrlhf",
     "docs/algorithms.md",
     "tools/named_algorithms.py",
-    "tests/unit/test_traits.py",
-    "tests/unit/test_algorithms.py",
-    "tests/records.py",
+    "tests/unit/algorithms/test_traits.py",
+    "tests/unit/algorithms/test_algorithms.py",
+    "tests/helpers/records.py",
 )
 
 
@@ -65,7 +65,7 @@ def test_the_code_that_the_diffs_add_works(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/tests"},
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}:{tmp_path}/tests/helpers"},
         capture_output=True,
         text=True,
     )

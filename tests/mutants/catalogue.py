@@ -59,7 +59,7 @@ class Mutant:
     papers: Sequence[str] = ()
     """Papers and pages that describe the bug, or the equation that it breaks."""
     tests: Sequence[str] = ()
-    """Tests that are known to fail with it, such as `tests/unit/test_kl.py::test_name`."""
+    """Tests that are known to fail with it, such as `tests/unit/algorithms/test_kl.py::test_name`."""
 
     @property
     def path(self) -> str:

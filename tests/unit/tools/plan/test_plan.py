@@ -10,7 +10,7 @@ import pytest
 import refusals
 import torch
 import transformers as hf
-from test_row_memory import TOKENS, kept_bytes
+from kept_memory import TOKENS, kept_bytes
 
 from openrlhf.algorithms.logprobs import logits_bytes
 from openrlhf.backends.deepspeed.memory import row_memory

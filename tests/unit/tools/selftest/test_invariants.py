@@ -11,8 +11,8 @@ import pytest
 import torch
 from records import batch_of, trajectory
 from refusals import broken
-from test_torch_engine import SAMPLES, engine_of, sample, saved_model
 from torch import Tensor
+from torch_engines import SAMPLES, engine_of, sample, saved_model
 
 from openrlhf.algorithms import logprobs
 from openrlhf.algorithms.preference.kto import kto_loss

@@ -24,7 +24,7 @@ from openrlhf.types import Prompt
 PYTHON = os.environ.get("OPENRLHF_BROWSER_PYTHON", sys.executable)
 SCREENSHOTS = os.environ.get("OPENRLHF_SCREENSHOTS")
 """Folder for a screenshot after each step of the test; none by default."""
-CHROMIUM = Path(__file__).parents[3] / "chromium.py"
+CHROMIUM = Path(__file__).parents[3] / "helpers" / "chromium.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
