@@ -1,4 +1,5 @@
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable
@@ -27,13 +28,8 @@ os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # for processes 
 INDEPENDENT = ("test_invariance", "test_iterations", "test_rl", "test_rl_learning", "test_supervised")
 """Long files whose test functions share only what `build_once` builds: any process may run any of them."""
 
-
-STARTING_PROCESSES = (
-    *("cuda_builds", "environment", "extending", "fuzz", "generated_mutants", "leftovers", "many_episodes"),
-    *("mcp_tools", "reaper", "remote_reward", "reward_function", "sandbox", "warm_workers", "whereabouts"),
-)
-"""Files of `tests/unit` and `tests/contracts` that get the marker `processes`, without `test_`: they start
-processes, wait for time limits, or try very many commands."""
+STARTS_PROCESSES = re.compile(r"^pytestmark = \[?pytest\.mark\.processes\b", re.MULTILINE)
+"""Line of a file whose tests all start processes, wait for time limits, or try very many commands."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,8 +56,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log) -> Units:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leaves out the files that start processes if their marker is: nothing of what they need is imported."""
-    is_left_out = _is_fast(config) and collection_path.suffix == ".py"
-    return True if is_left_out and _starts_processes(collection_path) else None
+    is_candidate = _is_fast(config) and collection_path.suffix == ".py"
+    return True if is_candidate and STARTS_PROCESSES.search(collection_path.read_text()) else None
 
 
 def pytest_collection_finish() -> None:
@@ -74,10 +70,6 @@ def _is_fast(config: pytest.Config) -> bool:
     return "not processes" in config.option.markexpr
 
 
-def _starts_processes(path: Path) -> bool:
-    return "e2e" not in path.parts and path.stem.removeprefix("test_") in STARTING_PROCESSES
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sorts the longest tests first, so that both processes have work until the end. One test with trained
     models comes first, and the others late: the first trains the models while the other process has other
@@ -86,9 +78,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: ("e2e" not in item.path.parts, needs(item)))
     first = next(filter(needs, items), None)  # a list is empty while it is sorted
     items.sort(key=lambda item: item is not first)
-    for item in items:
-        if _starts_processes(item.path):
-            item.add_marker(pytest.mark.processes)
     if _is_fast(config):
         items.sort(key=lambda item: "tools" not in item.path.parts)  # their files take longest
         _leave_out_rows(items)

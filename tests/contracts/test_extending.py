@@ -14,6 +14,7 @@ from openrlhf.algorithms.advantages.base import StepView
 from openrlhf.algorithms.policy_losses.base import RowView
 from openrlhf.rewards.function import check_reward_file
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 DIFFS = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
 SOURCES = (

@@ -14,6 +14,7 @@ from openrlhf.config import commands
 from openrlhf.config.fields import fields_of
 from openrlhf.config.parse import parse
 
+pytestmark = pytest.mark.processes
 ODD = (
     *("", " ", "-1", "0", "1e400", "nan", "inf", "-inf", "1e-400", "9" * 20, "9" * 5000, "0x10", "1_000"),
     *("True", "none", "null", "[]", "{}", "[1,2]", "a,b", "../../etc/passwd", "/dev/null", "/", ".", "~"),

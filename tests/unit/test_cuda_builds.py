@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 NEEDS = {"cuda": b"\x7fELF libc10_cuda.so\0libc10.so\0", "cpu": b"\x7fELF libc10.so\0"}
 

@@ -17,6 +17,7 @@ from openrlhf.agents.mcp import McpServer
 from openrlhf.errors import ErrorCode
 from openrlhf.types import Outcome
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]
 SERVER = '''
 import asyncio, os, sys

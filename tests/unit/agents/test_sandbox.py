@@ -24,7 +24,7 @@ from openrlhf.agents.sandbox import ENVIRONMENT, SYSTEM, Sandbox, SandboxResult,
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.executors import check_agent_file
 
-pytestmark = needs_namespaces
+pytestmark = [pytest.mark.processes, needs_namespaces]
 DENIED = "Operation not permitted"
 
 

@@ -147,15 +147,9 @@ def test_whatever_stands_in_place_of_a_pointer_the_newest_is_taken_and_the_run_s
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        # fast runs have every kind and every file, but not each with each
-        pytest.param(kind, name, marks=() if (i + j) % 3 == 0 else pytest.mark.processes)
-        for i, kind in enumerate(IN_ITS_PLACE)
-        for j, name in enumerate(("metric.json", "origin.json", "manifest.json", "weights.pt"))
-    ],
-)
+@pytest.mark.parametrize("name", ["metric.json", "origin.json", "manifest.json", "weights.pt"])
+@pytest.mark.parametrize("kind", IN_ITS_PLACE)
+@pytest.mark.few(14)  # among them every kind and every file
 def test_a_run_saves_and_starts_over_beside_an_older_checkpoint_with_damage(copy, kind, name, capsys) -> None:
     """The damaged one counts as one without a metric, so it is the first that is removed."""
     file = copy / "_actor" / "global_step4" / name

@@ -9,6 +9,7 @@ import pytest
 
 from openrlhf.cluster import reaper
 
+pytestmark = pytest.mark.processes
 OWNER = """
 import subprocess, sys, time
 

@@ -7,6 +7,8 @@ import pytest
 from openrlhf.cluster import placement
 from openrlhf.cluster.placement import placement_table
 
+pytestmark = pytest.mark.processes
+
 
 def process(node: str, devices: str, pid: int) -> SimpleNamespace:
     return SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda ask: (node, devices, str(pid))))

@@ -21,6 +21,7 @@ from openrlhf import device
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.demo import demo
 
+pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]
 NO_DRIVER_FOR_IT = "RuntimeError: The NVIDIA driver on your system is too old (found version 12020)."
 

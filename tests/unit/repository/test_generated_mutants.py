@@ -18,6 +18,7 @@ from mutants.generated import Generated, Results, equivalents, generate, reason,
 from mutants.in_memory import NotInMemory, in_forks, swap
 from mutants.run import FAST, UNIT
 
+pytestmark = pytest.mark.processes
 MADE = '''
 """Made for tests."""
 from contextlib import contextmanager

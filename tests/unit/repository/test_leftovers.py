@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.processes
 TESTS = Path(__file__).parents[2]
 PARALLEL = ["-p", "xdist", "-n", "1"]
 ENVIRONMENT = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}

@@ -25,6 +25,7 @@ from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.training.collect import check_failures
 from openrlhf.types import Outcome, Prompt, Trajectory
 
+pytestmark = pytest.mark.processes
 Answer = Callable[[dict, int], Awaitable[web.Response]]
 """Function (request's content, request's number) -> response."""
 

@@ -18,6 +18,8 @@ from openrlhf.rewards import process
 from openrlhf.rewards.function import RewardFunction, check_reward_file
 from openrlhf.user_file import ImportTimeout, UserFiles
 
+pytestmark = pytest.mark.processes
+
 
 def reward(value, score=None, **logs):
     return Reward(reward=value, score=value if score is None else score, extra_logs=logs)

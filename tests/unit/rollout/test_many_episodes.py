@@ -19,6 +19,7 @@ from openrlhf.rollout.executors import AgentSetting, UserExecutor
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.types import Outcome, Prompt, Trajectory
 
+pytestmark = pytest.mark.processes
 TOKENIZER = tiny_tokenizer()
 ANSWER = TOKENIZER("7<|end|>", add_special_tokens=False)["input_ids"]
 KINDS = {

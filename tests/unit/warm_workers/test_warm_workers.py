@@ -29,6 +29,7 @@ from openrlhf.warm_workers.server import (
     worker_command,
 )
 
+pytestmark = pytest.mark.processes
 FORK = "--multiprocessing-fork"
 """Argument of processes that multiprocessing spawns, which the server forks."""
 

@@ -72,16 +72,9 @@ FILES = ("argv.txt", "metrics.jsonl", "health.jsonl", LOCK, "env.json", JOURNAL,
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        # fast runs have every kind and every file, but not each with each
-        pytest.param(name, kind, marks=() if (i + j) % 3 == 0 else pytest.mark.processes)
-        for i, name in enumerate(FILES)
-        for j, kind in enumerate(kind for kind in IN_ITS_PLACE if kind != "huge")
-    ],
-)
-@pytest.mark.few(10)
+@pytest.mark.parametrize("kind", [kind for kind in IN_ITS_PLACE if kind != "huge"])
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.few(10)  # among them every kind and every file
 def test_a_damaged_file_is_told_by_its_path(folder: Path, name: str, kind: str) -> None:
     file = folder / name
     file.parent.mkdir(exist_ok=True)
