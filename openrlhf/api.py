@@ -174,7 +174,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.collect import Admission, Collected, Collector, SAME_REWARD
     from openrlhf.training.credit import credit_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
-    from openrlhf.training.evaluate import evaluation_metrics, ks_of
+    from openrlhf.training.evaluate import evaluation_metrics
     from openrlhf.training.reward_models import load_reward_model
     from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective
