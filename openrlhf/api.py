@@ -192,8 +192,8 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
-        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, PairRow, Sample, Schedule, Steps, UnpairedExample,
-        UnpairedRow, present, runs as runs_of_version,
+        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, Sample, Schedule, Steps, UnpairedExample, present,
+        runs as runs_of_version,
     )
     from openrlhf.user_file import UserFiles
 # isort: on
