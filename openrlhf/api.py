@@ -174,7 +174,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.training.collect import Admission, Collected, Collector, SAME_REWARD
     from openrlhf.training.credit import credit_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
-    from openrlhf.training.evaluate import evaluation_metrics, ks_of
+    from openrlhf.training.evaluate import evaluation_metrics
     from openrlhf.training.reward_models import load_reward_model
     from openrlhf.training.objectives.critic import CriticObjective
     from openrlhf.training.objectives.dpo import DPOObjective
@@ -192,8 +192,8 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
     from openrlhf.types import (
-        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, PairRow, Sample, Schedule, Steps, UnpairedExample,
-        UnpairedRow, present, runs as runs_of_version,
+        ExperienceRow, LossNorm, Metrics, PackedRow, Pair, Sample, Schedule, Steps, UnpairedExample, present,
+        runs as runs_of_version,
     )
     from openrlhf.user_file import UserFiles
 # isort: on

@@ -10,8 +10,8 @@ ROOT = Path(__file__).parents[2]
 GUESTS = "tools", "environments", "tasks"
 
 
-def names_of_guests() -> Iterator[str]:
-    for guest in GUESTS:
+def names_of_guests(*guests: str) -> Iterator[str]:
+    for guest in guests:
         for file in (ROOT / "openrlhf" / guest).rglob("*.py"):
             for node in ast.walk(ast.parse(file.read_text())):
                 if isinstance(node, ast.ImportFrom) and node.module == "openrlhf.api":
@@ -19,5 +19,10 @@ def names_of_guests() -> Iterator[str]:
 
 
 def test_the_second_group_is_what_the_guests_use() -> None:
-    assert set(names_of_guests()) - set(api.PUBLIC) == set(api.FOR_TOOLS)
+    assert set(names_of_guests(*GUESTS)) - set(api.PUBLIC) == set(api.FOR_TOOLS)
     assert not set(api.PUBLIC) & set(api.FOR_TOOLS)
+
+
+def test_the_reference_uses_no_formula_of_the_product() -> None:
+    places = [(api.PUBLIC | api.FOR_TOOLS)[name][0] for name in names_of_guests("tools/reference")]
+    assert len(places) > 20 and not [place for place in places if ".algorithms" in place]

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from records import sequence
 from safetensors.torch import load_file
 from test_rl import COMMON, check_samplers_hold_the_trained_weights, tokens_of, train
 from transformers import AutoModelForCausalLM
 
 from openrlhf.observability.journal import read_journal
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures("running_ray")
@@ -95,9 +97,7 @@ def check_log_probs(task: TaskFiles, folder: Path, trajectories: list[Trajectory
         start = t.prompt_length
         for version, count in t.weight_versions.tolist():
             with torch.no_grad():
-                logits = models[version](token_ids[None, : start + count]).logits[0, start - 1 : -1]
-            chosen = token_ids[start : start + count, None]
-            log_probs = logits.log_softmax(-1).gather(-1, chosen)[:, 0]
+                log_probs = plain_log_probs(models[version], sequence(token_ids[: start + count], start))
             first = start - t.prompt_length
             told = torch.tensor(t.rollout_log_probs[first : first + count])
             torch.testing.assert_close(told, log_probs, atol=1e-4, rtol=0)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import tiny_family
+from records import sequence
 from refusals import changes
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -24,6 +25,7 @@ from openrlhf.loop.rl_command import run
 from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
+from openrlhf.tools.reference.outputs import plain_log_probs, plain_logits
 from openrlhf.types import Trajectory, present
 
 REWARD = Path(__file__).with_name("digits_reward.py")
@@ -184,12 +186,10 @@ def check_samplers_hold_the_trained_weights(folder: Path, step: int = 2) -> None
     model = AutoModelForCausalLM.from_pretrained(folder / "policy", dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(folder / "policy").chat_template
     for t in read_journal(folder / "run" / "rollouts" / f"eval_{step:06d}.parquet"):
-        token_ids = torch.tensor(t.token_ids.tolist())
+        sampled, answer = sequence(t.token_ids, t.prompt_length), t.token_ids[t.prompt_length :]
         with torch.no_grad():
-            logits = model(token_ids[None]).logits[0, t.prompt_length - 1 : -1]
-        answer = token_ids[t.prompt_length :]
-        assert logits.argmax(-1).tolist() == answer.tolist()
-        log_probs = logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0]
+            assert plain_logits(model, sampled).argmax(-1).tolist() == answer.tolist()
+            log_probs = plain_log_probs(model, sampled)
         # at temperature 0 the sampler reports the untempered distribution
         torch.testing.assert_close(log_probs, torch.tensor(t.rollout_log_probs), atol=1e-4, rtol=0)
 
@@ -390,10 +390,9 @@ def mean_loss_of_texts(task: TaskFiles, *, count: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(task.model)
     losses = []
     for i in epoch_order(len(texts), seed=42, epoch=0)[:count]:
-        ids = tokenizer(texts[i], add_special_tokens=False, return_tensors="pt").input_ids
+        ids = tokenizer(texts[i], add_special_tokens=False).input_ids
         with torch.no_grad():
-            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
-        losses.append(-log_probs.gather(-1, ids[0, 1:, None]))
+            losses.append(-plain_log_probs(model, sequence(ids)))
     return torch.cat(losses).mean().item()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openrlhf.algorithms.advantages.base import StepView
 from openrlhf.algorithms.policy_losses.base import RowView
-from openrlhf.types import Batch, KeptSets, LossNorm, Outcome, Prompt, PromptGroup, Trajectory, runs
+from openrlhf.types import Batch, KeptSets, LossNorm, Outcome, Prompt, PromptGroup, Sample, Trajectory, runs
 
 DTYPES = {
     "token_ids": np.int32,
@@ -52,6 +52,12 @@ def trajectory(
     } | changes
     arrays = {name: np.array(values[name], dtype) for name, dtype in DTYPES.items() if name in values}
     return Trajectory(**(values | arrays))
+
+
+def sequence(token_ids: Sequence[int] | np.ndarray | Tensor, prompt: int = 1) -> Sample:
+    """Returns a sample whose tokens after the first `prompt` ones are actions."""
+    ids = torch.as_tensor(token_ids).long()
+    return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) >= prompt)
 
 
 def kept_sets(*sets: Sequence[int], shares: Sequence[float] | None = None) -> KeptSets:

@@ -407,10 +407,9 @@ def _precision(e: Examined) -> Variants:
         of_rounded = e.policy.transformed(hidden @ weight.to(low).float().T)
         yield "one side rounds the head's weights to bf16", e.either(of_rounded)
         if not e.has_support:
-            soft = (rounded / e.temperature).to(low).log_softmax(-1)
-            chosen = soft.gather(1, e.targets[:, None])[:, 0].double().numpy()
+            soft = log_probs((rounded / e.temperature).to(low), e.targets, 1.0)
             of_sampler, of_trainer = e.expected
-            cases = np.array([[chosen, of_trainer], [of_sampler, chosen]])
+            cases = np.array([[soft, of_trainer], [of_sampler, soft]])
             yield "one side computes log-softmax in bf16", cases
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.api import CHECKPOINT_COPY as COPY
 from openrlhf.api import transformed_logits
 from openrlhf.tools.doctor.gap_rows import GapRow
+from openrlhf.tools.reference.outputs import chosen, distribution
 
 MOST_LOGITS = 10**8
 """Maximum number of logits that are in memory at a time."""
@@ -103,11 +104,7 @@ def log_probs(
 ) -> np.ndarray:
     """Returns the log-probs of the targets at a temperature, (A,). `support`: mask of the tokens that they
     are normalised over, (A, V); None: all."""
-    scaled = logits / temperature
-    if support is not None:
-        scaled = scaled.masked_fill(~support, -torch.inf)
-    chosen = (logits / temperature).gather(1, targets[:, None])[:, 0]
-    return (chosen - scaled.logsumexp(-1)).double().numpy()
+    return chosen(distribution(logits, temperature, support), targets).double().numpy()
 
 
 def support_of(logits: Tensor, targets: Tensor, temperature: float, top_p: float, top_k: int = -1) -> Tensor:

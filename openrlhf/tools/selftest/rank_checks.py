@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from openrlhf.api import Batch, CriticWorker, Hook, Metrics, PackedRow, PolicyWorker, present
+from openrlhf.tools.reference.learning_rate import plain_learning_rate
 from openrlhf.tools.selftest.invariants import check_first_pass, check_learning_rate
-from openrlhf.tools.selftest.plain import plain_learning_rate
 from openrlhf.tools.selftest.verify import check_log_probs, check_values, is_whole, verify_step
 from openrlhf.tools.selftest.verify_rl import check_policy_loss, check_value_loss
 

@@ -21,6 +21,8 @@ from openrlhf.api import (
     present,
     rollout_metrics,
 )
+from openrlhf.tools.reference.advantages import plain_advantages
+from openrlhf.tools.reference.metrics import plain_log_prob_metrics, plain_rollout_metrics
 from openrlhf.tools.selftest.invariants import (
     check_epoch_seeds,
     check_epochs,
@@ -35,13 +37,7 @@ from openrlhf.tools.selftest.invariants import (
     check_trained,
     equals_reference,
 )
-from openrlhf.tools.selftest.plain_rl import plain_advantages
-from openrlhf.tools.selftest.verify_metrics import (
-    check_evaluation,
-    check_metrics,
-    plain_log_prob_metrics,
-    plain_rollout_metrics,
-)
+from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics
 from openrlhf.tools.selftest.verify_rl import check_advantages, check_controller, made_up_samples
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}

@@ -11,7 +11,7 @@ plain    The log-probs of the row's actions equal those of transformers' own for
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
@@ -33,24 +33,29 @@ from openrlhf.api import (
     Metrics,
     Objective,
     PackedRow,
-    PairRow,
     PolicyModel,
     RewardObjective,
     RowT,
     SFTObjective,
     SupervisedConfig,
     TrainEngine,
-    UnpairedRow,
     Windows,
-    alone,
     head_name,
     head_of,
     head_options,
     is_classifier,
     reading_of,
     reference_log_probs,
-    transformed_logits,
-    transformers_attention,
+)
+from openrlhf.tools.reference.learning_rate import plain_learning_rate
+from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_rm, plain_sft
+from openrlhf.tools.reference.outputs import (
+    chosen,
+    distribution_of,
+    entropies,
+    log_probs_of_row,
+    scores_of_row,
+    values_of_row,
 )
 from openrlhf.tools.selftest.invariants import (
     SAME_POLICY,
@@ -59,7 +64,6 @@ from openrlhf.tools.selftest.invariants import (
     check_learning_rate,
     check_parts,
 )
-from openrlhf.tools.selftest.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm, plain_sft
 
 LOSS, HALVED, PLAIN = "loss", "halved", "plain"
 """The loss of a row; twice the loss with doubled totals; the loss by a plain formula."""
@@ -76,8 +80,6 @@ HEAD = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 5e-2}
 factors of float32 products to TF32."""
 VALUES = {"fp32": 0.02, "fp16": 0.1, "bf16": 0.3}
 """Largest mean difference between two computations of a critic's values, as a share of their mean size."""
-CHUNK = 256
-"""Number of actions whose logits exist at once: 0.3 GB in float64 with a vocabulary of 150,000."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,37 +112,22 @@ class _Twice:
         return loss, {LOSS: loss.detach(), HALVED: 2 * other.detach()} | plain
 
 
-def plain_sft_loss(model: PreTrainedModel, objective: SFTObjective, row: PackedRow, norm: LossNorm) -> Tensor:
-    return plain_sft([plain_log_probs(model, row)], norm.num_tokens)
+COVERED = SFTObjective | DPOObjective | KTOObjective | RewardObjective
+"""Objectives whose losses have a plain formula on log-probs or scores of transformers' own forward pass."""
 
 
-def plain_dpo_loss(model: PreTrainedModel, objective: DPOObjective, row: PairRow, norm: LossNorm) -> Tensor:
-    count = 2 * row.num_sequences
-    answers = plain_log_probs(model, row.row).split(row.row.num_actions.tolist())
+def plain_loss(model: PreTrainedModel, objective: COVERED, row: Any, norm: LossNorm) -> Tensor:
+    if isinstance(objective, SFTObjective):
+        return plain_sft([log_probs_of_row(model, row)], norm.num_tokens)
+    if isinstance(objective, RewardObjective):
+        return plain_rm(scores_of_row(model, row.row), row.margins, norm.num_sequences)
+    answers = log_probs_of_row(model, row.row).split(row.row.num_actions.tolist())
     reference = reference_log_probs(row.ref_log_probs, objective.reference, row.row).double()
-    return plain_dpo(objective, answers[:count], list(reference[:count]), norm.num_sequences)
-
-
-def plain_kto_loss(
-    model: PreTrainedModel, objective: KTOObjective, row: UnpairedRow, norm: LossNorm
-) -> Tensor:
-    count = row.num_sequences
-    answers = plain_log_probs(model, row.row).split(row.row.num_actions.tolist())[:count]
-    reference = reference_log_probs(row.ref_log_probs, objective.reference, row.row).double()
-    return plain_kto(objective, answers, list(reference[:count]), row.desirable.tolist(), norm.num_sequences)
-
-
-def plain_rm_loss(model: PreTrainedModel, objective: RewardObjective, row: PairRow, norm: LossNorm) -> Tensor:
-    return plain_rm(plain_scores(model, row.row), row.margins, norm.num_sequences)
-
-
-PLAIN_LOSSES: Mapping[type, Callable] = {
-    SFTObjective: plain_sft_loss,
-    DPOObjective: plain_dpo_loss,
-    KTOObjective: plain_kto_loss,
-    RewardObjective: plain_rm_loss,
-}
-"""Losses by plain formulas, on log-probs or scores of transformers' own forward pass."""
+    count = row.num_sequences  # 0 in a dummy row
+    if isinstance(objective, DPOObjective):
+        return plain_dpo(objective, answers[: 2 * count], list(reference), norm.num_sequences)
+    is_good = row.desirable.tolist()
+    return plain_kto(objective, answers[:count], list(reference[:count]), is_good, norm.num_sequences)
 
 
 class FirstSteps(Hook):
@@ -189,9 +176,9 @@ def verify_step(
         check_head(engine.module.model, temperature, dtype, step)
     shares = engine.evaluate(rows, _Shares())
     check_parts(shares.items(), step)
-    model, plain = engine.module.model, PLAIN_LOSSES.get(type(objective))
-    if plain is not None:
-        plain = partial(plain, model, objective) if is_whole(model, mesh) else None
+    model, plain = engine.module.model, None
+    if isinstance(objective, COVERED) and is_whole(model, mesh):
+        plain = partial(plain_loss, model, objective)
     found = engine.evaluate(rows[:1], _Twice(objective=objective, plain=plain))
     tolerance = RELATIVE if dtype == "fp32" else 20 * RELATIVE
     if dtype == "fp32" and DEVICE_TYPE == "cpu" and isinstance(objective, SFTObjective):
@@ -244,9 +231,8 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
     hidden = torch.randn(NUM_STATES, weight.shape[1], generator=made_up).to(weight).requires_grad_()
     targets = torch.randint(len(weight), (NUM_STATES,), generator=made_up).to(hidden.device)
     of_log_probs, of_entropies = torch.randn(2, NUM_STATES, generator=made_up).to(hidden.device)
-    all_log_probs = (transformed_logits(head(hidden).double(), model.config) / temperature).log_softmax(-1)
-    expected = all_log_probs.gather(1, targets[:, None])[:, 0]
-    entropies = -(all_log_probs.exp() * all_log_probs).sum(-1)
+    all_log_probs = distribution_of(model, hidden, temperature)
+    expected, expected_entropy = chosen(all_log_probs, targets), entropies(all_log_probs)
     options = {"scale": scale / temperature, "softcap": softcap}
     log_probs, entropy = head(hidden, targets, with_entropy=True, **options)
     single, _ = head(hidden, targets, **options)
@@ -262,7 +248,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
         (
             "log-probs and entropies",
             (log_probs * of_log_probs + entropy * of_entropies).sum(),
-            (expected * of_log_probs + entropies * of_entropies).sum(),
+            (expected * of_log_probs + expected_entropy * of_entropies).sum(),
         ),
     ):
         (gradient,), (right,) = (torch.autograd.grad(x, hidden, retain_graph=True) for x in (found, value))
@@ -274,54 +260,6 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
             causes = "The head computes another distribution, or its gradient, in another way than a softmax."
             quantity = f"the relative error of {name} of made-up hidden states, or of their gradient,"
             raise broken(step, quantity, f"{difference:.3g}", "0 up to rounding", causes)
-
-
-@torch.no_grad()
-def plain_log_probs(model: PreTrainedModel, row: PackedRow, temperature: float = 1.0) -> Tensor:
-    """Returns the log-probs (A,) of the actions of a row by transformers' own forward pass of each sequence
-    alone, and a softmax over the whole vocabulary."""
-    return torch.cat(
-        [
-            _plain_softmax(model, states, targets, temperature)
-            for hidden, ids, actions in _each_alone(model, row)
-            for states, targets in zip(
-                hidden[actions - 1].split(CHUNK), ids[actions].split(CHUNK), strict=True
-            )
-        ]
-    )
-
-
-@torch.no_grad()
-def plain_scores(model: PreTrainedModel, row: PackedRow) -> list[Tensor]:
-    """Returns the score () in float64 of each sequence of a row, read at its last token, by transformers' own
-    forward pass of the sequence alone."""
-    head = getattr(model, head_name(model.config))
-    return [head(hidden[-1])[0].double() for hidden, _, _ in _each_alone(model, row)]
-
-
-@torch.no_grad()
-def plain_values(model: PreTrainedModel, row: PackedRow) -> Tensor:
-    """Returns the values (A,) in float64 of a critic, read at the token before each action, by transformers'
-    own forward pass of each sequence alone."""
-    head = getattr(model, head_name(model.config))
-    values = [head(hidden[actions - 1])[:, 0] for hidden, _, actions in _each_alone(model, row)]
-    return torch.cat(values).double()
-
-
-def _each_alone(model: PreTrainedModel, row: PackedRow) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields the hidden states (L, H) of each sequence of a row by transformers' own forward pass, its tokens
-    (L,), and the indices of its actions."""
-    images = row.images or [()] * len(row.lengths)
-    sequences = zip(row.token_ids.split(row.lengths), row.action_mask.split(row.lengths), images, strict=True)
-    with transformers_attention(model):
-        for ids, mask, pictures in sequences:
-            yield alone(model, ids, pictures), ids, mask.nonzero()[:, 0]
-
-
-def _plain_softmax(model: PreTrainedModel, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    """Returns the log-probs (A,) in float64 of `targets` (A,), given the hidden states (A, H) before them."""
-    logits = transformed_logits(head_of(model)(hidden).double(), model.config)
-    return (logits / temperature).log_softmax(-1).gather(1, targets[:, None])[:, 0]
 
 
 def is_whole(model: PreTrainedModel, mesh: Mesh) -> bool:
@@ -337,7 +275,7 @@ def check_log_probs(
     samples have recorded supports or experts."""
     if row.kept_ids is not None or row.routing is not None:
         return
-    expected = plain_log_probs(model, row.to(next(model.parameters()).device), temperature).cpu()
+    expected = log_probs_of_row(model, row.to(model.device), temperature).cpu()
     difference = float((found.double() - expected).abs().mean()) if len(found) else 0.0
     if not difference <= SAME_POLICY[dtype]:
         causes = (
@@ -351,7 +289,7 @@ def check_log_probs(
 
 def check_values(model: PreTrainedModel, row: PackedRow, found: Tensor, *, dtype: str, step: int) -> None:
     """Checks that the values `found` (A,) of a row's actions are those of transformers."""
-    expected = plain_values(model, row.to(next(model.parameters()).device)).cpu()
+    expected = values_of_row(model, row.to(model.device)).cpu()
     size = float(expected.abs().mean()) if len(found) else 0.0
     difference = float((found.double() - expected).abs().mean()) if len(found) else 0.0
     if not difference <= VALUES[dtype] * size:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.api import Sample
-from openrlhf.tools.verify.formulas import PlainLoss
+from openrlhf.tools.reference.objectives import PlainLoss
 
 PlainOutput = Callable[[Any, Sample], Tensor]
 """Function (model, sequence) -> output, as described at `PlainLoss.loss`."""
@@ -24,25 +24,6 @@ class PlainGradient(NamedTuple):
     added: dict[str, float]
     """Sum over the sequences of the norm of each one's part of the gradient. Rounding errors are relative to
     it: where parts cancel, it is larger than the norm of their sum."""
-
-
-def log_probs_of(model: Any, sample: Sample, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
-    """Returns the log-probs (A,) of a sequence's actions by a softmax over all logits; with `entropy`,
-    log-probs and entropies (A, 2)."""
-    device = next(model.parameters()).device
-    token_ids, actions = sample.token_ids.to(device), sample.action_mask.nonzero()[:, 0].to(device)
-    logits = model(token_ids[None], use_cache=False).logits[0][actions - 1].float()
-    distribution = (logits / temperature).log_softmax(-1)
-    log_probs = distribution.gather(1, token_ids[actions][:, None])[:, 0]
-    if not entropy:
-        return log_probs
-    return torch.stack([log_probs, -(distribution.exp() * distribution).sum(-1)], dim=1)
-
-
-def score_of(model: Any, sample: Sample) -> Tensor:
-    """Returns the score () of a sequence, which transformers' classifier computes at the last token."""
-    device = next(model.parameters()).device
-    return model(sample.token_ids[None].to(device), use_cache=False).logits[0, 0].float()
 
 
 def plain_gradient(model: Any, plain: PlainLoss, output: PlainOutput) -> PlainGradient:

@@ -46,7 +46,8 @@ from openrlhf.api import (
 )
 from openrlhf.api import SupervisedRun as Run
 from openrlhf.api import SupervisedTask as Task
-from openrlhf.tools.verify.formulas import Reference
+from openrlhf.tools.reference.objectives import Reference
+from openrlhf.tools.reference.outputs import plain_log_probs, plain_score
 from openrlhf.tools.verify.layouts import (
     LAYOUTS,
     Chosen,
@@ -55,7 +56,7 @@ from openrlhf.tools.verify.layouts import (
     step_with_gradients,
     steps,
 )
-from openrlhf.tools.verify.plain import PlainOutput, log_probs_of, score_of
+from openrlhf.tools.verify.plain import PlainOutput
 
 AT_REST = {
     "train.on_nonfinite": "stop",
@@ -125,7 +126,7 @@ class Subject:
         return with_values(self.config, {"ds.param_dtype": dtype} | (self.learning if learns else {}))
 
     def output(self, entropy: bool, temperature: float) -> PlainOutput:
-        return partial(log_probs_of, temperature=temperature, entropy=entropy)
+        return partial(plain_log_probs, temperature=temperature, entropy=entropy)
 
     def plain_model(self) -> Any:
         """Loads transformers' own model in float32, separately from the trainer's."""
@@ -189,7 +190,7 @@ class SupervisedSubject(Subject):
 
     def output(self, entropy: bool, temperature: float) -> PlainOutput:
         if isinstance(self.config, RMConfig):
-            return score_of
+            return plain_score
         return super().output(entropy, temperature)
 
     def plain_model(self) -> Any:
@@ -209,7 +210,7 @@ class SupervisedSubject(Subject):
 
         def of(sample: Sample) -> torch.Tensor:
             with torch.no_grad():
-                return log_probs_of(model, sample).double()
+                return plain_log_probs(model, sample).double()
 
         return of
 

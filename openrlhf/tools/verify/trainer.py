@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from openrlhf.api import PackedRow, reading_of, tree_of
+from openrlhf.tools.reference.objectives import plain_loss
 from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
-from openrlhf.tools.verify.formulas import plain_loss
 from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
 from openrlhf.tools.verify.plain import PlainGradient, plain_gradient
 from openrlhf.tools.verify.ranks import rank_checks
@@ -130,7 +130,7 @@ def plain_of(subject: Subject, items: Any, objective: Any) -> tuple[PlainGradien
     if subject.why_no_plain_model:
         return None, subject.why_no_plain_model
     with torch.no_grad():
-        plain = plain_loss(objective, items, subject.reference())
+        plain = plain_loss(objective, items, subject.reference(), subject.config)
     if plain is None:
         return None, f"there is no plain formula of {type(objective).__name__}"
     subject.notes["formula"] = plain.formula

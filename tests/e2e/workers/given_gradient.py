@@ -13,19 +13,19 @@ from workers.gradients import experiences, options_of, policy
 
 from openrlhf.backends.build import build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
+from openrlhf.config.ppo import PPOConfig
 from openrlhf.config.sections import AdamConfig, OptimConfig
+from openrlhf.tools.reference.policy import plain_policy_loss
 from openrlhf.tools.verify.layouts import step_with_gradients
 from openrlhf.training.objectives.policy import GivenGradient, PolicyObjective
-from openrlhf.types import Batch, ExperienceRow
+from openrlhf.types import Batch, ExperienceRow, LossNorm
 
 TEMPERATURE = 0.7
 
 
 def ppo(log_probs: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """The clipped loss, https://arxiv.org/abs/1707.06347, eq. 7, as a mean over all actions."""
-    advantages = torch.from_numpy(batch.advantages)
-    ratio = (log_probs - torch.from_numpy(batch.log_probs)).exp()
-    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).mean()
+    norm = LossNorm(len(log_probs), len(batch))
+    return plain_policy_loss(PPOConfig(), ExperienceRow.of(batch), norm, log_probs, None, 0.0)
 
 
 def log_probs_of(engine, batch: Batch, mesh: ProcessMesh, mine: list[int]) -> np.ndarray:

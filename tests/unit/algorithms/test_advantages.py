@@ -133,21 +133,3 @@ def test_gae_with_lambda_1_is_returns_minus_values():
     advantages, returns = gae(rewards, values, counts, gamma=0.9, lambd=1.0)
     assert torch.allclose(returns, discounted_returns(rewards, counts, 0.9), atol=1e-6)
     assert torch.allclose(advantages, returns - values)
-
-
-@given(st.lists(st.integers(0, 6), min_size=1, max_size=6), st.integers(0, 99))
-def test_sequences_end_to_end_are_each_as_if_it_were_alone(sizes, seed):
-    """The results are equal to the last bit, and to those of a loop over its actions."""
-    random = torch.Generator().manual_seed(seed)
-    rewards, values = (torch.randn(sum(sizes), generator=random) for _ in range(2))
-    advantages, returns = gae(rewards, values, torch.tensor(sizes), 0.9, 0.7)
-    start = 0
-    for size in sizes:
-        own = slice(start, start := start + size)
-        alone = gae(rewards[own], values[own], torch.tensor([size]), 0.9, 0.7)
-        assert torch.equal(advantages[own], alone[0]) and torch.equal(returns[own], alone[1])
-        advantage = next_value = 0.0
-        for i in reversed(range(own.start, own.stop)):
-            advantage = float(rewards[i] + 0.9 * next_value - values[i]) + 0.9 * 0.7 * advantage
-            next_value = float(values[i])
-            assert float(advantages[i]) == pytest.approx(advantage, abs=1e-5)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from openrlhf.algorithms import logprobs
 from openrlhf.algorithms.logprobs import linear_log_probs, linear_logits, rows_of_chunk, sum_of_log_probs
+from openrlhf.tools.reference.outputs import chosen, distribution, entropies
 
 A, H, V = 11, 5, 17
 
@@ -18,9 +19,8 @@ def naive(hidden, weight, targets, scale=1.0, bias=None, softcap=None):
         logits = logits + bias
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    all_log_probs = torch.log_softmax(logits * scale, dim=-1)
-    entropy = -(all_log_probs.exp() * all_log_probs).sum(-1)
-    return all_log_probs.gather(-1, targets[:, None])[:, 0], entropy
+    of_all = distribution(logits * scale)
+    return chosen(of_all, targets), entropies(of_all)
 
 
 def inputs(dtype=torch.float64, num_actions=A):

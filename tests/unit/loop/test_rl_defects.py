@@ -24,7 +24,7 @@ import torch
 from architectures import tiny_config, tiny_model
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from records import batch_of, by_sequence, trajectory
+from records import batch_of, by_sequence, sequence, trajectory
 from refusals import printed, refused
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -80,6 +80,7 @@ from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.doctor.health import Health
+from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training import trained_worker
 from openrlhf.training.credit import assign_credit
@@ -1048,13 +1049,11 @@ def test_log_probs_are_of_the_temperature_that_was_sampled_at(worker_class, temp
         shares_prefixes=False,
         trains_on_prefixes=False,
     )
-    expected = []
     with torch.no_grad():
         found = torch.from_numpy(worker.forward(batch))
-        for ids in ([1, 2, 3, 4], [1, 7, 8]):
-            logits = policy.model(torch.tensor([ids]), use_cache=False).logits[0, :-1] / temperature
-            expected.append(logits.log_softmax(-1).gather(1, torch.tensor(ids[1:])[:, None])[:, 0])
-    torch.testing.assert_close(found, torch.cat(expected), atol=1e-5, rtol=0)
+        samples = [sequence(ids) for ids in ([1, 2, 3, 4], [1, 7, 8])]
+        expected = torch.cat([plain_log_probs(policy.model, sample, temperature) for sample in samples])
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
     if worker_class is PolicyWorker:
         seen: list[Tensor] = []
         ones = np.ones(len(found), np.float32)

@@ -12,9 +12,9 @@ from unittest import mock
 import pytest
 import torch
 from judged_answers import PLACEHOLDER
+from records import sequence
 from refusals import refused
 from safetensors.torch import load_file
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from openrlhf.backends.distributed import leave_distributed
@@ -26,6 +26,7 @@ from openrlhf.loop import task
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.text import Calendar
+from openrlhf.tools.reference.outputs import plain_log_probs
 
 TASKS = {
     "sft": (train_sft.SFTTask, "--data.output_key output"),
@@ -89,16 +90,13 @@ def run(name: str, model: Path, rows: Path, *more: str) -> dict[int, dict[str, f
 
 def nll_of(model: Path, rows: Path) -> float:
     """Returns the loss of SFT on a whole file, as the mean over all answers' tokens."""
-    tokenizer, total, count = AutoTokenizer.from_pretrained(model), 0.0, 0
+    tokenizer, found = AutoTokenizer.from_pretrained(model), []
     language_model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     for row in map(json.loads, rows.read_text().splitlines()):
         prompt, text = row["input"], row["input"] + row["output"] + tokenizer.eos_token
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        start = len(tokenizer(prompt)["input_ids"])
-        logits = language_model(input_ids=ids).logits.detach()
-        total += float(cross_entropy(logits[0, start - 1 : -1], ids[0, start:], reduction="sum"))
-        count += ids.shape[1] - start
-    return total / count
+        answer = sequence(tokenizer(text)["input_ids"], len(tokenizer(prompt)["input_ids"]))
+        found.append(plain_log_probs(language_model, answer).detach())
+    return -float(torch.cat(found).mean())
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from architectures import ALL, VOCABULARY, tiny_config, tiny_model
+from records import sequence
 from refusals import refused
 from torch import Tensor
 from torch.nn.attention import varlen
@@ -23,6 +24,7 @@ from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.self_check import resolve_reading, transformers_attention
+from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.types import PackedRow, Sample
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
@@ -65,7 +67,7 @@ def samples() -> list[Sample]:
     made = []
     for length in LENGTHS:
         ids = torch.randint(3, VOCABULARY, (length,), generator=random)
-        made.append(Sample(token_ids=ids, action_mask=torch.arange(length) > 0))
+        made.append(sequence(ids))
     return made
 
 
@@ -73,17 +75,13 @@ def with_branches() -> list[Sample]:
     made = samples()
     for first, kept, second in BRANCHES:
         ids = torch.cat([made[first].token_ids[:kept], made[second].token_ids])
-        made.append(Sample(token_ids=ids, action_mask=torch.arange(len(ids)) > 0))
+        made.append(sequence(ids))
     return made
 
 
 @torch.no_grad()
 def one_by_one(model: PreTrainedModel, sequences: list[Sample] | None = None) -> Tensor:
-    sequences = sequences or samples()
-    logits = [model(s.token_ids[None], use_cache=False).logits[0, :-1].float() for s in sequences]
-    targets = [s.token_ids[1:, None] for s in sequences]
-    pairs = zip(logits, targets, strict=True)
-    return torch.cat([x.log_softmax(-1).gather(1, target)[:, 0] for x, target in pairs])
+    return torch.cat([plain_log_probs(model, sample) for sample in sequences or samples()])
 
 
 @pytest.fixture(scope="session")
@@ -173,9 +171,8 @@ def test_rounding_is_far_below_what_a_leak_does(judged) -> None:
     glued = torch.cat([s.token_ids for s in samples()])
     for model_type in ("qwen3", "stablelm", "mamba"):
         model = tiny_model(tiny_config(model_type))
-        with torch.no_grad(), transformers_attention(model):
-            logits = model(glued[None], use_cache=False).logits[0, :-1]
-        leaked = logits.log_softmax(-1).gather(1, glued[1:, None])[LENGTHS[0] :, 0][: LENGTHS[1] - 1]
+        with transformers_attention(model):
+            leaked = one_by_one(model, [sequence(glued)])[LENGTHS[0] :][: LENGTHS[1] - 1]
         expected = one_by_one(model)[LENGTHS[0] - 1 :][: LENGTHS[1] - 1]
         tolerance = ROUNDINGS * judged(model_type, "auto").rounding + 1e-5
         assert (leaked - expected).abs().max() > 100 * tolerance

@@ -17,6 +17,7 @@ from openrlhf.models.loading import load_causal_lm, load_generator
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
+from openrlhf.tools.reference.outputs import plain_log_probs, plain_logits
 from openrlhf.types import PackedRow, Sample
 
 LENGTHS = (5, 23, 2, 11, 17)
@@ -95,16 +96,10 @@ def samples() -> list[Sample]:
     return made
 
 
-def one_by_one(model: hf.PreTrainedModel, samples: list[Sample], temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns log-probs and entropy of all actions, from transformers' logits of each sequence alone."""
-    log_probs, entropies = [], []
-    for sample in samples:
-        logits = model(sample.token_ids[None], use_cache=False).logits[0] / temperature
-        actions = sample.action_mask.nonzero()[:, 0]
-        distribution = logits[actions - 1].log_softmax(-1)
-        log_probs.append(distribution.gather(-1, sample.token_ids[actions, None])[:, 0])
-        entropies.append(-(distribution.exp() * distribution).sum(-1))
-    return torch.cat(log_probs), torch.cat(entropies)
+def one_by_one(model: hf.PreTrainedModel, samples: list[Sample], temperature: float) -> tuple[Tensor, ...]:
+    """Returns log-probs and entropy of all actions."""
+    found = [plain_log_probs(model, sample, temperature, entropy=True) for sample in samples]
+    return torch.cat(found).unbind(1)
 
 
 @pytest.mark.parametrize(("name", "attention"), RIGHT)
@@ -177,10 +172,8 @@ def test_an_action_with_a_recorded_support_is_of_that_support_and_its_mass(folde
     log_masses = torch.linspace(-2, 0, len(targets))
     sampled = replace(row, kept_ids=kept_ids, log_masses=log_masses)
     found = policy_of(folders[name])(sampled, temperature=0.7).log_probs
-    model, places = plain_model(folders[name]), torch.cat([s.action_mask.nonzero()[:, 0] for s in samples])
-    logits = [model(s.token_ids[None], use_cache=False).logits[0] for s in samples]
-    counts = [s.num_actions for s in samples]
-    before = torch.cat([x[at - 1] for x, at in zip(logits, places.split(counts), strict=True)])
+    model = plain_model(folders[name])
+    before = torch.cat([plain_logits(model, sample) for sample in samples])
     expected = (before.gather(1, kept_ids) / 0.7).log_softmax(-1)[:, 0] + log_masses
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from records import sequence
 from torch import Tensor
 
 from openrlhf.models.attention import PACKED
@@ -18,6 +19,7 @@ from openrlhf.models.loading import load_causal_lm, max_length_of
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.sequence_parallel import SequenceParallel
+from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.types import PackedRow, Sample, present
 
 SHAPE = {
@@ -76,7 +78,7 @@ def folder(request, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sample(length: int) -> Sample:
     ids = torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(length))
-    return Sample(token_ids=ids, action_mask=torch.arange(length) > 0)
+    return sequence(ids)
 
 
 def log_probs(policy: PolicyModel, *samples: Sample) -> torch.Tensor:
@@ -87,8 +89,7 @@ def log_probs(policy: PolicyModel, *samples: Sample) -> torch.Tensor:
 def transformers_log_probs(folder: Path, one: Sample) -> torch.Tensor:
     model = hf.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     with torch.no_grad():
-        logits = model(one.token_ids[None], use_cache=False).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, one.token_ids[1:, None])[:, 0]
+        return plain_log_probs(model, one)
 
 
 def policy_of(folder: Path, max_len: int | None) -> PolicyModel:
@@ -168,11 +169,8 @@ def one_by_one(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     config = copy.deepcopy(policy.model.config)
     model = hf.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double()
     model.load_state_dict(policy.model.state_dict())
-    found = []
-    for ids in [sample(length).token_ids for length in LENGTHS]:
-        filled = torch.cat([ids, torch.full((MAX_LEN - len(ids),), 5)])
-        logits = model(filled[None], use_cache=False).logits[0, : len(ids) - 1]
-        found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
+    padded = lambda ids: sequence(torch.cat([ids, torch.full((MAX_LEN - len(ids),), 5)]))
+    found = [plain_log_probs(model, padded(sample(n).token_ids))[: n - 1] for n in LENGTHS]
     log_probs = torch.cat(found)
     (weights_of(len(log_probs)) * log_probs).sum().backward()
     return log_probs.detach(), {f"model.{n}": present(p.grad) for n, p in model.named_parameters()}

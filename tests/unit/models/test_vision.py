@@ -26,7 +26,7 @@ from openrlhf.models.scorer import ValueModel, load_scorer
 from openrlhf.models.self_check import read_one_by_one, resolve_reading
 from openrlhf.models.vision import freeze_vision
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
-from openrlhf.tools.selftest.verify import plain_log_probs
+from openrlhf.tools.reference.outputs import log_probs_of_row
 from openrlhf.types import Image, PackedRow, Sample
 
 ROUNDING = 256 * 2.0**-24
@@ -152,7 +152,7 @@ def test_a_row_is_what_transformers_reads_one_by_one(folder: Path, attention: st
     if attention == "one by one":
         read_one_by_one(module.model)
     found = module(row := PackedRow.of(samples(folder))).log_probs
-    verified = plain_log_probs(module.model, row)  # the check of a run's first steps
+    verified = log_probs_of_row(module.model, row)  # the check of a run's first steps
     with as_transformers_reads(folder) as (reference, expected):
         expected = torch.cat(expected)
         assert (verified - expected).abs().max() < LAYERS * ROUNDING * expected.abs().max()

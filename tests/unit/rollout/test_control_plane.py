@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine_contract import options_of
+from records import sequence
 
 from openrlhf.agents.base import Reward, SingleTurnAgentExecutor
 from openrlhf.backends.transformers.engine import TransformersEngine
@@ -22,6 +23,7 @@ from openrlhf.models.loading import load_causal_lm, load_tokenizer
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.tasks.tiny_model import tiny_chat_model
+from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled
 
 
@@ -100,10 +102,8 @@ class Trained:
         """Checks that log-probs are those of these weights."""
         for t in group.trajectories:
             assert t.ok and t.weight_versions.tolist() == [[version, t.num_actions]]
-            ids = torch.from_numpy(t.token_ids).long()
             with torch.no_grad():
-                logits = self.model(ids[None]).logits[0].float()
-            expected = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[-t.num_actions :, 0]
+                expected = plain_log_probs(self.model, sequence(t.token_ids, t.prompt_length))
             assert t.rollout_log_probs.tolist() == pytest.approx(expected.tolist(), abs=1e-4)
 
 

@@ -20,7 +20,6 @@ from openrlhf.algorithms.proximal.recomputed import Recomputed
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, present
 
 VOCAB = 7
@@ -575,16 +574,3 @@ def test_from_config_leaves_out_what_is_off():
     assert objective.correction is None
     assert objective.entropy_coef is None
     assert objective.aggregation is None
-
-
-def test_sft_is_cross_entropy_on_the_marked_tokens():
-    model = Bigram()
-    batch = ExperienceRow.of(random_batch((3, 4))).row
-    loss, metrics = SFTObjective()(model, batch, LossNorm(batch.num_tokens, 2))
-    logits = model.head(model.embedding(batch.token_ids[:-1]))
-    labels = batch.token_ids[1:].masked_fill(~batch.action_mask[1:], -100)
-    expected = nn.functional.cross_entropy(logits, labels)
-    torch.testing.assert_close(loss, expected)
-    assert metrics["sft/loss"].item() == loss.item()
-    half, _ = SFTObjective()(model, batch, LossNorm(2 * batch.num_tokens, 4))
-    torch.testing.assert_close(half, expected / 2)

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -20,6 +19,8 @@ from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
+from openrlhf.tools.reference.objectives import plain_loss
+from openrlhf.tools.reference.outputs import distribution, plain_log_probs, plain_logits, plain_score
 from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, unpaired_log_probs
@@ -37,6 +38,7 @@ from openrlhf.types import (
     StepsRow,
     UnpairedExample,
     UnpairedRow,
+    present,
 )
 
 BETA = 0.1
@@ -111,21 +113,18 @@ def plain(folder: Path, auto=AutoModelForCausalLM, **options):
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager", **options)
 
 
-def logits_before(model, sample: Sample) -> Tensor:
-    """Returns the (A, V) logits that predict each action."""
-    return model(sample.token_ids[None]).logits[0][sample.action_mask.nonzero()[:, 0] - 1]
-
-
-def log_probs(model, sample: Sample) -> Tensor:
-    """Returns the (A,) log-probs of the actions."""
-    targets = sample.token_ids[sample.action_mask]
-    return logits_before(model, sample).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-
-
+@torch.no_grad()
 def log_ratio(model, reference, sample: Sample) -> Tensor:
-    with torch.no_grad():
-        ref = log_probs(reference, sample).sum()
-    return log_probs(model, sample).sum() - ref
+    return plain_log_probs(model, sample).sum() - plain_log_probs(reference, sample).sum()
+
+
+def loss_of_outputs(case: "Case", model, folders) -> Tensor:
+    """Computes the loss of all items by the reference."""
+    reference = plain(folders["reference"])
+    known = lambda sample: plain_log_probs(reference, sample).detach()
+    loss = present(plain_loss(case.objective(folders), case.items, known))
+    output = plain_score if case.items is SCORED else plain_log_probs
+    return loss.loss([output(model, sample) for sample in loss.sequences])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,42 +134,17 @@ class Case:
     build: Callable[[dict[str, Path]], RowModel]
     objective: Callable[[dict[str, Path]], Any]
     build_plain: Callable[[dict[str, Path]], Any]
-    expected: Callable[[Any, dict[str, Path]], Tensor]
+    expected: Callable[["Case", Any, dict[str, Path]], Tensor] = loss_of_outputs
     """Computes the loss of all items from the plain model."""
 
 
-def reward_loss(model, folders):
-    def score(sample):
-        return model(sample.token_ids[None]).logits[0, 0]
-
-    gaps = [score(p.chosen) - score(p.rejected) - p.margin for p in SCORED]
-    return -F.logsigmoid(torch.stack(gaps)).mean()
-
-
-def dpo_case(nll_coef: float = 0.0, **options) -> Case:
-    def objective(folders):
-        return DPOObjective(beta=BETA, nll_coef=nll_coef, reference=reference_of(folders), **options)
-
-    def expected(model, folders):
-        reference = plain(folders["reference"])
-        losses, nll = [], []
-        for pair in PAIRS:
-            h = log_ratio(model, reference, pair.chosen) - log_ratio(model, reference, pair.rejected)
-            smoothing = options.get("label_smoothing", 0.0)
-            if options.get("ipo"):
-                losses.append((h - 1 / (2 * BETA)) ** 2)
-            else:
-                losses.append(-(1 - smoothing) * F.logsigmoid(BETA * h) - smoothing * F.logsigmoid(-BETA * h))
-            nll.append(-log_probs(model, pair.chosen).mean())
-        return torch.stack(losses).mean() + nll_coef * torch.stack(nll).mean()
-
+def dpo_case(**options) -> Case:
     return Case(
         items=PAIRS,
         collate=PairRow.of,
         build=lambda folders: PolicyModel(our(folders["policy"])),
-        objective=objective,
+        objective=lambda folders: DPOObjective(beta=BETA, reference=reference_of(folders), **options),
         build_plain=lambda folders: plain(folders["policy"]),
-        expected=expected,
     )
 
 
@@ -181,18 +155,8 @@ def reference_of(folders) -> Callable[[PackedRow], Tensor]:
 
 def kto_kl(model, folders) -> float:
     reference = plain(folders["reference"])
-    with torch.no_grad():
-        ratios = [log_ratio(model, reference, example.mismatched).item() for example in JUDGED]
+    ratios = [log_ratio(model, reference, example.mismatched).item() for example in JUDGED]
     return sum(ratios) / len(ratios)
-
-
-def kto_loss(model, folders):
-    reference, kl = plain(folders["reference"]), max(0.0, kto_kl(model, folders))
-    losses = []
-    for example in JUDGED:
-        gain = BETA * (log_ratio(model, reference, example.sample) - kl)
-        losses.append(2.0 * (1 - gain.sigmoid()) if example.desirable else 0.5 * (1 - (-gain).sigmoid()))
-    return torch.stack(losses).mean()
 
 
 def kto_objective(folders):
@@ -205,7 +169,7 @@ def kto_objective(folders):
 def prm_case(make_label: Callable[[int], Any], reward_tokens: tuple[int, ...] | None) -> Case:
     items = labelled_steps(make_label)
 
-    def expected(model, folders):
+    def expected(case, model, folders):
         losses = []
         for solution in items:
             logits = model(solution.sample.token_ids[None]).logits[0][solution.sample.action_mask]
@@ -234,15 +198,15 @@ def distillation(folders, teacher: str = "teacher", **options) -> DistillationOb
 
 
 def kd_case(**options) -> Case:
-    def expected(model, folders):
+    def expected(case, model, folders):
         teacher = plain(folders["teacher"])
         coef, temperature = options["coef"], options.get("temperature", 1.0)
         nll, divergence = [], []
         for sample in SAMPLES:
-            nll.append(-log_probs(model, sample))
-            s = (logits_before(model, sample) / temperature).log_softmax(-1)
+            nll.append(-plain_log_probs(model, sample))
+            s = distribution(plain_logits(model, sample), temperature)
             with torch.no_grad():
-                t = (logits_before(teacher, sample) / temperature).log_softmax(-1)
+                t = distribution(plain_logits(teacher, sample), temperature)
             a, b = (t, s) if options.get("kind", "forward_kl") == "forward_kl" else (s, t)
             divergence.append((a.exp() * (a - b)).sum(-1))
         kl = temperature**2 * torch.cat(divergence).mean()
@@ -258,10 +222,6 @@ def kd_case(**options) -> Case:
     )
 
 
-def sft_loss(model, folders):
-    return -torch.cat([log_probs(model, sample) for sample in SAMPLES]).mean()
-
-
 CASES = {
     "sft": Case(
         items=SAMPLES,
@@ -269,7 +229,6 @@ CASES = {
         build=lambda folders: PolicyModel(our(folders["policy"])),
         objective=lambda folders: SFTObjective(),
         build_plain=lambda folders: plain(folders["policy"]),
-        expected=sft_loss,
     ),
     "rm": Case(
         items=SCORED,
@@ -281,7 +240,6 @@ CASES = {
         build_plain=lambda folders: plain(
             folders["scorer"], AutoModelForSequenceClassification, num_labels=1
         ),
-        expected=reward_loss,
     ),
     "dpo": dpo_case(),
     "dpo with nll": dpo_case(nll_coef=0.3),
@@ -293,7 +251,6 @@ CASES = {
         build=lambda folders: PolicyModel(our(folders["policy"])),
         objective=kto_objective,
         build_plain=lambda folders: plain(folders["policy"]),
-        expected=kto_loss,
     ),
     "prm, all tokens": prm_case(lambda k: (11 * k) % 300, None),
     "prm, reward tokens": prm_case(lambda k: REWARD_TOKENS[k % 3], REWARD_TOKENS),
@@ -333,7 +290,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], **tolera
 def test_value_and_gradient_equal_the_plain_formula(folders, name):
     case = CASES[name]
     reference, model, row = case.build_plain(folders), case.build(folders), case.collate(case.items)
-    expected = case.expected(reference, folders)
+    expected = case.expected(case, reference, folders)
     expected.backward()
     loss, metrics = case.objective(folders)(model, row, norm_of(row))
     loss.backward()
@@ -417,10 +374,9 @@ def test_reference_log_probs_known_beforehand(folders, name):
 
 def test_policy_and_reference_differ_enough_to_matter(folders):
     model, reference = plain(folders["policy"]), plain(folders["reference"])
-    with torch.no_grad():
-        h = torch.stack(
-            [log_ratio(model, reference, p.chosen) - log_ratio(model, reference, p.rejected) for p in PAIRS]
-        )
+    h = torch.stack(
+        [log_ratio(model, reference, p.chosen) - log_ratio(model, reference, p.rejected) for p in PAIRS]
+    )
     assert 0.5 < h.abs().max() < 30
     assert len({value > 0 for value in h.tolist()}) == 2
     assert kto_kl(model, folders) > 0.1
@@ -464,9 +420,7 @@ def test_score_moments(folders):
     case = CASES["rm"]
     model, reference = case.build(folders), case.build_plain(folders)
     with torch.no_grad():
-        scores = [
-            reference(s.token_ids[None]).logits[0, 0].item() for p in SCORED for s in (p.chosen, p.rejected)
-        ]
+        scores = [plain_score(reference, s).item() for p in SCORED for s in (p.chosen, p.rejected)]
     mean = sum(scores) / len(scores)
     square = sum(score**2 for score in scores) / len(scores)
     norm = LossNorm(1, len(SCORED))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel
-from records import batch_of, trajectory
+from records import batch_of, sequence, trajectory
 from refusals import refused
 from safetensors.torch import load_file
 from torch import Tensor
@@ -38,11 +38,12 @@ from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Mesh
 from openrlhf.models.scorer import load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
+from openrlhf.tools.reference.outputs import plain_log_probs, plain_score, values_of_row
 from openrlhf.training import trained_worker
 from openrlhf.training import worker as workers
 from openrlhf.training.trained_worker import CriticWorker, PolicyWorker
 from openrlhf.training.worker import FrozenWorker, RewardWorker
-from openrlhf.types import Batch
+from openrlhf.types import Batch, PackedRow
 
 PLACE = "127.0.0.1", 29999
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -95,15 +96,11 @@ def sampled(**columns: Any) -> Batch:
     return batch_of([trajectory(token_ids=ids) for ids in TOKENS], **({"advantages": 1.0} | columns))
 
 
-def plain_log_probs(path: Path | str, temperature: float) -> Tensor:
+@torch.no_grad()
+def log_probs_of(path: Path | str, temperature: float) -> Tensor:
     """Returns the log-probs of all actions by transformers, one sequence at a time."""
-    model, found = AutoModelForCausalLM.from_pretrained(path).eval(), []
-    for tokens in TOKENS:
-        ids = torch.tensor(tokens)
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, :-1] / temperature
-        found.append(logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0])
-    return torch.cat(found)
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    return torch.cat([plain_log_probs(model, sequence(tokens), temperature) for tokens in TOKENS])
 
 
 def started(worker: Any, *arguments: Any) -> Any:
@@ -172,7 +169,7 @@ def test_policy_reference_and_teacher_have_the_log_probs_of_transformers(
             found[f"frozen {name}"] = started(frozen, str(folder / name), ACTOR_FLAG, False)
         for name, worker in found.items():
             log_probs = torch.from_numpy(worker.forward(sampled()))
-            expected = plain_log_probs(folder / name.split()[-1], 0.5)
+            expected = log_probs_of(folder / name.split()[-1], 0.5)
             torch.testing.assert_close(log_probs, expected, atol=ROUNDING, rtol=0)
         assert [type(found[name].model).__name__ for name in found][:2] == ["TorchEngine", "TorchFrozen"]
 
@@ -240,7 +237,7 @@ def test_an_exported_policy_is_a_model_with_its_tokenizer(
         worker.update(sampled(), [[0]], 0.0)
         worker.export(str(tmp_path / "out"))
         expected = torch.from_numpy(worker.forward(sampled()))
-        torch.testing.assert_close(plain_log_probs(tmp_path / "out", 0.5), expected, atol=ROUNDING, rtol=0)
+        torch.testing.assert_close(log_probs_of(tmp_path / "out", 0.5), expected, atol=ROUNDING, rtol=0)
         tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
         assert tokenizer("1 + 1")["input_ids"] == tiny_tokenizer()("1 + 1")["input_ids"]
 
@@ -260,8 +257,8 @@ def test_an_exported_adapter_is_one_of_peft_for_its_base_model(
         )
         model.merge_and_unload().save_pretrained(tmp_path / "merged")
         expected = torch.from_numpy(worker.forward(sampled()))
-        torch.testing.assert_close(plain_log_probs(tmp_path / "merged", 0.5), expected, atol=ROUNDING, rtol=0)
-        base = plain_log_probs(folder / "policy", 0.5)
+        torch.testing.assert_close(log_probs_of(tmp_path / "merged", 0.5), expected, atol=ROUNDING, rtol=0)
+        base = log_probs_of(folder / "policy", 0.5)
         assert (expected - base).abs().max() > 10 * ROUNDING
 
     threads(1, work)
@@ -312,7 +309,7 @@ def test_what_a_sync_sends_and_what_it_is_compared_with(threads: Callable, folde
         assert worker.weight_sketches().keys() == saved.keys()
         probe = Probe(token_ids=TOKENS[0], asked=TOKENS[0])
         # at temperature 1, whatever the samples' is
-        expected = plain_log_probs(folder / "policy", 1.0)[:4]
+        expected = log_probs_of(folder / "policy", 1.0)[:4]
         torch.testing.assert_close(worker.log_probs_of(probe), expected, atol=ROUNDING, rtol=0)
 
     threads(1, work)
@@ -336,7 +333,7 @@ def test_a_sync_under_a_random_adapter_leaves_the_policy_as_it_was(threads: Call
         assert float((plain - random).abs().mean()) > 0.1 and moved(before, worker) == 0
         assert list(worker.peak_memory()) == ["sync"]
         reference = worker.forward_unadapted(sampled())
-        assert reference == pytest.approx(plain_log_probs(folder / "policy", 0.5).numpy(), abs=ROUNDING)
+        assert reference == pytest.approx(log_probs_of(folder / "policy", 0.5).numpy(), abs=ROUNDING)
 
     threads(1, work)
 
@@ -418,13 +415,9 @@ def test_a_critic_begins_as_its_reward_model_and_learns_returns(
         config = config_of(folder, reward=reward, train=train, ckpt=PPOCkptConfig(path=str(tmp_path)))
         critic = started(CriticWorker(config, 0, Mesh()), 4)
         scorer = AutoModelForSequenceClassification.from_pretrained(folder / "rewards").eval()
-        expected = []
-        for tokens in TOKENS:
-            with torch.no_grad():
-                states = scorer.base_model(torch.tensor([tokens])).last_hidden_state
-                expected.append(scorer.score(states)[0, :-1, 0])
+        expected = values_of_row(scorer, PackedRow.of([sequence(tokens) for tokens in TOKENS]))
         values = critic.forward(sampled())
-        assert values == pytest.approx(torch.cat(expected).numpy(), abs=ROUNDING)
+        assert values == pytest.approx(expected.numpy(), abs=ROUNDING)
         with refused(ErrorCode.BROKEN_INVARIANT) as refusal:
             critic.update(sampled(values=np.roll(values, 1), returns=values + 1), [[0, 1], [2]], 0.0)
         assert "the critic's values" in refusal.value.text
@@ -462,8 +455,7 @@ def test_reward_models_score_whole_answers(threads: Callable, folder: Path, norm
         for i, scores in enumerate(worker.forward(samples)):
             tokens = TOKENS[i] if i == 1 else with_end(TOKENS[i])
             with torch.no_grad():
-                states = scorer.base_model(torch.tensor([tokens])).last_hidden_state
-            expected = (float(scorer.score(states)[0, -1, 0]) - mean) / std
+                expected = (float(plain_score(scorer, sequence(tokens))) - mean) / std
             assert scores == pytest.approx([expected, expected], abs=ROUNDING)
         assert worker.forward([]).shape == (0, 2)
         assert [reader.max_len for reader in worker.readers] == [512, 512]

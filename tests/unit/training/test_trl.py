@@ -32,6 +32,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
+from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.training.objectives.dpo import DPOObjective
 from openrlhf.training.objectives.kd import DistillationObjective
 from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
@@ -112,9 +113,7 @@ def their(folder: Path, auto=AutoModelForCausalLM, **options):
 @torch.no_grad()
 def plain_log_prob(folder: Path, answer: Answer) -> float:
     """Returns the log-prob of an answer by transformers' own forward pass of the sequence alone."""
-    ids = torch.tensor([answer.prompt + answer.answer])
-    log_probs = their(folder).eval()(ids).logits[0, :-1].log_softmax(-1)
-    return float(log_probs.gather(1, ids[0, 1:, None])[-len(answer.answer) :].sum())
+    return float(plain_log_probs(their(folder).eval(), answer.sample).sum())
 
 
 def trainer(trainer_type, config_type, rows: list[dict], folder: Path, **models) -> Any:

@@ -24,6 +24,7 @@ from openrlhf.tools.doctor import gap, gap_causes
 from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.recompute import hooked, support_of
 from openrlhf.tools.doctor.record import RunRecord
+from openrlhf.tools.reference.outputs import chosen, distribution
 
 TOKENIZER = tiny_tokenizer()
 PROMPTS = [
@@ -227,10 +228,6 @@ CAUSES = (
 )
 
 
-def masked(logits: Tensor, support: Tensor | None) -> Tensor:
-    return logits if support is None else logits.masked_fill(~support, -torch.inf)
-
-
 @torch.no_grad()
 def rows_of(case: Case, version: int, flags: Flags = SETTINGS[0], samples: int = 4) -> list[dict[str, Any]]:
     """Samples answers to each prompt, and returns their rows."""
@@ -243,8 +240,9 @@ def rows_of(case: Case, version: int, flags: Flags = SETTINGS[0], samples: int =
     limits = with_flags.temperature, with_flags.top_p, with_flags.top_k
     for _ in range(LENGTH):
         last = case.sampler(ids)[:, -1]
-        last = masked(last, support_of(last, last.argmax(-1), *limits)) / with_flags.temperature
-        ids = torch.cat([ids, last.softmax(-1).multinomial(1, generator=draws)], 1)
+        support = support_of(last, last.argmax(-1), *limits)
+        likely = distribution(last, with_flags.temperature, support).exp()
+        ids = torch.cat([ids, likely.multinomial(1, generator=draws)], 1)
     answers = ids[:, start:]
     again = case.encoded_again(answers)
     of_sampler, of_trainer = case.sampler(ids), case.trainer(torch.cat([ids[:, :start], again], 1))
@@ -252,9 +250,7 @@ def rows_of(case: Case, version: int, flags: Flags = SETTINGS[0], samples: int =
     for i in range(len(ids)):
         support = support_of(of_sampler[i, inside], answers[i], *limits)
         kept = case.trained_over(support, again[i]) if flags.keeps_support else None
-        of_side = lambda logits, t, over, ids: (
-            masked(logits / t, over).log_softmax(-1).gather(1, ids[:, None])[:, 0].tolist()
-        )
+        of_side = lambda logits, t, over, ids: chosen(distribution(logits, t, over), ids).tolist()
         rows.append(
             sample(
                 ids[i].tolist(),

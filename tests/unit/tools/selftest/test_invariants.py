@@ -28,6 +28,8 @@ from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.observability.hooks.base import Step
+from openrlhf.tools.reference.learning_rate import plain_learning_rate
+from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_rm
 from openrlhf.tools.selftest.invariants import (
     check_epoch_seeds,
     check_epochs,
@@ -44,7 +46,6 @@ from openrlhf.tools.selftest.invariants import (
     check_staleness,
     check_trained,
 )
-from openrlhf.tools.selftest.plain import plain_dpo, plain_kto, plain_learning_rate, plain_rm
 from openrlhf.tools.selftest.step_checks import SHOWS, StepChecks
 from openrlhf.tools.selftest.verify import check_head, check_log_probs, verify_step
 from openrlhf.training.objectives import kto, rm

@@ -33,7 +33,8 @@ from openrlhf.config.ppo import (
     RewardConfig,
     RolloutConfig,
 )
-from openrlhf.tools.selftest.plain_rl import plain_advantages, plain_policy_loss
+from openrlhf.tools.reference.advantages import plain_advantages
+from openrlhf.tools.reference.policy import plain_policy_loss
 from openrlhf.tools.selftest.verify_rl import (
     check_advantages,
     check_controller,
@@ -356,9 +357,7 @@ def test_policy_losses_are_those_of_the_plain_formula(names: tuple) -> None:
 def plain_loss_of_an_action(config: PPOConfig, now: float, **columns: float) -> float:
     row = ExperienceRow.of(records.batch_of(samples([0.0], [1]), **columns))
     log_probs = torch.tensor([now], dtype=torch.float64)
-    loss = plain_policy_loss(config, row, LossNorm(1, 1), log_probs, None, 0.0)
-    assert loss is not None
-    return float(loss)
+    return float(plain_policy_loss(config, row, LossNorm(1, 1), log_probs, None, 0.0))
 
 
 @pytest.mark.parametrize(("moved", "advantage"), [(30.0, -1.0), (-30.0, 1.0)])

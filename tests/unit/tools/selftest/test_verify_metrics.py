@@ -14,14 +14,12 @@ from openrlhf.algorithms import mismatch
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.observability import rollout_metrics as sample_metrics
 from openrlhf.observability.rollout_metrics import rollout_metrics
-from openrlhf.tools.selftest.verify_metrics import (
-    check_evaluation,
-    check_metrics,
-    made_up_evaluation,
+from openrlhf.tools.reference.metrics import (
     plain_evaluation_metrics,
     plain_log_prob_metrics,
     plain_rollout_metrics,
 )
+from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics, made_up_evaluation
 from openrlhf.tools.selftest.verify_rl import made_up_samples
 from openrlhf.training import credit, evaluate
 from openrlhf.training.credit import assign_credit

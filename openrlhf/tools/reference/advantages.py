@@ -1,5 +1,4 @@
-"""Advantages and losses of RL by their papers' formulas, one episode and one sequence at a time in float64.
-Checks compare a run's own numbers with them."""
+"""Advantages and returns of RL, one episode and one sequence at a time in float64."""
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, stdev
@@ -7,22 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from openrlhf.api import (
-    AdvantageConfig,
-    AlgoConfig,
-    Batch,
-    ExperienceRow,
-    LossNorm,
-    PPOConfig,
-    RewardConfig,
-    Trajectory,
-    present,
-)
+from openrlhf.api import AlgoConfig, Batch, RewardConfig, Trajectory, present
+from openrlhf.tools.reference.policy import plain_kl
 
-LARGEST = 20.0
-"""Bound of log ratios."""
 ROUNDINGS = 256
 """Allowed error of advantages as a multiple of one rounding error of the largest reward or return.
 Independent errors grow with the square root of their number: 256 for 65,536 actions."""
@@ -163,106 +150,9 @@ def _shaped(
     return found
 
 
-def plain_kl(log_ratio: Tensor, estimator: str) -> Tensor:
-    """Returns the estimate of the KL of each action, from its log ratio."""
-    d = log_ratio.clamp(-LARGEST, LARGEST)
-    return {"k1": d, "k2": d * d / 2, "k3": (-d).exp() - 1 + d}[estimator].clamp(-10, 10)
-
-
 def _discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
     """Returns G_t = r_t + gamma * G_{t+1}."""
-    if gamma == 1:
-        return rewards[::-1].cumsum()[::-1]
     returns, after = np.empty_like(rewards), 0.0
     for i in range(len(rewards) - 1, -1, -1):
         returns[i] = after = rewards[i] + gamma * after
     return returns
-
-
-def plain_policy_loss(
-    config: PPOConfig,
-    row: ExperienceRow,
-    norm: LossNorm,
-    log_probs: Tensor,
-    entropy: Tensor | None,
-    kl_coef: float,
-) -> Tensor | None:
-    """Returns the loss of a row, (), given the policy's `log_probs` and `entropy`, (A,) float64. None for
-    losses, corrections and anchors of the user."""
-    actor, advantage, total = config.actor, config.algo.advantage, log_probs.new_zeros(())
-    names = (actor.policy_loss_type, advantage.is_correction_type, advantage.proximal_policy)
-    if any(name not in known for name, known in zip(names, (LOSSES, CORRECTIONS, ANCHORS), strict=True)):
-        return None
-    default = "sample_mean" if actor.policy_loss_type == "gspo" else "token_mean"
-    ends = np.cumsum(row.row.num_actions.tolist()).tolist()
-    for start, end in zip([0, *ends], ends, strict=False):
-        if start == end:
-            continue
-        divisor = {
-            "token_mean": max(norm.num_tokens, 1),
-            "sample_mean": (end - start) * max(norm.num_sequences, 1),
-            "constant_length": max(norm.num_sequences, 1) * config.longest_response,
-        }[actor.loss_aggregation or default]
-        part = slice(start, end)
-        losses = _sequence_loss(config, row, part, log_probs[part], kl_coef)
-        if actor.entropy_coef:
-            losses = losses - actor.entropy_coef * present(entropy)[part]
-        total = total + losses.sum() / divisor
-    return total
-
-
-LOSSES, CORRECTIONS = ("ppo", "gspo", "cispo"), ("tis", "icepop", "seq-mask-tis")
-ANCHORS = ("recomputed", "rollout", "interpolated")
-
-
-def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tensor, kl_coef: float) -> Tensor:
-    """Returns the loss of each action of a sequence, (n,), without the entropy."""
-    actor, algo, advantage = config.actor, config.algo, config.algo.advantage
-    sampler, advantages = row.rollout_log_probs[part].double(), row.advantages[part].double()
-    old = now.detach() if row.old_log_probs is None else row.old_log_probs[part].double()
-    ages = torch.zeros_like(now) if row.staleness is None else row.staleness[part].double()
-    share = 1 / ages.clamp(min=1)
-    anchor = {
-        "recomputed": old,
-        "rollout": sampler,
-        "interpolated": share * sampler + (1 - share) * now.detach(),
-    }[advantage.proximal_policy]
-    moved, gap = now - anchor, anchor - sampler
-    if actor.policy_loss_type == "gspo":
-        moved, gap, ages = (x.mean().expand(len(x)) for x in (moved, gap, ages))
-    moved, gap = moved.clamp(-LARGEST, LARGEST), gap.clamp(-LARGEST, LARGEST)
-    below, above = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
-    ratio, low, high = moved.exp(), 1 - below, 1 + above
-    if actor.policy_loss_type == "cispo":
-        losses = -ratio.detach().clamp(low, high) * advantages * now
-    else:
-        losses = -torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-        if actor.dual_clip is not None:
-            bounded = torch.minimum(losses, -actor.dual_clip * advantages)
-            losses = torch.where(advantages < 0, bounded, losses)
-    if advantage.is_correction_enable:
-        losses = losses * _correction(advantage, gap)
-    if row.staleness is not None:
-        oldest = advantage.max_token_staleness
-        too_old = ages > (np.inf if oldest is None else oldest)
-        losses = losses * torch.where(too_old, 0.0, advantage.staleness_decay**ages)
-    if algo.kl.use_loss and kl_coef > 0:
-        losses = losses + kl_coef * plain_kl(now - present(row.ref_log_probs)[part], algo.kl.estimator)
-    return losses
-
-
-def _correction(advantage: AdvantageConfig, gap: Tensor) -> Tensor:
-    weights, (low, high) = gap.exp(), advantage.is_correction_threshold
-    if advantage.is_correction_type == "icepop":
-        return torch.where((weights < low) | (weights > high), 0.0, weights)
-    lowest, highest = advantage.is_correction_sequence_threshold or (low, high)
-    is_kept = advantage.is_correction_type == "tis" or lowest <= float(gap.mean().exp()) <= highest
-    return weights.clamp(low, high) * is_kept
-
-
-def plain_value_loss(config: PPOConfig, row: ExperienceRow, norm: LossNorm, values: Tensor) -> Tensor:
-    """Returns the critic's loss of a row, (), given its `values`, (A,) float64."""
-    before, returns, clip = present(row.values).double(), row.returns.double(), config.critic.value_clip
-    near = torch.maximum(torch.minimum(values, before + clip), before - clip)
-    losses = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
-    return losses.sum() / max(norm.num_tokens, 1)

@@ -1,0 +1,118 @@
+"""The losses of objectives on items of a dataset, as functions of the outputs of each sequence alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from openrlhf.api import (
+    Batch,
+    DPOObjective,
+    ExperienceRow,
+    KTOObjective,
+    LossNorm,
+    Pair,
+    PolicyObjective,
+    PPOConfig,
+    RewardObjective,
+    Sample,
+    SFTObjective,
+    TokenScores,
+    UnpairedExample,
+    present,
+)
+from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_rm, plain_sft
+from openrlhf.tools.reference.policy import is_covered, plain_policy_loss
+
+Reference = Callable[[Sample], Tensor]
+"""Function from a sequence to the log-probs (A,) of its actions under a reference model."""
+
+
+class PlainLoss(NamedTuple):
+    """A loss of sequences whose outputs a model computes one at a time."""
+
+    sequences: Sequence[Sample]
+    loss: Callable[[list[Tensor]], Tensor]
+    """Function from the outputs of all sequences to the loss. A language model's output is the log-probs (A,)
+    of a sequence's actions, with `entropy` (A, 2): log-probs and entropies. A reward model's output is the
+    score () of the last token."""
+    formula: str
+    """Description of the formula."""
+    temperature: float = 1.0
+    entropy: bool = False
+
+
+def plain_loss(
+    objective: Any, items: Any, reference: Reference | None = None, config: Any = None
+) -> PlainLoss | None:
+    """Returns the plain loss of an objective on the items of an optimizer step; None if the objective has no
+    plain formula. `items`: items of the dataset, or the batch of a policy. `reference`: required by DPO and
+    KTO. `config`: the run's, required by policies."""
+    match objective:
+        case SFTObjective():
+            loss = lambda outputs: plain_sft(outputs, sum(map(len, outputs)))
+            return PlainLoss(items, loss, "-mean(log-probs of all actions)")
+        case RewardObjective():
+            margins = torch.tensor([pair.margin for pair in items], dtype=torch.float64)
+            loss = lambda outputs: plain_rm(outputs, margins, len(items))
+            return PlainLoss(both_answers(items), loss, "-mean(log sigmoid(chosen - rejected - margin))")
+        case DPOObjective():
+            answers = both_answers(items)
+            known = [present(reference)(answer).sum() for answer in answers]
+            loss = lambda outputs: plain_dpo(objective, outputs, known, len(items))
+            formula = "mean((h - 1 / (2 beta))^2)" if objective.ipo else "-mean(log sigmoid(beta h))"
+            return PlainLoss(answers, loss, f"{formula}, h of summed log-probs")
+        case KTOObjective():
+            return kto(items, objective, present(reference))
+        case PolicyObjective():
+            return policy(items, objective, config)
+    return None
+
+
+def kto(examples: Sequence[UnpairedExample], objective: KTOObjective, reference: Reference) -> PlainLoss:
+    count, desirable = len(examples), [example.desirable for example in examples]
+    sequences = [example.sample for example in examples] + [example.mismatched for example in examples]
+    known = [reference(sequence).sum() for sequence in sequences]
+
+    def loss(outputs: list[Tensor]) -> Tensor:
+        pairs = zip(outputs[count:], known[count:], strict=True)
+        kl = fmean(float(output.detach().sum() - of_reference) for output, of_reference in pairs)
+        of_step = replace(objective, kl=max(0.0, kl))
+        return plain_kto(of_step, outputs[:count], known[:count], desirable, count)
+
+    formula = "mean(w (1 - sigmoid(+-beta (log ratio - kl)))), kl of mismatched answers"
+    return PlainLoss(sequences, loss, formula)
+
+
+def policy(batch: Batch, objective: PolicyObjective, config: PPOConfig) -> PlainLoss:
+    """Returns the policy loss of the run's flags. Losses, corrections and anchors of the user are computed by
+    the objective itself, from plain log-probs."""
+    row, is_known = ExperienceRow.of(batch), is_covered(config)
+    norm = LossNorm(row.num_tokens, row.num_sequences)
+    has_entropy = bool(config.actor.entropy_coef) or not is_known
+
+    def loss(outputs: list[Tensor]) -> Tensor:
+        output = torch.cat(outputs)
+        log_probs, entropy = output.unbind(1) if has_entropy else (output, None)
+        there = row.to(output.device)
+        if is_known:
+            return plain_policy_loss(config, there, norm, log_probs, entropy, config.algo.kl.init_coef)
+        return objective(lambda *_, **__: TokenScores(log_probs, entropy), there, norm)[0]
+
+    formula = f"{objective.loss_type} as {'in its paper' if is_known else 'the run computes it'}"
+    return PlainLoss(samples_of(batch), loss, formula, config.rollout.temperature, has_entropy)
+
+
+def both_answers(pairs: Sequence[Pair]) -> list[Sample]:
+    return [sample for pair in pairs for sample in (pair.chosen, pair.rejected)]
+
+
+def samples_of(batch: Batch) -> list[Sample]:
+    """Returns the sequences of a batch."""
+    lengths = batch.lengths.tolist()
+    ids = torch.from_numpy(batch.token_ids).long().split(lengths)
+    masks = torch.from_numpy(batch.action_mask).split(lengths)
+    return [Sample(token_ids=i, action_mask=m) for i, m in zip(ids, masks, strict=True)]
