@@ -23,10 +23,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, headlines, to_json
 from openrlhf.tools.view import rollout
+from openrlhf.tools.view.curves import SMOOTHING, drawn_curve, equal_metrics, sections
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.rollout import TokenTexts
-from openrlhf.tools.view.search import Search, choices, errors, find
+from openrlhf.tools.view.search import Search, choices, errors, find, log_names
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
@@ -34,6 +35,8 @@ NAMES = [HOST, "localhost"]
 (DNS rebinding)."""
 STATIC = Path(__file__).parent / "static"
 WARNINGS_SHOWN = 100
+MOST_POINTS = 2000
+"""Maximum number of points of a curve that the page receives."""
 GRACE_SECONDS = 10
 """Seconds that requests have to end after Ctrl-C."""
 HEADERS = {
@@ -87,19 +90,24 @@ class Viewer:
         }
 
     def metric_names(self) -> dict[str, Any]:
+        """Returns the names of metrics by section, and those that are shown first. Equal ones are shown
+        once."""
         names = sorted({name for metrics in self.metrics for name in metrics.names()})
-        shown: dict[Any, str] = {}  # one metric for equal curves
-        for name in headlines(names):
-            shown.setdefault(tuple(tuple(metrics.curve(name)) for metrics in self.metrics), name)
-        return {"names": names, "headlines": list(shown.values())}
+        shown = headlines(names)
+        same = equal_metrics([{name: metrics.curve(name) for name in shown} for metrics in self.metrics])
+        return {
+            "sections": list(sections(names, log_names(self.index)).items()),
+            "headlines": [name for name in shown if name not in same],
+        }
 
-    def curves(self, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """Returns, for each metric, the curve of each run that has it."""
+    def curves(self, names: Sequence[str], smoothing: float = SMOOTHING) -> dict[str, list[dict[str, Any]]]:
+        """Returns, for each metric, the curve of each run that has it. `means` is empty if the curve is not
+        noisy."""
         return {
             name: [
-                {"run": i, "steps": [step for step, _ in points], "values": [value for _, value in points]}
+                {"run": i, **drawn_curve(curve, MOST_POINTS, smoothing)._asdict()}
                 for i, metrics in enumerate(self.metrics)
-                if (points := metrics.curve(name))
+                if (curve := metrics.curve(name))
             ]
             for name in names
         }
@@ -203,8 +211,10 @@ def api_of(viewer: Viewer) -> APIRouter:
         return answer(viewer.metric_names())
 
     @router.get("/curves")
-    def curves(name: Annotated[list[str], Query()]) -> Response:
-        return answer(viewer.curves(name))
+    def curves(
+        name: Annotated[list[str], Query()], smoothing: Annotated[float, Query(ge=0, le=1)] = SMOOTHING
+    ) -> Response:
+        return answer(viewer.curves(name, smoothing))
 
     @router.get("/comparison")
     def comparison() -> Response:
