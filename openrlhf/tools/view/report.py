@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -98,19 +98,6 @@ def contents_of(folder: RunIndex) -> dict[str, Any]:
             if (text := folder.read(name))
         ],
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A linear map from values to pixels."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
 
 def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
@@ -206,8 +193,8 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
         return chart | {"last": "–", "last_is": "", "line": ""}
     y_ticks = _ticks(min(v for _, v in finite), max(v for _, v in finite))
     low, high = finite[0][0], finite[-1][0]
-    x = _Axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
-    y = _Axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
+    x = _axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
+    y = _axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
     drawn, level = drawn_curve(finite, CURVE_POINTS), Level.of(curve)
     raw = list(zip(drawn.steps, drawn.values, strict=True))
     line = list(zip(drawn.steps, drawn.means or drawn.values, strict=True))
@@ -226,7 +213,15 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
     }
 
 
-def _step_ticks(low: int, high: int, x: _Axis) -> list[dict[str, Any]]:
+_Scale = Callable[[float], float]
+
+
+def _axis(low: float, high: float, start: float, end: float) -> _Scale:
+    """Returns the linear map from values to pixels."""
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
+
+
+def _step_ticks(low: int, high: int, x: _Scale) -> list[dict[str, Any]]:
     """Returns ticks at the first, a middle and the last step. The outer labels are aligned with the ends of
     the plot."""
     anchors = {low: "start", high: "end"} if low < high else {}
@@ -319,7 +314,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(i * unit, 12 - math.floor(math.log10(unit))) for i in range(first, last + 1)]
 
 
-def _points(curve: Curve, x: _Axis, y: _Axis) -> str:
+def _points(curve: Curve, x: _Scale, y: _Scale) -> str:
     return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
 
 
@@ -344,11 +339,14 @@ def _sample_text(value: Any, *, keep_end: bool = False) -> str:
 
 @cache
 def _template() -> Template:
-    source = resources.files("openrlhf.tools.view").joinpath("report.html.j2").read_text(encoding="utf-8")
+    files = resources.files("openrlhf.tools.view")
+    source, colours = (
+        files.joinpath(name).read_text(encoding="utf-8") for name in ("report.html.j2", "static/colours.css")
+    )
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_cleaned
     )
-    return environment.from_string(source)
+    return environment.from_string(source, globals={"colours": colours})
 
 
 def _cleaned(value: Any) -> Any:

@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,16 +100,20 @@ class Viewer:
             "headlines": [name for name in shown if name not in same],
         }
 
-    def curves(self, names: Sequence[str], smoothing: float = SMOOTHING) -> dict[str, list[dict[str, Any]]]:
+    def curves(
+        self,
+        name: Annotated[list[str], Query()],
+        smoothing: Annotated[float, Query(ge=0, le=1)] = SMOOTHING,
+    ) -> dict[str, list[dict[str, Any]]]:
         """Returns, for each metric, the curve of each run that has it. `means` is empty if the curve is not
         noisy."""
         return {
-            name: [
+            metric: [
                 {"run": i, **drawn_curve(curve, MOST_POINTS, smoothing)._asdict()}
                 for i, metrics in enumerate(self.metrics)
-                if (curve := metrics.curve(name))
+                if (curve := metrics.curve(metric))
             ]
-            for name in names
+            for metric in name
         }
 
     def comparison(self) -> dict[str, Any]:
@@ -138,9 +142,21 @@ class Viewer:
         except ValueError as error:
             return {"texts": None, "note": str(error)}
 
-    def diff(self, first: tuple[int, str, int], second: tuple[int, str, int]) -> dict[str, Any]:
-        texts = [rollout.read_row(self.index, *place).get("response") or "" for place in (first, second)]
+    def diff(
+        self, run: int, file: str, row: int, other_run: int, other_file: str, other_row: int
+    ) -> dict[str, Any]:
+        places = ((run, file, row), (other_run, other_file, other_row))
+        texts = [rollout.read_row(self.index, *place).get("response") or "" for place in places]
         return rollout.diff(*texts)
+
+    def choices(self) -> dict[str, list[str]]:
+        return choices(self.index)
+
+    def rollouts(self, search: Annotated[Search, Query()]) -> dict[str, Any]:
+        return find(self.index, search)
+
+    def errors(self, search: Annotated[Search, Query()]) -> list[dict[str, Any]]:
+        return errors(self.index, search)
 
     def picture(self, run: int, file: str, row: int, number: int) -> bytes:
         images = rollout.read_row(self.index, run, file, row).get("images") or []
@@ -185,7 +201,7 @@ def build_app(viewer: Viewer, token: str) -> FastAPI:
 
 def page_of() -> APIRouter:
     router = APIRouter()
-    files = {name: STATIC / name for name in ("app.js", "style.css")}
+    files = {name: STATIC / name for name in ("app.js", "colours.css", "style.css")}
     files["plotly.min.js"] = plotly_js()
 
     @router.get("/")
@@ -201,54 +217,36 @@ def page_of() -> APIRouter:
 
 def api_of(viewer: Viewer) -> APIRouter:
     router = APIRouter()
-
-    @router.get("/state")
-    def state() -> Response:
-        return answer(viewer.state())
-
-    @router.get("/metrics")
-    def metrics() -> Response:
-        return answer(viewer.metric_names())
-
-    @router.get("/curves")
-    def curves(
-        name: Annotated[list[str], Query()], smoothing: Annotated[float, Query(ge=0, le=1)] = SMOOTHING
-    ) -> Response:
-        return answer(viewer.curves(name, smoothing))
-
-    @router.get("/comparison")
-    def comparison() -> Response:
-        return answer(viewer.comparison())
-
-    @router.get("/choices")
-    def filter_choices() -> Response:
-        return answer(choices(viewer.index))
-
-    @router.get("/rollouts")
-    def rollouts(search: Annotated[Search, Query()]) -> Response:
-        return answer(find(viewer.index, search))
-
-    @router.get("/errors")
-    def failures(search: Annotated[Search, Query()]) -> Response:
-        return answer(errors(viewer.index, search))
-
-    @router.get("/rollout")
-    def one(run: int, file: str, row: int) -> Response:
-        return answer(viewer.rollout(run, file, row))
-
-    @router.get("/tokens")
-    def tokens(run: int, file: str, row: int) -> Response:
-        return answer(viewer.token_texts(run, file, row))
-
-    @router.get("/diff")
-    def diff(run: int, file: str, row: int, other_run: int, other_file: str, other_row: int) -> Response:
-        return answer(viewer.diff((run, file, row), (other_run, other_file, other_row)))
+    answers: dict[str, Callable[..., Any]] = {
+        "state": viewer.state,
+        "metrics": viewer.metric_names,
+        "curves": viewer.curves,
+        "comparison": viewer.comparison,
+        "choices": viewer.choices,
+        "rollouts": viewer.rollouts,
+        "errors": viewer.errors,
+        "rollout": viewer.rollout,
+        "tokens": viewer.token_texts,
+        "diff": viewer.diff,
+    }
+    for name, function in answers.items():
+        router.add_api_route(f"/{name}", _answering(function), response_model=None)
 
     @router.get("/image")
     def image(run: int, file: str, row: int, number: int) -> Response:
         return Response(viewer.picture(run, file, row, number), media_type="image/png")
 
     return router
+
+
+def _answering(function: Callable[..., Any]) -> Callable[..., Response]:
+    """Returns a function with the same parameters, which are those of the address."""
+
+    @wraps(function)
+    def respond(**query: Any) -> Response:
+        return answer(function(**query))
+
+    return respond
 
 
 def answer(content: Any, status: int = 200) -> Response:

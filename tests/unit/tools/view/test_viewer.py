@@ -271,10 +271,10 @@ def test_the_viewer_has_the_sections_and_the_running_mean_of_the_report(tmp_path
     client = client_of(viewer)
     client.get("api/state")
     assert client.get("api/metrics").json()["sections"] == [
-        ["Results", ["rollout/reward_mean"]],
+        ["Results", ["rollout/reward_mean", "rollout/reward_model/tiny"]],
         ["Your own metrics", ["rollout/politeness"]],
         ["Training", ["policy/loss", "lr"]],
-        ["More", ["rollout/reward_model/tiny", "z"]],
+        ["More", ["z"]],
         ["Time and memory", ["timing/update"]],
     ]
     asked = {"name": ["rollout/reward_mean", "lr"]}
