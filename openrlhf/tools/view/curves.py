@@ -1,8 +1,8 @@
-"""What the report and the viewer show of a run's metrics: sections, equal metrics, the points of a curve and
-their running mean."""
+"""Curves of metrics in the report and the viewer: their sections, equal ones, points and running means."""
 
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,18 +16,12 @@ OWN = "Your own metrics"
 """Heading of the metrics from the reward's `extra_logs`."""
 TIMES = "Time and memory"
 SECTIONS = {
-    "Results": ("reward", "score", "acc", "margin", "pass_rate"),
-    OWN: (),
-    "Answers": (
-        *("length", "truncated", "repetition", "duplicate", "num_samples", "generated", "failed"),
-        "error",
-    ),
-    "Training": (
-        *("loss", "kl", "entropy", "clip", "ratio", "logprob", "log_prob", "grad_norm", "lr", "values"),
-        "return",
-    ),
-    "More": (),
-    TIMES: (),
+    "Results": "reward score acc margin pass_rate",
+    OWN: "",
+    "Answers": "length truncated repetition duplicate num_samples generated failed error",
+    "Training": "loss kl entropy clip ratio logprob log_prob grad_norm lr values return",
+    "More": "",
+    TIMES: "",
 }
 """Heading -> words in the names of its metrics, in the order of the page. A metric belongs to the first
 match, else to "More"."""
@@ -56,13 +50,13 @@ def _place(name: str, own: Container[str]) -> tuple[int, int]:
     if name.startswith(("timing/", "memory/")):
         return HEADINGS.index(TIMES), 0
     short = name.rpartition("/")[2].lower()
-    if is_evaluation(name) and not any(word in short for word in SECTIONS["Answers"]):
+    if is_evaluation(name) and not any(word in short for word in SECTIONS["Answers"].split()):
         return 0, -1
     places = (
         (section, place)
         for text in (short, name.lower())
         for section, words in enumerate(SECTIONS.values())
-        for place, word in enumerate(words)
+        for place, word in enumerate(words.split())
         if word in text
     )
     return next(places, (HEADINGS.index("More"), 0))
@@ -78,10 +72,8 @@ def equal_metrics(runs: Sequence[Mapping[str, Curve]], but: Container[str] = ())
         own = [curves.get(name, []) for curves in runs]
         values = np.array([value for curve in own for _, value in curve])
         others = before.setdefault(tuple(tuple(step for step, _ in curve) for curve in own), [])
-        equal = (
-            other for other, its in others if np.allclose(its, values, rtol=1e-6, atol=0, equal_nan=True)
-        )
-        if twin := next(equal, None):
+        close = partial(np.allclose, values, rtol=1e-6, atol=0, equal_nan=True)
+        if twin := next((other for other, its in others if close(its)), None):
             same[name] = twin
         else:
             others.append((name, values))

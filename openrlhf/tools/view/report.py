@@ -9,16 +9,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Container
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
 from openrlhf.api import (
     RunIndex,
+    best_to_worst,
     clean_text,
     counted,
     format_duration,
@@ -129,32 +129,19 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
     return facts
 
 
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Levels of a curve at its beginning and end. They are means over a tenth of its steps, because a single
-    step is noisy."""
-
-    first: float
-    """Mean of the first `width` steps."""
-    last: float
-    """Mean of the last `width` steps."""
-    width: int
-
-    @classmethod
-    def of(cls, curve: Curve) -> Self:
-        finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
-        width = max(1, len(finite) // 10)
-        return cls(sum(finite[:width]) / width, sum(finite[-width:]) / width, width)
-
-    @property
-    def text(self) -> str:
-        return "last step" if self.width == 1 else f"mean of the last {self.width} steps"
+def _levels(curve: Curve) -> tuple[float, float, str]:
+    """Returns the levels of a curve at its beginning and end, and the name of the latter. They are means over
+    a tenth of its steps, because a single step is noisy."""
+    finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
+    width = max(1, len(finite) // 10)
+    name = "last step" if width == 1 else f"mean of the last {width} steps"
+    return sum(finite[:width]) / width, sum(finite[-width:]) / width, name
 
 
 def _tile(name: str, curve: Curve) -> dict[str, Any]:
-    level = Level.of(curve)
-    change = f"{level.text}, from {_number(level.first)}" if len(curve) > 1 else "one step"
-    return {"label": _label(name), "value": _number(level.last), "change": change}
+    first, last, last_is = _levels(curve)
+    change = f"{last_is}, from {_number(first)}" if len(curve) > 1 else "one step"
+    return {"label": _label(name), "value": _number(last), "change": change}
 
 
 def _logs(files: dict[int, Path]) -> set[str]:
@@ -195,12 +182,12 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
     low, high = finite[0][0], finite[-1][0]
     x = _axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
     y = _axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
-    drawn, level = drawn_curve(finite, CURVE_POINTS), Level.of(curve)
+    drawn, (_, last, last_is) = drawn_curve(finite, CURVE_POINTS), _levels(curve)
     raw = list(zip(drawn.steps, drawn.values, strict=True))
     line = list(zip(drawn.steps, drawn.means or drawn.values, strict=True))
     return chart | {
-        "last": _number(level.last),
-        "last_is": level.text,
+        "last": _number(last),
+        "last_is": last_is,
         "y_ticks": [{"at": y(value), "text": _number(value)} for value in y_ticks],
         "x_ticks": _step_ticks(low, high, x),
         "raw": _points(raw, x, y) if drawn.means else "",
@@ -213,15 +200,12 @@ def _chart(name: str, curve: Curve) -> dict[str, Any]:
     }
 
 
-_Scale = Callable[[float], float]
-
-
-def _axis(low: float, high: float, start: float, end: float) -> _Scale:
+def _axis(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
     """Returns the linear map from values to pixels."""
     return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
 
 
-def _step_ticks(low: int, high: int, x: _Scale) -> list[dict[str, Any]]:
+def _step_ticks(low: int, high: int, x: Callable) -> list[dict[str, Any]]:
     """Returns ticks at the first, a middle and the last step. The outer labels are aligned with the ends of
     the plot."""
     anchors = {low: "start", high: "end"} if low < high else {}
@@ -272,11 +256,9 @@ def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
     """Returns the best and the worst answer of a step, and a failed one."""
     table = read_table(path, ["outcome", "reward"])
     outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
-    finite = [(r, i) for i, r in enumerate(rewards) if r is not None and math.isfinite(r)]
-    shown: dict[int, str] = {}
-    if finite:
-        shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
-        shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
+    finite = [r if r is not None and math.isfinite(r) else None for r in rewards]
+    ends = (i for i in best_to_worst(finite, 2) if finite[i] is not None)
+    shown = dict(zip(ends, ("best", "worst"), strict=False))
     if None in rewards:
         shown[rewards.index(None)] = "failed"
     counts = ", ".join(f"{name} {count:,}" for name, count in outcomes.most_common())
@@ -314,7 +296,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(i * unit, 12 - math.floor(math.log10(unit))) for i in range(first, last + 1)]
 
 
-def _points(curve: Curve, x: _Scale, y: _Scale) -> str:
+def _points(curve: Curve, x: Callable, y: Callable) -> str:
     return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
 
 
