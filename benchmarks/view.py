@@ -134,8 +134,7 @@ def open_page(folder: Path) -> tuple[Viewer, list[dict[str, Any]]]:
     viewer = Viewer([folder], lambda folder, row: [])
     viewer.state()
     viewer.index.update()
-    names = viewer.metric_names()
-    viewer.curves(names["headlines"] or names["names"][:6])
+    viewer.curves(viewer.metric_names()["headlines"])
     return viewer, find(viewer.index, Search())["rows"]
 
 

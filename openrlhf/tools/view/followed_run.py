@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from openrlhf.api import (
     JOURNAL_FILE,
-    ErrorCode,
     RunIndex,
     UsageError,
     best_to_worst,
@@ -200,23 +199,3 @@ def read_samples(path: Path) -> list[Sample]:
         rewards = file.read(["reward"])["reward"].to_pylist()
         chosen = best_to_worst(rewards, SAMPLES_KEPT, failed=SAMPLES_KEPT // 4)
         return file.read(columns).take(chosen).to_pylist()
-
-
-def find_run(path: Path) -> Path:
-    """Returns the run folder that a path names: itself, or the newest run in an output folder. Raises
-    UsageError if there is none."""
-    if not path.is_dir():
-        raise UsageError(ErrorCode.NOT_FOUND, "there is no such folder", value=path)
-    if RunIndex(path).is_run:
-        return path
-    patterns = ("*", "runs/*", "*/runs/*", "*/*/runs/*")
-    runs = {folder for pattern in patterns for folder in path.glob(pattern) if RunIndex(folder).is_run}
-    if not runs:
-        text = "has no run inside; give the folder of a run (--logger.run_dir), or --ckpt.output_dir"
-        raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
-    return max(runs, key=_last_change)
-
-
-def _last_change(run: Path) -> float:
-    files = [run / "metrics.jsonl", run / "argv.txt"]
-    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)

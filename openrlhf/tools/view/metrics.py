@@ -1,4 +1,4 @@
-"""Follows the files of a run to which rows are appended, and keeps the curves of its metrics."""
+"""Follows the files of a run to which rows are appended, and keeps its metrics."""
 
 import json
 import os
@@ -7,14 +7,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from openrlhf.api import RENAMED, ErrorCode, UsageError, thinned
+from openrlhf.api import RENAMED, ErrorCode, UsageError
 from openrlhf.api import reading_run as reading
-
-Curve = list[tuple[int, float]]
-"""The (step, value) pairs of a metric, in the order of steps."""
-
-MOST_POINTS = 2000
-"""Maximum number of points of a curve that the page receives."""
+from openrlhf.tools.view.curves import Curve
 
 
 class Tail:
@@ -114,10 +109,9 @@ class Metrics:
             return sorted({name for metrics in self.steps.values() for name in metrics})
 
     def curve(self, name: str) -> Curve:
-        """Returns the curve of a metric, at most MOST_POINTS of it."""
+        """Returns the curve of a metric; empty if there is none."""
         with self._lock:
-            points = [(step, values[name]) for step, values in sorted(self.steps.items()) if name in values]
-        return thinned(points, MOST_POINTS)
+            return [(step, values[name]) for step, values in sorted(self.steps.items()) if name in values]
 
 
 def integer(value: Any) -> int:

@@ -4,35 +4,42 @@ script.
 The size of each part is limited, so that the page stays below 300 kB for a run of any length.
 `report.html.j2` is its template."""
 
-import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
 from openrlhf.api import (
     RunIndex,
+    best_to_worst,
     clean_text,
     counted,
     format_duration,
     format_number,
     headlines,
-    is_evaluation,
     label_of,
     num_samples,
     read_rows,
     read_table,
     shorten,
-    thinned,
     write_atomically,
+)
+from openrlhf.tools.view.curves import (
+    FEW,
+    OWN,
+    TIMES,
+    Curve,
+    drawn_curve,
+    equal_metrics,
+    is_constant,
+    sections,
 )
 
 CURVE_POINTS = 160
@@ -51,36 +58,6 @@ PLOT = {"width": 270, "height": 158, "left": 44, "right": 262, "top": 8, "bottom
 TEXT_FILES = {"Configuration": "config.yaml", "Command line": "argv.txt", "Environment": "env.json"}
 """Heading -> file of the run folder shown below it."""
 
-OWN = "Your own metrics"
-"""Heading of the metrics from the reward's `extra_logs`."""
-
-SECTIONS = (
-    ("Results", ("reward", "score", "acc", "margin", "pass_rate")),
-    (OWN, ()),
-    (
-        "Answers",
-        ("length", "truncated", "repetition", "duplicate", "num_samples", "generated", "failed", "error"),
-    ),
-    (
-        "Training",
-        (
-            "loss",
-            "kl",
-            "entropy",
-            "clip",
-            "ratio",
-            "logprob",
-            "log_prob",
-            "grad_norm",
-            "lr",
-            "values",
-            "return",
-        ),
-    ),
-)
-"""(heading, words in the names of its metrics), in the order of the charts. A metric belongs to the first
-match."""
-
 
 def write_report(run_dir: str | Path) -> Path:
     """Writes `run_dir/report.html` from the files of the run folder, and returns its path. Works during the
@@ -95,8 +72,9 @@ def contents_of(folder: RunIndex) -> dict[str, Any]:
     """Returns the variables of the page's template."""
     curves = _curves(folder.metrics())
     files = folder.rollouts()
-    own = _own_metrics(files)
-    same = _same(curves, own)
+    constant = {name for name, curve in curves.items() if is_constant(curve)}
+    headings = sections(curves, _logs(files))
+    same = equal_metrics([curves], but={*constant, *headings.get(OWN, ())})
     shown = headlines(name for name in curves if name not in same)
     warnings = folder.warnings
     return {
@@ -109,7 +87,7 @@ def contents_of(folder: RunIndex) -> dict[str, Any]:
         ],
         "num_earlier_warnings": max(0, len(warnings) - WARNINGS_SHOWN),
         "warnings_file": folder.health_path.name,
-        **_metric_sections(curves, own, same),
+        **_metric_sections(curves, headings, constant, same),
         "same": [f"{name[:80]} = {other[:80]}" for name, other in same.items()][:SAME_SHOWN],
         "plot": PLOT,
         "times": _times(curves),
@@ -120,22 +98,6 @@ def contents_of(folder: RunIndex) -> dict[str, Any]:
             if (text := folder.read(name))
         ],
     }
-
-
-Curve = list[tuple[int, float]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """A linear map from values to pixels."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def __call__(self, value: float) -> float:
-        return round(self.start + (value - self.low) / (self.high - self.low) * (self.end - self.start), 1)
 
 
 def _curves(metrics: dict[int, dict[str, float]]) -> dict[str, Curve]:
@@ -167,145 +129,83 @@ def _facts(curves: dict[str, Curve]) -> list[str]:
     return facts
 
 
-def _same(curves: dict[str, Curve], own: Container[str]) -> dict[str, str]:
-    """Returns metric -> earlier metric with equal values at every step, such as pass@1 and the mean of scores
-    that are 0 or 1. Leaves out users' own metrics and constant ones."""
-    before: dict[tuple, list[str]] = {}
-    same: dict[str, str] = {}
-    for name, curve in curves.items():
-        if name in own or len(curve) < 2 or _is_constant(curve):
-            continue
-        others = before.setdefault(tuple(step for step, _ in curve), [])
-        if twin := next((other for other in others if _are_equal(curves[other], curve)), None):
-            same[name] = twin
-        else:
-            others.append(name)
-    return same
-
-
-def _are_equal(first: Curve, second: Curve) -> bool:
-    """Returns True if two curves with the same steps are equal up to float32 rounding."""
-    pairs = zip(first, second, strict=True)
-    return all(
-        math.isclose(a, b, rel_tol=1e-6) or (math.isnan(a) and math.isnan(b)) for (_, a), (_, b) in pairs
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Level:
-    """Levels of a curve at its beginning and end. They are means over a tenth of its steps, because a single
-    step is noisy."""
-
-    first: float
-    """Mean of the first `width` steps."""
-    last: float
-    """Mean of the last `width` steps."""
-    width: int
-
-    @classmethod
-    def of(cls, curve: Curve) -> Self:
-        finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
-        width = max(1, len(finite) // 10)
-        return cls(sum(finite[:width]) / width, sum(finite[-width:]) / width, width)
-
-    @property
-    def text(self) -> str:
-        return "last step" if self.width == 1 else f"mean of the last {self.width} steps"
+def _levels(curve: Curve) -> tuple[float, float, str]:
+    """Returns the levels of a curve at its beginning and end, and the name of the latter. They are means over
+    a tenth of its steps, because a single step is noisy."""
+    finite = [value for _, value in curve if math.isfinite(value)] or [math.nan]
+    width = max(1, len(finite) // 10)
+    name = "last step" if width == 1 else f"mean of the last {width} steps"
+    return sum(finite[:width]) / width, sum(finite[-width:]) / width, name
 
 
 def _tile(name: str, curve: Curve) -> dict[str, Any]:
-    level = Level.of(curve)
-    change = f"{level.text}, from {_number(level.first)}" if len(curve) > 1 else "one step"
-    return {"label": _label(name), "value": _number(level.last), "change": change}
+    first, last, last_is = _levels(curve)
+    change = f"{last_is}, from {_number(first)}" if len(curve) > 1 else "one step"
+    return {"label": _label(name), "value": _number(last), "change": change}
 
 
-def _own_metrics(files: dict[int, Path]) -> set[str]:
-    """Returns the metrics that come from the `extra_logs` of samples, except those of reward models."""
+def _logs(files: dict[int, Path]) -> set[str]:
+    """Returns the names in the `extra_logs` of samples."""
     columns = [
         read_table(files[step], ["extra_logs"])["extra_logs"].combine_chunks() for step in _ends(files)
     ]
-    names = {name for logs in columns for name in logs.flatten().field("name").unique().to_pylist()}
-    return {f"rollout/{name}" for name in names if not name.startswith("reward_model/")}
+    return {name for logs in columns for name in logs.flatten().field("name").unique().to_pylist()}
 
 
-def _metric_sections(curves: dict[str, Curve], own: set[str], same: Container[str]) -> dict[str, Any]:
+def _metric_sections(
+    curves: dict[str, Curve], headings: dict[str, list[str]], constant: set[str], same: Container[str]
+) -> dict[str, Any]:
     """Returns the charts by section, metrics with one value, and those beyond the limit of charts."""
-    headings: dict[str, list[str]] = {}
-    constants: list[str] = []
-    in_table = ("timing/", "memory/")
-    drawn = [name for name in curves if not name.startswith(in_table) and name not in same]
-    for name in sorted(drawn, key=lambda name: _place(name, own)):
-        if _is_constant(curves[name]):
-            constants.append(f"{name[:80]} {_number(curves[name][0][1])}")
-        else:
-            headings.setdefault(_heading(name, own), []).append(name)
-    reserved = min(OWN_CURVES_SHOWN, len(headings.get(OWN, ())))
-    room, sections, left_out = CURVES_SHOWN - reserved, [], []
-    for heading, names in headings.items():
-        size = reserved if heading == OWN else min(room, len(names))
-        room -= 0 if heading == OWN else size
+    own = [name for name in headings.get(OWN, ()) if name not in constant]
+    room, drawn, constants, left_out = CURVES_SHOWN - len(own[:OWN_CURVES_SHOWN]), [], [], []
+    for heading, found in headings.items():
+        if heading == TIMES:  # in a table
+            continue
+        constants += [f"{name[:80]} {_number(curves[name][0][1])}" for name in found if name in constant]
+        names = [name for name in found if name not in constant and name not in same]
+        size = OWN_CURVES_SHOWN if heading == OWN else room
+        room -= 0 if heading == OWN else len(names[:size])
         left_out += [name[:80] for name in names[size:]]
-        if size:
-            sections.append((heading, [_chart(name, curves[name]) for name in names[:size]]))
-    return {"sections": sections, "constants": constants[:60], "left_out": left_out[:60]}
-
-
-def _is_constant(curve: Curve) -> bool:
-    return math.isfinite(curve[0][1]) and len({value for _, value in curve}) == 1
-
-
-def _place(name: str, own: set[str]) -> tuple[int, int]:
-    """Returns the sort key of a metric: its section and the place of the first matching word in it.
-    Evaluation metrics come first, except those about answers."""
-    if name in own:
-        return list(dict(SECTIONS)).index(OWN), 0
-    short = name.rpartition("/")[2].lower()
-    if is_evaluation(name) and not any(word in short for word in dict(SECTIONS)["Answers"]):
-        return 0, -1
-    for section, (_, words) in enumerate(SECTIONS):
-        for place, word in enumerate(words):
-            if word in short:
-                return section, place
-    return len(SECTIONS), 0
-
-
-def _heading(name: str, own: set[str]) -> str:
-    section, _ = _place(name, own)
-    return SECTIONS[section][0] if section < len(SECTIONS) else "More"
+        if charts := [_chart(name, curves[name]) for name in names[:size]]:
+            drawn.append((heading, charts))
+    return {"sections": drawn, "constants": constants[:60], "left_out": left_out[:60]}
 
 
 def _chart(name: str, curve: Curve) -> dict[str, Any]:
     """Builds one chart, in pixels of `PLOT`: a line with dots that have tooltips, and for noisy values their
-    running mean with the values pale behind it. Has no lines if no value is finite."""
+    running mean with the values pale behind it. Has no line if no value is finite."""
     finite = [(step, value) for step, value in curve if math.isfinite(value)]
     chart = {"name": name[:120], "label": _label(name), "num_bad": len(curve) - len(finite)}
     if not finite:
-        return chart | {"last": "–", "last_is": "", "lines": []}
+        return chart | {"last": "–", "last_is": "", "line": ""}
     y_ticks = _ticks(min(v for _, v in finite), max(v for _, v in finite))
     low, high = finite[0][0], finite[-1][0]
-    x = _Axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
-    y = _Axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
-    points = thinned(finite, CURVE_POINTS)
-    is_sparse = len(finite) < 30
-    is_noisy = not is_sparse and _is_noisy(finite)
-    smooth = thinned(_running_mean(finite), CURVE_POINTS) if is_noisy else points
-    raw = [{"kind": "raw", "points": _points(points, x, y)}] if is_noisy else []
-    level = Level.of(curve)
+    x = _axis(low - (low == high), high + (low == high), PLOT["left"], PLOT["right"])
+    y = _axis(y_ticks[0], y_ticks[-1], PLOT["bottom"], PLOT["top"])
+    drawn, (_, last, last_is) = drawn_curve(finite, CURVE_POINTS), _levels(curve)
+    raw = list(zip(drawn.steps, drawn.values, strict=True))
+    line = list(zip(drawn.steps, drawn.means or drawn.values, strict=True))
     return chart | {
-        "last": _number(level.last),
-        "last_is": level.text,
+        "last": _number(last),
+        "last_is": last_is,
         "y_ticks": [{"at": y(value), "text": _number(value)} for value in y_ticks],
         "x_ticks": _step_ticks(low, high, x),
-        "lines": [*raw, {"kind": "mean", "points": _points(smooth, x, y)}],
+        "raw": _points(raw, x, y) if drawn.means else "",
+        "line": _points(line, x, y),
         "dots": [
             {"x": x(step), "y": y(value), "text": f"step {step:,}: {_number(value)}"}
-            for step, value in smooth[:: math.ceil(len(smooth) / 30)]
+            for step, value in line[:: math.ceil(len(line) / FEW)]
         ],
-        "is_sparse": is_sparse,
+        "is_sparse": len(finite) < FEW,
     }
 
 
-def _step_ticks(low: int, high: int, x: _Axis) -> list[dict[str, Any]]:
+def _axis(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Returns the linear map from values to pixels."""
+    return lambda value: round(start + (value - low) / (high - low) * (end - start), 1)
+
+
+def _step_ticks(low: int, high: int, x: Callable) -> list[dict[str, Any]]:
     """Returns ticks at the first, a middle and the last step. The outer labels are aligned with the ends of
     the plot."""
     anchors = {low: "start", high: "end"} if low < high else {}
@@ -356,11 +256,9 @@ def _samples_of_step(step: int, path: Path) -> dict[str, Any]:
     """Returns the best and the worst answer of a step, and a failed one."""
     table = read_table(path, ["outcome", "reward"])
     outcomes, rewards = Counter(table["outcome"].to_pylist()), table["reward"].to_pylist()
-    finite = [(r, i) for i, r in enumerate(rewards) if r is not None and math.isfinite(r)]
-    shown: dict[int, str] = {}
-    if finite:
-        shown[min(finite, key=lambda pair: (-pair[0], pair[1]))[1]] = "best"
-        shown.setdefault(min(finite, key=lambda pair: (pair[0], -pair[1]))[1], "worst")
+    finite = [r if r is not None and math.isfinite(r) else None for r in rewards]
+    ends = (i for i in best_to_worst(finite, 2) if finite[i] is not None)
+    shown = dict(zip(ends, ("best", "worst"), strict=False))
     if None in rewards:
         shown[rewards.index(None)] = "failed"
     counts = ", ".join(f"{name} {count:,}" for name, count in outcomes.most_common())
@@ -398,27 +296,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(i * unit, 12 - math.floor(math.log10(unit))) for i in range(first, last + 1)]
 
 
-def _is_noisy(curve: Curve) -> bool:
-    """Returns True if the curve's total variation is more than 4 times its range. It is less for a schedule
-    or a slow trend."""
-    values = [value for _, value in curve]
-    travelled = sum(abs(b - a) for a, b in itertools.pairwise(values))
-    return travelled > 4 * (max(values) - min(values))
-
-
-def _running_mean(curve: Curve) -> Curve:
-    """Averages each point with its neighbours on both sides, a fifteenth of the run in all, so that trends
-    are not delayed."""
-    half = max(2, len(curve) // 30)
-    sums = [0.0, *itertools.accumulate(value for _, value in curve)]
-    smooth = []
-    for i, (step, _) in enumerate(curve):
-        start, end = max(0, i - half), min(len(curve), i + half + 1)
-        smooth.append((step, (sums[end] - sums[start]) / (end - start)))
-    return smooth
-
-
-def _points(curve: Curve, x: _Axis, y: _Axis) -> str:
+def _points(curve: Curve, x: Callable, y: Callable) -> str:
     return " ".join(f"{x(step)},{y(value)}" for step, value in curve)
 
 
@@ -443,11 +321,14 @@ def _sample_text(value: Any, *, keep_end: bool = False) -> str:
 
 @cache
 def _template() -> Template:
-    source = resources.files("openrlhf.tools.view").joinpath("report.html.j2").read_text(encoding="utf-8")
+    files = resources.files("openrlhf.tools.view")
+    source, colours = (
+        files.joinpath(name).read_text(encoding="utf-8") for name in ("report.html.j2", "static/colours.css")
+    )
     environment = Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined, finalize=_cleaned
     )
-    return environment.from_string(source)
+    return environment.from_string(source, globals={"colours": colours})
 
 
 def _cleaned(value: Any) -> Any:

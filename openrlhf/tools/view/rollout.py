@@ -2,6 +2,8 @@
 
 import difflib
 import math
+import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, repeat
 from pathlib import Path
@@ -91,12 +93,8 @@ def _difference(first: Sequence[float] | None, second: Sequence[float] | None) -
 
 def _turns(tokens: Sequence[int], starts: Iterable[int]) -> list[int]:
     """Returns the turn of each token, counted from 1."""
-    starts, turn, turns = sorted(starts), 0, []
-    for token in tokens:
-        while turn < len(starts) and starts[turn] <= token:
-            turn += 1
-        turns.append(turn)
-    return turns
+    ordered = sorted(starts)
+    return [bisect_right(ordered, token) for token in tokens]
 
 
 def _placed(values: Sequence[float], places: Sequence[int], size: int) -> list[float | None]:
@@ -109,7 +107,7 @@ def _placed(values: Sequence[float], places: Sequence[int], size: int) -> list[f
 def diff(first: str, second: str) -> dict[str, Any]:
     """Compares two texts word by word. Returns {"parts": [[kind, text], ...], "cut": True if a text has more
     than MOST_WORDS words}. A kind is "same", "removed" (only in the first text) or "added"."""
-    a, b = (_words(text) for text in (first, second))
+    a, b = (re.findall(r"\S*\s|\S+", text) for text in (first, second))  # with the white space after them
     parts: list[list[str]] = []
     matcher = difflib.SequenceMatcher(None, a[:MOST_WORDS], b[:MOST_WORDS])
     for kind, a_start, a_end, b_start, b_end in matcher.get_opcodes():
@@ -121,15 +119,6 @@ def diff(first: str, second: str) -> dict[str, Any]:
         if added := "".join(b[b_start:b_end]):
             parts.append(["added", added])
     return {"parts": parts, "cut": max(len(a), len(b)) > MOST_WORDS}
-
-
-def _words(text: str) -> list[str]:
-    """Splits a text into words, each with the white space that follows it."""
-    words: list[str] = []
-    for piece in text.splitlines(keepends=True):
-        ends = [i + 1 for i in range(len(piece)) if piece[i].isspace()]
-        words += [piece[i:j] for i, j in zip([0, *ends], [*ends, len(piece)], strict=True) if i < j]
-    return words
 
 
 def picture(folder: Path, reference: str) -> bytes:

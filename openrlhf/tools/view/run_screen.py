@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
+import numpy as np
 from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -177,9 +177,8 @@ class Sparkline:
     def text(self, width: int) -> str:
         """Returns the curve in at most `width` characters. Each character shows the mean of its steps."""
         values = self._values
-        width = min(width, len(values))
-        edges = [i * len(values) // max(1, width) for i in range(width + 1)]
-        means = [_mean(values[a:b]) for a, b in pairwise(edges)]
+        parts = np.array_split(values, max(1, min(width, len(values))))
+        means = [_mean(part.tolist()) for part in parts if len(part)]
         finite = [mean for mean in means if mean is not None]
         low, high = min(finite, default=0.0), max(finite, default=0.0)
         scale = (len(self._blocks) - 1) / (high - low) if high > low else 0.0

@@ -145,8 +145,12 @@ def choices(index: Index) -> dict[str, list[str]]:
         ]
         for name in ("kind", "source", "outcome", "finish_reason")
     }
-    # Only the newest rows are read, because a scan of all logs would take long.
+    found["log"] = log_names(index)[:100]
+    return {name: [value for value in values if value] for name, values in found.items()}
+
+
+def log_names(index: Index) -> list[str]:
+    """Returns the names in `extra_logs` of the newest rollouts. A scan of all would take long."""
     newest = "SELECT extra_logs FROM rollouts ORDER BY step DESC LIMIT 2000"
     logs = f"SELECT DISTINCT unnest(extra_logs).name AS v FROM ({newest})"
-    found["log"] = sorted(row["v"] for row in index.rows(logs))[:100]
-    return {name: [value for value in values if value] for name, values in found.items()}
+    return sorted(row["v"] for row in index.rows(logs))

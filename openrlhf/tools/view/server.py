@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,10 +23,11 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from openrlhf.api import ErrorCode, RunFolder, RunIndex, UsageError, headlines, to_json
 from openrlhf.tools.view import rollout
+from openrlhf.tools.view.curves import SMOOTHING, drawn_curve, equal_metrics, sections
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.rollout import TokenTexts
-from openrlhf.tools.view.search import Search, choices, errors, find
+from openrlhf.tools.view.search import Search, choices, errors, find, log_names
 
 HOST = "127.0.0.1"
 NAMES = [HOST, "localhost"]
@@ -34,6 +35,8 @@ NAMES = [HOST, "localhost"]
 (DNS rebinding)."""
 STATIC = Path(__file__).parent / "static"
 WARNINGS_SHOWN = 100
+MOST_POINTS = 2000
+"""Maximum number of points of a curve that the page receives."""
 GRACE_SECONDS = 10
 """Seconds that requests have to end after Ctrl-C."""
 HEADERS = {
@@ -87,21 +90,30 @@ class Viewer:
         }
 
     def metric_names(self) -> dict[str, Any]:
+        """Returns the names of metrics by section, and those that are shown first. Equal ones are shown
+        once."""
         names = sorted({name for metrics in self.metrics for name in metrics.names()})
-        shown: dict[Any, str] = {}  # one metric for equal curves
-        for name in headlines(names):
-            shown.setdefault(tuple(tuple(metrics.curve(name)) for metrics in self.metrics), name)
-        return {"names": names, "headlines": list(shown.values())}
-
-    def curves(self, names: Sequence[str]) -> dict[str, list[dict[str, Any]]]:
-        """Returns, for each metric, the curve of each run that has it."""
+        shown = headlines(names)
+        same = equal_metrics([{name: metrics.curve(name) for name in shown} for metrics in self.metrics])
         return {
-            name: [
-                {"run": i, "steps": [step for step, _ in points], "values": [value for _, value in points]}
+            "sections": list(sections(names, log_names(self.index)).items()),
+            "headlines": [name for name in shown if name not in same],
+        }
+
+    def curves(
+        self,
+        name: Annotated[list[str], Query()],
+        smoothing: Annotated[float, Query(ge=0, le=1)] = SMOOTHING,
+    ) -> dict[str, list[dict[str, Any]]]:
+        """Returns, for each metric, the curve of each run that has it. `means` is empty if the curve is not
+        noisy."""
+        return {
+            metric: [
+                {"run": i, **drawn_curve(curve, MOST_POINTS, smoothing)._asdict()}
                 for i, metrics in enumerate(self.metrics)
-                if (points := metrics.curve(name))
+                if (curve := metrics.curve(metric))
             ]
-            for name in names
+            for metric in name
         }
 
     def comparison(self) -> dict[str, Any]:
@@ -130,9 +142,21 @@ class Viewer:
         except ValueError as error:
             return {"texts": None, "note": str(error)}
 
-    def diff(self, first: tuple[int, str, int], second: tuple[int, str, int]) -> dict[str, Any]:
-        texts = [rollout.read_row(self.index, *place).get("response") or "" for place in (first, second)]
+    def diff(
+        self, run: int, file: str, row: int, other_run: int, other_file: str, other_row: int
+    ) -> dict[str, Any]:
+        places = ((run, file, row), (other_run, other_file, other_row))
+        texts = [rollout.read_row(self.index, *place).get("response") or "" for place in places]
         return rollout.diff(*texts)
+
+    def choices(self) -> dict[str, list[str]]:
+        return choices(self.index)
+
+    def rollouts(self, search: Annotated[Search, Query()]) -> dict[str, Any]:
+        return find(self.index, search)
+
+    def errors(self, search: Annotated[Search, Query()]) -> list[dict[str, Any]]:
+        return errors(self.index, search)
 
     def picture(self, run: int, file: str, row: int, number: int) -> bytes:
         images = rollout.read_row(self.index, run, file, row).get("images") or []
@@ -177,7 +201,7 @@ def build_app(viewer: Viewer, token: str) -> FastAPI:
 
 def page_of() -> APIRouter:
     router = APIRouter()
-    files = {name: STATIC / name for name in ("app.js", "style.css")}
+    files = {name: STATIC / name for name in ("app.js", "colours.css", "style.css")}
     files["plotly.min.js"] = plotly_js()
 
     @router.get("/")
@@ -193,52 +217,36 @@ def page_of() -> APIRouter:
 
 def api_of(viewer: Viewer) -> APIRouter:
     router = APIRouter()
-
-    @router.get("/state")
-    def state() -> Response:
-        return answer(viewer.state())
-
-    @router.get("/metrics")
-    def metrics() -> Response:
-        return answer(viewer.metric_names())
-
-    @router.get("/curves")
-    def curves(name: Annotated[list[str], Query()]) -> Response:
-        return answer(viewer.curves(name))
-
-    @router.get("/comparison")
-    def comparison() -> Response:
-        return answer(viewer.comparison())
-
-    @router.get("/choices")
-    def filter_choices() -> Response:
-        return answer(choices(viewer.index))
-
-    @router.get("/rollouts")
-    def rollouts(search: Annotated[Search, Query()]) -> Response:
-        return answer(find(viewer.index, search))
-
-    @router.get("/errors")
-    def failures(search: Annotated[Search, Query()]) -> Response:
-        return answer(errors(viewer.index, search))
-
-    @router.get("/rollout")
-    def one(run: int, file: str, row: int) -> Response:
-        return answer(viewer.rollout(run, file, row))
-
-    @router.get("/tokens")
-    def tokens(run: int, file: str, row: int) -> Response:
-        return answer(viewer.token_texts(run, file, row))
-
-    @router.get("/diff")
-    def diff(run: int, file: str, row: int, other_run: int, other_file: str, other_row: int) -> Response:
-        return answer(viewer.diff((run, file, row), (other_run, other_file, other_row)))
+    answers: dict[str, Callable[..., Any]] = {
+        "state": viewer.state,
+        "metrics": viewer.metric_names,
+        "curves": viewer.curves,
+        "comparison": viewer.comparison,
+        "choices": viewer.choices,
+        "rollouts": viewer.rollouts,
+        "errors": viewer.errors,
+        "rollout": viewer.rollout,
+        "tokens": viewer.token_texts,
+        "diff": viewer.diff,
+    }
+    for name, function in answers.items():
+        router.add_api_route(f"/{name}", _answering(function), response_model=None)
 
     @router.get("/image")
     def image(run: int, file: str, row: int, number: int) -> Response:
         return Response(viewer.picture(run, file, row, number), media_type="image/png")
 
     return router
+
+
+def _answering(function: Callable[..., Any]) -> Callable[..., Response]:
+    """Returns a function with the same parameters, which are those of the address."""
+
+    @wraps(function)
+    def respond(**query: Any) -> Response:
+        return answer(function(**query))
+
+    return respond
 
 
 def answer(content: Any, status: int = 200) -> Response:

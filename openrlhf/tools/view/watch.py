@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from openrlhf.api import short_errors
 from openrlhf.tools.command_line.arguments import ArgumentParser
+from openrlhf.tools.view.view import runs_of
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
@@ -46,13 +47,24 @@ def make_parser() -> ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> None:
     with short_errors():
         options = make_parser().parse_args(argv)
-        from openrlhf.tools.view.followed_run import FollowedRun, find_run
+        from openrlhf.tools.view.followed_run import FollowedRun
 
         run = FollowedRun(find_run(options.run))
         if options.once or not sys.stdout.isatty():
             show_once(run, options.width)
         else:
             show_live(run)
+
+
+def find_run(path: Path) -> Path:
+    """Returns the run folder that a path names: itself, or the newest run below it. Raises UsageError if
+    there is none."""
+    return max(runs_of([path]), key=_last_change)
+
+
+def _last_change(run: Path) -> float:
+    files = [run / "metrics.jsonl", run / "argv.txt"]
+    return max((path.stat().st_mtime for path in files if path.exists()), default=0.0)
 
 
 def show_once(run: "FollowedRun", width: int | None) -> None:

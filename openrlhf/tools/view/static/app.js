@@ -27,7 +27,7 @@ async function get(path, query = {}) {
 }
 
 const state = {
-  tab: "curves", runs: [], hidden: new Set(), names: [], shown: [], smoothing: 0.6, log: false,
+  tab: "curves", runs: [], hidden: new Set(), sections: [], shown: [], smoothing: 0.07, log: false,
   search: {}, rows: [], total: 0, selected: null, compared: [], colour: "probability",
 };
 const number = (value) => (value === null || value === undefined ? NaN : Number(value));
@@ -126,10 +126,10 @@ function recall() {
 // Curves -----------------------------------------------------------------------------------------------------
 
 async function showCurves() {
-  const { names, headlines } = await get("metrics");
-  if (!state.shown.length) state.shown = headlines.length ? headlines : names.slice(0, 6);
-  if (names.join("\n") !== state.names.join("\n")) {
-    state.names = names;
+  const { sections, headlines } = await get("metrics");
+  if (!state.shown.length) state.shown = headlines.length ? headlines : sections.flatMap(([, names]) => names).slice(0, 6);
+  if (JSON.stringify(sections) !== JSON.stringify(state.sections)) {
+    state.sections = sections;
     drawMetricList();
   }
   await loadCurves();
@@ -137,18 +137,16 @@ async function showCurves() {
 
 function drawMetricList() {
   const wanted = $("metric-search").value.toLowerCase();
-  const groups = new Map();
-  for (const name of state.names) {
-    if (!name.toLowerCase().includes(wanted)) continue;
-    const group = name.includes("/") ? name.slice(0, name.indexOf("/")) : "";
-    groups.set(group, [...(groups.get(group) || []), name]);
-  }
-  const box = (name) => h("label", { title: name }, h("input", {
-    type: "checkbox", checked: state.shown.includes(name), onchange: guarded((event) => choose(name, event.target.checked)),
-  }), h("span", { textContent: name.slice(name.indexOf("/") + 1) }));
-  $("metric-list").replaceChildren(...[...groups].map(([group, names]) =>
+  const box = (name) => {
+    const end = name.lastIndexOf("/") + 1;
+    return h("label", { title: name }, h("input", {
+      type: "checkbox", checked: state.shown.includes(name), onchange: guarded((event) => choose(name, event.target.checked)),
+    }), h("span", {}, h("span", { className: "quiet", textContent: name.slice(0, end) }), name.slice(end)));
+  };
+  const found = state.sections.map(([heading, names]) => [heading, names.filter((name) => name.toLowerCase().includes(wanted))]);
+  $("metric-list").replaceChildren(...found.filter(([, names]) => names.length).map(([heading, names]) =>
     h("details", { open: wanted !== "" || names.some((name) => state.shown.includes(name)) },
-      h("summary", {}, group || "metrics", " ", h("span", { className: "quiet", textContent: names.length })), names.map(box))));
+      h("summary", {}, heading, " ", h("span", { className: "quiet", textContent: names.length })), names.map(box))));
 }
 
 function choose(name, on) {
@@ -157,20 +155,13 @@ function choose(name, on) {
   return loadCurves();
 }
 
+let latestCurves = 0;
 async function loadCurves() {
-  state.curves = state.shown.length ? await get("curves", { name: state.shown }) : {};
+  const asked = ++latestCurves;
+  const curves = state.shown.length ? await get("curves", { name: state.shown, smoothing: state.smoothing }) : {};
+  if (asked !== latestCurves) return;
+  state.curves = curves;
   drawCharts();
-}
-
-/** The exponential moving average, without a bias to its first value. */
-function smooth(values, weight) {
-  let mean = 0, total = 0;
-  return values.map((value) => {
-    if (!Number.isFinite(value)) return NaN;
-    mean = weight * mean + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return mean / total;
-  });
 }
 
 /** Plotly reads some HTML in texts; these characters end it. */
@@ -194,18 +185,17 @@ function drawChart(plot, curves) {
   const traces = [];
   const steps = curves.flatMap((curve) => curve.steps);
   const few = steps.length > 0 && steps.reduce((a, b) => Math.max(a, b)) - steps.reduce((a, b) => Math.min(a, b)) < 8;
-  const odd = curves.reduce((sum, { values }) => sum + values.filter((value) => !Number.isFinite(Number(value))).length, 0);
+  const odd = curves.reduce((sum, curve) => sum + curve.num_bad, 0);
   plot.previousSibling.children[1].textContent = odd ? `${count(odd)} not finite` : "";
-  for (const { run, steps, values } of curves) {
+  for (const { run, steps, values, means } of curves) {
     if (state.hidden.has(run)) continue;
     const numbers = values.map(Number);
     const common = { x: steps, mode: steps.length > 1 ? "lines" : "markers", customdata: steps.map(() => run), line: { color: colourOf(run), width: 1.8 } };
-    const isSmooth = state.smoothing > 0 && steps.length > 12;
-    if (isSmooth) traces.push({ ...common, y: numbers, opacity: 0.25, hoverinfo: "skip", line: { color: colourOf(run), width: 1 } });
+    if (means.length) traces.push({ ...common, y: numbers, opacity: 0.25, hoverinfo: "skip", line: { color: colourOf(run), width: 1 } });
     traces.push({
-      ...common, y: isSmooth ? smooth(numbers, state.smoothing) : numbers, text: numbers.map((x) => short(x)),
+      ...common, y: means.length ? means.map(Number) : numbers, text: numbers.map((x) => short(x)),
       name: plain(state.runs[run].name.slice(0, 60)), marker: { color: colourOf(run) },
-      hovertemplate: `%{y:.4~g}${isSmooth ? " (%{text})" : ""}`,
+      hovertemplate: `%{y:.4~g}${means.length ? " (%{text})" : ""}`,
     });
   }
   const axis = { gridcolor: css("--line"), zerolinecolor: css("--line"), automargin: true, tickfont: { size: 11 } };
@@ -564,13 +554,14 @@ async function showComparison() {
 // Start ------------------------------------------------------------------------------------------------------
 
 $("metric-search").addEventListener("input", drawMetricList);
+const showSmoothing = () => { $("smoothing-value").textContent = `${Math.round(100 * $("smoothing").value)} %`; };
 $("smoothing").value = state.smoothing;
-$("smoothing-value").textContent = state.smoothing;
-$("smoothing").addEventListener("input", (event) => {
-  state.smoothing = Number(event.target.value);
-  $("smoothing-value").textContent = state.smoothing;
-  drawCharts();
-});
+showSmoothing();
+$("smoothing").addEventListener("input", showSmoothing);
+$("smoothing").addEventListener("change", guarded((event) => {
+  state.smoothing = event.target.value;
+  return loadCurves();
+}));
 $("log-scale").addEventListener("change", (event) => { state.log = event.target.checked; drawCharts(); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawCharts);
 

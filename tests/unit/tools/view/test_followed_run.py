@@ -27,7 +27,7 @@ from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.tools.view import followed_run, watch
-from openrlhf.tools.view.followed_run import FollowedRun, find_run, is_locked
+from openrlhf.tools.view.followed_run import FollowedRun, is_locked
 from openrlhf.tools.view.metrics import Tail
 from openrlhf.tools.view.run_screen import Sparkline, chosen_metrics, frame, phases_of
 
@@ -281,11 +281,11 @@ def test_the_newest_run_of_an_output_folder(folder: Path, tmp_path: Path) -> Non
     append(old / "metrics.jsonl", *rows(1))
     os.utime(old / "metrics.jsonl", (1, 1))
     for path in (folder, folder.parent, folder.parent.parent, tmp_path):
-        assert find_run(path) == folder
+        assert watch.find_run(path) == folder
     with refused(ErrorCode.NOT_FOUND):
-        find_run(folder / "rollouts")
+        watch.find_run(folder / "rollouts")
     with refused(ErrorCode.NOT_FOUND):
-        find_run(tmp_path / "nothing")
+        watch.find_run(tmp_path / "nothing")
 
 
 def test_one_frame_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,13 +18,8 @@ from openrlhf.observability.selection import thinned
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
 from openrlhf.tools.record.samples import few_samples, print_samples
 from openrlhf.tools.view import report
-from openrlhf.tools.view.report import (
-    CURVE_POINTS,
-    _is_noisy,
-    _running_mean,
-    _ticks,
-    write_report,
-)
+from openrlhf.tools.view.curves import is_noisy, running_mean
+from openrlhf.tools.view.report import CURVE_POINTS, _ticks, write_report
 from openrlhf.types import Outcome, Prompt, Trajectory, runs
 
 HOSTILE = "\x1b[2J\x9b<script>alert(1)</script><img src=x onerror=alert(2)>\"'&[bold]\ud800"
@@ -333,9 +328,9 @@ def test_thinning_keeps_spikes_order_and_the_limit():
 
 def test_the_running_mean_does_not_lag():
     line = [(step, 2.0 * step) for step in range(300)]
-    assert _running_mean(line)[100] == (100, pytest.approx(200))
-    assert not _is_noisy(line) and _is_noisy([(step, step % 2) for step in range(300)])
-    assert _running_mean([(0, 1.0), (1, 2.0), (2, 6.0)]) == [(0, 3.0), (1, 3.0), (2, 3.0)]
+    assert running_mean(line)[100] == (100, pytest.approx(200))
+    assert not is_noisy(line) and is_noisy([(step, step % 2) for step in range(300)])
+    assert running_mean([(0, 1.0), (1, 2.0), (2, 6.0)]) == [(0, 3.0), (1, 3.0), (2, 3.0)]
 
 
 def test_samples_as_plain_text():

@@ -25,9 +25,9 @@ from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.selection import thinned
 from openrlhf.tools.view import index, rollout, view
-from openrlhf.tools.view.metrics import MOST_POINTS, Metrics
+from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.search import Search, choices, errors, find
-from openrlhf.tools.view.server import STATIC, Viewer, bind, build_app, names_of
+from openrlhf.tools.view.server import MOST_POINTS, STATIC, Viewer, bind, build_app, names_of
 from openrlhf.types import Image, Prompt
 
 TOKEN = "secret"
@@ -255,7 +255,36 @@ def test_equal_curves_are_one_tile(tmp_path, viewer_of):
     client.get("api/state")  # reads the files
     shown = client.get("api/metrics").json()
     assert shown["headlines"] == ["rollout/reward_mean", "rollout/response_length_mean"]
-    assert "rollout/score_mean" in shown["names"]
+    results = ["rollout/reward_mean", "rollout/score_mean"]
+    assert shown["sections"] == [["Results", results], ["Answers", ["rollout/response_length_mean"]]]
+
+
+def test_the_viewer_has_the_sections_and_the_running_mean_of_the_report(tmp_path, viewer_of):
+    run = written(tmp_path)
+    write(run, 3, [records.trajectory(0.5, extra_logs={"politeness": 1.0, "reward_model/tiny": 0.5})])
+    names = ("rollout/politeness", "rollout/reward_model/tiny", "timing/update", "policy/loss", "z")
+    rows = [{"step": i, "rollout/reward_mean": i % 2, "lr": i, **dict.fromkeys(names, 0)} for i in range(300)]
+    rows[7]["rollout/reward_mean"] = "NaN"
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    viewer = viewer_of(run)
+    viewer.index.update()
+    client = client_of(viewer)
+    client.get("api/state")
+    assert client.get("api/metrics").json()["sections"] == [
+        ["Results", ["rollout/reward_mean", "rollout/reward_model/tiny"]],
+        ["Your own metrics", ["rollout/politeness"]],
+        ["Training", ["policy/loss", "lr"]],
+        ["More", ["z"]],
+        ["Time and memory", ["timing/update"]],
+    ]
+    asked = {"name": ["rollout/reward_mean", "lr"]}
+    found = client.get("api/curves", params=asked).json()
+    (reward,), (rate,) = found["rollout/reward_mean"], found["lr"]
+    assert reward["num_bad"] == 1 and reward["values"][7] == reward["means"][7] == "NaN"
+    assert reward["means"][200] == pytest.approx(0.5, abs=0.05) and rate["means"] == []
+    raw = client.get("api/curves", params={**asked, "smoothing": 0}).json()["rollout/reward_mean"]
+    assert raw == [{**reward, "means": []}]
+    assert client.get("api/curves", params={**asked, "smoothing": 2}).status_code == 422
 
 
 def test_only_this_machine_with_the_token_gets_answers(tmp_path, viewer_of):
