@@ -180,7 +180,7 @@ class SupervisedRun(Generic[ConfigT]):
             with waiting("loading the checkpoint", key=config.model.model_name_or_path):
                 trainer.resume(self.tag)
         if self.mesh.is_first:
-            move_old_checkpoints(config, self.checkpoints, self.tag)
+            move_old_checkpoints(self.checkpoints, self.tag)
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
@@ -229,7 +229,7 @@ class SupervisedRun(Generic[ConfigT]):
             text = SCATTERED.format(", ".join(machines))
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
-            lock_folders(self.config, self.checkpoints, held)
+            lock_folders(self.checkpoints, self.config.run_dir, held)
         found = from_first(partial(find_or_fork, self.config, self.checkpoints, self.total_steps))
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)
