@@ -87,7 +87,7 @@ class SupervisedRun(Generic[ConfigT]):
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = config.train.total_steps(len(self.windows))
-        self.checkpoints = self._checkpoints()
+        self.checkpoints = CheckpointFolder.of(config, self._origin() if config.ckpt.is_used else None)
         self.tag = self._choose_checkpoint(held)
         with waiting("loading the model", key=config.model.model_name_or_path), clock.stage("model"):
             self.engine = build_engine(
@@ -217,9 +217,6 @@ class SupervisedRun(Generic[ConfigT]):
         longest, estimate = max(self.train_set.lengths), self.engine.row_memory
         needs = memory_of_rows(estimate, self.config.train, longest, self.mesh.sequence, own_bytes())
         return f"estimated memory of a rank: {needs}"
-
-    def _checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder.of(self.config, self._origin() if self.config.ckpt.is_used else None)
 
     def _choose_checkpoint(self, held: ExitStack) -> str | None:
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the

@@ -130,8 +130,8 @@ class Collector:
         return self._prompts.is_exhausted and not self._kept and not self._under_way
 
     def fill(self, step: Step) -> None:
-        """Collects the samples of an RL step, and adds metrics of the collection. Without samples, no prompt
-        is left.
+        """Collects the samples of an RL step, and adds metrics of the collection. A step that stays without
+        samples has no prompt left.
 
         Raises RunError if no group finishes within `rollout.timeout`. With filtering it also raises RunError
         if more samples failed than `reward.max_failed_ratio` allows, if `algo.dynamic_filtering_max_batches`

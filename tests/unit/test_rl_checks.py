@@ -124,7 +124,7 @@ def test_a_run_prepares_everything_and_trains(
     monkeypatch.setattr(rl_command, "start_ray", lambda backends: calls.append(("start_ray", *backends)))
     monkeypatch.setattr(rl_command.Calendar, "today", rl_command.Calendar.today)
     trained: list[RLRun] = []
-    monkeypatch.setattr(RLRun, "train", trained.append)
+    monkeypatch.setattr(RLRun, "train", lambda run: trained.append(run))
     config = PPOConfig(actor=ActorConfig(model_name_or_path=model))
     rl_command.run(config, ["--x"])
     (run,) = trained
