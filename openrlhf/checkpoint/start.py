@@ -121,16 +121,16 @@ def _models(config: Config) -> list[tuple[str, str]]:
     return [(key, path) for key, value in flags.items() if value for path in value.split(",")]
 
 
-def lock_folders(config: Config, checkpoints: "CheckpointFolder", held: ExitStack) -> None:
+def lock_folders(checkpoints: "CheckpointFolder", run_dir: str, held: ExitStack) -> None:
     """Locks the run's folders until `held` is closed, and removes unfinished checkpoints of a killed run.
     Call it on rank 0 only. Raises UsageError if a living run holds a folder."""
     from openrlhf.observability.lock import locked
 
-    if config.ckpt.is_used:
-        held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
+    if checkpoints.ckpt.is_used:
+        held.enter_context(locked(checkpoints.ckpt.folder, flag="--ckpt.path"))
         for line in checkpoints.remove_unfinished():
             notify(line)
-    held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
+    held.enter_context(locked(run_dir, flag="--logger.run_dir"))
 
 
 STATE_BYTES = {"torch": 12, "fp32": 16, "bf16": 14, "fp16": 14}
@@ -211,10 +211,10 @@ def choose_checkpoint(config: Config, checkpoints: "CheckpointFolder", found: "F
     return tag
 
 
-def move_old_checkpoints(config: Config, checkpoints: "CheckpointFolder", tag: str | None) -> None:
+def move_old_checkpoints(checkpoints: "CheckpointFolder", tag: str | None) -> None:
     """Moves checkpoints of an earlier run to a subfolder, if this run starts from the beginning and will save
     its own."""
-    if tag is None and config.ckpt.save_steps > 0:
+    if tag is None and checkpoints.ckpt.save_steps > 0:
         for line in checkpoints.set_aside():
             print(line, flush=True)
 

@@ -106,7 +106,7 @@ def place(config: PPOConfig, layout: Layout) -> dict[str, Bundles]:
             role: Bundles(None, plan.mesh, devices[layout.home(role)], [ids[at.node] for at in plan.devices])
             for role, plan in layout.roles.items()
         }
-    group = _reserve(config, layout.bundles)
+    group = _reserve(config.run_dir, layout.bundles)
     try:
         _wait_for(group, config)
         return _bundles_of_roles(group, layout, devices)
@@ -165,11 +165,11 @@ def _check_together(plan: RoleLayout, nodes: Sequence[str]) -> None:
         raise RunError(ErrorCode.RESOURCES, text, flag=plan.size_flags, value=size)
 
 
-def _reserve(config: PPOConfig, sizes: Sequence[int]) -> PlacementGroup:
+def _reserve(run_dir: str, sizes: Sequence[int]) -> PlacementGroup:
     """Requests a placement group with one bundle for each of `sizes`, the numbers of GPUs. It requests no CPU
     cores, because too few free cores should not keep a run from starting."""
     # Ray rejects a second group of the same name, even while it is removing the first one.
-    name = f"{config.run_dir} (process {os.getpid()} on {platform.node()})"
+    name = f"{run_dir} (process {os.getpid()} on {platform.node()})"
     return placement_group([{"GPU": size} for size in sizes], strategy="PACK", name=name)
 
 

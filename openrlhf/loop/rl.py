@@ -113,19 +113,16 @@ class PPOTrainer(Generic[PolicyT]):
         admission = self.collector.admission
         ahead = admission.may_exceed or admission.max_staleness
         total = None if ahead else self.config.samples_per_step
-        with self.observer.phase("generate", total):
-            found = self.collector.next_batch(self.step + 1)
-        return Step(
+        step = Step(
             number=self.step + 1,
             version=self.weight_version,
-            samples=found.trajectories,
-            collected=found.sampled,
-            filtered=found.filtered,
-            metrics=found.metrics,
             kl=self.kl,
             optimizer_steps=self.optimizer_steps,
             assign_advantages=self.assign_advantages,
         )
+        with self.observer.phase("generate", total):
+            self.collector.fill(step)
+        return step
 
     def train_step(self, step: Step) -> None:
         """Trains on the samples, syncs, evaluates, logs and saves."""
@@ -164,7 +161,8 @@ class PPOTrainer(Generic[PolicyT]):
 
         step.batch = batch = replace(step.batch, teacher_log_probs=None)  # advantages contain them
         step.groups = [t.group for t in finished] if self.config.train.shuffle == "group" else None
-        step.trained_on, sampled = trained_on(self.config, step), num_samples(step.samples)
+        with_truncated, sampled = not self.config.rollout.mask_truncated, num_samples(step.samples)
+        step.trained_on = trained_on(step, with_truncated=with_truncated)
         for name, model in self.learners.items():
             routed = name == "policy"
             step.schedules[name] = schedule_of(

@@ -63,77 +63,94 @@ from openrlhf.user_file import split
 
 def run(config: PPOConfig, argv: Sequence[str] = (), clock: StartClock | None = None) -> None:
     """Trains, and writes the policy to `ckpt.output_dir`. `clock`: clock that started with the run."""
-    clock = clock or StartClock()
-    check_places(config)
-    with waiting("starting Ray"), clock.stage("Ray"):
-        start_ray([config.train.backend, config.rollout.engine])
-    catch_signals()  # again: Ray has replaced the handlers
-    try:
-        layout = check_resources(config)
-        with naming_logs(), ExitStack() as held:
-            places = place(config, layout)
-            check_disks(config, places)
-            with clock.stage("data"):
-                Calendar.today = day_of(config)
-                data = build_data(config)
-            check_policy_learns(config, len(data.prompts))
-            origin = _origin(config, data) if config.ckpt.is_used else None
-            checkpoints = CheckpointFolder.of(config, origin)
-            lock_folders(config, checkpoints, held)
-            total_steps = len(prompts_of_steps(config, len(data.prompts)))
-            check_space(config, checkpoints, total_steps)
-            tag = choose_checkpoint(config, checkpoints, find_or_fork(config, checkpoints, total_steps))
-            train(config, argv, layout, places, data, checkpoints, tag, clock)
-    finally:
-        stop_ray()
-    publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
+    RLRun(config, argv, clock or StartClock()).run()
 
 
-def train(
-    config: PPOConfig,
-    argv: Sequence[str],
-    layout: Layout,
-    places: Mapping[str, Bundles],
-    data: RLData,
-    checkpoints: CheckpointFolder,
-    tag: str | None,
-    clock: StartClock,
-) -> None:
-    """Starts the run's processes on the reserved resources, trains, exports the models and ends the
-    processes."""
-    heap.freeze()
-    prompts = len(data.prompts)
-    updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
-    roles = start_roles(config, places, layout.on_gpu, *updates, data.texts, clock)
-    ended = threading.Event()
-    try:
-        if table := placement_table(roles.processes, places):
-            print(table, file=sys.stderr, flush=True)
-        trainer = build_trainer(config, argv, roles, data, checkpoints, tag)
-        trainer.observer.message(_memory_of_rows(roles))
-        trainer.observer.started(clock)
-        watch = roles.watch(config)
-        watch.start()
-        guard(partial(end_without_head, trainer), ended)
+class RLRun:
+    """A run on a Ray cluster: its places there, its data, checkpoints and processes."""
+
+    layout: Layout
+    places: Mapping[str, Bundles]
+    """The GPUs of each role, which are reserved."""
+    data: RLData
+    checkpoints: CheckpointFolder
+    tag: str | None
+    """The checkpoint to resume from; None: the run begins."""
+
+    def __init__(self, config: PPOConfig, argv: Sequence[str], clock: StartClock) -> None:
+        self.config, self.argv, self.clock = config, argv, clock
+
+    def run(self) -> None:
+        """Joins or starts the cluster, and leaves it when the run has ended."""
+        config = self.config
+        check_places(config)
+        with waiting("starting Ray"), self.clock.stage("Ray"):
+            start_ray([config.train.backend, config.rollout.engine])
+        catch_signals()  # again: Ray has replaced the handlers
         try:
-            with (
-                noting_position(partial(position, trainer)),
-                trainer.stop.deferred(grace_of(config), is_lost_process),
-                explaining_deaths(lambda: roles.members),
-            ):
-                trainer.fit()
-                with trainer.observer.phase("save the model"):
-                    roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watch.py
-                    if roles.critic and config.critic.save_value_network:
-                        roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
+            self.layout = check_resources(config)
+            with naming_logs(), ExitStack() as held:
+                self.prepare(held)
+                self.train()
         finally:
-            watch.close()
-            trainer.observer.close()
-    finally:
+            stop_ray()
+        publish(config, PPO, base_model=config.actor.model_name_or_path, datasets=config.data.prompt_dataset)
+
+    def prepare(self, held: ExitStack) -> None:
+        """Reserves GPUs, reads the data and selects the checkpoint to resume from. Locks the run's folders
+        until `held` is closed."""
+        config = self.config
+        self.places = place(config, self.layout)
+        check_disks(config, self.places)
+        with self.clock.stage("data"):
+            Calendar.today = day_of(config)
+            self.data = build_data(config)
+        num_prompts = len(self.data.prompts)
+        check_policy_learns(config, num_prompts)
+        origin = _origin(config, self.data) if config.ckpt.is_used else None
+        self.checkpoints = CheckpointFolder.of(config, origin)
+        lock_folders(self.checkpoints, config.run_dir, held)
+        total_steps = len(prompts_of_steps(config, num_prompts))
+        check_space(config, self.checkpoints, total_steps)
+        found = find_or_fork(config, self.checkpoints, total_steps)
+        self.tag = choose_checkpoint(config, self.checkpoints, found)
+
+    def train(self) -> None:
+        """Starts the run's processes on the reserved resources, trains, exports the models and ends the
+        processes."""
+        heap.freeze()
+        config, prompts = self.config, len(self.data.prompts)
+        updates = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
+        roles = start_roles(config, self.places, self.layout.on_gpu, *updates, self.data.texts, self.clock)
+        ended = threading.Event()
         try:
-            roles.end()  # without a head, it would wait for a minute
+            if table := placement_table(roles.processes, self.places):
+                print(table, file=sys.stderr, flush=True)
+            trainer = build_trainer(config, self.argv, roles, self.data, self.checkpoints, self.tag)
+            trainer.observer.message(_memory_of_rows(roles))
+            trainer.observer.started(self.clock)
+            watch = roles.watch(config)
+            watch.start()
+            guard(partial(end_without_head, trainer), ended)
+            try:
+                with (
+                    noting_position(partial(position, trainer)),
+                    trainer.stop.deferred(grace_of(config), is_lost_process),
+                    explaining_deaths(lambda: roles.members),
+                ):
+                    trainer.fit()
+                    with trainer.observer.phase("save the model"):
+                        roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watch.py
+                        if roles.critic and config.critic.save_value_network:
+                            roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
+            finally:
+                watch.close()
+                trainer.observer.close()
         finally:
-            ended.set()
+            try:
+                roles.end()  # without a head, it would wait for a minute
+            finally:
+                ended.set()
 
 
 def end_without_head(trainer: PPOTrainer[PolicyRanks], address: str) -> None:
@@ -156,7 +173,6 @@ def _memory_of_rows(roles: Roles) -> str:
 
 
 def _origin(config: PPOConfig, data: RLData) -> Origin:
-
     models: dict[str, Sequence[str]] = {ACTOR_FLAG: [config.actor.model_name_or_path]}
     if config.uses_critic:
         models[CRITIC_FLAG] = [config.critic_path]
@@ -185,7 +201,7 @@ def build_trainer(
     tag: str | None,
 ) -> PPOTrainer[PolicyRanks]:
     """Builds the trainer with its roles, data and observer. Loads the checkpoint `tag` if it is given."""
-    move_old_checkpoints(config, checkpoints, tag)
+    move_old_checkpoints(checkpoints, tag)
     restored = None
     if tag is not None:
         with waiting("loading the checkpoint", key=config.actor.model_name_or_path):

@@ -87,7 +87,7 @@ class SupervisedRun(Generic[ConfigT]):
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = config.train.total_steps(len(self.windows))
-        self.checkpoints = self._checkpoints()
+        self.checkpoints = CheckpointFolder.of(config, self._origin() if config.ckpt.is_used else None)
         self.tag = self._choose_checkpoint(held)
         with waiting("loading the model", key=config.model.model_name_or_path), clock.stage("model"):
             self.engine = build_engine(
@@ -180,7 +180,7 @@ class SupervisedRun(Generic[ConfigT]):
             with waiting("loading the checkpoint", key=config.model.model_name_or_path):
                 trainer.resume(self.tag)
         if self.mesh.is_first:
-            move_old_checkpoints(config, self.checkpoints, self.tag)
+            move_old_checkpoints(self.checkpoints, self.tag)
             trainer.observer = self._observer(resume_step=None if self.tag is None else trainer.step)
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
@@ -218,9 +218,6 @@ class SupervisedRun(Generic[ConfigT]):
         needs = memory_of_rows(estimate, self.config.train, longest, self.mesh.sequence, own_bytes())
         return f"estimated memory of a rank: {needs}"
 
-    def _checkpoints(self) -> CheckpointFolder:
-        return CheckpointFolder.of(self.config, self._origin() if self.config.ckpt.is_used else None)
-
     def _choose_checkpoint(self, held: ExitStack) -> str | None:
         """Returns the tag of the checkpoint to resume from, the same on all ranks; None to start from the
         beginning. Rank 0 also locks the folders and prints."""
@@ -229,7 +226,7 @@ class SupervisedRun(Generic[ConfigT]):
             text = SCATTERED.format(", ".join(machines))
             raise UsageError(ErrorCode.NOT_FOUND, text, flag="--ckpt.path", value=ckpt.folder)
         if self.mesh.is_first:
-            lock_folders(self.config, self.checkpoints, held)
+            lock_folders(self.checkpoints, self.config.run_dir, held)
         found = from_first(partial(find_or_fork, self.config, self.checkpoints, self.total_steps))
         if self.mesh.is_first:
             check_space(self.config, self.checkpoints, self.total_steps)

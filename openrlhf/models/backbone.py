@@ -24,7 +24,10 @@ STATEFUL = {"linear_attention", "conv"}
 
 @dataclass(slots=True)
 class Reading:
-    """Describes how a model reads rows. models/self_check.py determines which way is correct."""
+    """Describes how a model reads rows. It lies on the model, because several stages each know a part of it,
+    some before a RowModel wraps the model: models/loading.py the flags, the training engine `sharing`,
+    `gathers` and `share_prefixes`, the policy's worker `replay`, and models/self_check.py which way is
+    correct. Forward passes only read it."""
 
     flag: str = "auto"
     """Value of `--ds.attn_implementation` as the user gave it."""
@@ -72,7 +75,7 @@ class RowModel(nn.Module):
 
 
 def reading_of(model: PreTrainedModel) -> Reading:
-    """Returns the settings that models/loading.py stored on the model, or stores defaults."""
+    """Returns the record on the model. A model that models/loading.py did not load gets the defaults."""
     return model.__dict__.setdefault("openrlhf_reading", Reading())
 
 

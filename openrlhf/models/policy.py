@@ -25,7 +25,8 @@ class PolicyModel(RowModel):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.head_options = head_options(model.config)
-        # Only the class changes, so parameter names, ties and ZeRO-3's hooks on the module remain.
+        # Only the class changes: a module around the head would rename its weight, by which checkpoints,
+        # adapters and engines know it; a copy would lose its tie to the embedding and ZeRO-3's hooks.
         head_of(model).__class__ = LogProbHead
 
     def forward(

@@ -154,44 +154,45 @@ class EpisodeRunner:
             self.image_token_ids,
             sampling.max_kept_tokens,
         )
+        seed = seed_at(*address)
+        begun = Episode(prompt=prompt, sample_index=sample_index, seed=seed, turns=[], reward=None)
         async with self._slots:
-            outcome_fields = await self._outcome(prompt, sampling, engine, own)
-        if "error" in outcome_fields:
-            outcome_fields["error"] = without_secrets(outcome_fields["error"])
-        fields: dict[str, Any] = {"turns": engine.turns, "reward": None}
-        return Episode(
-            prompt=prompt, sample_index=sample_index, seed=seed_at(*address), **(fields | outcome_fields)
-        )
+            return await self._finish(begun, sampling, engine, own)
 
-    async def _outcome(
-        self, prompt: Prompt, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
-    ) -> dict[str, Any]:
-        """Runs the executor. Returns the fields of the Episode that its result or its failure determines."""
+    async def _finish(
+        self, episode: Episode, sampling: Sampling, engine: RecordingEngine, pictures: "list[Picture]"
+    ) -> Episode:
+        """Runs the executor. Returns the episode with its turns and its result or failure."""
+
+        def failed(outcome: Outcome, error: str = "") -> Episode:
+            return replace(episode, turns=engine.turns, outcome=outcome, error=without_secrets(error))
+
         limit = asyncio.timeout(self.timeout)
         try:
             async with limit:
-                result = await self._execute(prompt, sampling, engine, pictures)
+                result = await self._execute(episode.prompt, sampling, engine, pictures)
             if engine.turns and engine.turns[-1].finish_reason == "abort":
-                return {"outcome": Outcome.ABORTED}
+                return failed(Outcome.ABORTED)
             if not all(np.isfinite(turn.log_probs).all() for turn in engine.turns):
                 error = "the engine sampled with log-probs that are not finite: are its weights?"
-                return {"outcome": Outcome.ENV_ERROR, "error": error}
+                return failed(Outcome.ENV_ERROR, error)
             return read_result(
-                result, engine.turns, source=self.source, reward_is_optional=self.reward_is_optional
+                replace(episode, turns=engine.turns),
+                result,
+                source=self.source,
+                reward_is_optional=self.reward_is_optional,
             )
         except RewardError as error:
-            return {"outcome": Outcome.REWARD_ERROR, "error": str(error)}
+            return failed(Outcome.REWARD_ERROR, str(error))
         except EnvironmentFailed as error:
-            return {"outcome": Outcome.ENV_ERROR, "error": str(error)}
+            return failed(Outcome.ENV_ERROR, str(error))
         except StepTimeout as error:
-            return {"outcome": Outcome.TIMED_OUT, "error": f"{self.source}: {error}"}
+            return failed(Outcome.TIMED_OUT, f"{self.source}: {error}")
         except TimeoutError:
             if not limit.expired():
                 raise
-            return {
-                "outcome": Outcome.TIMED_OUT,
-                "error": f"{self.source} took longer than --rollout.episode_timeout {self.timeout:g} s",
-            }
+            text = f"{self.source} took longer than --rollout.episode_timeout {self.timeout:g} s"
+            return failed(Outcome.TIMED_OUT, text)
         finally:
             engine.check_alive()
 

@@ -1,4 +1,4 @@
-"""Validates an executor's result, and converts it to fields of an Episode."""
+"""Validates an executor's result, and adds it to the Episode."""
 
 import logging
 from collections.abc import Sequence
@@ -12,16 +12,14 @@ from openrlhf.errors import warn_once
 from openrlhf.rewards.values import named, read_floats, read_texts
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.trajectories import NeverSampled, chosen_turns
-from openrlhf.types import Turn
+from openrlhf.types import Episode, Turn
 
 logger = logging.getLogger(__name__)
 
 
-def read_result(
-    result: Any, turns: Sequence[Turn], *, source: str, reward_is_optional: bool
-) -> dict[str, Any]:
-    """Returns the Episode's fields that `result` determines; agents/base.py describes its form. `turns`: the
-    recorded turns.
+def read_result(episode: Episode, result: Any, *, source: str, reward_is_optional: bool) -> Episode:
+    """Returns the episode with its reward and with the turns to train on, out of all recorded ones.
+    agents/base.py describes the form of `result`.
 
     Raises EnvironmentFailed, which names the `source`, if the result's actions are invalid or were not
     sampled, and RewardError if a reward is invalid, or None without `reward_is_optional`.
@@ -32,14 +30,11 @@ def read_result(
         found = ", ".join(map(repr, result)) or "nothing"
         raise EnvironmentFailed(f"{source} returned a dict without 'reward'; it has {found}")
     truncated = result.get("truncated")
-    return {
-        "turns": _turns_to_train_on(result, turns, source),
-        "truncated": None if truncated is None else bool(truncated),
-        **_rewards(result, source, reward_is_optional),
-    }
-
-
-def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, Any]:
+    episode = replace(
+        episode,
+        turns=_turns_to_train_on(result, episode.turns, source),
+        truncated=None if truncated is None else bool(truncated),
+    )
     reward, score = result["reward"], result.get("scores")
     if reward is None and not reward_is_optional:
         raise RewardError(f"{source} returned the reward None, and the run has no reward model")
@@ -48,12 +43,13 @@ def _rewards(result: dict, source: str, reward_is_optional: bool) -> dict[str, A
         return read_floats(name, value, 1, source)[0]
 
     reward = 0.0 if reward is None else number("reward", reward)
-    return {
-        "reward": reward,
-        "score": reward if score is None else number("scores", score),
-        "extra_logs": {k: number(f"extra_logs[{k!r}]", v) for k, v in named("extra_logs", result, source)},
-        "extra_texts": read_texts(result, 1, source)[0],
-    }
+    return replace(
+        episode,
+        reward=reward,
+        score=reward if score is None else number("scores", score),
+        extra_logs={k: number(f"extra_logs[{k!r}]", v) for k, v in named("extra_logs", result, source)},
+        extra_texts=read_texts(result, 1, source)[0],
+    )
 
 
 def _turns_to_train_on(result: dict, turns: Sequence[Turn], source: str) -> list[Turn]:

@@ -1,12 +1,12 @@
 """Converts an episode's turns to the sequences to train on."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, Trajectory, Turn, kept_of, present, runs, unrouted
+from openrlhf.types import Episode, OneSample, Trajectory, Turn, kept_of, present, runs, unrouted
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),
@@ -65,8 +65,7 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
     acted = [turn for turn in turns if len(turn.action_ids)]
     truncated = last.finish_reason == "length" if episode.truncated is None else episode.truncated
     return Trajectory(
-        prompt=episode.prompt,
-        sample_index=episode.sample_index,
+        **{f.name: getattr(episode, f.name) for f in fields(OneSample)},
         part=part,
         token_ids=np.concatenate([last.prompt_ids, last.action_ids]),
         action_mask=action_mask,
@@ -77,15 +76,8 @@ def _trajectory(episode: Episode, part: int, turns: Sequence[Turn]) -> Trajector
         images=last.images,
         turn_starts=np.array([len(turn.prompt_ids) for turn in acted], np.int32),
         turn_rewards=np.array([turn.reward for turn in acted if turn.reward is not None], np.float32),
-        reward=episode.reward,
-        score=episode.score,
-        outcome=episode.outcome,
-        error=episode.error,
         finish_reason=last.finish_reason,
         truncated=truncated,
-        seed=episode.seed,
-        extra_logs=episode.extra_logs,
-        extra_texts=episode.extra_texts,
     )
 
 

@@ -4,13 +4,13 @@ cluster/engine_pool.py runs it in a Ray actor; this module does not depend on Ra
 """
 
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from openrlhf.agents.base import SingleTurnAgentExecutor
+from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
-from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe, Sketch
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import KEY_VARIABLE, LoraConfig
 from openrlhf.config.speculation import parse_speculation
@@ -28,8 +28,7 @@ from openrlhf.user_file import UserFiles
 
 
 class RolloutWorker:
-    """An engine and the episodes that run on it, in one process. Methods named in CONTROL_PLANE are those of
-    the engine."""
+    """An engine and the episodes that run on it, in one process."""
 
     def __init__(self, config: PPOConfig, options: EngineOptions, files: UserFiles) -> None:
         self.engine = engine_class(options)(options)
@@ -112,23 +111,37 @@ class RolloutWorker:
         self.reward.close()
         self.engine.shutdown()
 
+    # The methods of the engine that a trainer calls, see `RolloutEngine`
 
-def _on_engine(name: str) -> Callable[..., Awaitable[Any]]:
-    """Returns a method of RolloutWorker that calls the engine's method of this name."""
+    async def init_weight_transfer_engine(self, init_info: dict) -> None:
+        await self.engine.init_weight_transfer_engine(init_info)
 
-    async def call(self: RolloutWorker, *arguments: Any) -> Any:
-        return await getattr(self.engine, name)(*arguments)
+    async def start_weight_update(self) -> None:
+        await self.engine.start_weight_update()
 
-    call.__name__ = name
-    return call
+    async def update_weights(self, update_info: dict | list[dict]) -> None:
+        await self.engine.update_weights(update_info)
 
+    async def finish_weight_update(self, weight_version: str) -> None:
+        await self.engine.finish_weight_update(weight_version)
 
-CONTROL_PLANE = (
-    *("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"),
-    *("loaded_checksums", "unwritten_parameters", "layer_sketches", "peak_memory", "sleep", "wake"),
-)
-for _name in CONTROL_PLANE:
-    setattr(RolloutWorker, _name, _on_engine(_name))
+    async def loaded_checksums(self) -> list[int]:
+        return await self.engine.loaded_checksums()
+
+    async def unwritten_parameters(self) -> list[str]:
+        return await self.engine.unwritten_parameters()
+
+    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
+        return await self.engine.layer_sketches(lengths)
+
+    async def peak_memory(self) -> Peaks:
+        return await self.engine.peak_memory()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self, tags: list[str]) -> None:
+        await self.engine.wake(tags)
 
 
 def engine_options(config: PPOConfig, on_gpu: bool, *, from_files: bool = False) -> EngineOptions:

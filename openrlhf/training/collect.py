@@ -3,7 +3,7 @@ steps."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from statistics import fmean, mean
 from typing import Any, Self
@@ -91,30 +91,6 @@ class Admission:
         return size if self.limit is None else min(size, self.limit - asked)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Collected:
-    """The samples of one RL step."""
-
-    trajectories: list[Trajectory]
-    """Trajectories to train on, group after group. Empty when no prompt is left."""
-    sampled: list[Trajectory]
-    """All trajectories sampled in this step, including filtered ones and those buffered for a later step."""
-    filtered: list[Trajectory]
-    """Trajectories that dynamic filtering rejected."""
-    metrics: Metrics
-
-
-@dataclass(kw_only=True, slots=True)
-class _Step:
-    """Counters and trajectories of the step that is being collected."""
-
-    number: int
-    asked: int = 0
-    sampled: list[Trajectory] = field(default_factory=list)
-    filtered: list[Trajectory] = field(default_factory=list)
-    verdicts: Counter[Verdict] = field(default_factory=Counter)
-
-
 class Collector:
     """Requests samples for prompts and returns groups, `rollout.batch_size` at a time.
 
@@ -143,38 +119,39 @@ class Collector:
         self._finished: dict[GroupKey, PromptGroup] = {}
         self._kept: list[PromptGroup] = []
         self._to_submit: list[Prompt] = []
+        self._asked = 0
+        """Number of prompts that the current step has requested."""
+        self._verdicts: Counter[Verdict] = Counter()
+        """Verdicts of the groups that arrived for the current step."""
 
     @property
     def is_exhausted(self) -> bool:
         """True when no batch is left."""
         return self._prompts.is_exhausted and not self._kept and not self._under_way
 
-    def next_batch(self, step: int) -> Collected:
-        """Returns the trajectories of RL step `step`; the number appears in error messages.
+    def fill(self, step: Step) -> None:
+        """Collects the samples of an RL step, and adds metrics of the collection. A step that stays without
+        samples has no prompt left.
 
         Raises RunError if no group finishes within `rollout.timeout`. With filtering it also raises RunError
         if more samples failed than `reward.max_failed_ratio` allows, if `algo.dynamic_filtering_max_batches`
         batches of prompts are not enough for one batch of groups, or if the first step keeps no group.
         """
-        now = _Step(number=step)
+        self._asked, self._verdicts = 0, Counter()
         if self._to_submit:
             self._rollout.submit(self._to_submit, "train")
             self._to_submit = []
-        while self.admission.max_staleness and self._submit(now):
+        while self.admission.max_staleness and self._submit(step):
             pass
-        while self._is_incomplete(now):
-            self._receive(now)
+        while self._is_incomplete(step):
+            self._receive(step)
         batch = self._ready()
         taken = {key_of(group.prompt) for group in batch}
         self._kept = [group for group in self._kept if key_of(group.prompt) not in taken]
-        if self._filters and step == 1 and not batch:
-            raise self._filter_error(now)
-        return Collected(
-            trajectories=[t for group in batch for t in group.trajectories],
-            sampled=now.sampled,
-            filtered=now.filtered,
-            metrics=self._metrics(now),
-        )
+        if self._filters and step.number == 1 and not batch:
+            raise self._filter_error(step)
+        step.samples = [t for group in batch for t in group.trajectories]
+        step.metrics |= self._metrics(step)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the prompts, the sampled groups that were not trained on yet, and the
@@ -208,7 +185,7 @@ class Collector:
     def _filters(self) -> bool:
         return self._config.algo.dynamic_filtering_enable
 
-    def _is_incomplete(self, now: _Step) -> bool:
+    def _is_incomplete(self, step: Step) -> bool:
         """Returns True while the step needs another group."""
         if self._under_way and not self.admission.max_staleness:
             return True  # samples in flight must finish before the weights change
@@ -216,7 +193,7 @@ class Collector:
             return False
         if self._is_end_of_episode:
             return False
-        return self._submit(now) or bool(self._under_way)
+        return self._submit(step) or bool(self._under_way)
 
     def _ready(self) -> list[PromptGroup]:
         """Returns the groups that are ready for the next batch. Without filtering they are all of one
@@ -238,24 +215,24 @@ class Collector:
         is_sampled = any(epoch == self._epoch for epoch, _ in self._under_way)
         return not is_sampled and self._prompts.epoch != self._epoch
 
-    def _submit(self, now: _Step) -> bool:
+    def _submit(self, step: Step) -> bool:
         """Requests as many prompts as `admission` allows. Returns True if it requested any."""
-        prompts = self._next_prompts(now)
+        prompts = self._next_prompts(step)
         if prompts:
             self._rollout.submit(prompts, "train")
             self._under_way |= {key_of(prompt): prompt for prompt in prompts}
-            now.asked += len(prompts)
+            self._asked += len(prompts)
         return bool(prompts)
 
-    def _next_prompts(self, now: _Step) -> list[Prompt]:
+    def _next_prompts(self, step: Step) -> list[Prompt]:
         """Returns the next prompts to sample. Empty if no group is missing, or if the batch remains
         incomplete."""
         kept, under_way = len(self._kept) + self._unfillable_places, len(self._under_way)
-        room = self.admission.room(kept=kept, under_way=under_way, asked=now.asked)
+        room = self.admission.room(kept=kept, under_way=under_way, asked=self._asked)
         if room <= 0:
             is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
             if is_short and not under_way and not self._prompts.is_exhausted:
-                raise self._filter_error(now)
+                raise self._filter_error(step)
             return []
         return self._prompts.next_batch(room)
 
@@ -269,7 +246,7 @@ class Collector:
         del waiting[self._prompts.epoch]
         return sum(-count % self._config.rollout.batch_size for count in waiting.values())
 
-    def _receive(self, now: _Step) -> None:
+    def _receive(self, step: Step) -> None:
         """Waits for one group. Then applies the filter, in the order of requests, to each finished group
         before which no other is unfinished."""
         group = self._rollout.next_group("train", self._config.rollout.timeout)
@@ -277,25 +254,25 @@ class Collector:
         self._finished[key_of(group.prompt)] = group
         while (first := next(iter(self._under_way), None)) in self._finished:
             del self._under_way[first]
-            self._decide(self._finished.pop(first), now)
+            self._decide(self._finished.pop(first), step)
         if self._filters and not self._under_way:
-            self._check_failures(now)
+            self._check_failures(step)
 
-    def _decide(self, group: PromptGroup, now: _Step) -> None:
+    def _decide(self, group: PromptGroup, step: Step) -> None:
         verdict = self._verdict(group)
-        now.verdicts[verdict] += 1
-        now.sampled += group.trajectories
+        self._verdicts[verdict] += 1
+        step.collected += group.trajectories
         if verdict is Verdict.KEPT:
             self._kept.append(group)
         else:
-            now.filtered += group.trajectories
+            step.filtered += group.trajectories
 
-    def _check_failures(self, now: _Step) -> None:
-        if now.verdicts.total() >= self._config.rollout.batch_size:
-            check_failures(now.sampled, self._config.reward.max_failed_ratio, now.number)
+    def _check_failures(self, step: Step) -> None:
+        if self._verdicts.total() >= self._config.rollout.batch_size:
+            check_failures(step.collected, self._config.reward.max_failed_ratio, step.number)
         elif self._prompts.is_exhausted:
             # less than a batch is no estimate of the failure rate
-            check_failures(now.sampled, 1.0, now.number)
+            check_failures(step.collected, 1.0, step.number)
 
     def _verdict(self, group: PromptGroup) -> Verdict:
         """Returns the filter's verdict. `statistics.mean` is exact up to one rounding, so the mean of equal
@@ -311,31 +288,31 @@ class Collector:
             return Verdict.KEPT
         return Verdict.LOW if score <= low else Verdict.HIGH
 
-    def _metrics(self, now: _Step) -> Metrics:
-        num_prompts = now.verdicts.total()
+    def _metrics(self, step: Step) -> Metrics:
+        num_prompts = self._verdicts.total()
         metrics = {"rollout/num_prompts": float(num_prompts)}
         if self.admission.may_exceed:
             metrics["rollout/buffered_groups"] = float(len(self._kept))
         if self._filters and num_prompts:
             metrics |= {
-                f"rollout/{verdict}_ratio": now.verdicts[verdict] / num_prompts for verdict in Verdict
+                f"rollout/{verdict}_ratio": self._verdicts[verdict] / num_prompts for verdict in Verdict
             }
-            if scores := [present(t.score) for t in now.sampled if t.ok and t.is_first]:
+            if scores := [present(t.score) for t in step.collected if t.ok and t.is_first]:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
         return metrics
 
-    def _filter_error(self, now: _Step) -> RunError:
+    def _filter_error(self, step: Step) -> RunError:
         algo, size = self._config.algo, self._config.rollout.batch_size
-        (low, high), verdicts = algo.dynamic_filtering_range, now.verdicts
+        (low, high), verdicts = algo.dynamic_filtering_range, self._verdicts
         remedy = (
             "Use prompts that the policy solves in some samples and not in others, or widen "
             "--algo.dynamic_filtering_range."
         )
-        scores = {present(t.score) for t in now.sampled if t.ok}
+        scores = {present(t.score) for t in step.collected if t.ok}
         if len(scores) == 1:
             remedy = f"All scores are {scores.pop():g}: {SAME_REWARD}"
         text = (
-            f"step {now.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of {verdicts.total()} "
+            f"step {step.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of {verdicts.total()} "
             f"groups, and the step needs {size}. Groups with a mean score of {low:g} or less: "
             f"{verdicts[Verdict.LOW]}; of {high:g} or more: {verdicts[Verdict.HIGH]}; without a finished "
             f"sample: {verdicts[Verdict.FAILED]}.\n{remedy}\n"
@@ -353,14 +330,14 @@ def check_collected(config: PPOConfig, step: Step) -> None:
     check_failures(step.samples, 1.0, step.number)
 
 
-def num_samples(trajectories: Sequence[Trajectory]) -> int:
+def num_samples(samples: Sequence[Trajectory]) -> int:
     """Returns the number of episodes. An episode with several sequences counts once."""
-    return sum(t.is_first for t in trajectories)
+    return sum(t.is_first for t in samples)
 
 
-def check_stops(trajectories: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:
+def check_stops(samples: Sequence[Trajectory], stop_on: Collection[str], step: int) -> None:
     """Raises RunError if a sample failed with an outcome of `stop_on`."""
-    if failed := next((t for t in trajectories if t.outcome in stop_on), None):
+    if failed := next((t for t in samples if t.outcome in stop_on), None):
         text = f"step {step}: a sample ended with this outcome:\n{failed.error}"
         raise RunError(_code_of(failed), text, flag="--rollout.stop_on", value=failed.outcome)
 
@@ -375,17 +352,17 @@ def sample_all(
     """Samples prompts, which differ in epoch or number. Returns the groups in the order of `prompts`.
     `timeout`: maximum seconds between two groups; `on_group` gets each group when it has finished."""
     rollout.submit(prompts, purpose)
-    groups: dict[tuple[int, int], PromptGroup] = {}
+    groups: dict[GroupKey, PromptGroup] = {}
     for _ in prompts:
         group = rollout.next_group(purpose, timeout)
-        groups[group.prompt.epoch, group.prompt.prompt_id] = group
+        groups[key_of(group.prompt)] = group
         on_group(group)
-    return [groups[p.epoch, p.prompt_id] for p in prompts]
+    return [groups[key_of(prompt)] for prompt in prompts]
 
 
-def check_failures(trajectories: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
+def check_failures(samples: Sequence[Trajectory], max_failed_ratio: float, step: int) -> None:
     """Raises RunError if all samples failed, or more than the fraction `max_failed_ratio` of them."""
-    samples = [t for t in trajectories if t.is_first]
+    samples = [t for t in samples if t.is_first]
     failed = [t for t in samples if not t.ok]
     if failed and (len(failed) > max_failed_ratio * len(samples) or len(failed) == len(samples)):
         example, count = commonest_failure(failed)

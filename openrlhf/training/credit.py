@@ -23,7 +23,7 @@ from openrlhf.types import Batch, Metrics, Trajectory, tensor_of
 @torch.no_grad()
 def assign_credit(
     batch: Batch,
-    trajectories: Sequence[Trajectory],
+    samples: Sequence[Trajectory],
     *,
     estimator: AdvantageEstimator,
     algo: AlgoConfig,
@@ -33,8 +33,8 @@ def assign_credit(
     teacher_coef: float = 0.0,
 ) -> tuple[Batch, Metrics]:
     """Returns the batch with the advantages and returns of its actions, and metrics. `batch` and
-    `trajectories` describe the same sequences: all successful samples of the step, at least one. Failed
-    samples are missing, so groups differ in size; estimators that compare samples give the sample of a
+    `samples` describe the same sequences: all successful samples of the step, at least one. Failed samples
+    are missing, so groups differ in size; estimators that compare samples give the sample of a
     singleton group an advantage of 0.
 
     length penalties -> estimator.shape -> clipping -> KL penalty and teacher reward of each action ->
@@ -48,14 +48,14 @@ def assign_credit(
     is minus a one-sample estimate of KL(policy || teacher): on-policy distillation,
     https://arxiv.org/abs/2306.13649.
     """
-    step = step_view(batch, trajectories, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
+    step = step_view(batch, samples, algo=algo, reward=reward, max_new_tokens=max_new_tokens)
     counts, log_probs, ref_log_probs = step.counts, step.log_probs, step.ref_log_probs
     shaped = estimator.shape(step).to(step.rewards.dtype)
     clipped = clip(shaped, *reward.clip_range)[step.episodes]
     zeros = torch.zeros(int(counts.sum()))
     kl = _difference(log_probs, ref_log_probs, partial(approx_kl, estimator=algo.kl.estimator))
     to_teacher = _difference(log_probs, tensor_of(batch.teacher_log_probs), torch.sub)
-    turn_rewards = rewards_of_earlier_turns(trajectories) if estimator.discounts else None
+    turn_rewards = rewards_of_earlier_turns(samples) if estimator.discounts else None
     if turn_rewards is not None:
         clipped = clipped - torch.tensor([float(part.sum()) for part in turn_rewards.split(counts.tolist())])
     per_action = token_rewards(
@@ -100,13 +100,13 @@ def credit_arguments(config: PPOConfig, kl_coef: float) -> dict[str, Any]:
     }
 
 
-def rewards_of_earlier_turns(trajectories: Sequence[Trajectory]) -> Tensor | None:
+def rewards_of_earlier_turns(samples: Sequence[Trajectory]) -> Tensor | None:
     """Returns (A,): the reward of each turn, except a sequence's last turn, at the turn's last action; 0 at
     all other actions. None if no trajectory has rewards of several turns."""
-    if not any(len(t.turn_rewards) > 1 for t in trajectories):
+    if not any(len(t.turn_rewards) > 1 for t in samples):
         return None
     rows = []
-    for t in trajectories:
+    for t in samples:
         rows.append(row := torch.zeros(t.num_actions))
         # number of actions before each turn, except the first
         before = t.action_mask.cumsum()[t.turn_starts[1:] - 1]
@@ -132,7 +132,7 @@ def log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
 
 def step_view(
     batch: Batch,
-    trajectories: Sequence[Trajectory],
+    samples: Sequence[Trajectory],
     *,
     algo: AlgoConfig,
     reward: RewardConfig,
@@ -141,11 +141,11 @@ def step_view(
     """Returns the samples as an estimator sees them. It groups sequences into episodes, each of which has one
     reward."""
     numbers: dict[tuple, int] = {}
-    parts = torch.tensor([numbers.setdefault(t.sample, len(numbers)) for t in trajectories])
-    last = list({t.sample: t for t in trajectories}.values())
+    parts = torch.tensor([numbers.setdefault(t.sample, len(numbers)) for t in samples])
+    last = list({t.sample: t for t in samples}.values())
     groups: dict[tuple[int, int], int] = {}
     counts = torch.from_numpy(batch.num_actions)
-    turns = torch.tensor([max(1, len(t.turn_starts)) for t in trajectories])
+    turns = torch.tensor([max(1, len(t.turn_starts)) for t in samples])
     lengths = counts.new_zeros(len(last)).index_add(0, parts, counts)
     truncated = torch.tensor([t.truncated for t in last])
     names = {name for t in last for name in t.extra_logs} | {"score"}

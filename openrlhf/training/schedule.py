@@ -79,10 +79,10 @@ def training_schedule(
     return steps
 
 
-def trained_on(config: PPOConfig, step: Step) -> list[int]:
+def trained_on(step: Step, *, with_truncated: bool) -> list[int]:
     """Returns the indices of the finished samples to train on. Raises RunError if none is left."""
-    masks, finished = config.rollout.mask_truncated, step.finished
-    if left := [i for i, t in enumerate(finished) if not (masks and t.truncated)]:
+    finished = step.finished
+    if left := [i for i, t in enumerate(finished) if with_truncated or not t.truncated]:
         return left
     text = (
         f"step {step.number}: all {len(finished)} samples are truncated, so none is left to train on.\n"

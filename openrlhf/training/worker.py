@@ -74,8 +74,10 @@ class Worker:
         self.peaks = PeakMemory()
 
     def call(self, method: str, count: int, *arguments: Any, **named: Any) -> Any:
-        """Calls `method` with the first `count` arguments. The remaining arguments are results of other
-        workers; passing them makes Ray wait for these workers first."""
+        """Calls `method` with the first `count` arguments. The others are the results of calls on the same
+        devices, which nobody reads: Ray begins a call once all its arguments are there, so devices compute
+        for one role at a time. They cannot be passed as a list, because Ray waits for no reference inside
+        another value."""
         with self.peaks.during(PHASES[method]) if method in PHASES else nullcontext():
             return getattr(self, method)(*arguments[:count], **named)
 

@@ -27,9 +27,9 @@ class Step:
     """Version of the weights that the step trains."""
     samples: Sequence[Trajectory] = ()
     """The samples of the step, those that failed included."""
-    collected: Sequence[Trajectory] = ()
+    collected: list[Trajectory] = field(default_factory=list)
     """All samples that arrived for the step: also filtered ones, and those that a later step trains on."""
-    filtered: Sequence[Trajectory] = ()
+    filtered: list[Trajectory] = field(default_factory=list)
     """Samples that dynamic filtering rejected."""
     metrics: Metrics = field(default_factory=dict)
     """Metrics of the step so far. A hook may add some of its own."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from openrlhf.api import Admission, Collected, Collector, read_journal
+from openrlhf.api import Admission, Collector, Step, read_journal
 from openrlhf.tools.replay.recorded import RecordedRun
 
 
@@ -18,12 +18,11 @@ class JournalCollector(Collector):
     def is_exhausted(self) -> bool:
         return self._step == self._last_step
 
-    def next_batch(self, step: int) -> Collected:
-        """Returns the samples of an RL step. Limits on failed samples are not checked again, because they
-        count samples that the step did not train on too."""
-        self._step = step
-        trajectories = read_journal(self._journals[step])
-        return Collected(trajectories=trajectories, sampled=[], filtered=[], metrics={})
+    def fill(self, step: Step) -> None:
+        """Sets the samples of an RL step. Limits on failed samples are not checked again, because they count
+        samples that the step did not train on too."""
+        self._step = step.number
+        step.samples = read_journal(self._journals[step.number])
 
     def state_dict(self) -> dict[str, Any]:
         """Returns nothing: the journal is the only state."""

@@ -29,7 +29,7 @@ from openrlhf.config.inference import BatchInferenceConfig, ChatConfig, ChatVllm
 from openrlhf.config.ppo import ActorConfig, PPOConfig, VllmConfig
 from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.rollout.worker import _on_engine, engine_options
+from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
 from openrlhf.types import present
 
@@ -246,19 +246,6 @@ def test_requests_have_the_adapter_once_it_has_come():
     assert sent == {"args": (engine.adapter.lora_int_id, config)}
     update = ["pause_generation", "start_weight_update", "finish_weight_update", "collective_rpc"]
     assert engine.llm.calls == [*update, "reset_prefix_cache", "resume_generation"]
-
-
-def test_calls_of_the_control_plane_are_the_engines():
-    called = []
-
-    async def wake(*arguments):
-        called.append(arguments)
-        return "awake"
-
-    worker = SimpleNamespace(engine=SimpleNamespace(wake=wake))
-    call = _on_engine("wake")
-    assert call.__name__ == "wake" and asyncio.run(call(worker, ["weights"])) == "awake"
-    assert called == [(["weights"],)]
 
 
 def test_a_probe_asks_for_the_log_probs_of_its_own_tokens():

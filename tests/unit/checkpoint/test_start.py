@@ -237,8 +237,8 @@ def test_the_folder_of_tensorboard_is_tried_before_anything_starts(tmp_path: Pat
 def test_checkpoints_of_an_earlier_run_make_room_for_new_ones(
     capsys: pytest.CaptureFixture[str], save_steps: int, tag: str | None, moves: int
 ) -> None:
-    folder: Any = SimpleNamespace(set_aside=lambda: ["moved"])
-    move_old_checkpoints(SFTConfig(ckpt=CkptConfig(save_steps=save_steps)), folder, tag)
+    folder: Any = SimpleNamespace(set_aside=lambda: ["moved"], ckpt=CkptConfig(save_steps=save_steps))
+    move_old_checkpoints(folder, tag)
     assert capsys.readouterr().out == "moved\n" * moves
 
 

@@ -24,7 +24,7 @@ from openrlhf.data.sources import rows_digest
 from openrlhf.errors import ErrorCode
 from openrlhf.loop import rl_command
 from openrlhf.loop.rl_checks import check_engines, check_policy_learns, check_users_files
-from openrlhf.loop.rl_command import _origin
+from openrlhf.loop.rl_command import RLRun, _origin
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
 from openrlhf.training.rl_data import PRETRAIN_FLAG, RLData
@@ -123,20 +123,20 @@ def test_a_run_prepares_everything_and_trains(
         monkeypatch.setattr(module, name, note(name, answer))
     monkeypatch.setattr(rl_command, "start_ray", lambda backends: calls.append(("start_ray", *backends)))
     monkeypatch.setattr(rl_command.Calendar, "today", rl_command.Calendar.today)
-    trained: list[tuple] = []
-    monkeypatch.setattr(rl_command, "train", lambda *arguments: trained.append(arguments))
+    trained: list[RLRun] = []
+    monkeypatch.setattr(RLRun, "train", lambda run: trained.append(run))
     config = PPOConfig(actor=ActorConfig(model_name_or_path=model))
     rl_command.run(config, ["--x"])
-    (arguments,) = trained
-    assert arguments[:4] == (config, ["--x"], "layout", "places")
-    assert len(arguments[4].prompts) == 1 and arguments[6] is None
+    (run,) = trained
+    assert (run.config, run.argv, run.layout, run.places) == (config, ["--x"], "layout", "places")
+    assert len(run.data.prompts) == 1 and run.tag is None
     assert calls == [
         ("start_ray", "deepspeed", "vllm"),
         *("catch_signals", "check_resources", "place", "check_disks", "build_data"),
         *("stop_ray", "publish"),
     ]
     calls.clear()
-    monkeypatch.setattr(rl_command, "train", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(RLRun, "train", lambda run: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         rl_command.run(config)
     assert calls[-1] == "stop_ray"

@@ -631,10 +631,10 @@ def test_rates_of_filtering_count_prompts_and_not_samples():
         5,
         lambda episode, prompt: scores.get(prompt, (1.0, 1.0)),
     )
-    collected = run.trainer.collector.next_batch(1)
-    shares = {name: collected.metrics[f"rollout/{name}_ratio"] for name in ("kept", "filtered_high")}
+    run.trainer.collector.fill(step := Step(number=1, version=0))
+    shares = {name: step.metrics[f"rollout/{name}_ratio"] for name in ("kept", "filtered_high")}
     assert shares == {"kept": 2 / 5, "filtered_high": 3 / 5}
-    assert collected.metrics["rollout/num_prompts"] == 5
+    assert step.metrics["rollout/num_prompts"] == 5
 
 
 # ---- credit

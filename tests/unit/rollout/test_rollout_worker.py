@@ -28,7 +28,7 @@ from openrlhf.config.sections import KEY_VARIABLE, LoraConfig, ScorerDeepSpeedCo
 from openrlhf.rewards.function import NoReward
 from openrlhf.rollout import worker as workers
 from openrlhf.rollout.executors import AgentSetting
-from openrlhf.rollout.worker import CONTROL_PLANE, RolloutWorker, engine_options, retries_on_other_engine
+from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_other_engine
 from openrlhf.tasks.picture import make_pictures
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
@@ -270,12 +270,27 @@ def test_a_probe_is_asked_with_its_pictures(model: Path, made: dict) -> None:
     assert (name, tokens) == ("probe", [1, 2]) and decoded.size[0] > 1
 
 
-@pytest.mark.parametrize("name", CONTROL_PLANE)
-def test_the_control_plane_is_the_engines(model: Path, made: dict, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("init_weight_transfer_engine", ({"port": 1},)),
+        ("start_weight_update", ()),
+        ("update_weights", ([{"names": []}],)),
+        ("finish_weight_update", ("2",)),
+        ("loaded_checksums", ()),
+        ("unwritten_parameters", ()),
+        ("layer_sketches", ({"lm_head.weight": 8},)),
+        ("peak_memory", ()),
+        ("sleep", ()),
+        ("wake", (["weights"],)),
+    ],
+)
+def test_the_control_plane_is_the_engines(model: Path, made: dict, name: str, arguments: tuple) -> None:
     worker = RolloutWorker(config_of(model), SimpleNamespace(engine="vllm"), UserFiles.of())
-    method = getattr(worker, name)
-    assert asyncio.run(method(1, "two")) == name and method.__name__ == name
-    assert worker.engine.calls == [(name, 1, "two")]
+    returns_nothing = name.endswith(("engine", "update", "weights")) or name in ("sleep", "wake")
+    answer = asyncio.run(getattr(worker, name)(*arguments))
+    assert answer == (None if returns_nothing else name)
+    assert worker.engine.calls == [(name, *arguments)]
 
 
 # ---- the engine's options

@@ -23,8 +23,9 @@ from refusals import refused
 from openrlhf.config.ppo import AlgoConfig, PPOConfig, RewardConfig, RolloutConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
+from openrlhf.observability.hooks.base import Step
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.training.collect import SAME_REWARD, Admission, Collected, Collector, check_failures
+from openrlhf.training.collect import SAME_REWARD, Admission, Collector, check_failures
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None
@@ -70,10 +71,14 @@ class World:
     def on_group(self, group: PromptGroup) -> None:
         self.arrived.append((group.prompt.epoch, group.prompt.prompt_id))
 
-    def run(self, first_step: int = 1) -> list[Collected]:
+    def collect(self, number: int) -> Step:
+        self.collector.fill(step := Step(number=number, version=0))
+        return step
+
+    def run(self, first_step: int = 1) -> list[Step]:
         """Collects every step until nothing is left."""
-        steps: list[Collected] = []
-        while (step := self.collector.next_batch(first_step + len(steps))).trajectories:
+        steps: list[Step] = []
+        while (step := self.collect(first_step + len(steps))).samples:
             steps.append(step)
         assert self.collector.is_exhausted
         return steps
@@ -109,8 +114,8 @@ def addresses(trajectories: Sequence[Trajectory]) -> list[Address]:
     return found
 
 
-def prompts_of(step: Collected) -> list[int]:
-    return [prompt for _, prompt in addresses(step.trajectories)]
+def prompts_of(step: Step) -> list[int]:
+    return [prompt for _, prompt in addresses(step.samples)]
 
 
 # ---- every prompt
@@ -120,8 +125,8 @@ def test_without_further_flags_a_step_asks_for_its_batch_once():
     world = World(num_prompts=10, num_epochs=2)
     steps = world.run()
     assert [len(asked) for asked in world.asked] == [4, 4, 2, 4, 4, 2]
-    assert [addresses(step.trajectories) for step in steps] == world.asked
-    assert all(plain(step.sampled) == plain(step.trajectories) for step in steps)
+    assert [addresses(step.samples) for step in steps] == world.asked
+    assert all(plain(step.collected) == plain(step.samples) for step in steps)
     assert [step.metrics for step in steps[1:3]] == [
         {"rollout/num_prompts": 4.0},
         {"rollout/num_prompts": 2.0},
@@ -142,7 +147,7 @@ def test_without_further_flags_a_step_asks_for_its_batch_once():
 def test_how_many_are_sampled_at_a_time_does_not_change_what_a_step_trains_on(at_a_time, asked, buffered):
     world, usual = World(num_prompts=10, at_a_time=at_a_time), World(num_prompts=10)
     steps = world.run()
-    assert [plain(step.trajectories) for step in steps] == [plain(step.trajectories) for step in usual.run()]
+    assert [plain(step.samples) for step in steps] == [plain(step.samples) for step in usual.run()]
     assert [len(prompts) for prompts in world.asked] == asked
     assert [step.metrics.get("rollout/buffered_groups") for step in steps] == (buffered or [None] * 3)
 
@@ -150,14 +155,14 @@ def test_how_many_are_sampled_at_a_time_does_not_change_what_a_step_trains_on(at
 def test_a_step_that_the_buffer_fills_samples_nothing():
     world = World(num_prompts=8, at_a_time=8)
     first, second = world.run()
-    assert len(first.sampled) == 16 and second.sampled == []
+    assert len(first.collected) == 16 and second.collected == []
     assert second.metrics == {"rollout/num_prompts": 0.0, "rollout/buffered_groups": 0.0}
 
 
 def test_failed_samples_stay_in_their_batch_without_filtering():
     world = World(lambda epoch, prompt: (None, None), num_prompts=4)
     (step,) = world.run()
-    assert [t.ok for t in step.trajectories] == [False] * 8
+    assert [t.ok for t in step.samples] == [False] * 8
 
 
 # ---- filtered
@@ -172,10 +177,10 @@ def solved(*prompts: int) -> Callable[[int, int], Sequence[Score]]:
 def test_rejected_groups_are_replaced():
     """Prompts 0 1 2 3 leave 1 2, and 4 5 leave 4; 6 leaves none, 7 itself: four of eight are kept."""
     world = World(solved(1, 2, 4, 7), num_prompts=9, filters=True)
-    step = world.collector.next_batch(1)
+    step = world.collect(1)
     assert prompts_of(step) == [1, 2, 4, 7]
     assert [len(asked) for asked in world.asked] == [4, 2, 1, 1]
-    assert addresses(step.sampled) == [(0, i) for i in range(8)]
+    assert addresses(step.collected) == [(0, i) for i in range(8)]
     assert step.metrics == {
         "rollout/num_prompts": 8.0,
         "rollout/buffered_groups": 0.0,
@@ -200,8 +205,8 @@ def test_accepted_groups_above_the_batch_come_first_in_the_next_step():
 def test_a_batch_goes_on_in_the_next_episode():
     world = World(solved(1, 2, 3), num_prompts=4, num_epochs=2, filters=True)
     first, second = world.run()
-    assert addresses(first.trajectories) == [(0, 1), (0, 2), (0, 3), (1, 1)]
-    assert addresses(second.trajectories) == [(1, 2), (1, 3)]
+    assert addresses(first.samples) == [(0, 1), (0, 2), (0, 3), (1, 1)]
+    assert addresses(second.samples) == [(1, 2), (1, 3)]
 
 
 def test_what_was_accepted_when_the_prompts_ran_out_is_the_last_batch():
@@ -211,10 +216,10 @@ def test_what_was_accepted_when_the_prompts_ran_out_is_the_last_batch():
 
 def test_nothing_is_left_when_the_last_prompts_are_rejected():
     world = World(solved(0, 1), num_prompts=4, batch=2, filters=True)
-    assert prompts_of(world.collector.next_batch(1)) == [0, 1]
+    assert prompts_of(world.collect(1)) == [0, 1]
     assert not world.collector.is_exhausted
-    last = world.collector.next_batch(2)
-    assert last.trajectories == [] and len(last.sampled) == 4
+    last = world.collect(2)
+    assert last.samples == [] and len(last.collected) == 4
     assert last.metrics["rollout/kept_ratio"] == 0
     assert world.collector.is_exhausted
 
@@ -242,7 +247,7 @@ def test_a_group_is_kept_if_the_mean_of_its_finished_samples_is_inside(scores, i
         score_range=(0.2, 0.7),
         max_failed_ratio=1.0,
     )
-    assert prompts_of(world.collector.next_batch(1)) == [0, 1][: 1 + is_kept]
+    assert prompts_of(world.collect(1)) == [0, 1][: 1 + is_kept]
 
 
 def test_a_sample_of_several_sequences_has_one_score():
@@ -258,7 +263,7 @@ def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
     assert (0.1 + 0.1 + 0.1) / 3 > 0.1
     world = World(lambda epoch, prompt: (0.1,) * 3, batch=1, filters=True, score_range=(0.1, 0.9))
     with pytest.raises(RuntimeError, match="kept 0 of 8"):
-        world.collector.next_batch(1)
+        world.collect(1)
 
 
 # ---- bounds
@@ -277,7 +282,7 @@ def test_a_step_that_asks_for_too_many_prompts_stops_the_run():
         filters=True,
     )
     with refused(ErrorCode.EPISODES_FAILED) as error:
-        world.collector.next_batch(7)
+        world.collect(7)
     assert [len(asked) for asked in world.asked] == [4, 2]
     first, *remedies = error.value.text.splitlines()
     assert re.findall(r"[\d]+", first) == ["7", "1", "6", "2", "0", "2", "1", "2", "1"]
@@ -299,7 +304,7 @@ def test_a_buffer_does_not_count_towards_the_bound():
 def test_a_first_step_without_anything_is_an_error():
     world = World(lambda epoch, prompt: (0.0, 0.0), num_prompts=3, filters=True)
     with refused(ErrorCode.EPISODES_FAILED) as error:
-        world.collector.next_batch(1)
+        world.collect(1)
     assert re.search(r"^step 1: .* 0 of 3 groups, .* 0 or less: 3; of 1 or more: 0;", error.value.text)
     assert SAME_REWARD in error.value.text
 
@@ -311,7 +316,7 @@ def test_rewards_that_always_fail_stop_a_filtered_run_after_one_batch(at_a_time,
         lambda epoch, prompt: (None, None), num_prompts=num_prompts, at_a_time=at_a_time, filters=True
     )
     with refused(ErrorCode.REWARDS_FAILED, flag="--reward.max_failed_ratio") as error:
-        world.collector.next_batch(3)
+        world.collect(3)
     assert re.search(r"^step 3: (\d+) of \1 samples .* \1 of them .*\nno opinion$", error.value.text)
     portion = at_a_time or 4
     assert sum(map(len, world.asked)) == min(num_prompts, -(-4 // portion) * portion)
@@ -408,7 +413,7 @@ def test_what_three_steps_train_on_and_ask_for(options, asked, steps):
         arrival=random.Random(0).randrange,
         **options,
     )
-    found = [addresses(world.collector.next_batch(step).trajectories) for step in (1, 2, 3)]
+    found = [addresses(world.collect(step).samples) for step in (1, 2, 3)]
     assert found == steps
     assert [len(prompts) for prompts in world.asked] == asked
     assert world.arrived != [address for prompts in world.asked for address in prompts]
@@ -447,7 +452,7 @@ def is_inside(scores: Sequence[Score]) -> bool:
     return bool(finished) and 0 < sum(finished) / len(finished) < 1
 
 
-def run_or_error(world: World) -> list[Collected] | str:
+def run_or_error(world: World) -> list[Step] | str:
     try:
         return world.run()
     except RuntimeError as error:
@@ -468,7 +473,7 @@ def test_no_accepted_group_is_lost_or_used_twice(world_of):
         return
     filters, size = world.config.algo.dynamic_filtering_enable, world.config.rollout.batch_size
     accepted = [a for a in everything if not filters or is_inside(world.scores(*a))]
-    batches = [addresses(step.trajectories) for step in steps]
+    batches = [addresses(step.samples) for step in steps]
     assert [a for batch in batches for a in batch] == accepted
     if filters:
         assert all(len(batch) == size for batch in batches[:-1]) and 0 < len(batches[-1]) <= size
@@ -476,9 +481,9 @@ def test_no_accepted_group_is_lost_or_used_twice(world_of):
         assert all(len({epoch for epoch, _ in batch}) == 1 for batch in batches)
         num_epochs = everything[-1][0] + 1
         assert len(batches) == num_epochs * math.ceil(len(everything) // num_epochs / size)
-    sampled = [a for step in steps for a in addresses(step.sampled)]
+    sampled = [a for step in steps for a in addresses(step.collected)]
     assert sampled == everything[: len(sampled)]
-    assert all(step.metrics["rollout/num_prompts"] == len(addresses(step.sampled)) for step in steps)
+    assert all(step.metrics["rollout/num_prompts"] == len(addresses(step.collected)) for step in steps)
 
 
 @settings(max_examples=50)
@@ -500,7 +505,7 @@ def test_a_run_that_is_resumed_at_any_step_goes_on_with_the_same_batches(world_o
         resumed.collector.load_state_dict(pickle.loads(pickle.dumps(interrupted.collector.state_dict())))
         assert plain(resumed.run(first_step=done + 1)) == expected[done:]
         if done < len(whole):
-            assert plain(interrupted.collector.next_batch(done + 1)) == expected[done]
+            assert plain(interrupted.collect(done + 1)) == expected[done]
 
 
 @settings(max_examples=60)
@@ -512,7 +517,7 @@ def test_a_step_never_asks_for_more_than_the_bound(world_of, max_batches):
     for step in range(1, 40):
         before = len(world.asked)
         try:
-            trajectories = world.collector.next_batch(step).trajectories
+            trajectories = world.collect(step).samples
         except RuntimeError:
             trajectories = []
         assert sum(map(len, world.asked[before:])) <= bound
@@ -579,7 +584,7 @@ def test_groups_are_sampled_ahead_and_handed_out_as_they_were_asked_for():
     places = iter((1, 2, 0, 2, 0))
     options = {"num_prompts": 6, "batch": 2, "arrival": lambda n: next(places)}
     world = ahead(World(**options), max_staleness=1)
-    assert [prompts_of(world.collector.next_batch(step)) for step in (1, 2)] == [[0, 1], [2, 3]]
+    assert [prompts_of(world.collect(step)) for step in (1, 2)] == [[0, 1], [2, 3]]
     assert [len(asked) for asked in world.asked] == [4, 2]
     assert not world.collector.is_exhausted  # 4 is under way, and 5 waits for it
 
@@ -597,7 +602,7 @@ def test_no_more_is_sampled_ahead_than_the_bound(world_of, max_staleness, rng: r
     trained: list[Address] = []
     asked_in: dict[Address, int] = {}
     for number in itertools.count():
-        if not (step := addresses(world.collector.next_batch(number + 1).trajectories)):
+        if not (step := addresses(world.collect(number + 1).samples)):
             break
         new = list(itertools.chain(*world.asked))[len(asked_in) :]
         asked_in |= dict.fromkeys(new, number)
@@ -616,17 +621,17 @@ def test_no_more_is_sampled_ahead_than_the_bound(world_of, max_staleness, rng: r
 
 def test_the_buffer_goes_through_a_checkpoint_file(tmp_path):
     world, other = (World(num_prompts=6, at_a_time=6) for _ in range(2))
-    world.collector.next_batch(1)
+    world.collect(1)
     torch.save({"openrlhf": world.collector.state_dict()}, tmp_path / "state.pt")
     other.collector.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=False)["openrlhf"])
     assert not other.collector.is_exhausted
-    assert plain(other.collector.next_batch(2)) == plain(world.collector.next_batch(2))
+    assert plain(other.collect(2)) == plain(world.collect(2))
     assert other.asked == [] and other.collector.is_exhausted
 
 
 def test_a_saved_state_does_not_change_with_the_run():
     world = World(num_prompts=6, at_a_time=6)
-    world.collector.next_batch(1)
+    world.collect(1)
     state = world.collector.state_dict()
     world.run(first_step=2)
     assert len(state["groups"]) == 2
@@ -648,7 +653,7 @@ def test_groups_in_a_form_of_another_version_are_refused():
 
 def test_a_state_of_another_version_without_groups_is_loaded():
     world, other = World(num_prompts=8), World(num_prompts=8)
-    world.collector.next_batch(1)
+    world.collect(1)
     prompts = world.collector.state_dict()["prompts"]
     other.collector.load_state_dict({"prompts": prompts, "buffer": []})
     assert other.collector.state_dict() == {"prompts": prompts, "groups": [], "under_way": [], "finished": []}
@@ -661,14 +666,14 @@ def test_what_is_being_sampled_is_asked_for_anew_by_a_resumed_run():
     arrivals = lambda n: next(places), lambda n: n - 1
     worlds = [World(num_prompts=10, batch=2, arrival=arrival) for arrival in arrivals]
     world, other = (ahead(world, max_staleness=2) for world in worlds)
-    trained = addresses(world.collector.next_batch(1).trajectories)
+    trained = addresses(world.collect(1).samples)
     state = copy.deepcopy(world.collector.state_dict())
     assert state["under_way"] and state["finished"]
     other.collector.load_state_dict(state)
     assert not other.collector.is_exhausted
-    first = addresses(other.collector.next_batch(2).trajectories)
+    first = addresses(other.collect(2).samples)
     there = [(g.prompt.epoch, g.prompt.prompt_id) for g in [*state["groups"], *state["finished"]]]
     again = [(p.epoch, p.prompt_id) for p in state["under_way"]]
     assert other.asked[0] == [address for address in again if address not in there]
-    trained += first + [a for step in other.run(first_step=3) for a in addresses(step.trajectories)]
+    trained += first + [a for step in other.run(first_step=3) for a in addresses(step.samples)]
     assert trained == [(0, i) for i in range(10)]

@@ -9,6 +9,7 @@ from records import group_of
 
 from openrlhf.config.ppo import AlgoConfig, CriticConfig, PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
+from openrlhf.observability.hooks.base import Step
 from openrlhf.training.collect import Collector
 from openrlhf.training.schedule import (
     mean_metrics,
@@ -137,9 +138,12 @@ def updates_of(config: PPOConfig, num_prompts: int) -> list[int]:
     dataset = PromptDataset([Prompt(prompt_id=i, text="") for i in range(num_prompts)])
     sampler = PromptSampler(dataset, seed=0, num_epochs=config.train.num_episodes)
     collector, made = Collector(config, sampler, Solved(samples), lambda group: None), []
-    while len(made) != config.train.max_steps and (batch := collector.next_batch(len(made) + 1).trajectories):
-        count = num_batches(len(batch), config.train.batch_size)
-        epochs, lengths = config.train.max_epochs, [2] * len(batch)
+    while len(made) != config.train.max_steps:
+        collector.fill(step := Step(number=len(made) + 1, version=0))
+        if not step.samples:
+            break
+        count = num_batches(len(step.samples), config.train.batch_size)
+        epochs, lengths = config.train.max_epochs, [2] * len(step.samples)
         made.append(
             len(
                 training_schedule(

@@ -15,6 +15,7 @@ from refusals import printed, refused
 
 from openrlhf.checkpoint.manifest import Entry, Manifest
 from openrlhf.errors import ErrorCode
+from openrlhf.observability.hooks.base import Step
 from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay import rerun
 from openrlhf.tools.replay.journal_collector import JournalCollector
@@ -131,9 +132,9 @@ def test_samples_come_from_the_journal(recording):
     collector = JournalCollector(recording.run, Admission(batch_size=2), last_step=3)
     for step in (2, 3):
         assert not collector.is_exhausted
-        found = collector.next_batch(step)
-        assert [t.sample for t in found.trajectories] == [t.sample for t in samples(step)]
-        assert not (found.sampled or found.filtered or found.metrics)
+        collector.fill(found := Step(number=step, version=0))
+        assert [t.sample for t in found.samples] == [t.sample for t in samples(step)]
+        assert not (found.collected or found.filtered or found.metrics)
     assert collector.is_exhausted and collector.state_dict() == {}
 
 
