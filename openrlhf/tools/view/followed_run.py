@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import pyarrow.parquet as pq
+
 from openrlhf.api import (
     JOURNAL_FILE,
     ErrorCode,
@@ -193,8 +195,6 @@ def is_locked(folder: Path) -> bool | None:
 def read_samples(path: Path) -> list[Sample]:
     """Reads a few samples of a step's Parquet file: samples evenly spaced from best to worst reward, and
     failed ones."""
-    import pyarrow.parquet as pq
-
     with reading(path), pq.ParquetFile(path) as file:
         columns = [name for name in SAMPLE_COLUMNS if name in file.schema_arrow.names]
         rewards = file.read(["reward"])["reward"].to_pylist()

@@ -1,52 +1,17 @@
-"""Serves a local web page with the curves of one or several runs and every rollout."""
+"""Serves the page of runs (`openrlhf view`)."""
 
-import sys
 import webbrowser
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.api import ErrorCode, RunFolder, UsageError, counted, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser
-
-DEFAULT_PORT = 8890
-PACKAGES = ("duckdb", "plotly")
+from openrlhf.api import ErrorCode, RunFolder, UsageError, counted
+from openrlhf.tools.view.rollouts import token_texts
+from openrlhf.tools.view.server import Viewer, bind, serve
 
 
-def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="openrlhf view", description=__doc__)
-    parser.add_argument(
-        "runs",
-        type=Path,
-        nargs="+",
-        metavar="RUN",
-        help="run folders (--logger.run_dir), or a folder with runs below it, such as ckpt",
-    )
-    parser.add_argument(
-        "--port",
-        type=int,
-        default=DEFAULT_PORT,
-        help=f"port on 127.0.0.1 (default: {DEFAULT_PORT}; 0: any free one)",
-    )
-    parser.add_argument("--no_browser", action="store_true", help="print the address, and open no browser")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        options = make_parser().parse_args(argv)
-        run(runs_of(options.runs), options.port, opens_browser=not options.no_browser)
-
-
-def run(folders: Sequence[Path], port: int, *, opens_browser: bool) -> None:
-    """Serves the page of these run folders until Ctrl-C."""
-    for name in PACKAGES:
-        if find_spec(name) is None:
-            text = 'the package is not installed.\nRun: pip install "openrlhf[view]"'
-            raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
-    from openrlhf.tools.view.rollouts import token_texts
-    from openrlhf.tools.view.server import Viewer, bind, serve
-
+def run(paths: Sequence[Path], port: int, opens_browser: bool) -> None:
+    """Serves the page of the runs in these folders until Ctrl-C."""
+    folders = runs_of(paths)
     bound = bind(port)
 
     def say(address: str) -> None:
@@ -69,7 +34,3 @@ def runs_of(paths: Sequence[Path]) -> list[Path]:
             raise UsageError(ErrorCode.NOT_FOUND, text, value=path)
         found += [folder for folder in inside if folder not in found]
     return found
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
