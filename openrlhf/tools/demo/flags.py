@@ -35,7 +35,7 @@ def demo(argv: Sequence[str] | None = None) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with short_errors():
         options = demo_parser().parse_args(argv)
-        _check_packages()
+        check_packages()
         run(
             "openrlhf.tools.demo.demo:run",
             options.folder / f"seed{options.seed}",
@@ -44,7 +44,7 @@ def demo(argv: Sequence[str] | None = None) -> None:
         )
 
 
-def _check_packages() -> None:
+def check_packages() -> None:
     """Raises UsageError if DeepSpeed or vLLM is not installed; the demo's commands use both."""
     if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
         text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"

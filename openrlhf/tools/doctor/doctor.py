@@ -35,7 +35,7 @@ def examine_installation(as_data: bool) -> int:
     return int(bool(problems))
 
 
-def examine_run(path: Path, model: Path | None, as_data: bool) -> int:
+def examine_run(path: Path, model: Path | None = None, as_data: bool = False) -> int:
     """Prints the findings of a run. Returns 1 if anything is wrong, else 0, also if it is slow."""
     run = RunRecord.of(path)
     findings = diagnose(run, model)

@@ -253,14 +253,14 @@ def _unknown(command: str, name: str, remedy: str) -> UsageError:
 
 
 def _preview(name: str, flags: Sequence[str]) -> None:
-    num_samples, no_color, rest = _take_own(flags)
+    num_samples, no_color, rest = take_own(flags)
     command = next(command for command in TRAINING if command.name == name)
     config = parse(command, rest).config
     choose_hub(config.use_ms)
     run("openrlhf.tools.plan.data:preview", name, config, num_samples, no_color)
 
 
-def _take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
+def take_own(flags: Sequence[str]) -> tuple[int, bool, list[str]]:
     """Returns (number of samples, whether colours are off, flags of the supervised command)."""
     num_samples, no_color, rest = 3, False, []
     words = iter(flags)

@@ -97,8 +97,13 @@ def view(argv: Sequence[str] | None = None) -> None:
     """Serves a local web page with the curves of one or several runs and every rollout."""
     with short_errors():
         options = view_parser().parse_args(argv)
-        for name in PACKAGES:
-            if find_spec(name) is None:
-                text = 'the package is not installed.\nRun: pip install "openrlhf[view]"'
-                raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
+        check_packages()
         run("openrlhf.tools.view.view:run", options.runs, options.port, not options.no_browser)
+
+
+def check_packages() -> None:
+    """Raises UsageError if a package that only the page needs is not installed."""
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            text = 'the package is not installed.\nRun: pip install "openrlhf[view]"'
+            raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
