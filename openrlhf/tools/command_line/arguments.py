@@ -6,7 +6,10 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, NoReturn
 
-from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, values_of
+from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, values_of, waiting
+
+PATIENCE = 15.0
+"""Seconds of an import before a file of output mentions it; a terminal shows it sooner."""
 
 _MESSAGES = (
     (r"argument ([^:]+): (.+)", ErrorCode.INVALID_VALUE, r"\2"),
@@ -31,7 +34,9 @@ def run(reference: str, *arguments: Any) -> Any:
     """Calls the function `module:name`, and imports its module only now: --help and wrong flags do not wait
     for large libraries."""
     module, _, name = reference.partition(":")
-    return getattr(import_module(module), name)(*arguments)
+    with waiting("loading libraries", patience=PATIENCE):
+        function = getattr(import_module(module), name)
+    return function(*arguments)
 
 
 def positive(text: str) -> int:

@@ -27,7 +27,9 @@ from openrlhf.api import (
     looks_local,
     parse,
     readable,
+    reward_function,
     short_errors,
+    split_spec,
     unwritable,
 )
 from openrlhf.api import missing_flag as missing
@@ -257,7 +259,7 @@ def _model(answer: str, flag: str = "--model") -> str:
 
 def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the answer, and the first row of the last dataset that it names; {} for one on the hub."""
-    from openrlhf.api import first_row, split_spec  # imports torch
+    from openrlhf.api import first_row  # imports torch
 
     row = None
     for item in split_spec(answer):
@@ -266,7 +268,7 @@ def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _reward(answer: str) -> str:
-    from openrlhf.api import check_reward_file, reward_function  # imports torch
+    from openrlhf.api import check_reward_file  # imports torch
 
     if is_new_function(Path(answer)) or answer.startswith(("http://", "https://")):
         return answer
