@@ -70,7 +70,9 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.completions import SamplingParams
     from openrlhf.config.checks import check_launcher, looks_local, missing as missing_flag, split_spec
     from openrlhf.config.command import Command, Explicit, SECRETS as SECRET_FLAGS
-    from openrlhf.config.fields import change_of as resume_change, fields_of, to_words, values_of, with_values
+    from openrlhf.config.fields import (
+        change_of as resume_change, fields_of, flat as flat_settings, to_words, values_of, with_values,
+    )
     from openrlhf.config.inference import BatchInferenceConfig, ChatConfig
     from openrlhf.config.inference_commands import BATCH_INFERENCE, CHAT, LORA_COMBINER, SERVE_RM
     from openrlhf.config.lora_combiner import LoraCombinerConfig
@@ -107,7 +109,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.scored import end_token_id, score_last, with_end
     from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
-    from openrlhf.device import DEVICE_TYPE, gpu_bytes, gpu_names
+    from openrlhf.device import DEVICE_TYPE
     from openrlhf.errors import (
         ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors,
     )
@@ -145,6 +147,7 @@ if TYPE_CHECKING:  # for tools
         register_classifier, score_statistics,
     )
     from openrlhf.models.self_check import resolve_reading, transformers_attention
+    from openrlhf.nvidia_smi import gpu_bytes, gpu_names
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.hooks.load import check_hooks
     from openrlhf.observability.journal import (
@@ -161,7 +164,7 @@ if TYPE_CHECKING:  # for tools
         JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, environment as run_environment, find_secrets,
         label_of, reading as reading_run, redact, to_json,
     )
-    from openrlhf.observability.run_index import RunIndex, flat as flat_settings
+    from openrlhf.observability.run_index import RunIndex
     from openrlhf.observability.selection import best_to_worst, evenly, thinned
     from openrlhf.observability.trackers.load import trackers_of
     from openrlhf.observability.trackers.metrics_file import RENAMED

@@ -1,7 +1,6 @@
 """The kind of device that this machine computes on (CUDA/ROCm or CPU), and its properties."""
 
 import os
-import subprocess
 
 import torch
 
@@ -15,10 +14,6 @@ VISIBLE_DEVICES = "HIP_VISIBLE_DEVICES" if torch.version.hip else "CUDA_VISIBLE_
 
 # DeepSpeed reads this variable at import, and transformers imports DeepSpeed at an unknown time.
 os.environ.setdefault("DS_ACCELERATOR", DEVICE_TYPE)
-
-
-QUERY_TIMEOUT = 60.0
-"""Seconds that nvidia-smi has to answer."""
 
 
 def visible_index(name: int | str) -> int:
@@ -45,24 +40,3 @@ def own_bytes() -> int:
     import psutil
 
     return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def gpu_bytes() -> int | None:
-    """Returns the memory in bytes of this machine's smallest GPU, from nvidia-smi, which starts nothing on
-    the GPU. None without an NVIDIA GPU."""
-    return min((int(mib) << 20 for mib in _nvidia_smi("memory.total") if mib.isdecimal()), default=None)
-
-
-def gpu_names() -> list[str]:
-    """Returns the name of each of this machine's NVIDIA GPUs, from nvidia-smi."""
-    return _nvidia_smi("name")
-
-
-def _nvidia_smi(field: str) -> list[str]:
-    """Returns a field of each NVIDIA GPU; empty without one."""
-    query = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, check=True, timeout=QUERY_TIMEOUT)
-    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
-        return []
-    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

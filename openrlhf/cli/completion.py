@@ -7,15 +7,14 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from typing import TYPE_CHECKING
 
+from openrlhf.cli.main import COMMANDS, reader_of
+from openrlhf.config.command import Command
+from openrlhf.config.commands import COMMANDS as CONFIGURED
+from openrlhf.config.fields import fields_of
 from openrlhf.errors import short_errors
 from openrlhf.tools.command_line.arguments import ArgumentParser
 from openrlhf.tools.command_line.run_files import TRAINING
-
-if TYPE_CHECKING:
-    from openrlhf.config.command import Command
 
 INSTALL = """
 Install the script once, and again after an upgrade:
@@ -70,32 +69,32 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def summaries() -> dict[str, str]:
     """Returns command -> summary, in the order of `openrlhf --help`."""
-    from openrlhf.cli.main import COMMANDS
-
     return {name: summary for name, (_, summary) in COMMANDS.items()}
 
 
 def flags_of_commands() -> dict[str, list[Flag]]:
     """Returns command -> flags, from its configuration or from its module's `make_parser`."""
-    from openrlhf.cli.main import COMMANDS
-    from openrlhf.config.commands import COMMANDS as CONFIGURED
-
     configured = {command.name: command for command in CONFIGURED}
     found = {}
-    for name, (module, _) in COMMANDS.items():
+    for name in COMMANDS:
         if name in configured:
             found[name] = _flags_of_configuration(configured[name])
         elif name == "data":
             found[name] = [Flag("samples", "number of samples"), Flag("no_color", "no colours", (), False)]
         else:
-            maker = getattr(import_module(module), "make_parser", None)
-            found[name] = _flags_of_parser(maker()) if maker else []
+            parser = parser_of(name)
+            found[name] = _flags_of_parser(parser) if parser else []
     return found
 
 
-def _flags_of_configuration(command: "Command") -> list[Flag]:
-    from openrlhf.config.fields import fields_of
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """Returns the parser of a command; None if it has none."""
+    module, _ = reader_of(name)
+    maker = getattr(module, f"{name}_parser", None) or getattr(module, "make_parser", None)
+    return maker() if maker else None
 
+
+def _flags_of_configuration(command: Command) -> list[Flag]:
     fields = fields_of(command.config_type).values()
     flags = [Flag(field.key, _first_sentence(field.help), field.choices) for field in fields]
     flags += [

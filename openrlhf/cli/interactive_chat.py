@@ -1,6 +1,6 @@
 """`python -m openrlhf.cli.interactive_chat`: see `openrlhf.tools.serve`."""
 
-from openrlhf.tools.serve.interactive_chat import main
+from openrlhf.tools.serve.flags import chat as main
 
 if __name__ == "__main__":
     main()

@@ -1,6 +1,6 @@
 """`python -m openrlhf.cli.lora_combiner`: see `openrlhf.tools.serve`."""
 
-from openrlhf.tools.serve.lora_combiner import main
+from openrlhf.tools.serve.flags import lora_combiner as main
 
 if __name__ == "__main__":
     main()

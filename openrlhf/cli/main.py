@@ -1,9 +1,10 @@
-"""Entry point `openrlhf`: imports only the module of the given command, and runs it."""
+"""Entry point `openrlhf`: reads the flags of the given command, and then imports the module that runs it."""
 
 import difflib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module, metadata
+from types import ModuleType
 
 from openrlhf.errors import ErrorCode, UsageError, short_errors
 from openrlhf.plugins import registered
@@ -39,14 +40,27 @@ def _of_packages() -> Iterator[tuple[str, tuple[str, str]]]:
 
 OURS = dict(_commands())
 COMMANDS = OURS | {name: command for name, command in _of_packages() if name not in OURS}
-"""Command -> (its module, whose `main(argv)` runs it; summary for `--help`). Installed packages add those of
-the entry points `openrlhf.commands`, and replace none."""
+"""Command -> (its module, summary for `--help`). Installed packages add those of the entry points
+`openrlhf.commands`, and replace none."""
+
+
+def reader_of(name: str) -> tuple[ModuleType, Callable[[Sequence[str]], None]]:
+    """Returns the module that reads a command's flags, and the function that does and then runs the command:
+    that of its name in the module `flags` of its folder, or else `main` of its own module."""
+    place, _ = COMMANDS[name]
+    folder, _, _ = place.rpartition(".")
+    if name in OURS and name not in OWN:
+        flags = import_module(f"{folder}.flags")
+        if hasattr(flags, name):
+            return flags, getattr(flags, name)
+    module = import_module(place)
+    return module, module.main
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     name, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in COMMANDS:
-        import_module(COMMANDS[name][0]).main(rest)
+        reader_of(name)[1](rest)
         return
     with short_errors():
         _tell(name)

@@ -1,6 +1,7 @@
 """KTO: `python -m openrlhf.cli.train_kto`, or the same under torchrun or deepspeed."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,6 @@ class KTOTask(ComparedTask[KTOConfig]):
     ) -> "Callable[[Sequence[UnpairedRow]], KTOObjective]":
         """Returns a function that sets the objective's KL estimate and fraction of desirable answers for a
         batch. Both are means over all rows and ranks, so they do not depend on the micro-batch size."""
-        from dataclasses import replace
-
         from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio
 
         assert isinstance(objective, KTOObjective)  # built by `objective` above

@@ -262,3 +262,12 @@ def _docstrings_of(declaration: ast.ClassDef) -> Mapping[str, str]:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(doc))):
                 docs[name] = " ".join(doc.split())
     return docs
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flattens a tree of mappings to {dotted key: value}."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return found

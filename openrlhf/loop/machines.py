@@ -58,7 +58,7 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
     """Returns the number of GPUs that an engine's weights need on this machine. Returns the value of
     --vllm.tensor_parallel_size if the flag is set, if `cluster` describes another machine, or if the GPUs'
     memory is unknown."""
-    from openrlhf.device import gpu_bytes
+    from openrlhf.nvidia_smi import gpu_bytes
 
     size = config.vllm.tensor_parallel_size
     if cluster or "vllm.tensor_parallel_size" in explicit or (memory := gpu_bytes()) is None:

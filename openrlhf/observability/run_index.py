@@ -1,10 +1,10 @@
 """The files in a run's folder, for all who read them: report, screen, viewer, doctor, replay, notebooks."""
 
-from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from openrlhf.config.fields import flat
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.files import read_object
 from openrlhf.observability.journal import journal_steps
@@ -61,12 +61,3 @@ class RunIndex(RunFolder):
         """Returns the remedy for a folder that lacks `file` and so is no run: the runs inside it, if any."""
         runs = sorted(str(found.parent) for found in self.path.glob(f"**/{file}"))[:10]
         return f"there are {', '.join(runs)}" if runs else "give the folder of a run (--logger.run_dir)"
-
-
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens a tree of mappings to {dotted key: value}."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
-    return found

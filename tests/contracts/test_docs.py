@@ -13,6 +13,7 @@ import click
 import pytest
 
 from openrlhf.cli import main
+from openrlhf.cli.completion import parser_of
 from openrlhf.cluster import environment
 from openrlhf.config.commands import COMMANDS, PPO
 from openrlhf.config.fields import fields_of
@@ -22,10 +23,9 @@ from openrlhf.config.serve_rm import ServeRMConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.machines import plan, resolve
 from openrlhf.tools.command_line.run_files import command_and_flags
-from openrlhf.tools.plan import check, data, rehearse
-from openrlhf.tools.plan import plan as planning
+from openrlhf.tools.plan import flags as flags_of_plan
 from openrlhf.tools.serve.server import Question, build_app
-from openrlhf.tools.verify import verify
+from openrlhf.tools.verify.flags import verify_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -112,11 +112,11 @@ def test_command_is_understood(
             extras = re.findall(r"\[([\w,]+)\]", " ".join(words))
             assert all(f"\n{extra} = [" in (ROOT / "pyproject.toml").read_text() for extra in extras)
         case ["openrlhf", "data", "preview", command, *flags]:
-            check_flags(command, data._take_own(flags)[2])
+            check_flags(command, flags_of_plan.take_own(flags)[2])
         case ["openrlhf", "plan" | "check" | "rehearse" as command, *flags]:
             check_plan(command, flags)
         case ["openrlhf", "verify", *flags]:
-            _, command, of_run = planning.parsed(verify.make_parser(), flags)
+            _, command, of_run = flags_of_plan.parsed(verify_parser(), flags)
             check_flags(command.name, of_run)
         case ["openrlhf", command, *flags]:
             check_flags(command, flags)
@@ -159,10 +159,9 @@ def check_flags(name: str, flags: list[str]) -> None:
 
 def check_plan(name: str, words: list[str]) -> None:
     """Parses the options of `plan`, `check` or `rehearse`, and the flags of the run."""
-    parser = {"plan": planning, "check": check, "rehearse": rehearse}[name].make_parser()
-    options, rest = parser.parse_known_args(words)
+    options, rest = parser_of(name).parse_known_args(words)
     command, flags = command_and_flags(rest, name)
-    planning.invocation(command, flags, planning.cluster_of_options(options))
+    flags_of_plan.invocation(command, flags, flags_of_plan.cluster_of_options(options))
 
 
 def check_options(program: Path, words: list[str]) -> None:

@@ -31,7 +31,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
 def test_every_kind_of_agent(
     task: TaskFiles, tmp_path: Path, file: str, label: str, turns: int, flags: str
 ) -> None:
-    command = ["openrlhf.tools.plan.agent", "try", str(EXAMPLES / file), "--model", str(task.model)]
+    command = ["openrlhf.cli.main", "agent", "try", str(EXAMPLES / file), "--model", str(task.model)]
     command += ["--prompt", "Tom has 3 apples.", "--label", label, *flags.split()]
     run_ranks([*command, "--rollout.max_new_tokens", "8", "--data.max_len", "500"], log=tmp_path / "log")
     printed = (tmp_path / "log").read_text(errors="replace")
@@ -73,7 +73,8 @@ def test_every_example_of_an_environment(
     task: TaskFiles, tmp_path: Path, name: str, prompt: str, label: str
 ) -> None:
     command = [
-        "openrlhf.tools.plan.agent",
+        "openrlhf.cli.main",
+        "agent",
         "try",
         str(EXAMPLES / f"agent_{name}.py"),
         "--model",

@@ -148,7 +148,7 @@ def test_every_command_samples_without_vllm(task: TaskFiles, tmp_path: Path) -> 
     chat = f"--model.model_name_or_path {task.model} --data.max_len 128 --ds.param_dtype fp32 {engine}"
     commands = [
         ["openrlhf.cli.batch_inference", flags(task, output, f"--task generate_vllm {engine}")],
-        ["openrlhf.tools.plan.agent", agent],
+        ["openrlhf.cli.main", ["agent", *agent]],
         ["openrlhf.cli.interactive_chat", chat.split()],
     ]
     run_ranks([WITHOUT_VLLM, json.dumps(commands)], log=log)

@@ -17,6 +17,7 @@ from openrlhf.config.parse import parse
 from openrlhf.models.loading import load_tokenizer
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.tools.serve import interactive_chat
+from openrlhf.tools.serve.flags import chat
 
 LINES = "Tom has 3 figs.\nclear\nTom has 3 figs.\n\nAnd now?\nexit\nnever read\n"
 
@@ -59,7 +60,7 @@ def test_both_engines_answer_the_same_and_clear_forgets(task: TaskFiles, engine,
     assert done.returncode == 0, done.stderr[-3000:]
     monkeypatch.setattr(sys, "stdin", io.StringIO(LINES))
     monkeypatch.setattr(interactive_chat, "_load", lambda *_: Shared(engine))
-    interactive_chat.main(flags(task, "--rollout.engine", "vllm"))
+    chat(flags(task, "--rollout.engine", "vllm"))
     answers = capsys.readouterr().out
     assert done.stdout == answers
     first, again, later = answers.removesuffix("\n").split("\n")
@@ -83,6 +84,6 @@ def test_the_input_may_end_without_exit(task: TaskFiles, engine, monkeypatch, ca
     argv = [flag for flag in flags(task, "--rollout.engine", "vllm") if flag != "--data.apply_chat_template"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("How many?\n" + "many " * 200 + "\n"))
     monkeypatch.setattr(interactive_chat, "_load", lambda *_: Shared(engine))
-    interactive_chat.main([*argv, "--ta_prompt", str(tmp_path / "start.txt")])
+    chat([*argv, "--ta_prompt", str(tmp_path / "start.txt")])
     out = capsys.readouterr().out.splitlines()
     assert "--data.max_len 128" in out[-1]

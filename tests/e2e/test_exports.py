@@ -12,7 +12,7 @@ import transformers as hf
 from safetensors import safe_open
 
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.tools.serve.lora_combiner import main as combine
+from openrlhf.tools.serve.flags import lora_combiner as combine
 
 HALF, WHOLE = {"param_dtype": "bf16"}, {"param_dtype": "fp32"}
 STAGES = [{"backend": "deepspeed", "zero_stage": stage} for stage in range(4)]

@@ -10,7 +10,7 @@ import pytest
 
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.tasks.prepare_pictures import prepare_pictures
-from openrlhf.tools.plan import rehearse
+from openrlhf.tools.plan.flags import rehearse
 from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, OK
 
 pytestmark = pytest.mark.slow
@@ -28,7 +28,7 @@ def rehearsed(
     words: str, capsys: pytest.CaptureFixture[str], cluster: str = "8xH100"
 ) -> tuple[Any, dict[str, Any]]:
     with pytest.raises(SystemExit) as stop:
-        rehearse.main([*words.split(), "--cluster", cluster, "--json"])
+        rehearse([*words.split(), "--cluster", cluster, "--json"])
     return stop.value.code, json.loads(capsys.readouterr().out)
 
 

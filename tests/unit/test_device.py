@@ -15,8 +15,9 @@ from openrlhf.backends import distributed
 from openrlhf.backends.rollout import EngineOptions
 from openrlhf.backends.vllm.engine import engine_environment
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.device import gpu_bytes, visible_index
+from openrlhf.device import visible_index
 from openrlhf.errors import ErrorCode
+from openrlhf.nvidia_smi import gpu_bytes
 
 
 @pytest.fixture

@@ -3,9 +3,13 @@
 import argparse
 import re
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any, NoReturn
 
-from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, values_of
+from openrlhf.api import ErrorCode, Explicit, UsageError, choose_hub, config_json, values_of, waiting
+
+PATIENCE = 15.0
+"""Seconds of an import before a file of output mentions it; a terminal shows it sooner."""
 
 _MESSAGES = (
     (r"argument ([^:]+): (.+)", ErrorCode.INVALID_VALUE, r"\2"),
@@ -24,6 +28,15 @@ class ArgumentParser(argparse.ArgumentParser):
             if match := re.fullmatch(pattern, message, re.DOTALL):
                 raise UsageError(code, f"{match.expand(text)}; {remedy}", flag=match[1])
         raise UsageError(ErrorCode.INVALID_VALUE, f"{message}; {remedy}")
+
+
+def run(reference: str, *arguments: Any) -> Any:
+    """Calls the function `module:name`, and imports its module only now: --help and wrong flags do not wait
+    for large libraries."""
+    module, _, name = reference.partition(":")
+    with waiting("loading libraries", patience=PATIENCE):
+        function = getattr(import_module(module), name)
+    return function(*arguments)
 
 
 def positive(text: str) -> int:
@@ -58,6 +71,6 @@ def _context_of(path: str, flag: str) -> int | None:
     scaling = str(text.get("rope_parameters") or text.get("rope_scaling"))
     if isinstance(room, int) and "factor" not in scaling:
         return room
-    from openrlhf.api import load_config, max_length_of
+    from openrlhf.api import load_config, max_length_of  # imports transformers
 
     return max_length_of(load_config(path, flag))

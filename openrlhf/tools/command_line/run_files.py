@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import yaml
 
 from openrlhf.api import DPO, KD, KTO, PPO, PRM, RM, SFT, Command, ErrorCode, UsageError, fields_of
 from openrlhf.api import OPTION_PREFIX as PREFIX
-
-if TYPE_CHECKING:
-    from openrlhf.api import SupervisedTask as Task
+from openrlhf.api import SupervisedTask as Task
+from openrlhf.api import flat_settings as flat
 
 TRAINING: tuple[Command, ...] = (PPO, SFT, RM, PRM, DPO, KTO, KD)
 """Commands that train."""
@@ -24,7 +24,7 @@ TASKS = {
 """Command -> (module of `openrlhf.cli`, name of its `Task`)."""
 
 
-def task_type_of(name: str) -> "type[Task]":
+def task_type_of(name: str) -> type[Task]:
     """Returns the task of a supervised command."""
     module, task_type = TASKS[name]
     return getattr(import_module(f"openrlhf.cli.{module}"), task_type)
@@ -51,10 +51,6 @@ def _is_file(word: str) -> bool:
 
 def _command_of(file: str, prog: str) -> Command:
     """Returns the only training command that has all keys of the file."""
-    import yaml
-
-    from openrlhf.api import flat_settings as flat
-
     try:
         tree = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
     except OSError as error:

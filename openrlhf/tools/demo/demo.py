@@ -1,21 +1,34 @@
-"""Trains a tiny model on this machine, in minutes, without a download.
+"""Runs the commands of the demo, and prints what the model learned (`openrlhf demo`)."""
 
-Prints and runs three commands, which you can also run and change one by one. The first SFT run teaches the
-model worked problems as plain text. The second teaches it to answer in a chat, with or without reasoning. RL
-with a verifier as the only reward then teaches it that reasoning pays."""
-
-import argparse
-import os
 import shlex
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
-from openrlhf.api import ErrorCode, UsageError, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, positive
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from openrlhf.api import (
+    DEVICE_TYPE,
+    PPO,
+    ErrorCode,
+    RunIndex,
+    Trajectory,
+    UsageError,
+    clean_text,
+    decode,
+    load_tokenizer,
+    parse,
+    read_journal,
+    response_of,
+    run_rl,
+    run_supervised,
+)
+from openrlhf.tasks.prepare import prepare
+from openrlhf.tools.command_line.run_files import task_type_of
 
 SFT_FLAGS = "--ds.zero_stage 0 --ds.param_dtype fp32 --ckpt.overwrite"
 PRETRAIN = (
@@ -37,34 +50,11 @@ NEEDED_GB = 4
 """GiB of GPU memory for the tiny model's trainer and engine, including the CUDA contexts of two processes."""
 
 
-def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(
-        prog="openrlhf demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)"
-    )
-    parser.add_argument("--steps", type=positive, default=30, help="RL steps (default: 30)")
-    parser.add_argument("--folder", type=Path, default=Path("demo"), help="output folder (default: demo)")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    # A second thread only slows down such small models. torch reads the variable when it is imported.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with short_errors():
-        options = make_parser().parse_args(argv)
-        _check_packages()
-        _engine_memory()  # raises before anything starts if memory is short
-        run(options.folder / f"seed{options.seed}", options.seed, options.steps)
-
-
 def run(folder: Path, seed: int, steps: int) -> None:
+    _engine_memory()  # raises before anything starts if memory is short
     started = time.monotonic()
     seconds: dict[str, float] = {}
     with _phase("prepare: problems, a tokenizer and an untrained model", seconds):
-        from openrlhf.tasks.prepare import prepare
-
         files = prepare(folder / "task", seed=seed)
     with _phase("pretrain: SFT on worked problems as plain text", seconds):
         _sft(
@@ -99,21 +89,9 @@ def run(folder: Path, seed: int, steps: int) -> None:
         print(f"echo {shlex.quote(question)} | openrlhf chat --model.model_name_or_path {shlex.quote(model)}")
 
 
-def _check_packages() -> None:
-    """Raises UsageError if DeepSpeed or vLLM is not installed; the demo's commands use both."""
-    if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
-        text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
-        text += 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
-        raise UsageError(ErrorCode.MISSING_PACKAGE, text)
-
-
 def _engine_memory() -> str:
     """Returns the flag that gives the engine half of the GPU's free memory; "" without a GPU. Trainer and
     engine share the GPU, and neither is offloaded. Raises UsageError if too little memory is free."""
-    import torch
-
-    from openrlhf.api import DEVICE_TYPE
-
     if DEVICE_TYPE == "cpu":
         return ""
     torch.cuda.empty_cache()
@@ -146,39 +124,19 @@ def _words(folder: Path, command: str, flags: str) -> list[str]:
 
 
 def _sft(folder: Path, flags: str) -> None:
-    from openrlhf.api import parse
-    from openrlhf.api import run_supervised as run
-    from openrlhf.tools.command_line.run_files import task_type_of
-
     argv = _words(folder, "sft", flags)
     task = task_type_of("sft")
-    run(task(parse(task.command, argv).config), argv)
+    run_supervised(task(parse(task.command, argv).config), argv)
 
 
 def _ppo(folder: Path, flags: str) -> None:
-    from openrlhf.api import PPO, parse
-    from openrlhf.api import run_rl as run
-
     argv = _words(folder, "ppo", flags)
-    run(parse(PPO, argv).config, argv)
+    run_rl(parse(PPO, argv).config, argv)
 
 
 def _show_result(folder: Path, steps: int) -> str:
     """Prints accuracy, fraction of answers with reasoning, answer length and sample answers before and after
     RL. Returns a problem that was solved after RL; "" if none was."""
-    from rich.console import Console
-    from rich.table import Table
-
-    from openrlhf.api import (
-        RunIndex,
-        Trajectory,
-        clean_text,
-        decode,
-        load_tokenizer,
-        read_journal,
-        response_of,
-    )
-
     tokenizer = load_tokenizer(str(folder / "policy"), flag="--folder")
     evals = RunIndex(folder / "run").rollouts("eval")
     before, after = read_journal(evals[0]), read_journal(evals[steps])
@@ -209,7 +167,3 @@ def _show_result(folder: Path, steps: int) -> str:
     console.print(samples, markup=False)
     solved = (text(t.token_ids[: t.prompt_length].tolist()) for t in after if t.reward)
     return next(solved, "")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,51 +1,21 @@
-"""Examines the installation, or a run from the files of its folder, whether it still runs or not. Names the
-causes of problems, the surest first, each with evidence and a remedy."""
+"""Examines the installation or a run, and prints what it found (`openrlhf doctor`)."""
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from openrlhf.api import short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from openrlhf.tools.command_line.installation import facts
+from openrlhf.tools.doctor.diagnose import as_json, diagnose, is_healthy, show
+from openrlhf.tools.doctor.record import RunRecord
 
 
-def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="openrlhf doctor", description=__doc__)
-    parser.add_argument(
-        "run",
-        type=Path,
-        nargs="?",
-        metavar="RUN",
-        help="run folder (--logger.run_dir); without it, the installation is examined",
-    )
-    parser.add_argument(
-        "--model",
-        type=Path,
-        metavar="FOLDER",
-        help="model that the run started from, to recompute log-probs (default: --actor.model_name_or_path)",
-    )
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        options = make_parser().parse_args(argv)
-        if options.run is None:
-            sys.exit(examine_installation(as_data=options.json))
-        sys.exit(examine_run(options.run, options.model, as_data=options.json))
-
-
-def examine_installation(*, as_data: bool) -> int:
+def examine_installation(as_data: bool) -> int:
     """Prints the facts of the installation and their problems. Returns 1 if there are problems, else 0."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    from openrlhf.tools.command_line.installation import facts
-
     found = list(facts())
     problems = [fact for fact in found if fact.problem]
     if as_data:
@@ -65,11 +35,8 @@ def examine_installation(*, as_data: bool) -> int:
     return int(bool(problems))
 
 
-def examine_run(path: Path, model: Path | None = None, *, as_data: bool) -> int:
+def examine_run(path: Path, model: Path | None = None, as_data: bool = False) -> int:
     """Prints the findings of a run. Returns 1 if anything is wrong, else 0, also if it is slow."""
-    from openrlhf.tools.doctor.diagnose import as_json, diagnose, is_healthy, show
-    from openrlhf.tools.doctor.record import RunRecord
-
     run = RunRecord.of(path)
     findings = diagnose(run, model)
     if as_data:
@@ -81,7 +48,3 @@ def examine_run(path: Path, model: Path | None = None, *, as_data: bool) -> int:
 
 WIDTH = 110
 """Width of the table in columns if stdout is no terminal."""
-
-
-if __name__ == "__main__":
-    main()

@@ -94,7 +94,7 @@ def gap_findings(run: RunRecord, model: Path | None = None) -> Iterator[Finding]
         return
     if not gap.above:
         return
-    from openrlhf.tools.doctor.gap_causes import explain
+    from openrlhf.tools.doctor.gap_causes import explain  # imports transformers
 
     shown = ", ".join(f"{value:.2g} (step {step})" for step, value in list(gap.course.items())[:5])
     evidence = (

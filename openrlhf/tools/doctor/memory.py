@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator
 
+import psutil
+
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
 
@@ -55,8 +57,7 @@ def _capacity(run: RunRecord) -> float | None:
     """Returns the memory of this machine's devices in GiB; None if the run was on another machine."""
     if run.owner is None or not run.owner.is_here:
         return None
-    import psutil
-    import torch
+    import torch  # which takes seconds, and most runs need no capacity
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory / 2**30

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from openrlhf.api import PPOConfig, SupervisedConfig, most_tokens, num_batches, prompts_of_steps
+from openrlhf.api import PPOConfig, SupervisedConfig, count_rows, most_tokens, num_batches, prompts_of_steps
 from openrlhf.tools.plan.hardware import Cluster
 
 SEQUENCES: Mapping[str, int] = {"rm": 2, "dpo": 2, "kto": 2}
@@ -121,8 +121,6 @@ def _rows(config: PPOConfig | SupervisedConfig, samples: float, tokens: int) -> 
 def rows_of(config: PPOConfig | SupervisedConfig) -> int | None:
     """Counts the rows of the training data. Returns None if they are not on this machine, or if counting
     takes long."""
-    from openrlhf.api import count_rows
-
     if isinstance(config, PPOConfig):
         data = config.data
         spec, split, probs, most = data.prompt_dataset, data.prompt_split, data.prompt_probs, data.max_samples

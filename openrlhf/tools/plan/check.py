@@ -1,7 +1,6 @@
-"""Checks a training run before it starts, and lists all problems: versions, files, models, stop tokens, the
-chat template, the reward function, disks, ports and memory. Shows in colour which tokens have a loss. Takes
-what the run takes: a command with its flags, or a YAML file of flags."""
+"""Lists all problems of a training run before it starts (`openrlhf check`)."""
 
+import argparse
 import asyncio
 import re
 import socket
@@ -10,31 +9,60 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
+    DEVICE_TYPE,
+    TEMPLATE,
+    USE_TEMPLATE,
+    CheckpointFolder,
     Command,
     ErrorCode,
+    Invocation,
     PPOConfig,
+    Prompt,
+    Reward,
+    RewardError,
+    RewardFunction,
+    Sample,
+    TemplateProblem,
     UsageError,
-    choose_hub,
+    build_prompt_datasets,
+    build_train_set,
+    check_hooks,
+    check_output,
+    check_places,
+    check_space,
+    check_stops,
+    decode,
     describe,
+    encode_prompts,
+    final_answer,
+    load_tokenizer_of,
+    missing_template,
+    policy_tokenizer,
     readable,
-    short_errors,
+    rl_data_notes,
+    stop_token_ids,
+    supervised_data_notes,
+    trackers_of,
     with_values,
 )
-from openrlhf.tools.command_line.arguments import ArgumentParser
+from openrlhf.api import check_rl_files as check_files
+from openrlhf.api import check_supervised_files as check_task
+from openrlhf.api import probe_template as probe
+from openrlhf.tools.command_line.installation import mismatches, own_address
 from openrlhf.tools.command_line.run_files import task_type_of
 from openrlhf.tools.command_line.terminal import shows_colours
-from openrlhf.tools.plan.plan import assumed_of, cluster_of_options, invocation, parsed, parser
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.api import Invocation, Prompt, Reward
-    from openrlhf.tools.plan.estimate import Assumed
-    from openrlhf.tools.plan.hardware import Cluster
-    from openrlhf.tools.plan.preview import Preview
+from openrlhf.tools.plan.batches import rows_of
+from openrlhf.tools.plan.estimate import Assumed, plan_run, suggestion
+from openrlhf.tools.plan.hardware import Cluster
+from openrlhf.tools.plan.preview import Preview
+from openrlhf.tools.plan.view import batch_lines, binding_lines
 
 ROWS = 64
 """Number of rows that are read from each dataset."""
@@ -49,8 +77,8 @@ class Check:
 
     command: Command
     config: Any
-    screen: "Preview"
-    assumed: "Assumed"
+    screen: Preview
+    assumed: Assumed
     """Facts about the data; those that were not given come from the rows."""
     problems: list[Exception] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -87,32 +115,10 @@ class Check:
             self.problems.append(error)
 
 
-def make_parser() -> ArgumentParser:
-    own = parser("openrlhf check", __doc__)
-    own.add_argument(
-        "--no_color", action="store_true", help="mark tokens with a loss by brackets instead of colour"
-    )
-    return own
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        options, command, flags = parsed(make_parser(), argv)
-        cluster = cluster_of_options(options)
-        invoked = invocation(command, flags, cluster)
-        coloured = not options.no_color and shows_colours()
-        sys.exit(run(command, invoked, cluster, assumed_of(options), coloured=coloured))
-
-
-def run(
-    command: Command, invoked: "Invocation", cluster: "Cluster", assumed: "Assumed", *, coloured: bool
-) -> int:
+def run(command: Command, invoked: Invocation, cluster: Cluster, options: argparse.Namespace) -> int:
     """Prints all checks. Returns 0 if nothing is wrong, else 1."""
-    from openrlhf.tools.command_line.installation import own_address
-    from openrlhf.tools.plan.preview import Preview
-
-    choose_hub((config := invoked.config).use_ms)
-    check = Check(command, config, Preview(sys.stdout, coloured=coloured), assumed)
+    config, coloured = invoked.config, not options.no_color and shows_colours()
+    check = Check(command, config, Preview(sys.stdout, coloured=coloured), Assumed.of(options))
     with check.part("versions"):
         _versions(check)
     with check.part("files and models"):
@@ -145,27 +151,18 @@ def _verdict(check: Check) -> int:
 
 
 def _versions(check: Check) -> None:
-    from openrlhf.tools.command_line.installation import mismatches
-
     check.problems += mismatches()
     check.say("packages that are not named here have the versions that every change is tested with")
 
 
 def _files(check: Check) -> None:
-    from openrlhf.api import check_output
-
     config = check.config
     check.ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
     if isinstance(config, PPOConfig):
-        from openrlhf.api import DEVICE_TYPE, check_hooks, trackers_of
-        from openrlhf.api import check_rl_files as check_files
-
         check.ask("--logger.trackers", trackers_of, config.logger)
         check.ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
         check_files(config, check.ask, on_cpu=DEVICE_TYPE == "cpu")
     else:
-        from openrlhf.api import check_supervised_files as check_task
-
         check_task(_task(check))
 
 
@@ -180,10 +177,6 @@ def _task(check: Check) -> Any:
 
 
 def _supervised_data(check: Check) -> None:
-    from openrlhf.api import build_train_set, load_tokenizer_of
-    from openrlhf.api import supervised_data_notes as data_notes
-    from openrlhf.tools.plan.batches import rows_of
-
     config, assumed, tokenizer = check.config, check.assumed, None
     is_chat = getattr(config.data, "apply_chat_template", False)
     with check.part("samples: tokens with a loss are green, or in brackets"):
@@ -194,15 +187,15 @@ def _supervised_data(check: Check) -> None:
             check.screen.item(i + 1, dataset[i], tokenizer)
         response = assumed.response or round(fmean(dataset.sequence_lengths))
         check.assumed = replace(assumed, response=response, rows=(rows := assumed.rows or rows_of(config)))
-        check.note(*data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1)))
+        check.note(
+            *supervised_data_notes(config, rows or config.train.batch_size * (config.train.max_steps or 1))
+        )
     if tokenizer is not None and _task(check).learns_ends:
         with check.part("stop tokens"):
             _stops(check, tokenizer, config.model.model_name_or_path, learns=True)
 
 
 def _rl_data(check: Check) -> None:
-    from openrlhf.api import policy_tokenizer
-
     config, tokenizer, prompts = check.config, None, []
     is_chat = config.data.apply_chat_template
     with check.part("prompts: their tokens have no loss, those of responses do"):
@@ -219,20 +212,7 @@ def _rl_data(check: Check) -> None:
         _rewards(check, prompts, tokenizer)
 
 
-def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[Prompt]":
-    import torch
-
-    from openrlhf.api import (
-        TEMPLATE,
-        USE_TEMPLATE,
-        Sample,
-        build_prompt_datasets,
-        encode_prompts,
-        missing_template,
-    )
-    from openrlhf.api import rl_data_notes as data_notes
-    from openrlhf.tools.plan.batches import rows_of
-
+def _show_prompts(check: Check, tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
     config, assumed = check.config, check.assumed
     most = {"data.max_samples": min(ROWS, config.data.max_samples), "eval.max_samples": ROWS}
     found, evaluation, _ = build_prompt_datasets(with_values(config, most))
@@ -248,23 +228,18 @@ def _show_prompts(check: Check, tokenizer: "PreTrainedTokenizerBase") -> "list[P
     rows = assumed.rows or rows_of(config)
     check.assumed = replace(assumed, prompt=assumed.prompt or round(tokens), rows=rows)
     enough = config.rollout.batch_size * (config.train.max_steps or 1)
-    check.note(*data_notes(config, rows or enough, found, evaluation))
+    check.note(*rl_data_notes(config, rows or enough, found, evaluation))
     return prompts
 
 
-def _stops(check: Check, tokenizer: "PreTrainedTokenizerBase", path: str, *, learns: bool) -> None:
+def _stops(check: Check, tokenizer: PreTrainedTokenizerBase, path: str, *, learns: bool) -> None:
     """Prints the tokens that end a response, and checks that there are some."""
-    from openrlhf.api import check_stops, decode, stop_token_ids
-
     ids = stop_token_ids(path, tokenizer)
     check.say(", ".join(f"{number} {decode(tokenizer, [number])!r}" for number in ids) or "none")
     check_stops(check.config, tokenizer, learns=learns)
 
 
-def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
-    from openrlhf.api import TemplateProblem
-    from openrlhf.api import probe_template as probe
-
+def _keeps_answers(check: Check, tokenizer: PreTrainedTokenizerBase) -> None:
     try:
         remarks = probe(tokenizer, with_tools=False)
     except TemplateProblem as problem:
@@ -279,7 +254,7 @@ def _keeps_answers(check: Check, tokenizer: "PreTrainedTokenizerBase") -> None:
 # ---- rewards
 
 
-def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokenizerBase | None") -> None:
+def _rewards(check: Check, prompts: list[Prompt], tokenizer: PreTrainedTokenizerBase | None) -> None:
     """Calls the reward function with possible answers to the first prompt; with batches, in both orders."""
     config = check.config
     if config.train.agent:
@@ -321,7 +296,7 @@ def _rewards(check: Check, prompts: "list[Prompt]", tokenizer: "PreTrainedTokeni
 
 
 def _compare(
-    check: Check, once: "Sequence[Reward]", again: "Sequence[Reward]", backwards: "Sequence[Reward]"
+    check: Check, once: Sequence[Reward], again: Sequence[Reward], backwards: Sequence[Reward]
 ) -> None:
     """Notes rewards that change with the order of a batch. A function that collects results as they come, or
     sorts them, gives samples the rewards of others."""
@@ -341,8 +316,6 @@ def _compare(
 
 def _answers(label: str) -> dict[str, str]:
     """Returns answers of a model to a question with this label."""
-    from openrlhf.api import final_answer
-
     truth, wrong = final_answer(label), "I do not know."
     if not truth:
         return {"wrong": wrong, "empty": ""}
@@ -352,13 +325,9 @@ def _answers(label: str) -> dict[str, str]:
     return right | {"wrong": wrong, "empty": ""}
 
 
-async def _called(
-    config: PPOConfig, prompt: "Prompt", batches: Sequence[Sequence[str]]
-) -> "list[list[Reward]]":
+async def _called(config: PPOConfig, prompt: Prompt, batches: Sequence[Sequence[str]]) -> list[list[Reward]]:
     """Calls the reward function with each batch of answers. Returns their rewards. Raises UsageError if a
     call fails."""
-    from openrlhf.api import RewardError, RewardFunction
-
     function = str(config.reward_function)
     limits = {"timeout": config.reward.timeout, "memory_gb": config.reward.memory_gb}
     source = RewardFunction(function, batch_size=max(map(len, batches)), **limits)
@@ -376,8 +345,6 @@ async def _called(
 
 def _reach(check: Check, url: str) -> None:
     """Connects to a reward server. Adds a problem if it does not answer."""
-    from urllib.parse import urlsplit
-
     parts = urlsplit(url)
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
@@ -393,18 +360,13 @@ def _reach(check: Check, url: str) -> None:
 
 
 def _disks(check: Check) -> None:
-    from openrlhf.api import CheckpointFolder, check_places, check_space
-
     config, ckpt = check.config, check.config.ckpt
     check_places(config)
     check_space(config, CheckpointFolder.of(config), (ckpt.max_num + 1) * max(1, ckpt.save_steps))
     check.say(f"room for {config.ckpt.output_dir} and the checkpoints of {config.ckpt.folder}")
 
 
-def _plan(check: Check, cluster: "Cluster") -> None:
-    from openrlhf.tools.plan.estimate import plan_run, suggestion
-    from openrlhf.tools.plan.view import batch_lines, binding_lines
-
+def _plan(check: Check, cluster: Cluster) -> None:
     plan = plan_run(check.command, check.config, cluster, check.assumed)
     suggested = None if plan.fits else suggestion(check.command, check.config, cluster, check.assumed)
     lines = [*batch_lines(plan), *binding_lines(plan, check.config, suggested)]
@@ -413,7 +375,3 @@ def _plan(check: Check, cluster: "Cluster") -> None:
     if not plan.fits:
         text = f"the run does not fit on {cluster}; `openrlhf plan` shows why.\n{lines[-1]}"
         raise UsageError(ErrorCode.RESOURCES, text)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,8 +1,9 @@
 """Predicts a whole run, and suggests changes of flags with which it fits."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from openrlhf.api import (
     ACTOR_FLAG,
@@ -51,6 +52,10 @@ class Assumed:
     """Mean tokens of a response."""
     rows: int | None = None
     """Rows of the dataset."""
+
+    @classmethod
+    def of(cls, options: Namespace) -> Self:
+        return cls(prompt=options.prompt_tokens, response=options.response_tokens, rows=options.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import ErrorCode, UsageError, counted
+from openrlhf.api import ErrorCode, UsageError, counted, gpu_bytes, gpu_names
 
 REPORTED = 0.995 * 2**30
 """Bytes of memory per GB in a GPU's name. The driver reports 81,559 MiB for an H100-80GB, 143,771 MiB for an
@@ -138,8 +138,6 @@ def cluster_of(text: str) -> Cluster:
 def this_machine() -> Cluster:
     """Returns the GPUs of this machine, or its cores. A GPU of an unknown kind gets the rates of the first
     one in `KINDS`, with its own memory."""
-    from openrlhf.api import gpu_bytes, gpu_names
-
     if names := gpu_names():
         flat = names[0].replace(" ", "").casefold()
         known = [kind for kind in KINDS if kind.name.replace("-", "").casefold() in flat.replace("-", "")]

@@ -14,8 +14,27 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import ErrorCode, UsageError, describe, readable, short_errors
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from openrlhf.api import (
+    ErrorCode,
+    UsageError,
+    config_json,
+    describe,
+    gpu_names,
+    holds_model,
+    looks_local,
+    parse,
+    readable,
+    reward_function,
+    short_errors,
+    split_spec,
+    unwritable,
+)
+from openrlhf.api import missing_flag as missing
 from openrlhf.tools.command_line.arguments import ArgumentParser
+from openrlhf.tools.command_line.run_files import TRAINING
 
 GPUS_OF_NODE = 8
 """Number of GPUs of a node; more GPUs are on several nodes."""
@@ -229,9 +248,6 @@ def _recipe(answer: str) -> str:
 
 
 def _model(answer: str, flag: str = "--model") -> str:
-    from openrlhf.api import config_json, looks_local
-    from openrlhf.api import missing_flag as missing
-
     if os.path.isdir(answer):
         if not config_json(answer):
             text = "the folder has no config.json that can be read, so it holds no model"
@@ -243,7 +259,7 @@ def _model(answer: str, flag: str = "--model") -> str:
 
 def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
     """Returns the answer, and the first row of the last dataset that it names; {} for one on the hub."""
-    from openrlhf.api import first_row, split_spec
+    from openrlhf.api import first_row  # imports torch
 
     row = None
     for item in split_spec(answer):
@@ -252,7 +268,7 @@ def _data(answer: str) -> tuple[str, Mapping[str, Any]]:
 
 
 def _reward(answer: str) -> str:
-    from openrlhf.api import check_reward_file, reward_function
+    from openrlhf.api import check_reward_file  # imports torch
 
     if is_new_function(Path(answer)) or answer.startswith(("http://", "https://")):
         return answer
@@ -271,8 +287,6 @@ def _gpus(answer: str) -> int:
 
 
 def _output(answer: str) -> str:
-    from openrlhf.api import holds_model, unwritable
-
     if reason := "it holds a model already" if holds_model(answer) else unwritable(answer):
         text = f"cannot be written to: {reason}; name another folder"
         raise UsageError(ErrorCode.NOT_WRITABLE, text, flag="--output", value=answer)
@@ -280,8 +294,6 @@ def _output(answer: str) -> str:
 
 
 def gpus_here() -> int:
-    from openrlhf.api import gpu_names
-
     return len(gpu_names())
 
 
@@ -289,8 +301,6 @@ def render(
     *, what: str, model: str, data: str, reward: str, gpus: int, output: str, row: Mapping[str, Any]
 ) -> str:
     """Returns the configuration as YAML with comments. `row`: the first one of the data; {}: unknown."""
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     environment = Environment(
         loader=PackageLoader("openrlhf", "recipes"),
         undefined=StrictUndefined,
@@ -311,8 +321,6 @@ def render(
 
 def quoted(text: str) -> str:
     """Returns a text as a YAML value."""
-    import yaml
-
     is_plain = re.fullmatch(r"[A-Za-z/][\w./-]*", text) and yaml.safe_load(text) == text
     return text if is_plain else json.dumps(text)
 
@@ -320,7 +328,7 @@ def quoted(text: str) -> str:
 def columns_of(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the column for each role; `chat`, True if answers are lists of messages; and `guess`, a remark
     for the comments that is empty if the dataset's first row has the columns. An empty row is not known."""
-    from openrlhf.api import with_role
+    from openrlhf.api import with_role  # imports torch
 
     found: dict[str, Any] = {
         role: next((name for name in names if name in row), names[0])
@@ -345,9 +353,6 @@ def columns_of(recipe: Recipe, row: Mapping[str, Any]) -> dict[str, Any]:
 def write(file: Path, recipe: Recipe, text: str, reward: Path | None = None) -> None:
     """Writes the file, and an example reward function if `reward` names a Python file that does not exist.
     Removes both again if the command does not accept the flags. Never replaces a file."""
-    from openrlhf.api import parse
-    from openrlhf.tools.command_line.run_files import TRAINING
-
     command = next(command for command in TRAINING if command.name == recipe.command)
     with ExitStack() as undo:
         create(file, text, "--file")

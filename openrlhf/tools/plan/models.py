@@ -4,7 +4,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
-from openrlhf.api import ITEM_BYTES, DeepSpeedConfig, ModelShape
+from torch.nn import Linear
+from transformers.pytorch_utils import Conv1D
+
+from openrlhf.api import ITEM_BYTES, DeepSpeedConfig, ModelShape, without_weights
 
 NF4_BYTES = 0.5 + 1 / 64 + 4 / 16384
 """Bytes per weight in NF4 with double quantization (QLoRA, https://arxiv.org/abs/2305.14314, section 3): half
@@ -87,11 +90,6 @@ def model_size(
 ) -> ModelSize:
     """Builds the model on torch's meta device and counts its parameters. `adapted`: names of the layers that
     get adapters. Raises UsageError if the model has no configuration."""
-    from torch.nn import Linear
-    from transformers.pytorch_utils import Conv1D
-
-    from openrlhf.api import without_weights
-
     model = without_weights(path, flag, images=images)
     head, embedding = model.get_output_embeddings(), cast(Any, model.get_input_embeddings())
     layers: dict[str, Any] = {

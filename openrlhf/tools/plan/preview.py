@@ -5,13 +5,14 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import numpy as np
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
     Pair,
@@ -24,9 +25,6 @@ from openrlhf.api import (
     first_token_ids,
     tracked,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Item = Sample | Pair | UnpairedExample | Steps
 
@@ -54,7 +52,7 @@ class Side:
     num_learned: int
 
 
-def sides_of(item: Item, tokenizer: "PreTrainedTokenizerBase") -> list[Side]:
+def sides_of(item: Item, tokenizer: PreTrainedTokenizerBase) -> list[Side]:
     if isinstance(item, Pair):
         margin = f", better by {item.margin:g}" if item.margin else ""
         return [
@@ -76,7 +74,7 @@ def sides_of(item: Item, tokenizer: "PreTrainedTokenizerBase") -> list[Side]:
 
 
 def _side(
-    title: str, sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
+    title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None
 ) -> Side:
     return Side(
         title=title,
@@ -87,7 +85,7 @@ def _side(
 
 
 def stretches_of(
-    sample: Sample, tokenizer: "PreTrainedTokenizerBase", labels: Sequence[str] | None = None
+    sample: Sample, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None
 ) -> Iterator[Stretch]:
     """Yields the stretches of a sample, whose texts add up to the decoded sample. `labels`: label of each
     token with a loss, which is then a separate stretch; None if there are no labels."""
@@ -146,7 +144,7 @@ class Preview:
         self._stream = stream
         self._console = Console(file=stream, force_terminal=True) if coloured else None
 
-    def first_tokens(self, tokenizer: "PreTrainedTokenizerBase", *, is_chat: bool) -> None:
+    def first_tokens(self, tokenizer: PreTrainedTokenizerBase, *, is_chat: bool) -> None:
         """Prints the tokens that the tokenizer prepends to a text, if any."""
         if first := decode(tokenizer, first_token_ids(tokenizer)):
             plain = f"the tokenizer adds {first} at the beginning of every text"
@@ -155,7 +153,7 @@ class Preview:
             )
             self.line(f"{chat if is_chat else plain}\n")
 
-    def item(self, number: int, item: Item, tokenizer: "PreTrainedTokenizerBase") -> None:
+    def item(self, number: int, item: Item, tokenizer: PreTrainedTokenizerBase) -> None:
         sides = sides_of(item, tokenizer)
         name = f"{UNITS[type(item)]} {number}"
         if self._console is None:

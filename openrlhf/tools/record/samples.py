@@ -4,6 +4,10 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from openrlhf.api import Decode, Trajectory, best_to_worst, format_number, response_of, shorten
 
 SAMPLES_PRINTED = 4
@@ -35,10 +39,6 @@ def print_samples(samples: Sequence[Trajectory], decode: Decode, *, stream: Text
 
 
 def _print_rich(rows: list[tuple[str, str, str, str]], stream: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title="samples", show_lines=True, expand=True)
     table.add_column("reward", justify="right")
     table.add_column("tokens", justify="right")

@@ -11,6 +11,7 @@ from openrlhf.api import resume_change as change_of
 from openrlhf.tools.command_line.run_files import TRAINING
 from openrlhf.tools.replay.differences import NUMBER, ORDER, Compared, compare_metrics, compare_rollouts, same
 from openrlhf.tools.replay.recorded import RecordedRun
+from openrlhf.tools.replay.tensors import compare_checkpoints
 
 KeyT = TypeVar("KeyT")
 ValueT = TypeVar("ValueT")
@@ -184,8 +185,6 @@ def _checkpoints(
 ) -> Iterator[Stage]:
     """Yields the comparison of each model's checkpoint of a step. `models`: model -> folder, for both
     runs."""
-    from openrlhf.tools.replay.tensors import compare_checkpoints
-
     for model, folders in _common(*models).items():
         found = [*compare_checkpoints(*folders, reads=reads)]
         yield Stage(step=step, name=f"checkpoint of the {model}", found=found)

@@ -13,13 +13,20 @@ from openrlhf.api import (
     PPO,
     CheckpointFolder,
     ErrorCode,
+    NoEngines,
     PPOConfig,
     UsageError,
     catch_signals,
     choose_hub,
+    leave_distributed,
+    num_updates,
     parse,
     short_errors,
+    start_local_roles,
 )
+from openrlhf.api import FoundCheckpoint as Found
+from openrlhf.api import SupervisedRun as Run
+from openrlhf.api import build_rl_data as build_data
 from openrlhf.api import build_rl_trainer as build_trainer
 from openrlhf.tools.command_line.run_files import TRAINING, task_type_of
 from openrlhf.tools.replay.journal_collector import JournalCollector
@@ -48,9 +55,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def supervised(name: str, config: Any, step: int) -> None:
     """Trains from the checkpoint to the end of `step`."""
-    from openrlhf.api import SupervisedRun as Run
-    from openrlhf.api import leave_distributed
-
     with ExitStack() as held:
         trainer = Run(task_type_of(name)(config), [], held).trainer()
         trainer.last_step = step
@@ -65,10 +69,6 @@ def supervised(name: str, config: Any, step: int) -> None:
 def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int) -> None:
     """Loads the checkpoint of step `start` (0: none) and trains on the recorded samples of the steps up to
     `step`. All models are in this process."""
-    from openrlhf.api import FoundCheckpoint as Found
-    from openrlhf.api import NoEngines, num_updates, start_local_roles
-    from openrlhf.api import build_rl_data as build_data
-
     checkpoints = CheckpointFolder.of(config)
     found = checkpoints.find() if start else Found(None, [])
     if found.skipped:

@@ -69,7 +69,7 @@ def _of_torch(folder: Path) -> dict[str, Callable[[], Tensor]]:
 
 
 def _of_deepspeed(folder: Path) -> dict[str, Callable[[], Tensor]]:
-    from openrlhf.api import DEEPSPEED_MASTER as MASTER
+    from openrlhf.api import DEEPSPEED_MASTER as MASTER  # DeepSpeed may be missing
     from openrlhf.api import DEEPSPEED_ORDER as ORDER
     from openrlhf.api import DeepSpeedCheckpoint as Checkpoint
 

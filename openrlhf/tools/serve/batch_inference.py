@@ -1,37 +1,75 @@
 """Batch inference: answers a dataset's prompts, or scores its answers (`openrlhf batch_inference`). The tasks
 generate and rm also run under torchrun or deepspeed, as the module openrlhf.tools.serve.batch_inference."""
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from openrlhf.api import (
-    BATCH_INFERENCE,
+    DEVICE_TYPE,
+    MODEL_FLAG,
     BatchInferenceConfig,
     ChatConfig,
+    EngineOptions,
     ErrorCode,
+    ProcessMesh,
+    Progress,
     RunError,
-    check_launcher,
-    choose_hub,
+    SamplingParams,
+    build_answers,
+    build_questions,
+    check_columns,
+    check_room,
+    check_vllm_runs,
+    checking,
     counted,
+    current_device,
+    engine_class,
+    format_duration,
+    format_number,
+    init_distributed,
+    load_config,
+    load_generator,
+    load_rows,
+    load_scorer,
     load_tokenizer_of,
-    parse,
-    short_errors,
+    resolve_reading,
+    score_statistics,
+    seed_everything,
+    stop_token_ids,
+    tell_stops,
     values_of,
+    waiting,
 )
-from openrlhf.tools.command_line.arguments import fitting_lengths
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
-
-    from openrlhf.api import Progress, SamplingParams
-    from openrlhf.tools.serve.answering import Recorder
+from openrlhf.api import inference_fingerprint as fingerprint
+from openrlhf.api import inference_iteration as iteration
+from openrlhf.tools.serve.answering import (
+    Recorder,
+    answer_with_engine,
+    answer_with_transformers,
+    requests_for,
+    score,
+)
+from openrlhf.tools.serve.flags import length_keys
+from openrlhf.tools.serve.post_process import best_and_worst, keep_best, write_rewards
+from openrlhf.tools.serve.result_file import (
+    ResultFile,
+    check_origin,
+    finished,
+    merge,
+    write_origin,
+    write_rows,
+)
 
 Work = Callable[[Sequence[Any], "Recorder"], None]
 """A function that processes items of work and records their results."""
-
-MODEL_FLAG = "--model.model_name_or_path"
 
 ONLY_SPEED = (
     *("local_rank", "output_path", "train.micro_batch_size", "data.dataset"),
@@ -42,28 +80,10 @@ ONLY_SPEED = (
 (`origin`)."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        config = parse(BATCH_INFERENCE, argv, resolve=_lengths).config
-        check_launcher()
-        run(config)
-        if config.engine != "vllm":
-            from openrlhf.api import leave_distributed
-
-            leave_distributed()
-
-
 def run(config: BatchInferenceConfig) -> None:
     """Runs the task and writes `output_path`. Every rank calls it; the process group stays open."""
-    choose_hub(config.use_ms)
-    from openrlhf.api import Progress, checking, waiting
-
     with checking():
         check(config)
-    from openrlhf.api import tell_stops
-    from openrlhf.tools.serve.answering import Recorder
-    from openrlhf.tools.serve.result_file import ResultFile, check_origin, finished, write_origin
-
     tokenizer = load_tokenizer_of(config)
     if config.task != "rm":
         tell_stops(config, tokenizer)
@@ -103,8 +123,6 @@ def run(config: BatchInferenceConfig) -> None:
 
 def check(config: BatchInferenceConfig) -> None:
     """Checks the dataset and the model's files before anything is loaded. Raises UsageError for problems."""
-    from openrlhf.api import check_columns
-
     check_columns(
         config.data.dataset,
         flag="--data.dataset",
@@ -112,14 +130,12 @@ def check(config: BatchInferenceConfig) -> None:
         split=config.data.dataset_split,
         bad_rows=config.data.bad_rows,
     )
-    check_answering_model(config, _length_keys(config))
+    check_answering_model(config, length_keys(config))
 
 
 def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Sequence[str]) -> None:
     """Raises UsageError if the model is missing, if its context is shorter than the sum of the flags
     `lengths`, or if the engine is vLLM and does not support it."""
-    from openrlhf.api import DEVICE_TYPE, check_room, check_vllm_runs, load_config
-
     path, values = config.model.model_name_or_path, values_of(config)
     model_config = load_config(path, MODEL_FLAG)
     check_room(model_config, config, *lengths, path=path)
@@ -136,14 +152,9 @@ def check_answering_model(config: BatchInferenceConfig | ChatConfig, lengths: Se
 
 
 def build_work(
-    config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase"
+    config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[Any], dict[str, Any]]:
     """Returns the items of work, each with its `key`, and the `origin` of their results."""
-    from openrlhf.api import build_answers, build_questions, load_rows
-    from openrlhf.api import inference_fingerprint as fingerprint
-    from openrlhf.api import inference_iteration as iteration
-    from openrlhf.tools.serve.answering import requests_for
-
     data, rollout = config.data, config.rollout
     rows = load_rows(
         data.dataset,
@@ -182,8 +193,6 @@ def build_work(
 def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
     """Returns everything that determines the results: flags, fingerprint of the rows, and size and
     modification time of each weight file."""
-    from pathlib import Path
-
     flags = {key: value for key, value in values_of(config).items() if key not in ONLY_SPEED}
     folder = Path(config.model.model_name_or_path)
     files = sorted(file for ending in ("safetensors", "bin") for file in folder.glob(f"[!.]*.{ending}"))
@@ -192,12 +201,7 @@ def origin(config: BatchInferenceConfig, rows: str) -> dict[str, Any]:
 
 
 @contextmanager
-def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
-    import asyncio
-
-    from openrlhf.api import DEVICE_TYPE, EngineOptions, engine_class
-    from openrlhf.tools.serve.answering import answer_with_engine
-
+def _vllm(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Work]:
     options = EngineOptions.of(
         config,
         model=config.model.model_name_or_path,
@@ -225,10 +229,7 @@ def _vllm(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") ->
 
 
 @contextmanager
-def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
-    from openrlhf.api import current_device
-    from openrlhf.tools.serve.answering import answer_with_transformers
-
+def _transformers(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Work]:
     model = load_answering_model(config).to(current_device()).eval()
     yield lambda requests, recorder: answer_with_transformers(
         model,
@@ -241,10 +242,7 @@ def _transformers(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerB
 
 
 @contextmanager
-def _scorer(config: BatchInferenceConfig, tokenizer: "PreTrainedTokenizerBase") -> Iterator[Work]:
-    from openrlhf.api import current_device, load_scorer, resolve_reading
-    from openrlhf.tools.serve.answering import score
-
+def _scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) -> Iterator[Work]:
     model = load_scorer(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,
@@ -275,23 +273,18 @@ def _loader(config: BatchInferenceConfig) -> str:
     return "rm" if config.task == "rm" else config.engine
 
 
-def _statistics(config: BatchInferenceConfig, model_config: "PreTrainedConfig") -> tuple[float, float]:
+def _statistics(config: BatchInferenceConfig, model_config: PreTrainedConfig) -> tuple[float, float]:
     """Returns (mean, std) by which scores are normalised. For csft they are (0, 1), because csft normalises
     all scores at the end."""
     if not config.reward.normalize_enable or config.post_processor == "csft":
         return 0.0, 1.0
-    from openrlhf.api import score_statistics
-
     return score_statistics(model_config, config.model.model_name_or_path)
 
 
 def _finish(
-    config: BatchInferenceConfig, progress: "Progress", num_wanted: int, num_tokens: int, elapsed: float
+    config: BatchInferenceConfig, progress: Progress, num_wanted: int, num_tokens: int, elapsed: float
 ) -> None:
     """Merges the ranks' rows, post-processes them, and prints a summary."""
-    from openrlhf.api import format_duration, format_number
-    from openrlhf.tools.serve.result_file import merge, write_rows
-
     rows = merge(config.raw_path)
     if len(rows) != num_wanted:
         text = f"has {counted(len(rows), 'row')} instead of {num_wanted}. Another run may be writing it."
@@ -311,8 +304,6 @@ def _finish(
 
 def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[dict], str]:
     """Returns the post-processed rows, and a remark for the summary."""
-    from openrlhf.tools.serve.post_process import best_and_worst, keep_best, write_rewards
-
     if config.post_processor == "rs":
         return keep_best(rows), ""
     if config.post_processor == "csft":
@@ -323,8 +314,6 @@ def _post_process(config: BatchInferenceConfig, rows: list[dict]) -> tuple[list[
 
 def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
     """Loads the model for sampling with transformers, not yet on its device."""
-    from openrlhf.api import load_generator
-
     return load_generator(
         config.model.model_name_or_path,
         flag=MODEL_FLAG,
@@ -336,11 +325,9 @@ def load_answering_model(config: BatchInferenceConfig | ChatConfig) -> Any:
 
 
 def sampling_params_of(
-    config: BatchInferenceConfig | ChatConfig, tokenizer: "PreTrainedTokenizerBase", max_tokens: int
-) -> "SamplingParams":
+    config: BatchInferenceConfig | ChatConfig, tokenizer: PreTrainedTokenizerBase, max_tokens: int
+) -> SamplingParams:
     """Returns the sampling options of answers with at most `max_tokens` tokens, without a seed."""
-    from openrlhf.api import SamplingParams, stop_token_ids
-
     rollout = config.rollout
     return SamplingParams(
         max_tokens=max_tokens,
@@ -353,18 +340,9 @@ def sampling_params_of(
     )
 
 
-def _lengths(config: BatchInferenceConfig, *args: Any) -> dict[str, int]:
-    return fitting_lengths(config, *args, flag=MODEL_FLAG, keys=_length_keys(config))
-
-
-def _length_keys(config: BatchInferenceConfig) -> tuple[str, ...]:
-    """Returns the flags whose sum is the length of the longest sequence."""
-    return ("data.max_len",) if config.task == "rm" else ("data.prompt_max_len", "rollout.max_new_tokens")
-
-
 def _longest(config: BatchInferenceConfig) -> int:
     values = values_of(config)
-    return sum(values[key] for key in _length_keys(config))
+    return sum(values[key] for key in length_keys(config))
 
 
 def _columns(config: BatchInferenceConfig) -> dict[str, str | None]:
@@ -383,10 +361,6 @@ def _join_ranks(config: BatchInferenceConfig) -> tuple[int, int]:
     vLLM, which starts its own processes."""
     if config.engine == "vllm":
         return 0, 1
-    import torch.distributed as dist
-
-    from openrlhf.api import ProcessMesh, init_distributed, seed_everything
-
     init_distributed(timeout_minutes=7 * 24 * 60)  # ranks with less work wait at the end
     seed_everything(config.train.seed, config.train.full_determinism_enable)
     dist.barrier()
@@ -398,15 +372,6 @@ def _sum_over_ranks(config: BatchInferenceConfig, number: int) -> int:
     """Returns the sum of `number` over ranks, after all have written their rows."""
     if config.engine == "vllm":
         return number
-    import torch
-    import torch.distributed as dist
-
-    from openrlhf.api import current_device
-
     total = torch.tensor(number, device=current_device())
     dist.all_reduce(total)
     return int(total)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,55 +1,45 @@
 """Chats with a model (`openrlhf chat`), on a terminal or with messages from a pipe."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from openrlhf.api import (
-    CHAT,
+    DEVICE_TYPE,
     MODEL_FLAG,
+    AnswerStream,
     ChatConfig,
+    EngineOptions,
     Explicit,
-    choose_hub,
+    VLLMStream,
+    checking,
+    clean_text,
     load_tokenizer_of,
     notify,
-    parse,
-    short_errors,
+    prompt_token_ids,
+    seed_at,
+    tell_stops,
+    waiting,
     with_values,
 )
-from openrlhf.tools.command_line.arguments import fitting_lengths
 from openrlhf.tools.serve.batch_inference import (
     check_answering_model,
     load_answering_model,
     sampling_params_of,
 )
+from openrlhf.tools.serve.conversation import Conversation
+from openrlhf.tools.serve.streaming import PiecewiseText, TransformersStream
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.api import AnswerStream
-    from openrlhf.tools.serve.conversation import Conversation
-
-_lengths = partial(fitting_lengths, flag=MODEL_FLAG, keys=["data.max_len"])
 HELP = "type clear to start a new conversation, exit or Ctrl-D to quit; Ctrl-C stops an answer"
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        invocation = parse(CHAT, argv, resolve=_lengths)
-        run(invocation.config, invocation.explicit)
 
 
 def run(config: ChatConfig, explicit: Explicit) -> None:
     """Answers messages until `exit` or the end of the input."""
-    choose_hub(config.use_ms)
-    from openrlhf.api import checking, waiting
-
     with checking():
         check_answering_model(config, ["data.max_len"])
-    from openrlhf.api import tell_stops
-
     tokenizer = load_tokenizer_of(config)
     config = _with_template(config, explicit, tokenizer.chat_template)
     tell_stops(config, tokenizer)
@@ -75,11 +65,7 @@ def _with_template(config: ChatConfig, explicit: Explicit, template: Any) -> Cha
     return with_values(config, {flag: True})
 
 
-def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "Conversation":
-    from pathlib import Path
-
-    from openrlhf.tools.serve.conversation import Conversation
-
+def _conversation(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> Conversation:
     return Conversation(
         tokenizer,
         apply_chat_template=config.data.apply_chat_template,
@@ -89,17 +75,11 @@ def _conversation(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "
     )
 
 
-def _load(config: ChatConfig, tokenizer: "PreTrainedTokenizerBase") -> "AnswerStream":
+def _load(config: ChatConfig, tokenizer: PreTrainedTokenizerBase) -> AnswerStream:
     """Loads the model in the selected engine, for streamed answers."""
-    from openrlhf.api import DEVICE_TYPE
-
     if config.engine == "transformers":
-        from openrlhf.tools.serve.streaming import TransformersStream
-
         model = load_answering_model(config).to(DEVICE_TYPE).eval()
         return TransformersStream(model, tokenizer.pad_token_id)
-    from openrlhf.api import EngineOptions, VLLMStream
-
     return VLLMStream(
         EngineOptions.of(
             config,
@@ -132,15 +112,12 @@ def _read() -> str | None:
 
 def _answer(
     config: ChatConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    model: "AnswerStream",
-    conversation: "Conversation",
+    tokenizer: PreTrainedTokenizerBase,
+    model: AnswerStream,
+    conversation: Conversation,
     message: str,
 ) -> None:
     """Prints the answer as it is sampled. Ctrl-C stops it; the printed part stays in the conversation."""
-    from openrlhf.api import clean_text, prompt_token_ids, seed_at
-    from openrlhf.tools.serve.streaming import PiecewiseText
-
     asked = conversation.prompt(message)
     prompt = prompt_token_ids(tokenizer, asked, is_chat=config.data.apply_chat_template)
     room = config.data.max_len - len(prompt)
@@ -163,7 +140,3 @@ def _answer(
     except KeyboardInterrupt:
         print(clean_text(text.finish()), "(stopped)", flush=True)
     conversation.add(message, text.text)
-
-
-if __name__ == "__main__":
-    main()

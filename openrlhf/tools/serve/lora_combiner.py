@@ -1,44 +1,39 @@
 """Merges a LoRA adapter into its base model: `openrlhf lora_combiner`."""
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict, load_peft_weights
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers.utils import cached_file
 
 from openrlhf.api import (
-    LORA_COMBINER,
+    CLASSIFIER_HEAD,
+    DTYPES,
+    OF_FILES,
     ErrorCode,
     LoraCombinerConfig,
     UsageError,
+    check_model,
+    check_saving,
     exporting,
     first_line,
+    load_statistics,
+    load_tokenizer,
+    merge_rounded,
     notify,
-    parse,
-    short_errors,
+    padding_token_id,
+    save_model,
+    waiting,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    config = parse(LORA_COMBINER, argv).config
-    with short_errors():
-        run(config)
+from openrlhf.api import loading_model as loading
 
 
 def run(config: LoraCombinerConfig) -> None:
     """Writes the merged model: W + (alpha / rank) B A for every adapted layer, and the base model's other
     weights."""
-    from openrlhf.api import (
-        check_model,
-        check_saving,
-        load_statistics,
-        load_tokenizer,
-        padding_token_id,
-        save_model,
-        waiting,
-    )
-
     check_model(config.model_path, "--model_path")
     trained_on = _check_adapter(config)
     tokenizer_path, flag = _tokenizer_home(config)
@@ -60,8 +55,6 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
     """Returns the name of the base model that the adapter was trained on. Prints a note if it is not
     --model_path. Raises UsageError if there is no adapter, if it belongs to another kind of model, or if the
     rank of its weights is not that of its configuration."""
-    from peft import PeftConfig
-
     try:
         adapter = PeftConfig.from_pretrained(config.lora_path)
     except (OSError, ValueError) as error:
@@ -84,8 +77,6 @@ def _check_adapter(config: LoraCombinerConfig) -> str:
 
 
 def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
-    from peft import load_peft_weights
-
     try:
         weights = load_peft_weights(config.lora_path, device="cpu")
     except Exception as error:  # a damaged pickle can raise any error
@@ -101,13 +92,7 @@ def _check_rank(config: LoraCombinerConfig, adapter: Any) -> None:
             )
 
 
-def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
-    from peft import PeftModel, get_peft_model_state_dict, load_peft_weights
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    from openrlhf.api import CLASSIFIER_HEAD, DTYPES, OF_FILES, merge_rounded
-    from openrlhf.api import loading_model as loading
-
+def _merge(config: LoraCombinerConfig, trained_on: str) -> PreTrainedModel:
     dtype = DTYPES[config.ds.param_dtype]
     auto_class = AutoModelForSequenceClassification if config.is_rm else AutoModelForCausalLM
     labels: dict[str, Any] = {"num_labels": 1} if config.is_rm else {}
@@ -135,11 +120,8 @@ def _merge(config: LoraCombinerConfig, trained_on: str) -> "PreTrainedModel":
     return model.unload()
 
 
-def _untie(base: "PreTrainedModel") -> None:
+def _untie(base: PreTrainedModel) -> None:
     """Unties head and embedding if only one of them is adapted, because merging would change both."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from torch import nn
-
     layers: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
     adapted = [layer for layer in layers if isinstance(layer, BaseTunerLayer)]
     if adapted and layers[0].weight is layers[1].weight:
@@ -160,13 +142,7 @@ def _wrong_adapter(config: LoraCombinerConfig, text: str) -> UsageError:
 def _tokenizer_home(config: LoraCombinerConfig) -> tuple[str, str]:
     """Returns the tokenizer's path and the flag of that path: the adapter's folder if it has a tokenizer,
     else the base model's."""
-    from transformers.utils import cached_file
-
     beside = cached_file(
         config.lora_path, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False
     )
     return (config.lora_path, "--lora_path") if beside else (config.model_path, "--model_path")
-
-
-if __name__ == "__main__":
-    main()

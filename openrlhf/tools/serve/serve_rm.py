@@ -1,43 +1,30 @@
 """Serves a reward model over HTTP: `openrlhf serve_rm`."""
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
-
 from openrlhf.api import (
-    SERVE_RM,
+    DEVICE_TYPE,
     ErrorCode,
     ServeRMConfig,
     UsageError,
-    choose_hub,
+    check_room,
+    checking,
+    end_token_id,
     freeze_heap,
-    parse,
-    short_errors,
+    load_config,
+    load_scorer,
+    load_tokenizer,
+    resolve_reading,
+    score_statistics,
+    waiting,
 )
-from openrlhf.tools.command_line.arguments import fitting_lengths
-
-if TYPE_CHECKING:
-    from openrlhf.tools.serve.scoring import TextScorer
-
-MODEL_FLAG = "--reward.model_name_or_path"
-_lengths = partial(fitting_lengths, flag=MODEL_FLAG, keys=["data.max_len"])
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        run(parse(SERVE_RM, argv, resolve=_lengths).config)
+from openrlhf.tools.serve.flags import SERVED_FLAG
+from openrlhf.tools.serve.scoring import ScoreQueue, TextScorer
+from openrlhf.tools.serve.server import bind, build_app, serve
 
 
 def run(config: ServeRMConfig) -> None:
     """Serves until SIGTERM or Ctrl-C."""
-    choose_hub(config.use_ms)
-    from openrlhf.api import checking, waiting
-
     with checking():
         check(config)
-    from openrlhf.tools.serve.scoring import ScoreQueue
-    from openrlhf.tools.serve.server import bind, build_app, serve
-
     freeze_heap()
     bound = bind(config.host, config.port)
     with waiting("loading the model", key=config.reward.model_name_or_path or ""):
@@ -48,10 +35,8 @@ def run(config: ServeRMConfig) -> None:
 
 def check(config: ServeRMConfig) -> None:
     """Checks the model's files before the model is loaded. Raises UsageError for problems."""
-    from openrlhf.api import check_room, load_config, score_statistics
-
     path = config.reward.model_name_or_path or ""
-    model_config = load_config(path, MODEL_FLAG)
+    model_config = load_config(path, SERVED_FLAG)
     if config.reward.normalize_enable:
         score_statistics(model_config, path)
     check_room(model_config, config, "data.max_len", path=path)
@@ -64,24 +49,14 @@ def check(config: ServeRMConfig) -> None:
         )
 
 
-def load(config: ServeRMConfig) -> "TextScorer":
+def load(config: ServeRMConfig) -> TextScorer:
     """Loads the model with its tokenizer as a function from texts to scores."""
-    from openrlhf.api import (
-        DEVICE_TYPE,
-        end_token_id,
-        load_scorer,
-        load_tokenizer,
-        resolve_reading,
-        score_statistics,
-    )
-    from openrlhf.tools.serve.scoring import TextScorer
-
     path = config.reward.model_name_or_path or ""
-    tokenizer = load_tokenizer(path, flag=MODEL_FLAG, use_fast=not config.data.disable_fast_tokenizer)
+    tokenizer = load_tokenizer(path, flag=SERVED_FLAG, use_fast=not config.data.disable_fast_tokenizer)
     end_token_id(tokenizer)  # refuses a tokenizer without one
     model = load_scorer(
         path,
-        flag=MODEL_FLAG,
+        flag=SERVED_FLAG,
         dtype=config.ds.param_dtype,
         attention=config.ds.attn_implementation,
         max_len=config.data.max_len,
@@ -103,7 +78,3 @@ def load(config: ServeRMConfig) -> "TextScorer":
         mean=mean,
         std=std,
     )
-
-
-if __name__ == "__main__":
-    main()

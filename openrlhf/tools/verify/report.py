@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from openrlhf.api import find_secrets, redact, to_yaml, write_atomically
 from openrlhf.api import run_environment as environment
 
@@ -98,7 +100,5 @@ def write_report(path: Path, command: str, config: Any, findings: Sequence[Findi
 
 def machine() -> dict[str, Any]:
     """Returns the GPUs, the versions of CUDA and torch, and the command line."""
-    import torch
-
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"gpus": gpus, "cuda": torch.version.cuda, "torch": torch.__version__, "argv": sys.argv}

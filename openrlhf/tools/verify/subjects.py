@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from openrlhf.api import (
     DEVICE_TYPE,
@@ -376,8 +377,6 @@ def shortest(lengths: list[int], size: Size) -> list[int]:
 
 def forget_engines() -> None:
     """Frees the memory of training engines that are no longer used."""
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
     unset_hf_deepspeed_config()
     gc.collect()
     release_cached_memory()

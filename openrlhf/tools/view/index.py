@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import duckdb
 
-from openrlhf.api import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, cache_folder
+from openrlhf.api import JOURNAL_FILE, RENAMED_COLUMNS, RunFolder, cache_folder, read_table
 from openrlhf.api import reading_run as reading
 
 POLL_SECONDS = 2.0
@@ -245,8 +245,6 @@ def _relations(cursor: duckdb.DuckDBPyConnection, folder: Path, names: Sequence[
 
 
 def _json_lines(cursor: duckdb.DuckDBPyConnection, path: Path) -> str:
-    from openrlhf.api import read_table  # imports torch
-
     name = f"json_{_step(path.name)}"
     cursor.register(name, read_table(path))
     place = f"{_quoted(path.name)} AS filename, row_number() OVER () - 1 AS file_row_number"

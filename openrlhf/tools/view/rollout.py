@@ -9,7 +9,20 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import JOURNAL_FILE, RENAMED_COLUMNS, ErrorCode, RunFolder, UsageError, label_of
+from openrlhf.api import (
+    JOURNAL_FILE,
+    RENAMED_COLUMNS,
+    ErrorCode,
+    ImageSources,
+    RunFolder,
+    UsageError,
+    decoded,
+    kept_download,
+    label_of,
+    load_image,
+    png,
+    read_rows,
+)
 from openrlhf.tools.view.index import Index, parquet
 from openrlhf.tools.view.rollout_view import prompt_length
 
@@ -40,8 +53,6 @@ def read_row(index: Index, run: int, file: str, row: int) -> Row:
     if path.suffix == ".parquet":
         rows = index.rows(f"SELECT * FROM {parquet(path)} WHERE file_row_number = ?", [row])
     else:
-        from openrlhf.api import read_rows  # imports torch
-
         rows = read_rows(path, [row])
     if not rows:
         raise UsageError(ErrorCode.NOT_FOUND, f"the file has no row {row}", value=file)
@@ -124,8 +135,6 @@ def diff(first: str, second: str) -> dict[str, Any]:
 def picture(folder: Path, reference: str) -> bytes:
     """Returns a picture of a rollout as PNG, from the run's image folder or from the cache of downloads;
     fetches nothing. Raises UsageError if the picture is not there or cannot be decoded."""
-    from openrlhf.api import ImageSources, decoded, kept_download, load_image, png
-
     if "://" in reference:
         kept = kept_download(reference)
         root, name = kept.parent, kept.name

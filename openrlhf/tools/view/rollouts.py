@@ -1,4 +1,4 @@
-"""Prints samples of an RL run, from its last step or any other, with tokens coloured by advantage."""
+"""Prints samples of an RL run (`openrlhf rollouts`)."""
 
 import argparse
 import math
@@ -6,54 +6,30 @@ import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from openrlhf.api import ErrorCode, UsageError, choose_hub, short_errors
-from openrlhf.tools.command_line.arguments import ArgumentParser, positive
+from rich.console import Console
 
-if TYPE_CHECKING:
-    from openrlhf.tools.view.rollout_view import Row
+from openrlhf.api import (
+    ErrorCode,
+    RunIndex,
+    UsageError,
+    choose_hub,
+    decode_each,
+    num_samples,
+    read_rows,
+    read_table,
+)
+from openrlhf.api import reading_run as reading
+from openrlhf.tools.command_line.terminal import shows_colours
+from openrlhf.tools.view.flags import NAMES
+from openrlhf.tools.view.rollout_view import Row, prompt_length, show
 
-NAMES = ("step", "eval", "filtered")
-ORDERS = ("reward", "score", "length")
 MOST_LISTED = 20
 """Maximum number of names that an error lists."""
 
 
-def make_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="openrlhf rollouts", description=__doc__)
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
-    parser.add_argument("--step", type=int, metavar="N", help="RL step (default: the last)")
-    parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
-    parser.add_argument("--failed", action="store_true", help="only samples without a reward")
-    parser.add_argument(
-        "--sort", choices=ORDERS, help="print the largest first (default: in the order of sampling)"
-    )
-    parser.add_argument(
-        "--name",
-        choices=NAMES,
-        default="step",
-        help="samples of a training step (default), of an evaluation, or dropped by dynamic filtering",
-    )
-    parser.add_argument(
-        "--limit", type=positive, default=8, metavar="N", help="samples to print (default: 8)"
-    )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    with short_errors():
-        run(make_parser().parse_args(argv))
-
-
 def run(options: argparse.Namespace) -> None:
-    from rich.console import Console
-
-    from openrlhf.api import read_rows
-    from openrlhf.api import reading_run as reading
-    from openrlhf.tools.command_line.terminal import shows_colours
-    from openrlhf.tools.view.rollout_view import show
-
     coloured = shows_colours()
     console = Console(file=sys.stdout, force_terminal=coloured, color_system="auto" if coloured else None)
     steps = steps_of(options.run, options.name)
@@ -70,8 +46,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def steps_of(folder: Path, name: str) -> dict[int, Path]:
-    from openrlhf.api import RunIndex
-
     run = RunIndex(folder)
     if steps := run.rollouts(name):
         return steps
@@ -83,8 +57,6 @@ def steps_of(folder: Path, name: str) -> dict[int, Path]:
 def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tuple[list[int], int]:
     """Returns the indices of the rows that the options select, in the order of --sort, and the step's number
     of samples. Raises UsageError if the step does not have the prompt."""
-    from openrlhf.api import num_samples, read_table
-
     values = "rollout_log_probs" if options.sort == "length" else options.sort or "reward"
     table = read_table(steps[step], ["prompt_id", "outcome", values])
     prompts, outcomes = table["prompt_id"].to_pylist(), table["outcome"].to_pylist()
@@ -105,8 +77,6 @@ def choose(steps: dict[int, Path], step: int, options: argparse.Namespace) -> tu
 
 
 def no_such_prompt(steps: dict[int, Path], step: int, prompt: int) -> str:
-    from openrlhf.api import read_table
-
     prompts_of = {
         n: set(read_table(path, ["prompt_id"])["prompt_id"].to_pylist()) for n, path in steps.items()
     }
@@ -119,7 +89,7 @@ def _not_found(text: str, flag: str = "", value: object = "") -> UsageError:
     return UsageError(ErrorCode.NOT_FOUND, text, flag=flag, value=value)
 
 
-def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
+def pieces_of(folder: Path, rows: Sequence[Row]) -> list[list[str]] | None:
     """Returns for each row the text of each token of its answer. Returns None and prints a note if the run's
     tokenizer is missing or does not reproduce the stored text."""
     try:
@@ -129,12 +99,9 @@ def pieces_of(folder: Path, rows: Sequence["Row"]) -> list[list[str]] | None:
         return None
 
 
-def token_texts(folder: Path, row: "Row") -> list[str]:
+def token_texts(folder: Path, row: Row) -> list[str]:
     """Returns the text of each token after the prompt. Raises ValueError if the run's tokenizer cannot be
     used or does not reproduce the stored text."""
-    from openrlhf.api import decode_each
-    from openrlhf.tools.view.rollout_view import prompt_length
-
     start = prompt_length(row)
     texts = decode_each(tokenizer_of(folder), row["token_ids"][start:], after=row["token_ids"][:start])
     if row.get("response") not in (None, "".join(texts)):
@@ -146,7 +113,7 @@ def token_texts(folder: Path, row: "Row") -> list[str]:
 def tokenizer_of(folder: Path) -> Any:
     """Loads the tokenizer of the model that the policy started from, or else of the final model. Raises
     UsageError if neither exists."""
-    from openrlhf.api import RunFolder, load_tokenizer
+    from openrlhf.api import RunFolder, load_tokenizer  # imports transformers
 
     if not (config := RunFolder(folder).read_config()):
         raise _not_found("has no config.yaml, which names the run's tokenizer", value=folder)
@@ -167,7 +134,3 @@ def _listed(names: Sequence[Any]) -> str:
     if len(names) <= MOST_LISTED:
         return ", ".join(map(str, names))
     return f"{', '.join(map(str, names[: MOST_LISTED - 1]))}, ... {names[-1]} ({len(names)} in all)"
-
-
-if __name__ == "__main__":
-    main()

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.tools.plan.agent import play, prepare
+from openrlhf.tools.plan.flags import config_of_agent
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, Trajectory
 
@@ -50,8 +51,8 @@ def episodes(spec: dict) -> list[Trajectory]:
     )
     flags = "--ds.param_dtype fp32 --data.max_len 128 --rollout.max_new_tokens 6 --rollout.temperature "
     flags += f"{TEMPERATURE} --rollout.engine {spec['engine']}"
-    config, prompt = prepare(options, flags.split(), out)
-    return asyncio.run(play(config, prompt)).trajectories
+    config = config_of_agent(options, flags.split(), out)
+    return asyncio.run(play(config, prepare(config))).trajectories
 
 
 def one_by_one(model: torch.nn.Module, t: Trajectory) -> list[Tensor]:

@@ -1,7 +1,10 @@
 """Answers of `openrlhf` that run no command."""
 
+import re
 import runpy
-from importlib import metadata
+import subprocess
+import sys
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -55,3 +58,28 @@ def test_a_package_adds_a_command_and_replaces_none(
     assert fresh["COMMANDS"]["ppo"] == COMMANDS["ppo"]
     fresh["main"](["house", "--much"])
     assert capsys.readouterr().out == "house ['--much']\n"
+
+
+def test_the_help_of_every_command_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+from openrlhf.cli.main import main
+for name in {list(COMMANDS)}:
+    try: main([name, "--help"])
+    except SystemExit: pass
+heavy = {{"torch", "numpy", "ray", "vllm", "deepspeed", "transformers", "datasets", "pyarrow"}}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.processes
+def test_what_a_command_runs_exists() -> None:
+    files = Path(main_module.__file__).parents[1].glob("tools/*/*.py")
+    named = [
+        name for file in files for name in re.findall(r'run\(\s*"(openrlhf[\w.]+:\w+)"', file.read_text())
+    ]
+    assert len(named) >= 18
+    for module, _, name in (place.partition(":") for place in named):
+        assert callable(getattr(import_module(module), name)), f"{module}:{name}"

@@ -27,8 +27,9 @@ from openrlhf.errors import ErrorCode
 from openrlhf.rewards.models import RewardReader
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.text import first_token_ids
-from openrlhf.tools.plan import data
+from openrlhf.tools.plan.flags import data as preview
 from openrlhf.tools.serve import interactive_chat
+from openrlhf.tools.serve.flags import chat
 from openrlhf.tools.serve.scoring import TextScorer
 from openrlhf.tools.serve.server import text_of
 from openrlhf.utils import prompt_token_ids
@@ -259,7 +260,7 @@ def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, template
     monkeypatch.setattr(sys, "stdin", io.StringIO("2 + 2\n"))
     monkeypatch.setattr(interactive_chat, "_load", lambda *_: Engine())
     argv = ["--model.model_name_or_path", model, "--data.max_len", "128"]
-    interactive_chat.main([*argv, "--data.apply_chat_template", template])
+    chat([*argv, "--data.apply_chat_template", template])
     assert asked[0].count(TINY.bos_token_id) == first_tokens
 
 
@@ -273,7 +274,7 @@ def test_a_chat_prompt_begins_with_the_first_tokens(model, monkeypatch, template
 def test_the_preview_tells(model, tmp_path, capsys, flags, word, count):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input": "1", "output": "2"}) + "\n")
     base = f"--model.model_name_or_path {model} --data.dataset {tmp_path}/rows.jsonl --data.output_key output"
-    data.main(["preview", "sft", *base.split(), *flags.split()])
+    preview(["preview", "sft", *base.split(), *flags.split()])
     out = capsys.readouterr().out
     first = out.partition("\n")[0]
     assert "<s>" in first and word in first

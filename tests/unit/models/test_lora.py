@@ -39,7 +39,7 @@ from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import transformers_attention
 from openrlhf.tasks.prepare import prepare
 from openrlhf.tools.selftest.verify import check_adapters
-from openrlhf.tools.serve.lora_combiner import main as combine
+from openrlhf.tools.serve.flags import lora_combiner as combine
 from openrlhf.types import PackedRow, Sample
 
 ALPHA, RANK = 12, 3

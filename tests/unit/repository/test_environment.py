@@ -20,6 +20,7 @@ from refusals import printed, refused
 from openrlhf import device
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.demo import demo
+from openrlhf.tools.demo.flags import demo as run_demo
 
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[3]
@@ -295,7 +296,7 @@ def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
 def test_the_demo_needs_what_its_commands_use(monkeypatch, tmp_path, capsys) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(SystemExit):
-        demo.main(["--folder", str(tmp_path / "demo")])
+        run_demo(["--folder", str(tmp_path / "demo")])
     (error,) = printed(capsys.readouterr().err)
     assert error.code is ErrorCode.MISSING_PACKAGE and "vllm" in error.text and "pip install" in error.text
     assert not (tmp_path / "demo").exists()

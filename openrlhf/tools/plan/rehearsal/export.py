@@ -3,6 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers as hf
+from peft import PeftModel
+from transformers import AutoTokenizer
+
 from openrlhf.api import CLASSIFIER_HEAD, register_classifier
 
 
@@ -10,13 +15,8 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
     """Loads a model that a run exported (an adapter with PEFT, on the model `base`), computes its outputs and
     returns a description. Raises ValueError if a weight is missing or the outputs are not finite. `head`:
     name of the scalar head in the files of a reward model."""
-    import torch
-    from transformers import AutoTokenizer
-
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if (folder / "adapter_config.json").exists():
-        from peft import PeftModel
-
         model, missing = PeftModel.from_pretrained(_load(base)[0], str(folder)), []
     else:
         model, missing = _load(folder)
@@ -35,8 +35,6 @@ def reloaded(folder: Path, base: Path, *, head: str = CLASSIFIER_HEAD) -> str:
 
 def _load(folder: Path) -> tuple[Any, list[str]]:
     """Returns the model and the names of weights that its files lack."""
-    import transformers as hf
-
     config = hf.AutoConfig.from_pretrained(folder)
     name = (config.architectures or [""])[0]
     if name.endswith("ForSequenceClassification"):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import PPOConfig, is_gym, split_spec
+from openrlhf.api import BadRow, PPOConfig, is_gym, load_rows, split_spec
 from openrlhf.tools.plan.rehearsal.settings import STEPS
 
 READ = 256
@@ -33,8 +33,6 @@ def rows_for(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: Path) -> dict[str, Any]:
-    from openrlhf.api import load_rows
-
     data = config.data
     if any(map(is_gym, split_spec(getattr(data, name)))):  # its verifier only knows its own problems
         return {}
@@ -57,8 +55,6 @@ def _chosen(config: Any, name: str, probs: str, split: str, count: int, folder: 
 
 def _readable(rows: Any) -> list[Any]:
     """Returns the rows that can be read. The others are found by `openrlhf check`."""
-    from openrlhf.api import BadRow
-
     found = []
     for i in range(len(rows)):
         try:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from openrlhf.api import Metrics, RunIndex, run_job
 
 TIMEOUT = 3600.0
@@ -110,6 +112,4 @@ def weight_difference(one: Path, other: Path) -> float:
 
 
 def _weights(folder: Path) -> dict:
-    from safetensors.torch import load_file
-
     return {name: x for file in sorted(folder.glob("*.safetensors")) for name, x in load_file(file).items()}

@@ -6,7 +6,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from openrlhf.api import WEIGHTS, ErrorCode, UsageError, first_line
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from openrlhf.api import WEIGHTS, ErrorCode, UsageError, first_line, load_config, register_classifier
 from openrlhf.api import hub_folder as model_folder
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -55,11 +62,6 @@ def shrunk_model(path: str, flag: str, folder: Path, *, seed: int, scores: bool,
         scores: True for a reward model with a scalar head.
         head: name of this head.
     """
-    import torch
-    from huggingface_hub.errors import StrictDataclassError
-
-    from openrlhf.api import load_config
-
     config = load_config(path, flag)
     scores = scores or (config.architectures or [""])[0].endswith("ForSequenceClassification")
     try:
@@ -230,11 +232,6 @@ def _shrink_encoder(values: dict[str, Any], hidden: int) -> None:
 def _class_of(config: Any, *, scores: bool) -> Any:
     """Returns the class of the model: with `scores` a sequence classifier with one label, else the class that
     config.json names, or a causal language model."""
-    import transformers
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
-    from openrlhf.api import register_classifier
-
     if scores:
         config.num_labels = 1
         register_classifier(config)
@@ -248,8 +245,6 @@ def _class_of(config: Any, *, scores: bool) -> Any:
 
 def _rename_head(folder: Path, name: str) -> None:
     """Renames the scalar head in the file of weights."""
-    from safetensors.torch import load_file, save_file
-
     file = folder / "model.safetensors"
     weights = {key.replace("score.", f"{name}.", 1): value for key, value in load_file(file).items()}
     save_file(weights, file, metadata={"format": "pt"})
@@ -260,8 +255,6 @@ def _copy_readers(path: str, folder: Path) -> None:
     config."""
     place = Path(model_folder(path))
     if not place.is_dir():
-        from huggingface_hub import snapshot_download
-
         place = Path(snapshot_download(path, ignore_patterns=[*WEIGHTS]))
     for file in place.iterdir():
         is_ours = file.name == "config.json" or file.name.endswith(".index.json")

@@ -4,14 +4,14 @@ import argparse
 import re
 import shlex
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 from refusals import refused
 
-from openrlhf.cli.main import COMMANDS
+from openrlhf.cli.completion import parser_of
+from openrlhf.cli.main import COMMANDS, reader_of
 from openrlhf.config import commands
 from openrlhf.errors import ErrorCode
 
@@ -84,10 +84,6 @@ ALL: dict[str, tuple[str, dict[str, Any]]] = {
 """Command -> (further words with every other option, what they change)."""
 
 
-def parser_of(name: str) -> argparse.ArgumentParser:
-    return import_module(COMMANDS[name][0]).make_parser()
-
-
 def parsers_of(name: str) -> Iterator[argparse.ArgumentParser]:
     """Yields the parsers of a command, or those of its subcommands."""
     parser = parser_of(name)
@@ -96,8 +92,7 @@ def parsers_of(name: str) -> Iterator[argparse.ArgumentParser]:
 
 
 def test_every_command_with_such_options_is_listed() -> None:
-    modules = {name: import_module(COMMANDS[name][0]) for name in COMMANDS.keys() - CONFIGURED}
-    assert {name for name, module in modules.items() if hasattr(module, "make_parser")} == LEAST.keys()
+    assert {name for name in COMMANDS.keys() - CONFIGURED if parser_of(name)} == LEAST.keys()
 
 
 @pytest.mark.parametrize("name", LEAST)
@@ -113,7 +108,8 @@ def test_the_help_names_the_command_and_explains_every_option(name: str) -> None
     for parser in parsers_of(name):
         assert parser.prog.removesuffix(" try") == f"openrlhf {name}"
         assert parser.format_usage().startswith(f"usage: {parser.prog} ")
-        about = (import_module(COMMANDS[name][0]).__doc__ or "").split()
+        module, read = reader_of(name)
+        about = (read.__doc__ or module.__doc__ or "").split()
         assert (parser.description or "").split()[:4] == about[:4]
         for action in parser._actions:
             assert action.help or action.dest == "shell", action.dest

@@ -9,7 +9,7 @@ from refusals import refused
 
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_tokenizer
-from openrlhf.tools.demo import demo
+from openrlhf.tools.demo import demo, flags
 from openrlhf.types import Trajectory
 
 TOKENIZER = tiny_tokenizer()
@@ -56,7 +56,7 @@ def test_what_is_printed_before_and_after(
 
 
 def test_a_missing_engine_is_named_before_anything_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == "vllm" else name)
+    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "vllm" else name)
     with refused(ErrorCode.MISSING_PACKAGE) as told:
-        demo._check_packages()
+        flags.check_packages()
     assert "not installed: vllm." in told.value.text

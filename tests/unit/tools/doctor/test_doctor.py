@@ -21,7 +21,7 @@ from run_folders import sample, write_journal, write_run
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.lock import locked
 from openrlhf.tools.command_line import installation
-from openrlhf.tools.doctor import doctor, stacks
+from openrlhf.tools.doctor import doctor, flags, stacks
 from openrlhf.tools.doctor.diagnose import diagnose
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
@@ -105,12 +105,12 @@ def found(run: Path, cause: str) -> Finding:
 def test_output_names_evidence_and_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "run", HEALTHY | DEFECTS["memory"])
     with pytest.raises(SystemExit) as stop:
-        doctor.main([str(run)])
+        flags.doctor([str(run)])
     assert stop.value.code == 1
     out = capsys.readouterr().out
     assert "memory/update_gb" in out and "remedy: " in out and "healthy" not in out
     with pytest.raises(SystemExit):
-        doctor.main([str(run), "--json"])
+        flags.doctor([str(run), "--json"])
     data = json.loads(capsys.readouterr().out)
     assert data.keys() == {"run", "last_step", "running", "healthy", "findings", "signs"}
     assert data["run"] == str(run) and not data["running"] and not data["healthy"]

@@ -11,10 +11,11 @@ from records import trajectory
 from refusals import refused
 from rich.console import Console
 
-from openrlhf import api
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.tools.plan.agent import ONE_SEQUENCE, make_parser, prepare, print_episode
+from openrlhf.tools.plan import agent
+from openrlhf.tools.plan.agent import ONE_SEQUENCE, prepare, print_episode
+from openrlhf.tools.plan.flags import agent_parser, config_of_agent
 
 TOKENIZER = tiny_tokenizer()
 
@@ -107,10 +108,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def prepared(folder: Path, model: str, *words: str):
-    options, flags = make_parser().parse_known_args(
+    options, flags = agent_parser().parse_known_args(
         ["try", str(folder / "agent.py"), "--model", model, "--prompt", "1 + 1", *words]
     )
-    return prepare(options, flags, folder)
+    config = config_of_agent(options, flags, folder)
+    return config, prepare(config)
 
 
 def test_the_run_that_is_prepared(tmp_path: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +124,7 @@ def test_the_run_that_is_prepared(tmp_path: Path, model: str, monkeypatch: pytes
         asked.append((config, found := []))
         ask("--flag", found.append, 7)
 
-    monkeypatch.setattr(api, "check_users_files", check_users_files)
+    monkeypatch.setattr(agent, "check_users_files", check_users_files)
     more = ["--label", "2", "--samples", "3", "--data.input_template", "Q: {}", "--data.max_len", "64"]
     config, prompt = prepared(tmp_path, model, *more, "--rollout.temperature", "0.5")
     assert asked == [(config, [7])]

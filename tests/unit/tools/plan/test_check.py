@@ -18,8 +18,9 @@ from openrlhf.tools.command_line.installation import mismatches, requirements
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import check
 from openrlhf.tools.plan.estimate import Assumed
+from openrlhf.tools.plan.flags import check as check_command
+from openrlhf.tools.plan.flags import invocation
 from openrlhf.tools.plan.hardware import cores
-from openrlhf.tools.plan.plan import invocation
 from openrlhf.tools.plan.preview import Preview
 
 REWARD = """\
@@ -59,7 +60,7 @@ def words(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[
 
 def checked(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
     with pytest.raises(SystemExit) as stop:
-        check.main(words)
+        check_command(words)
     return stop.value.code, capsys.readouterr().out
 
 

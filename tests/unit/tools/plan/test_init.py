@@ -13,10 +13,10 @@ from openrlhf.config.fields import values_of
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.command_line.run_files import command_and_flags
-from openrlhf.tools.plan import check, init
+from openrlhf.tools.plan import init
+from openrlhf.tools.plan.flags import check, invocation
 from openrlhf.tools.plan.hardware import cluster_of, this_machine
 from openrlhf.tools.plan.init import ALGORITHMS, RECIPES, quoted, render
-from openrlhf.tools.plan.plan import invocation
 
 sys.path.append(str(Path(__file__).parents[4] / "tools"))
 import named_algorithms
@@ -178,7 +178,7 @@ def test_sharegpt_rows_are_learned(capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps({"conversations": talk}) + "\n" for talk in talks))
     init.main(flags("sft", model=model, data="rows.jsonl", gpus=0))
     with pytest.raises(SystemExit) as stop:
-        check.main(["sft", "run.yaml", "--no_color"])
+        check(["sft", "run.yaml", "--no_color"])
     text = capsys.readouterr().out
     assert stop.value.code == 0, text
     assert "0+1" in text and "⟦1" in text
@@ -234,7 +234,7 @@ def test_check_finds_nothing_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     init.main(flags("rl", model=model, data="rows.jsonl", gpus=0))
     with pytest.raises(SystemExit) as stop:
-        check.main(["ppo", "run.yaml", "--no_color"])
+        check(["ppo", "run.yaml", "--no_color"])
     text = capsys.readouterr().out
     assert stop.value.code == 0, text
     assert text.endswith("nothing is wrong\n")

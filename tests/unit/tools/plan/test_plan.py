@@ -21,7 +21,7 @@ from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
 from openrlhf.tools.command_line.run_files import command_and_flags
-from openrlhf.tools.plan import plan as cli
+from openrlhf.tools.plan import flags
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled, suggestion
 from openrlhf.tools.plan.hardware import REPORTED, Cluster, cluster_of, cores, with_measured
 from openrlhf.tools.plan.memory import training_memory
@@ -99,7 +99,7 @@ def ppo_flags(model: str, **more: Any) -> list[str]:
 
 
 def planned(words: list[str], cluster: Cluster, command: Any = PPO, **assumed: int) -> tuple[Any, RunPlan]:
-    config = cli.invocation(command, words, cluster).config
+    config = flags.invocation(command, words, cluster).config
     return config, plan_run(command, config, cluster, Assumed(**assumed))
 
 
@@ -413,14 +413,14 @@ def test_the_command_prints_tables_and_data(
     lines = {key.removeprefix("--"): value for key, value in _pairs(ppo_flags(folders["8b"], **SLEEP))}
     Path("run.yaml").write_text("".join(f"{key}: {value}\n" for key, value in lines.items()))
     with pytest.raises(SystemExit) as stop:
-        cli.main(["run.yaml", "--cluster", "8xH100-80GB"])
+        flags.plan(["run.yaml", "--cluster", "8xH100-80GB"])
     text = capsys.readouterr().out
     assert "ppo on 1 x 8 H100 80 GB: " in text and "8.030 B" in text
     assert "step: 128 prompts x 8 samples = 1,024 samples; 1 optimizer step of 1,024 samples" in text
     for word in ("placement", "generate", "KV cache", "optimizer", "bound by", "memory: tightest in"):
         assert word in text
     with pytest.raises(SystemExit) as again:
-        cli.main(["ppo", "run.yaml", "--cluster", "8xH100-80GB", "--json"])
+        flags.plan(["ppo", "run.yaml", "--cluster", "8xH100-80GB", "--json"])
     data = json.loads(capsys.readouterr().out)
     assert stop.value.code == again.value.code == int(not data["fits"])
     assert data["models"]["actor"]["parameters"] == B8 and data["batches"]["samples"] == 1024

@@ -12,7 +12,8 @@ from refusals import printed
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import IMAGE_TOKEN, tiny_vision_tokenizer
-from openrlhf.tools.plan.data import USAGE, main
+from openrlhf.tools.plan.flags import USAGE
+from openrlhf.tools.plan.flags import data as main
 from openrlhf.tools.plan.preview import (
     Preview,
     coloured_text,

@@ -22,10 +22,10 @@ from openrlhf.config.parse import to_yaml
 from openrlhf.mesh import Mesh
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.tools.command_line.run_files import command_and_flags
-from openrlhf.tools.plan import rehearse
 from openrlhf.tools.plan.estimate import Assumed, plan_run
+from openrlhf.tools.plan.flags import invocation, run_on
+from openrlhf.tools.plan.flags import rehearse as rehearse_command
 from openrlhf.tools.plan.hardware import cluster_of, cores
-from openrlhf.tools.plan.plan import invocation
 from openrlhf.tools.plan.rehearsal import settings, stages
 from openrlhf.tools.plan.rehearsal.export import reloaded
 from openrlhf.tools.plan.rehearsal.full_size import check_mesh, simulate
@@ -40,7 +40,7 @@ from openrlhf.tools.plan.rehearsal.runs import (
 )
 from openrlhf.tools.plan.rehearsal.shrinking import shrunk_model
 from openrlhf.tools.plan.rehearsal.stages import FAILED, LEFT_OUT, Rehearsal
-from openrlhf.tools.plan.rehearse import Progress, run_on
+from openrlhf.tools.plan.rehearse import Progress
 
 NODES = cluster_of("8x8xH100")
 RL = {
@@ -526,7 +526,7 @@ def test_the_command_rehearses_in_a_folder_that_goes_away(
     flags = {"model.model_name_or_path": "model"} | SFT
     words = ["sft", *(word for key, value in flags.items() for word in (f"--{key}", value))]
     with pytest.raises(SystemExit) as stop:
-        rehearse.main([*words, "--cluster", "8xH100", "--response_tokens", "33", "--rows", "1000", *more])
+        rehearse_command([*words, "--cluster", "8xH100", "--response_tokens", "33", "--rows", "1000", *more])
     assert stop.value.code == 1
     out, err = capsys.readouterr()
     left = [*(tmp_path / "temporary").iterdir()]

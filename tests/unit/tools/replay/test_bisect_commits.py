@@ -11,8 +11,9 @@ from refusals import refused
 
 from openrlhf.backends.jobs import run_job
 from openrlhf.errors import ErrorCode
-from openrlhf.tools.replay.bisect import main, run_commits
+from openrlhf.tools.replay.bisect import run_commits
 from openrlhf.tools.replay.commits import ENTRY, Repository
+from openrlhf.tools.replay.flags import bisect as main
 from openrlhf.tools.replay.rerun import Rerun, environment_of
 
 COMPUTE = """\

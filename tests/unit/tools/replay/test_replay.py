@@ -16,8 +16,8 @@ from refusals import printed, refused
 from openrlhf.checkpoint.manifest import Entry, Manifest
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.hooks.base import Step
-from openrlhf.tools.replay import replay as command
 from openrlhf.tools.replay import rerun
+from openrlhf.tools.replay.flags import replay as replay_command
 from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.replay import run as replay
 from openrlhf.tools.replay.rerun import Rerun, compare, configured, environment_of
@@ -221,7 +221,7 @@ def test_the_command_passes_on_its_options(recording, tmp_path, capsys):
     (folder / "file").touch()
     for words in (["--step", "3", "--folder", str(folder)], ["--step", "9"]):
         with pytest.raises(SystemExit) as stop:
-            command.main([str(recording.run.path), *words])
+            replay_command([str(recording.run.path), *words])
         assert stop.value.code == 2
     told = [(problem.code, problem.place) for problem in printed(capsys.readouterr().err)]
     assert told == [(ErrorCode.NOT_WRITABLE, f"--folder {folder}"), (ErrorCode.NOT_FOUND, "--step 9")]

@@ -17,6 +17,7 @@ from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.serve import batch_inference
+from openrlhf.tools.serve.flags import lengths
 
 MODEL_FLAG = "--model.model_name_or_path"
 TEMPLATE = "Q: {} A:"
@@ -56,7 +57,7 @@ def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def config_of(model: Path, *flags: str):
     files = [MODEL_FLAG, str(model), "--data.dataset", "rows.jsonl", "--output_path", "out.jsonl"]
-    return parse(BATCH_INFERENCE, [*files, *flags], resolve=batch_inference._lengths).config
+    return parse(BATCH_INFERENCE, [*files, *flags], resolve=lengths).config
 
 
 def infer(model: Path, *flags: str) -> list[dict]:

@@ -16,7 +16,7 @@ from openrlhf.config.inference import AnswerConfig, BatchInferenceConfig, Infere
 from openrlhf.config.parse import parse
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import check_room
-from openrlhf.tools.serve import batch_inference, interactive_chat, serve_rm
+from openrlhf.tools.serve.flags import chat_lengths, lengths, served_lengths
 
 BATCH_DEFAULTS = {
     "task": None,
@@ -382,10 +382,10 @@ def resolved(folder: Path, settings: dict, line: str) -> dict:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(settings))
     name, *flags = line.split()
-    module, command, flag = {
-        "chat": (interactive_chat, CHAT, "--model.model_name_or_path"),
-        "serve_rm": (serve_rm, SERVE_RM, "--reward.model_name_or_path"),
-        "batch_inference": (batch_inference, BATCH_INFERENCE, "--model.model_name_or_path"),
+    resolve, command, flag = {
+        "chat": (chat_lengths, CHAT, "--model.model_name_or_path"),
+        "serve_rm": (served_lengths, SERVE_RM, "--reward.model_name_or_path"),
+        "batch_inference": (lengths, BATCH_INFERENCE, "--model.model_name_or_path"),
     }[name]
     (folder.parent / "rows.jsonl").write_text('{"input": "x"}\n')
     if name == "batch_inference":
@@ -395,7 +395,7 @@ def resolved(folder: Path, settings: dict, line: str) -> dict:
             "--output_path",
             str(folder / "o.jsonl"),
         ]
-    config = parse(command, [flag, str(folder), *flags], resolve=module._lengths).config
+    config = parse(command, [flag, str(folder), *flags], resolve=resolve).config
     keys = ("data.max_len", "data.prompt_max_len", "rollout.max_new_tokens")
     return {key: value for key, value in values_of(config).items() if key in keys}
 
@@ -456,10 +456,10 @@ def test_lengths_are_chosen_before_anything_heavy_is_imported(tmp_path):
     tmp_path.joinpath("config.json").write_text('{"max_position_embeddings": 512}')
     code = """
 import sys
-from openrlhf.tools.serve.interactive_chat import _lengths
+from openrlhf.tools.serve.flags import chat_lengths
 from openrlhf.config.commands import CHAT
 from openrlhf.config.parse import parse
-config = parse(CHAT, ["--model.model_name_or_path", sys.argv[1]], resolve=_lengths).config
+config = parse(CHAT, ["--model.model_name_or_path", sys.argv[1]], resolve=chat_lengths).config
 print(config.data.max_len, sorted({"torch", "transformers", "vllm"} & set(sys.modules)))
 """
     command = [sys.executable, "-c", code, str(tmp_path)]

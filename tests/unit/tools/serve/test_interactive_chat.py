@@ -9,6 +9,7 @@ from refusals import printed
 from openrlhf.errors import ErrorCode
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tools.serve import interactive_chat
+from openrlhf.tools.serve.flags import chat as chat_command
 
 TOKENIZER = tiny_tokenizer()
 
@@ -47,7 +48,7 @@ def chat(model, monkeypatch):
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
         monkeypatch.setattr(interactive_chat, "_load", lambda *_: engine)
         flags = flags or ("--data.input_template", "User: {}\nAssistant: ")
-        interactive_chat.main(["--model.model_name_or_path", model, "--data.max_len", "128", *flags])
+        chat_command(["--model.model_name_or_path", model, "--data.max_len", "128", *flags])
 
     return run
 

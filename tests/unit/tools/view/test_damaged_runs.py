@@ -20,7 +20,8 @@ from openrlhf.tools.doctor import doctor
 from openrlhf.tools.doctor.gap_rows import signs_of
 from openrlhf.tools.replay.recorded import RecordedRun
 from openrlhf.tools.view import rollouts, view, watch
-from openrlhf.tools.view.followed_run import FollowedRun
+from openrlhf.tools.view.flags import rollouts_parser
+from openrlhf.tools.view.followed_run import FollowedRun, find_run
 from openrlhf.tools.view.index import Index
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.report import write_report
@@ -43,11 +44,11 @@ def _view(folder: Path) -> None:
 
 
 COMMANDS: Mapping[str, Callable[[Path], object]] = {
-    "rollouts": lambda folder: rollouts.run(rollouts.make_parser().parse_args([str(folder)])),
+    "rollouts": lambda folder: rollouts.run(rollouts_parser().parse_args([str(folder)])),
     "doctor": lambda folder: doctor.examine_run(folder, as_data=True),
     "replay": _replay,
     "report": write_report,
-    "watch": lambda folder: watch.show_once(FollowedRun(watch.find_run(folder)), 100),
+    "watch": lambda folder: watch.show_once(FollowedRun(find_run(folder)), 100),
     "view": _view,
 }
 JOURNAL = "rollouts/step_000001.parquet"

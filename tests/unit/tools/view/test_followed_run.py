@@ -26,8 +26,9 @@ from openrlhf.observability.journal import Journal
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.tools.view import followed_run, watch
-from openrlhf.tools.view.followed_run import FollowedRun, is_locked
+from openrlhf.tools.view import followed_run
+from openrlhf.tools.view.flags import watch as watch_command
+from openrlhf.tools.view.followed_run import FollowedRun, find_run, is_locked
 from openrlhf.tools.view.metrics import Tail
 from openrlhf.tools.view.run_screen import Sparkline, chosen_metrics, frame, phases_of
 
@@ -281,18 +282,18 @@ def test_the_newest_run_of_an_output_folder(folder: Path, tmp_path: Path) -> Non
     append(old / "metrics.jsonl", *rows(1))
     os.utime(old / "metrics.jsonl", (1, 1))
     for path in (folder, folder.parent, folder.parent.parent, tmp_path):
-        assert watch.find_run(path) == folder
+        assert find_run(path) == folder
     with refused(ErrorCode.NOT_FOUND):
-        watch.find_run(folder / "rollouts")
+        find_run(folder / "rollouts")
     with refused(ErrorCode.NOT_FOUND):
-        watch.find_run(tmp_path / "nothing")
+        find_run(tmp_path / "nothing")
 
 
 def test_one_frame_without_a_terminal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    watch.main([str(folder)])
+    watch_command([str(folder)])
     text = capsys.readouterr().out
     assert "step 12 of 30" in text and "\x1b" not in text
-    watch.main([str(folder), "--once", "--width", "60"])
+    watch_command([str(folder), "--once", "--width", "60"])
     assert max(map(len, capsys.readouterr().out.splitlines())) == 60
 
 
@@ -300,7 +301,7 @@ def test_one_frame_without_a_terminal(folder: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize("key", [b"q", b"\x03"], ids=["q", "ctrl-c"])
 def test_a_key_leaves_the_screen_and_the_terminal_as_it_was(folder: Path, key: bytes) -> None:
     controller, terminal = pty.openpty()
-    command = [sys.executable, "-m", "openrlhf.tools.view.watch", str(folder)]
+    command = [sys.executable, "-m", "openrlhf.cli.main", "watch", str(folder)]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
     screen = bytearray()
 

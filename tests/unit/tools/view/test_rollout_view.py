@@ -20,7 +20,7 @@ from openrlhf.observability.journal import Journal, Trained
 from openrlhf.tasks.tiny_model import tiny_tokenizer
 from openrlhf.text import decode, decode_each
 from openrlhf.tools.command_line import terminal
-from openrlhf.tools.view import rollouts
+from openrlhf.tools.view.flags import rollouts as rollouts_command
 from openrlhf.tools.view.rollout_view import BAD, GOOD, NOT_CHOSEN, coloured, legend, style_of
 from openrlhf.types import Batch, Outcome, Prompt, Trajectory, runs
 
@@ -76,7 +76,7 @@ def folder(tmp_path) -> Path:
 
 
 def output(capsys, *flags) -> str:
-    rollouts.main([str(flag) for flag in flags])
+    rollouts_command([str(flag) for flag in flags])
     return capsys.readouterr().out
 
 
@@ -152,7 +152,7 @@ def test_versions_of_the_weights_and_epochs(folder, capsys):
 )
 def test_an_error_says_what_there_is(folder, capsys, flags, place, there):
     with pytest.raises(SystemExit) as stop:
-        rollouts.main([str(folder), *flags])
+        rollouts_command([str(folder), *flags])
     (refusal,) = printed(capsys.readouterr().err)
     assert (stop.value.code, refusal.code, refusal.place) == (2, "not-found", place)
     assert there in refusal.text
@@ -161,7 +161,7 @@ def test_an_error_says_what_there_is(folder, capsys, flags, place, there):
 def test_a_folder_that_is_no_run(folder, capsys):
     for path, said in ((folder.parent, f"there are {folder}"), (folder / "rollouts", "give the folder")):
         with pytest.raises(SystemExit):
-            rollouts.main([str(path)])
+            rollouts_command([str(path)])
         (refusal,) = printed(capsys.readouterr().err)
         assert (refusal.code, refusal.place) == ("not-found", str(path)) and said in refusal.text
 
@@ -193,7 +193,7 @@ def test_without_the_tokenizer_of_the_run(folder, capsys, monkeypatch, break_it)
         LLAMA.save_pretrained(folder.parent / "model")
     else:
         (folder / "config.yaml").unlink()
-    rollouts.main([str(folder)])
+    rollouts_command([str(folder)])
     out, err = capsys.readouterr()
     assert "it is so and so and so" in out and "48;2;" not in out
     assert err.startswith("note: ")

@@ -24,7 +24,7 @@ from openrlhf.observability.frames import metrics_to_pandas, rollouts_to_pandas
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.metric_names import headlines
 from openrlhf.observability.selection import thinned
-from openrlhf.tools.view import index, rollout, view
+from openrlhf.tools.view import flags, index, rollout, view
 from openrlhf.tools.view.metrics import Metrics
 from openrlhf.tools.view.search import Search, choices, errors, find
 from openrlhf.tools.view.server import MOST_POINTS, STATIC, Viewer, bind, build_app, names_of
@@ -417,9 +417,9 @@ def test_the_command_names_what_is_wrong(tmp_path, monkeypatch):
         view.runs_of([tmp_path / "empty"])
     with socket.create_server(("127.0.0.1", 0)) as taken, refused("cluster", flag="--port"):
         bind(taken.getsockname()[1])
-    monkeypatch.setattr(view, "find_spec", lambda name: None if name == "duckdb" else 1)
+    monkeypatch.setattr(flags, "find_spec", lambda name: None if name == "duckdb" else 1)
     with refused("missing-package", value="duckdb"):
-        view.run([run], 0, opens_browser=False)
+        flags.check_packages()
 
 
 def test_notebooks_get_tables(tmp_path):
@@ -440,7 +440,7 @@ def test_notebooks_get_tables(tmp_path):
 @pytest.mark.processes
 def test_the_command_serves_until_ctrl_c(tmp_path):
     run = written(tmp_path)
-    command = [sys.executable, "-m", "openrlhf.tools.view.view", str(run), "--port", "0", "--no_browser"]
+    command = [sys.executable, "-m", "openrlhf.cli.main", "view", str(run), "--port", "0", "--no_browser"]
     environment = os.environ | {"OPENRLHF_CACHE": str(tmp_path / "cache")}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         address = process.stdout.readline().split()[-1]

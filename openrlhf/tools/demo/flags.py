@@ -1,0 +1,52 @@
+"""The flags of `openrlhf demo`."""
+
+import argparse
+import inspect
+import os
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from openrlhf.api import ErrorCode, UsageError, short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
+
+
+def demo_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="openrlhf demo",
+        description=inspect.getdoc(demo),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of data, initial weights and sampling (default: 0)"
+    )
+    parser.add_argument("--steps", type=positive, default=30, help="RL steps (default: 30)")
+    parser.add_argument("--folder", type=Path, default=Path("demo"), help="output folder (default: demo)")
+    return parser
+
+
+def demo(argv: Sequence[str] | None = None) -> None:
+    """Trains a tiny model on this machine, in minutes, without a download.
+
+    Prints and runs three commands, which you can also run and change one by one. The first SFT run teaches
+    the model worked problems as plain text. The second teaches it to answer in a chat, with or without
+    reasoning. RL with a verifier as the only reward then teaches it that reasoning pays."""
+    # A second thread only slows down such small models. torch reads the variable when it is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with short_errors():
+        options = demo_parser().parse_args(argv)
+        check_packages()
+        run(
+            "openrlhf.tools.demo.demo:run",
+            options.folder / f"seed{options.seed}",
+            options.seed,
+            options.steps,
+        )
+
+
+def check_packages() -> None:
+    """Raises UsageError if DeepSpeed or vLLM is not installed; the demo's commands use both."""
+    if missing := [name for name in ("deepspeed", "vllm") if find_spec(name) is None]:
+        text = f"the demo trains with DeepSpeed and samples with vLLM; not installed: {', '.join(missing)}.\n"
+        text += 'Run: pip install "openrlhf[gpu]" ("openrlhf[cpu]" without a GPU)'
+        raise UsageError(ErrorCode.MISSING_PACKAGE, text)

@@ -1,0 +1,109 @@
+"""The flags of `openrlhf rollouts`, `openrlhf watch` and `openrlhf view`."""
+
+import argparse
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from openrlhf.api import ErrorCode, UsageError, short_errors
+from openrlhf.tools.command_line.arguments import ArgumentParser, positive, run
+
+DEFAULT_PORT = 8890
+PACKAGES = ("duckdb", "plotly")
+NAMES = ("step", "eval", "filtered")
+ORDERS = ("reward", "score", "length")
+
+
+def rollouts_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="openrlhf rollouts", description=rollouts.__doc__)
+    parser.add_argument("run", type=Path, metavar="RUN", help="run folder (--logger.run_dir)")
+    parser.add_argument("--step", type=int, metavar="N", help="RL step (default: the last)")
+    parser.add_argument("--prompt", type=int, metavar="ID", help="only samples of this prompt_id")
+    parser.add_argument("--failed", action="store_true", help="only samples without a reward")
+    parser.add_argument(
+        "--sort", choices=ORDERS, help="print the largest first (default: in the order of sampling)"
+    )
+    parser.add_argument(
+        "--name",
+        choices=NAMES,
+        default="step",
+        help="samples of a training step (default), of an evaluation, or dropped by dynamic filtering",
+    )
+    parser.add_argument(
+        "--limit", type=positive, default=8, metavar="N", help="samples to print (default: 8)"
+    )
+    return parser
+
+
+def rollouts(argv: Sequence[str] | None = None) -> None:
+    """Prints samples of an RL run, from its last step or any other, with tokens coloured by advantage."""
+    with short_errors():
+        run("openrlhf.tools.view.rollouts:run", rollouts_parser().parse_args(argv))
+
+
+def watch_parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="openrlhf watch", description=watch.__doc__, epilog="Leave with q or Ctrl-C; the run goes on."
+    )
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="run folder, or an output folder for its newest run"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="print one frame as text and exit (default without a terminal)"
+    )
+    parser.add_argument(
+        "--width",
+        type=_width,
+        metavar="N",
+        help="columns of a printed frame (default: the terminal's, or 120)",
+    )
+    return parser
+
+
+def watch(argv: Sequence[str] | None = None) -> None:
+    """Shows a run on one screen, while it runs or after its end: steps and remaining time, phases, curves,
+    sampling, warnings and the newest samples. Reads only the run folder."""
+    with short_errors():
+        options = watch_parser().parse_args(argv)
+        run("openrlhf.tools.view.watch:run", options.run, options.once, options.width)
+
+
+def _width(text: str) -> int:
+    if (width := int(text)) < 20:
+        raise argparse.ArgumentTypeError(f"{width} is not at least 20")
+    return width
+
+
+def view_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="openrlhf view", description=view.__doc__)
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="run folders (--logger.run_dir), or a folder with runs below it, such as ckpt",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"port on 127.0.0.1 (default: {DEFAULT_PORT}; 0: any free one)",
+    )
+    parser.add_argument("--no_browser", action="store_true", help="print the address, and open no browser")
+    return parser
+
+
+def view(argv: Sequence[str] | None = None) -> None:
+    """Serves a local web page with the curves of one or several runs and every rollout."""
+    with short_errors():
+        options = view_parser().parse_args(argv)
+        check_packages()
+        run("openrlhf.tools.view.view:run", options.runs, options.port, not options.no_browser)
+
+
+def check_packages() -> None:
+    """Raises UsageError if a package that only the page needs is not installed."""
+    for name in PACKAGES:
+        if find_spec(name) is None:
+            text = 'the package is not installed.\nRun: pip install "openrlhf[view]"'
+            raise UsageError(ErrorCode.MISSING_PACKAGE, text, value=name)
