@@ -189,6 +189,45 @@ def test_float32_on_a_cpu_against_a_pass(folders: dict[str, str]) -> None:
     assert kept <= said["activations"] < 1.1 * kept
 
 
+@pytest.mark.parametrize(("dtype", "starved"), [("bf16", False), ("fp32", True)])
+def test_a_kv_cache_has_the_dtype_of_the_model(folders: dict[str, str], dtype: str, starved: bool) -> None:
+    """A sequence of 2,048 tokens has 0.25 GiB of keys and values in bf16."""
+    flags = {"vllm.kv_cache_gb": 0.3, "ds.param_dtype": dtype}
+    _, plan = planned(ppo_flags(folders["8b"], **flags), cluster_of("8xH100-80GB"))
+    assert plan.lengths.prompt + plan.lengths.longest <= 2048
+    assert plan.starved is starved
+
+
+def test_all_reward_models_are_in_memory(folders: dict[str, str]) -> None:
+    flags = {"algo.kl.init_coef": 0, "reward.model_name_or_path": f"{folders['8b']},{folders['8b']}"}
+    words = [word for word in ppo_flags(folders["tiny"], **flags) if "remote_url" not in word]
+    words.remove("http://127.0.0.1:5000")
+    _, plan = planned(words, cluster_of("8xH100-80GB"))
+    sampling = next(demand for demand in plan.memory if demand.phase == "generate")
+    scorer, tiny = B8 - 128256 * 4096 + 4096, plan.sizes["actor"].parameters
+    assert plan.sizes["reward"].parameters == 2 * scorer
+    assert sampling.parts["weights"] == 2 * (2 * scorer + 2 * tiny)  # also of the actor and its engine
+
+
+@pytest.mark.parametrize(
+    ("more", "bucket"),
+    [
+        ({}, 128256 * 4096 * 2),  # the embedding does not fit the default of 512 MiB
+        ({"vllm.sync_bucket_mb": 2048}, 2 << 30),
+        ({"vllm.sync_with_ray": "true"}, 128256 * 4096 * 2),
+    ],
+)
+def test_a_weight_sync_has_buckets_of_its_transport(
+    folders: dict[str, str], more: dict[str, Any], bucket: int
+) -> None:
+    _, plan = planned(ppo_flags(folders["8b"], **more), cluster_of("8xH100-80GB"))
+    sync = next(demand for demand in plan.memory if demand.phase == "sync")
+    assert sync.parts["buffers"] == 4 * bucket
+    _, plan = planned(ppo_flags(folders["tiny"], **more), cluster_of("8xH100-80GB"))
+    sync = next(demand for demand in plan.memory if demand.phase == "sync")
+    assert sync.parts["buffers"] == 4 * 2 * plan.sizes["actor"].parameters
+
+
 # ---- time
 
 
