@@ -32,9 +32,9 @@ class RankMemory:
     optimizer: int = 0
     activations: int = 0
     logits: int = 0
-    """What the head needs beyond `activations`."""
+    """Memory of the head beyond `activations`."""
     step: int = 0
-    """What the optimizer step, which has gradients in float32, needs beyond the passes."""
+    """Gradients in float32 of the optimizer step, beyond the memory of the passes."""
 
     @property
     def total(self) -> int:
