@@ -36,14 +36,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3Mo
 
 from openrlhf.backends.build import ENGINES, build_engine
 from openrlhf.backends.distributed import ProcessMesh, init_distributed, leave_distributed
-from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.choices import BackendName, ParamDtype
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
+from openrlhf.memory.sizes import ModelShape
+from openrlhf.memory.training import training_memory
 from openrlhf.models.attention import PACKED
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
-from openrlhf.tools.plan.memory import training_memory
-from openrlhf.tools.plan.models import model_size
+from openrlhf.models.sizes import model_size, shape_of
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 
@@ -170,11 +170,11 @@ def row_of(size: Size, seed: int) -> PackedRow:
     return PackedRow.of([Sample(token_ids=tokens, action_mask=torch.arange(size.tokens) > 0)])
 
 
-def predicted_shape(config: Any, ds: DeepSpeedConfig) -> ModelShape:
+def predicted_shape(config: Any, ds: DeepSpeedConfig, backend: BackendName) -> ModelShape:
     """Returns the sizes that a plan reads from the model's config.json."""
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        return model_size(folder, "--model.model_name_or_path").shape_of_rank(ds, trained=True)
+        return model_size(folder, "--model.model_name_or_path").on_rank(ds, backend, trained=True)
 
 
 def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
@@ -189,7 +189,8 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
         model.set_attn_implementation(PACKED)
         return PolicyModel(model)
 
-    said = training_memory(predicted_shape(config, ds), ds, way.backend, size.tokens, way.checkpointing)
+    shape = predicted_shape(config, ds, way.backend)
+    said = training_memory(shape, ds, way.backend, size.tokens, way.checkpointing).parts
     init_distributed()
     row = row_of(size, 1)
     activations = pass_bytes(build(), row, way.checkpointing)
@@ -232,7 +233,7 @@ def measure(way: Way) -> tuple[int, dict[str, float], dict[str, float]]:
     leave_distributed()
     said["all"] = sum(said.values())
     said["activations"] += said.pop("logits")
-    return engine.shape().trainable, said, found
+    return shape_of(engine.module.model).trainable, said, found
 
 
 def pass_bytes(model: PolicyModel, row: PackedRow, checkpointing: bool) -> int:

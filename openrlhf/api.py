@@ -29,22 +29,14 @@ if TYPE_CHECKING:  # for tools
         BadRequest, Message as ChatMessage, OpenAIAgentExecutor, Session, SessionExecutor,
     )
     from openrlhf.algorithms.kl import KLController
-    from openrlhf.algorithms.logprobs import logits_bytes
     from openrlhf.algorithms.mismatch import MismatchWatch, PROBE as MISMATCH_PROBE, check_mismatch
     from openrlhf.backends.base import Objective, RowT, TrainEngine
-    from openrlhf.backends.deepspeed.memory import MAX_LIVE_PARAMETERS, row_memory as deepspeed_row_memory
     from openrlhf.backends.distributed import (
         ProcessMesh, current_device, free_port, init_distributed, leave_distributed, release_cached_memory,
         seed_everything,
     )
     from openrlhf.backends.jobs import run_job
-    from openrlhf.backends.rollout import (
-        AnswerStream, EngineOptions, RolloutEngine, USABLE_FRACTION, engine_class,
-    )
-    from openrlhf.backends.row_memory import (
-        ITEM_BYTES, ModelShape, activations as activation_bytes, layer_bytes, most_tokens,
-    )
-    from openrlhf.backends.torch.memory import row_memory as torch_row_memory
+    from openrlhf.backends.rollout import AnswerStream, EngineOptions, RolloutEngine, engine_class
     from openrlhf.backends.vllm.stream import VLLMStream
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
@@ -79,7 +71,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.options import PREFIX as OPTION_PREFIX
     from openrlhf.config.parse import Invocation, parse, to_yaml
     from openrlhf.config.ppo import (
-        ACTOR_FLAG, AdvantageConfig, AlgoConfig, CRITIC_FLAG, PPOConfig, REWARD_FLAG, RewardConfig,
+        ACTOR_FLAG, AdvantageConfig, AlgoConfig, PPOConfig, REWARD_FLAG, RewardConfig,
         TEACHER_FLAG,
     )
     from openrlhf.config.ppo_checks import reward_function
@@ -109,7 +101,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.data.scored import end_token_id, score_last, with_end
     from openrlhf.data.sources import check_columns, load_rows
     from openrlhf.data.templates import Message, PromptTemplate
-    from openrlhf.device import DEVICE_TYPE
+    from openrlhf.device import DEVICE_TYPE, own_bytes
     from openrlhf.errors import (
         ErrorCode, catch_signals, counted, describe, first_line, notify, readable, short_errors,
     )
@@ -129,6 +121,12 @@ if TYPE_CHECKING:  # for tools
         Task as SupervisedTask, check_files as check_supervised_files, data_notes as supervised_data_notes,
         load_tokenizer_of, run as run_supervised,
     )
+    from openrlhf.memory.engines import CPU_KV_CACHE_GB, bucket_size, memory_fraction
+    from openrlhf.memory.rows import most_tokens
+    from openrlhf.memory.sizes import ITEM_BYTES, ModelSize
+    from openrlhf.memory.training import (
+        FITS, RankMemory, forward_memory, gathered_bytes, state_bytes, training_memory,
+    )
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, reading_of
     from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
@@ -136,7 +134,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.models.loading import (
         DTYPES, OF_FILES, check_model, check_room, check_stops, load_config, load_generator, load_tokenizer,
         loading as loading_model, max_length_of, model_folder, policy_tokenizer, stop_token_ids, tell_stops,
-        without_weights,
     )
     from openrlhf.models.lora import ADAPTER, is_classifier, load_statistics, merge_rounded
     from openrlhf.models.policy import PolicyModel, TokenScores, head_of, head_options, transformed_logits
@@ -147,6 +144,7 @@ if TYPE_CHECKING:  # for tools
         register_classifier, score_statistics,
     )
     from openrlhf.models.self_check import resolve_reading, transformers_attention
+    from openrlhf.models.sizes import learner_size, model_size
     from openrlhf.nvidia_smi import gpu_bytes, gpu_names
     from openrlhf.observability.failures import commonest_failure, headline
     from openrlhf.observability.hooks.load import check_hooks
@@ -172,7 +170,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rewards.math import extract_boxed_answer, final_answer
     from openrlhf.rollout.local import LocalEngine
     from openrlhf.rollout.seeds import seed_at
-    from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options
+    from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend
     from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, response_of
     from openrlhf.training.collect import Admission, Collector, SAME_REWARD
     from openrlhf.training.credit import credit_arguments

@@ -26,10 +26,10 @@ from gpukit.processes import ROOT
 from gpukit.stage import Figures, Setting
 from openrlhf.algorithms.logprobs import sum_of_log_probs
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
-from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.distributed import init_distributed, leave_distributed
-from openrlhf.backends.row_memory import ModelShape
 from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
+from openrlhf.memory.sizes import ModelShape
+from openrlhf.memory.training import training_memory
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.backbone import reading_of
 from openrlhf.models.liger import apply_liger
@@ -68,7 +68,7 @@ def sft(
 
 
 def layers_that_fit(shape: str, setting: Setting, checkpointing: bool) -> tuple[str, int]:
-    """Returns the shape and the number of its layers that this GPU has memory for, by `row_memory`."""
+    """Returns the shape and the number of its layers that this GPU has memory for, by `training_memory`."""
     for layers in range(SHAPES[shape]["num_hidden_layers"], 0, -1):
         if setting.rehearsal:
             break
@@ -77,8 +77,8 @@ def layers_that_fit(shape: str, setting: Setting, checkpointing: bool) -> tuple[
             count = AutoModelForCausalLM.from_config(config).num_parameters()
         model = ModelShape.of(config, weight_bytes=2 * count, trainable=count, normed_heads=True)
         gpu = torch.cuda.get_device_properties(0).total_memory
-        options = {"tokens": ROW_TOKENS, "checkpointing": checkpointing, "gpu": gpu}
-        if row_memory(model, zero_two(), ranks=1, **options).total < FREE * gpu:
+        needed = training_memory(model, zero_two(), "deepspeed", ROW_TOKENS, checkpointing, gpu=gpu)
+        if needed.total < FREE * gpu:
             break
     return shape, layers
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.backends.row_memory import RowMemory
+from openrlhf.memory.training import RankMemory
 from openrlhf.types import Batch, LossNorm, Metrics, Prompt, PromptGroup, Purpose, Schedule, Updated
 
 ResultT = TypeVar("ResultT", covariant=True)
@@ -146,7 +146,7 @@ class TrainEngine(Protocol):
         """Returns `read(model, row)` for each of this rank's rows, on the CPU. `rows` must not be empty."""
         ...
 
-    def row_memory(self, num_tokens: int) -> RowMemory:
+    def row_memory(self, num_tokens: int) -> RankMemory:
         """Estimates this rank's peak memory in an optimizer step whose longest row has `num_tokens`
         tokens."""
         ...

@@ -18,14 +18,15 @@ from torch.distributed.tensor import DTensor
 from openrlhf.backends.base import Objective, Part, RowT
 from openrlhf.backends.distributed import ProcessMesh, current_device
 from openrlhf.backends.finite import NotFiniteError, check_finite
-from openrlhf.backends.row_memory import ModelShape
 from openrlhf.checkpoint.random_state import load_random_state, save_random_state
 from openrlhf.checkpoint.writer import CheckpointWriter
+from openrlhf.config.choices import BackendName
 from openrlhf.config.sections import DeepSpeedConfig
-from openrlhf.device import DEVICE_TYPE
+from openrlhf.device import DEVICE_TYPE, own_bytes
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.faults import fault
 from openrlhf.files import check_owner
+from openrlhf.memory.training import RankMemory, training_memory
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
@@ -40,6 +41,7 @@ from openrlhf.models.lora import (
 )
 from openrlhf.models.saving import save_model
 from openrlhf.models.sequence_parallel import SequenceParallel
+from openrlhf.models.sizes import num_bytes, shape_of
 from openrlhf.models.tensor_parallel import joined, whole, whole_shape
 from openrlhf.types import LossNorm, Metrics
 
@@ -112,6 +114,7 @@ class TrainedRank(ModelRank):
     sharded weights are gathered."""
 
     ds: DeepSpeedConfig
+    backend: ClassVar[BackendName]
     plain_training: bool
     """True if training passes need not disable dropout: the model has none, or is trained with it."""
     scales_loss = False
@@ -374,19 +377,17 @@ class TrainedRank(ModelRank):
                 contributions[name] = contributions.get(name, 0) + contribution
         return self._sum_over_ranks(contributions)
 
-    def shape(self) -> ModelShape:
-        """Returns the sizes of the model from which this rank's memory is estimated."""
-        model, parameters, tensor_ranks = self.module.model, list(self.module.parameters()), self.mesh.tensor
-        return ModelShape.of(
-            model.config,
-            weight_bytes=sum(map(num_bytes, parameters)) // tensor_ranks,
-            trainable=sum(math.prod(whole_shape(p)) for p in parameters if p.requires_grad) // tensor_ranks,
-            normed_heads=any(name.endswith("q_norm") for name, _ in model.named_modules()),
+    def row_memory(self, num_tokens: int) -> RankMemory:
+        """Estimates this rank's peak memory in an optimizer step, see `TrainEngine`."""
+        return training_memory(
+            shape_of(self.module.model).shard(self.mesh.tensor),
+            self.ds,
+            self.backend,
+            -(-num_tokens // self.mesh.sequence),
+            self.checkpoints_layers,
+            ranks=self.mesh.copies,
+            gpu=own_bytes() if DEVICE_TYPE == "cuda" else None,
         )
-
-    def gpu_bytes(self) -> int | None:
-        """Returns the total memory of this rank's GPU in bytes; None on a CPU."""
-        return torch.cuda.get_device_properties(self.device).total_memory if DEVICE_TYPE == "cuda" else None
 
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"
@@ -499,11 +500,6 @@ def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None
             mode=ds.sequence_parallel_mode,
             heads_at_a_time=ds.ring_attn_head_stride,
         )
-
-
-def num_bytes(param: Tensor) -> int:
-    """Returns the bytes of the full (unsharded) parameter."""
-    return math.prod(whole_shape(param)) * param.element_size()
 
 
 def exempt_from_decay(module: nn.Module) -> set[int]:

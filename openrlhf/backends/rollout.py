@@ -32,10 +32,6 @@ ENGINES = {
 MAX_LOGPROBS = 20
 """Largest number of top log-probs that an OpenAI client may request."""
 
-USABLE_FRACTION = 0.95
-"""Fraction of the memory that models on the same GPUs leave free which an engine may use. The rest is for
-weight syncs."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:

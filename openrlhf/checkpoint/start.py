@@ -133,12 +133,6 @@ def lock_folders(checkpoints: "CheckpointFolder", run_dir: str, held: ExitStack)
     held.enter_context(locked(run_dir, flag="--logger.run_dir"))
 
 
-STATE_BYTES = {"torch": 12, "fp32": 16, "bf16": 14, "fp16": 14}
-"""Bytes of a checkpoint per trained parameter: weights, float32 master weights and Adam's two moments. The
-torch backend has float32 weights and no separate master weights; the same holds for DeepSpeed in float32 at
-stage 0."""
-
-
 class _Sizes(NamedTuple):
     """Bytes that one model of a run writes."""
 
@@ -179,22 +173,19 @@ def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: in
 
 def _sizes(config: Config) -> dict[str, _Sizes]:
     """Returns the sizes of the policy or the only model, and of the critic if there is one."""
-    from openrlhf.models.loading import adapter_parameters, weight_bytes
+    from openrlhf.memory.sizes import ITEM_BYTES, trained_item
+    from openrlhf.memory.training import state_bytes
+    from openrlhf.models.sizes import learner_size
 
-    ds, images = config.ds, config.reads_images
-    in_float32 = config.train.backend == "torch" or (ds.zero_stage == 0 and ds.param_dtype == "fp32")
-    state_bytes = STATE_BYTES["torch" if in_float32 else ds.param_dtype]
+    ds, backend = config.ds, config.train.backend
+    each = trained_item(ds, backend) + state_bytes(ds, backend)
     sizes = {}
-    for role, (flag, path) in config.learners.items():
-        whole = weight_bytes(path, flag=flag, dtype=ds.param_dtype, images=images)
-        if rank := ds.lora.rank:
-            trained = adapter_parameters(path, flag=flag, rank=rank, images=images)
-            export = 4 * trained
-        else:
-            trained = whole // (4 if ds.param_dtype == "fp32" else 2)
-            export = whole
+    for role in config.learners:
+        size = learner_size(config, role)
+        trained = size.trained(ds)
         average = 4 * trained * (role == "policy" and config.averages)
-        sizes[role] = _Sizes(state_bytes * trained + average, export)
+        export = ITEM_BYTES[ds.param_dtype] * (trained if ds.lora.rank else size.parameters)
+        sizes[role] = _Sizes(each * trained + average, export)
     return sizes
 
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from openrlhf.backends.offload import DeviceMemory
-from openrlhf.backends.rollout import USABLE_FRACTION
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.memory.engines import USABLE_FRACTION
 
 if TYPE_CHECKING:
     from openrlhf.cluster.engine_supervisor import Answers

@@ -64,11 +64,12 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
     if cluster or "vllm.tensor_parallel_size" in explicit or (memory := gpu_bytes()) is None:
         return size
     from openrlhf.cluster.planner import least_tensor_parallel_size
-    from openrlhf.models.loading import weight_bytes
+    from openrlhf.memory.sizes import ITEM_BYTES
+    from openrlhf.models.sizes import model_size
 
-    path, dtype = config.actor.model_name_or_path, config.ds.param_dtype
+    path, item = config.actor.model_name_or_path, ITEM_BYTES[config.ds.param_dtype]
     try:
-        weights = weight_bytes(path, flag=ACTOR_FLAG, dtype=dtype, images=config.reads_images)
+        weights = model_size(path, ACTOR_FLAG, images=config.reads_images).weight_bytes(item)
     except ValueError:  # there is no such model; the checks report it
         return size
     return least_tensor_parallel_size(weights // config.vllm.pipeline_parallel_size, memory)

@@ -18,7 +18,6 @@ from openrlhf.backends.distributed import (
     on_any_rank,
     seed_everything,
 )
-from openrlhf.backends.row_memory import memory_of_rows
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
 from openrlhf.checkpoint.origin import Origin
@@ -43,6 +42,7 @@ from openrlhf.files import exporting
 from openrlhf.loop.datasets import build_datasets, lay_out
 from openrlhf.loop.sft import SupervisedTrainer
 from openrlhf.loop.task import Task, data_notes, load_tokenizer_of, reader_of
+from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import tell_stops
 from openrlhf.models.lora import prepare_for_training

@@ -23,7 +23,6 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.data.cache import digest, file_digest, sampled_digest
@@ -76,22 +75,6 @@ def load_causal_lm(
     options |= {"config": config, "dtype": DTYPES[dtype]} | (nf4(dtype, config) if in_4bit else {})
     auto_class = AutoModelForImageTextToText if images else AutoModelForCausalLM
     return load_for_rows(auto_class, path, attention, max_len, liger, images, **options)[0]
-
-
-def weight_bytes(path: str, *, flag: str, dtype: str, images: bool = False) -> int:
-    """Returns the bytes of the model's weights in `dtype`, computed from its configuration. Raises UsageError
-    if there is no configuration."""
-    model = without_weights(path, flag, images=images)
-    return sum(p.numel() for p in model.parameters()) * DTYPES[dtype].itemsize
-
-
-def adapter_parameters(path: str, *, flag: str, rank: int, images: bool = False) -> int:
-    """Returns the number of parameters of adapters of this rank at every linear layer except the head, from
-    the model's configuration alone."""
-    model = without_weights(path, flag, images=images)
-    head, linear = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
-    layers = [layer for layer in model.modules() if isinstance(layer, linear) and layer is not head]
-    return sum(rank * sum(layer.weight.shape) for layer in layers)
 
 
 def without_weights(path: str, flag: str, *, images: bool) -> PreTrainedModel:

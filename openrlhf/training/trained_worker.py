@@ -19,7 +19,6 @@ from openrlhf.backends.distributed import (
     release_cached_memory,
 )
 from openrlhf.backends.offload import offload_optimizer, optimizer_loaded
-from openrlhf.backends.row_memory import memory_of_rows
 from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
@@ -31,6 +30,7 @@ from openrlhf.data.store import SampleStore
 from openrlhf.device import own_bytes
 from openrlhf.faults import fault
 from openrlhf.files import exporting
+from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel, reading_of
 from openrlhf.models.loading import (
     policy_processor,
@@ -133,7 +133,7 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
             return self.model.load_checkpoint(self._checkpoint_folder, tag)
 
     def memory_of_rows(self) -> str:
-        """See `memory_of_rows` of backends/row_memory.py."""
+        """See `memory_of_rows` of memory/rows.py."""
         config, estimate = self.config, self.model.row_memory
         sharing = config.ds.ring_attn_size
         return memory_of_rows(estimate, config.train, config.data.max_len, sharing, own_bytes())

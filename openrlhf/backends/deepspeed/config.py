@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from openrlhf.backends.row_memory import ITEM_BYTES
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.device import DEVICE_TYPE
+from openrlhf.memory.training import bucket_elements
 
 
 def training_config(ds: DeepSpeedConfig, *, max_norm: float, muon: bool = False) -> dict:
@@ -58,10 +58,3 @@ def _zero_section(ds: DeepSpeedConfig) -> dict:
         zero["zero_hpz_partition_size"] = ds.zpg
     elements = bucket_elements(ds)
     return zero | {"reduce_bucket_size": elements, "allgather_bucket_size": elements}
-
-
-def bucket_elements(ds: DeepSpeedConfig) -> int:
-    """Returns the size of a communication bucket, in elements."""
-    if ds.bucket_mb is None:
-        return 500_000_000  # DeepSpeed's default
-    return ds.bucket_mb * 2**20 // ITEM_BYTES[ds.param_dtype]

@@ -20,7 +20,6 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from openrlhf.backends.base import Row
 from openrlhf.backends.deepspeed.config import inference_config, training_config
-from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.moving_average import MovingAverage
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
@@ -32,7 +31,6 @@ from openrlhf.backends.model_rank import (
     decay_groups,
     shard_rows,
 )
-from openrlhf.backends.row_memory import RowMemory
 from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.checkpoint.zero import (
     ORDER,
@@ -60,6 +58,7 @@ class DeepSpeedEngine(TrainedRank):
     calls it itself, so that at stage 3 no rank ever has the whole model in memory.
     """
 
+    backend = "deepspeed"
     adds_gradients = False
 
     def __init__(
@@ -132,16 +131,6 @@ class DeepSpeedEngine(TrainedRank):
     @property
     def steps(self) -> int:
         return self.engine.global_steps
-
-    def row_memory(self, num_tokens: int) -> RowMemory:
-        return row_memory(
-            self.shape(),
-            self.ds,
-            ranks=self.mesh.copies,
-            tokens=-(-num_tokens // self.mesh.sequence),
-            checkpointing=self.checkpoints_layers,
-            gpu=self.gpu_bytes(),
-        )
 
     def _begin_pass(self, is_last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(is_last)

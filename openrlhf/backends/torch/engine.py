@@ -27,8 +27,6 @@ from openrlhf.backends.model_rank import (
     decay_groups,
     held,
 )
-from openrlhf.backends.row_memory import RowMemory
-from openrlhf.backends.torch.memory import row_memory
 from openrlhf.checkpoint import pickles
 from openrlhf.checkpoint.dcp import METADATA, TorchReader, load_tensors, save_tensors
 from openrlhf.checkpoint.pickles import check_same_model
@@ -52,6 +50,8 @@ exp_avg."""
 class TorchEngine(TrainedRank):
     """One rank of a model in training. Call `init_distributed` first. config/checks.py rejects options that
     this engine does not support."""
+
+    backend = "torch"
 
     def __init__(
         self,
@@ -124,16 +124,6 @@ class TorchEngine(TrainedRank):
         for name, tensor in self._tensors().items():
             if not name.startswith(f"{WEIGHTS}."):
                 yield name, held(tensor)
-
-    def row_memory(self, num_tokens: int) -> RowMemory:
-        return row_memory(
-            self.shape(),
-            self.ds,
-            ranks=self.mesh.size,
-            tokens=num_tokens,
-            checkpointing=self.checkpoints_layers,
-            gpu=self.gpu_bytes(),
-        )
 
     def weights(
         self, bucket_bytes: int = BUCKET_BYTES, part: Part = "merged"

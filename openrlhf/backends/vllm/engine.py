@@ -17,7 +17,7 @@ import numpy as np
 
 from openrlhf import heap
 from openrlhf.backends.peak_memory import Peaks
-from openrlhf.backends.rollout import USABLE_FRACTION, EngineDied, EngineOptions
+from openrlhf.backends.rollout import EngineDied, EngineOptions
 from openrlhf.backends.vllm import lifeline
 from openrlhf.backends.vllm.requests import completions, vllm_params
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
@@ -27,6 +27,7 @@ from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode, RunError, UsageError, first_line
 from openrlhf.files import socket_folder
 from openrlhf.hub import model_folder
+from openrlhf.memory.engines import CPU_KV_CACHE_GB, memory_fraction
 from openrlhf.text import image_data
 from openrlhf.types import present
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:  # vLLM reads the environment when imported, and takes seconds
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
 
-CPU_KV_CACHE_GB = 0.25
-"""Default of `--vllm.kv_cache_gb` on a CPU, in GiB. vLLM's own setting for CPUs accepts only whole GiB."""
 
 CPU_BATCHED_TOKENS = 4096
 """Maximum number of tokens in one step of an engine on a CPU, unless `max_len` is larger."""
@@ -87,12 +86,6 @@ def has_second_runner() -> bool:
     from vllm.triton_utils import HAS_TRITON
 
     return HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
-
-
-def memory_fraction(asked: float, free: float | None) -> float:
-    """Returns the fraction of a GPU's memory that vLLM may use: `asked`, but no more than other models leave.
-    `free`: fraction that other models leave free; None: there are no other models."""
-    return asked if free is None else min(asked, USABLE_FRACTION * free)
 
 
 def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:

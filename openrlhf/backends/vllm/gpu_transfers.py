@@ -19,6 +19,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 from openrlhf.backends.weight_sync.buckets import TensorMeta
 from openrlhf.backends.weight_sync.client import EngineClient, Rendezvous, Transfer
 from openrlhf.backends.weight_sync.source import WeightSource
+from openrlhf.memory.engines import bucket_size
 
 
 def open_nccl(source: WeightSource, client: EngineClient, meeting: Rendezvous) -> Transfer:
@@ -89,7 +90,7 @@ def shared_buffer_bytes(tensors: list[TensorMeta], most: int) -> int:
     """Returns the size in bytes of the buffer through which `tensors` are sent to engines on the same GPU: at
     most `most`, unless a single tensor is larger, because vLLM requires that each tensor fits the buffer."""
     sizes = [t.num_bytes for t in tensors]
-    return max(*sizes, min(sum(sizes), most))
+    return bucket_size(max(sizes), sum(sizes), most)
 
 
 def _vllm_source(source: WeightSource) -> VLLMWeightSource:

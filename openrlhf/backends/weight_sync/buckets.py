@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from openrlhf.memory.engines import bucket_size
+
 ALIGNMENT = 64
 """Multiple of bytes at which each tensor starts in a bucket."""
 
@@ -62,7 +64,7 @@ def max_bucket_bytes(tensors: list[TensorMeta], capacity: int) -> int:
     """Returns an upper bound of the size of the buckets in which `plan_buckets` puts the tensors, or some of
     them."""
     sizes = [_aligned(t.num_bytes) for t in tensors]
-    return max([*sizes, min(sum(sizes), _aligned(capacity))])
+    return bucket_size(max(sizes, default=0), sum(sizes), _aligned(capacity))
 
 
 def as_json(tensors: Iterable[TensorMeta]) -> list[list]:

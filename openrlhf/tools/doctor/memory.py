@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator
 
-import psutil
-
+from openrlhf.api import FITS
 from openrlhf.tools.doctor.finding import Finding
 from openrlhf.tools.doctor.record import RunRecord
 
-NEAR = 0.95
-"""Fraction of a device's memory above which the next allocation may fail."""
 GROWTH = 1.3
 """Minimum ratio of a peak at the end of a run to that at its beginning that counts as growth."""
 
@@ -30,7 +27,7 @@ def memory_findings(run: RunRecord) -> Iterator[Finding]:
             continue
         peak = float(series.values.max())
         remedy = RELIEF.get(phase, "see `openrlhf plan` with the run's config.yaml")
-        if capacity and peak > NEAR * capacity:
+        if capacity and peak > FITS * capacity:
             at = series.steps[int(series.values.argmax())]
             yield Finding(
                 cause="memory",
@@ -55,10 +52,6 @@ def memory_findings(run: RunRecord) -> Iterator[Finding]:
 
 def _capacity(run: RunRecord) -> float | None:
     """Returns the memory of this machine's devices in GiB; None if the run was on another machine."""
-    if run.owner is None or not run.owner.is_here:
-        return None
-    import torch  # which takes seconds, and most runs need no capacity
+    from openrlhf.api import own_bytes  # imports torch, which takes seconds, and most runs need no capacity
 
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory / 2**30
-    return psutil.virtual_memory().total / 2**30
+    return own_bytes() / 2**30 if run.owner is not None and run.owner.is_here else None

@@ -5,22 +5,23 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from openrlhf.api import ENGINE_ROLE as ENGINES
 from openrlhf.api import (
-    ACTOR_FLAG,
-    CRITIC_FLAG,
-    MODEL_FLAG,
+    ITEM_BYTES,
     REWARD_FLAG,
     TEACHER_FLAG,
     Command,
     Layout,
+    ModelSize,
     PPOConfig,
     layout_of,
+    learner_size,
+    model_size,
     resource_problems,
     to_words,
     values_of,
     with_values,
 )
-from openrlhf.api import ENGINE_ROLE as ENGINES
 from openrlhf.api import described_layout as described
 from openrlhf.tools.plan.batches import (
     SEQUENCES,
@@ -32,8 +33,7 @@ from openrlhf.tools.plan.batches import (
     supervised_batches,
 )
 from openrlhf.tools.plan.hardware import Cluster
-from openrlhf.tools.plan.memory import Demand, ppo_memory, supervised_memory, tightest
-from openrlhf.tools.plan.models import ModelSize, model_size
+from openrlhf.tools.plan.memory import Demand, engine_cache, ppo_memory, supervised_memory, tightest
 from openrlhf.tools.plan.time import Phase, ppo_time, step_seconds, supervised_time
 
 Change = tuple[str, Any]
@@ -71,28 +71,19 @@ class RunPlan:
     lengths: Lengths
     batches: Batches
     memory: Sequence[Demand]
+    starved: bool
+    """True if an engine's KV cache is too small for its longest sequence."""
     time: Sequence[Phase]
     seconds: float
     """Time of a step."""
 
     @property
     def fits(self) -> bool:
-        return all(demand.fits for demand in self.memory) and self.starved is None
+        return all(demand.fits for demand in self.memory) and not self.starved
 
     @property
     def tightest(self) -> Demand:
         return tightest(self.memory)
-
-    @property
-    def starved(self) -> Demand | None:
-        """Devices on which an engine's KV cache is too small for its longest sequence; None if there are
-        none."""
-        if self.layout is None:
-            return None
-        needed = self.sizes[ENGINES].kv_bytes(2) * (self.lengths.prompt + self.lengths.longest)
-        needed /= self.layout.roles[ENGINES].mesh.tensor
-        sampling = (demand for demand in self.memory if demand.phase == "generate")
-        return next((demand for demand in sampling if demand.parts.get("KV cache", 0) < needed), None)
 
     @property
     def slowest(self) -> Phase:
@@ -102,13 +93,16 @@ class RunPlan:
 def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) -> RunPlan:
     """Predicts a run. Raises UsageError if it needs more devices than the cluster has, or if a model has no
     configuration."""
-    data, layout = config.data, None
+    data, layout, starved = config.data, None, False
     if isinstance(config, PPOConfig):
         layout, sizes = layout_of(config, described(cluster.gpus)), _sizes(config)
         lengths = lengths_of(data.max_len, config.rollout.max_new_tokens, assumed.prompt, assumed.response)
         rows = assumed.rows or rows_of(config)
         batches = ppo_batches(config, lengths, rows)
         memory = ppo_memory(config, cluster, layout, sizes)
+        needed = sizes[ENGINES].kv_bytes(ITEM_BYTES[config.ds.param_dtype])
+        needed *= (lengths.prompt + lengths.longest) / layout.roles[ENGINES].mesh.tensor
+        starved = engine_cache(config, cluster, layout, sizes) < needed
         time = ppo_time(config, cluster, layout, sizes, batches, lengths)
     else:
         sequences, sizes = SEQUENCES.get(command.name, 1), _supervised_sizes(command, config)
@@ -127,35 +121,41 @@ def plan_run(command: Command, config: Any, cluster: Cluster, assumed: Assumed) 
         lengths=lengths,
         batches=batches,
         memory=memory,
+        starved=starved,
         time=time,
         seconds=step_seconds(config, time),
     )
 
 
 def _sizes(config: PPOConfig) -> dict[str, ModelSize]:
-    """Returns the size of each role's model, for several reward models that of the largest."""
-    images, adapted = config.reads_images, config.ds.lora.target_modules
-    actor = model_size(config.actor.model_name_or_path, ACTOR_FLAG, images=images, adapted=adapted)
+    """Returns the size of each role's model, for several reward models that of all together."""
+    images, actor = config.reads_images, learner_size(config, "policy")
     sizes = {"actor": actor}
     for role in config.placements:
         if role == "critic":
-            path = config.critic_path
-            sizes[role] = model_size(path, CRITIC_FLAG, images=images, adapted=adapted).scorer()
+            sizes[role] = learner_size(config, role)
         elif role == "ref":
             sizes[role] = actor
         elif role == "reward":
             models = [model_size(path, REWARD_FLAG, images=images).scorer() for path in config.reward.models]
-            sizes[role] = max(models, key=lambda size: size.parameters)
+            sizes[role] = _together(models)
         elif role == "teacher":
             sizes[role] = model_size(str(config.teacher.model_name_or_path), TEACHER_FLAG, images=images)
     return sizes | {ENGINES: actor}
 
 
+def _together(sizes: Sequence[ModelSize]) -> ModelSize:
+    """Returns the size of models that compute one after the other: all their weights, and the activations of
+    the largest."""
+    counts = ("parameters", "embedding", "head", "experts", "linear")
+    total: dict[str, Any] = {name: sum(getattr(size, name) for size in sizes) for name in counts}
+    path = ", ".join(size.path for size in sizes)
+    return replace(max(sizes, key=lambda size: size.parameters), path=path, **total)
+
+
 def _supervised_sizes(command: Command, config: Any) -> dict[str, ModelSize]:
     images = config.data.reads_images
-    path, adapted = config.model.model_name_or_path, config.ds.lora.target_modules
-    model = model_size(path, MODEL_FLAG, images=images, adapted=adapted)
-    sizes = {"model": model.scorer() if command.name == "rm" else model}
+    path, sizes = config.model.model_name_or_path, {"model": learner_size(config, "policy")}
     if command.name in ("dpo", "kto"):
         own = config.ref.model_name_or_path
         # With adapters, the model without them is the reference.
@@ -207,7 +207,7 @@ def suggestion(
 def _need(plan: RunPlan) -> tuple[int, float]:
     """Returns a measure of the missing memory: the number of phases that do not fit, and the sum of all
     phases' shares of their devices."""
-    wrong = sum(not demand.fits for demand in plan.memory) + (plan.starved is not None)
+    wrong = sum(not demand.fits for demand in plan.memory) + plan.starved
     return wrong, sum(max(demand.share, demand.limit) for demand in plan.memory)
 
 

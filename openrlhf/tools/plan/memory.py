@@ -1,44 +1,29 @@
-"""Predicts the memory that a run needs on a device, phase by phase. Equations are per device, in bytes:
-
-    weights        2 P in bf16, 4 P in fp32; divided by the ranks at ZeRO stage 3
-    gradients      4 P / R at stages 2 and 3 (fp32), otherwise P elements of the weights' dtype
-    optimizer      12 P, divided by R from stage 1 on: master weights and Adam's two moments in fp32
-    activations    tokens * layers * kept + one layer recomputed, see backends/row_memory.py
-    logits         float32 logits of a chunk and the gradient of the head, see algorithms/logprobs.py
-    KV cache       an engine's share of the GPU minus its weights and activations; 2 L K elements a token
-    buffers        gathered weights, gradients that wait for their reduction or, in float32, for the optimizer
-                   step, if these need more than the activations; buckets of a weight sync
-    libraries      contexts of CUDA and NCCL, per process
-
-P parameters, R ranks, L layers, K elements of a token's keys. Sources: ZeRO, https://arxiv.org/abs/1910.02054
-(section 3 and figure 1: 16 P / R in all for mixed-precision Adam with bf16 gradients); activations,
-https://arxiv.org/abs/2205.05198 (section 4), here for gated MLPs and without stored attention scores.
-"""
+"""Predicts the memory that a run needs on a device, phase by phase, from the estimates of openrlhf/memory."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from openrlhf.api import (
     BUCKET_BYTES,
+    CPU_KV_CACHE_GB,
+    FITS,
     ITEM_BYTES,
-    MAX_LIVE_PARAMETERS,
-    USABLE_FRACTION,
-    DeepSpeedConfig,
     Layout,
-    ModelShape,
+    ModelSize,
     PPOConfig,
+    RankMemory,
     SupervisedConfig,
-    layer_bytes,
-    logits_bytes,
+    bucket_size,
+    forward_memory,
+    gathered_bytes,
+    memory_fraction,
     most_tokens,
+    training_memory,
+    transfer_backend,
 )
 from openrlhf.api import ENGINE_ROLE as ENGINES
-from openrlhf.api import activation_bytes as activations
-from openrlhf.api import deepspeed_row_memory as deepspeed_memory
-from openrlhf.api import torch_row_memory as torch_memory
 from openrlhf.tools.plan.hardware import Cluster
-from openrlhf.tools.plan.models import ModelSize
 
 Parts = Mapping[str, float]
 """Part of a device's memory -> its bytes. Parts are named in `PARTS`."""
@@ -50,10 +35,6 @@ LIBRARIES = 2**30
 ENGINE_WORK = 3 * 2**30
 """Assumed bytes of an engine on a GPU besides weights and cache: activations of a batch of 8,192 tokens and
 CUDA graphs."""
-CPU_CACHE = 2**28
-"""Bytes of an engine's KV cache on a CPU if vllm.kv_cache_gb is not set."""
-FITS = 0.95
-"""Maximum fraction of a device's memory that a plan fills, because allocators fragment."""
 
 TRAINED = ("actor", "critic")
 
@@ -91,53 +72,6 @@ class Demand:
         return self.share <= self.limit
 
 
-def training_memory(
-    shape: ModelShape,
-    ds: DeepSpeedConfig,
-    backend: str,
-    tokens: int,
-    checkpointing: bool,
-    *,
-    ranks: int = 1,
-    gpu: int | None = None,
-) -> dict[str, float]:
-    """Returns the parts of a rank's memory in an optimizer step, which add up to the estimate that a run
-    makes at its start. `tokens`: this rank's tokens of the longest row; `ranks`: number of ranks that share
-    one copy of the optimizer states; `gpu`: the GPU's memory in bytes, None on a CPU."""
-    estimate = torch_memory if backend == "torch" else deepspeed_memory
-    options = {"ranks": ranks, "tokens": tokens, "checkpointing": checkpointing, "gpu": gpu}
-    if backend == "torch":
-        shape = replace(shape, weight_bytes=shape.weight_bytes // ITEM_BYTES[ds.param_dtype] * 4)
-    whole, item = estimate(shape, ds, **options), ITEM_BYTES[ds.param_dtype]
-    on_host = gpu is not None and ds.activation_offload
-    passes, headless = (
-        activations(some, tokens, item, checkpointing, gpu, on_host=on_host)
-        for some in (shape, replace(shape, vocabulary=0))
-    )
-    is_split = backend == "torch" or ds.zero_stage == 3
-    weights = shape.weight_bytes // ranks if is_split else shape.weight_bytes
-    gradients = whole.gradients
-    if backend == "torch" or ds.zero_stage >= 2:
-        gradients = 4 * (shape.trainable // ranks)
-    return {
-        "weights": weights,
-        "gradients": gradients,
-        "optimizer": whole.optimizer,
-        "activations": headless,
-        "logits": passes - headless,
-        "buffers": whole.total - weights - gradients - whole.optimizer - passes,
-    }
-
-
-def forward_memory(shape: ModelShape, tokens: int, item: int, gpu: int | None) -> dict[str, float]:
-    """Returns the memory of a pass without gradients besides the weights: one layer's activations of the row,
-    and a chunk of logits. On a CPU the head's weights also exist in float32. `item`: bytes per element."""
-    logits = min(logits_bytes(gpu), 4 * shape.vocabulary * tokens)
-    if gpu is None and item < 4:
-        logits += 4 * shape.vocabulary * shape.hidden
-    return {"activations": tokens * layer_bytes(shape, item), "logits": logits}
-
-
 def combined(parts: Iterable[Parts]) -> dict[str, float]:
     """Adds up parts of the same name. Returns them in the order of PARTS."""
     total: Counter[str] = Counter()
@@ -159,16 +93,16 @@ def supervised_memory(
     ranks = max(1, cluster.devices // ds.tensor_parallel_size)
     row = most_tokens(config.train, sequences * config.data.max_len, ds.ring_attn_size)
     trained = training_memory(
-        sizes["model"].shape_of_rank(ds, trained=True),
+        sizes["model"].on_rank(ds, config.train.backend, trained=True),
         ds,
         config.train.backend,
         -(-row // ds.ring_attn_size),
         config.model.gradient_checkpointing_enable,
         ranks=ranks,
         gpu=gpu,
-    )
+    ).parts
     others = [
-        _frozen_idle(size, ds, ranks, is_away=getattr(config, role).offload and gpu is not None)
+        _frozen_idle(size, config, ranks, is_away=getattr(config, role).offload and gpu is not None)
         for role, size in sizes.items()
         if role != "model"
     ]
@@ -231,7 +165,7 @@ class _Group:
         if computing:
             phases["log-probs"] = [self.asleep({role: self.forward(role)}) for role in computing]
         if trained := [role for role in self.roles if role in TRAINED]:
-            phases["update"] = [self.asleep({role: self.update(role)}) for role in trained]
+            phases["update"] = [self.asleep({role: self.update(role).parts}) for role in trained]
         if {"actor", ENGINES} & {*self.roles}:
             phases["sync"] = [self.together(self.sync())]
         count = len({*self.layout.roles[self.home].devices})
@@ -281,15 +215,15 @@ class _Group:
         if role not in TRAINED:
             return _frozen_idle(
                 self.sizes[role],
-                self.ds,
+                self.config,
                 self.ranks(role),
                 is_away=getattr(self.config, role).offload and self.gpu is not None,
             )
-        parts = self.update(role)
+        needed = self.update(role)
         sleeps = self.ds.enable_sleep and self.gpu is not None
-        return {"weights": parts["weights"], "optimizer": 0 if sleeps else parts["optimizer"]}
+        return {"weights": needed.weights, "optimizer": 0 if sleeps else needed.optimizer}
 
-    def update(self, role: str) -> dict[str, float]:
+    def update(self, role: str) -> RankMemory:
         config = self.config
         checkpointing = config.actor.gradient_checkpointing_enable
         if role == "critic" and config.critic.gradient_checkpointing_enable is not None:
@@ -297,7 +231,7 @@ class _Group:
         sequence = self.ds.ring_attn_size
         row = most_tokens(config.train, config.data.max_len, sequence)
         return training_memory(
-            self.sizes[role].shape_of_rank(self.ds, trained=True),
+            self.sizes[role].on_rank(self.ds, config.train.backend, trained=True),
             self.ds,
             config.train.backend,
             -(-row // sequence),
@@ -312,15 +246,14 @@ class _Group:
         row = config.data.max_len * config.rollout.micro_batch_size
         if config.train.dynamic_batch_enable:
             row = max(config.data.max_len, config.rollout_tokens_per_gpu * sequence)
-        trained = role in TRAINED
-        shape = self.sizes[role].shape_of_rank(self.ds, trained=trained)
-        held = self.at_rest(role)
-        is_split = self.ds.zero_stage == 3 or (not trained and not held)
-        item = ITEM_BYTES[self.ds.param_dtype]
-        if not held:  # offloaded: layers are copied from the CPU one after the other
-            held = {"weights": 0.0}
-        gathered = min(shape.weight_bytes, MAX_LIVE_PARAMETERS * item) if is_split else 0
-        work = forward_memory(shape, -(-row // sequence), item, self.gpu)
+        backend, trained, held = config.train.backend, role in TRAINED, self.at_rest(role)
+        shape = self.sizes[role].on_rank(self.ds, backend, trained=trained)
+        if trained:
+            gathered = self.update(role).gathered
+        else:  # if it is offloaded, layers are copied from the CPU one after the other
+            is_split = self.ds.zero_stage == 3 or not held
+            gathered = gathered_bytes(shape, self.ds, backend, trained=False) if is_split else 0
+        work = forward_memory(shape, -(-row // sequence), ITEM_BYTES[self.ds.param_dtype], self.gpu)
         return combined([held, {"buffers": gathered}, work])
 
     def engine(self, *, with_cache: bool) -> dict[str, float]:
@@ -334,43 +267,44 @@ class _Group:
 
     def cache(self) -> float:
         """Returns the bytes of the KV cache on a device: the engine's share of the memory that resting models
-        leave (`memory_fraction` in backends/vllm/engine.py), minus its weights and activations."""
+        leave, minus its weights and activations."""
         vllm = self.config.vllm
         if vllm.kv_cache_gb is not None:
             return vllm.kv_cache_gb * 2**30
         if self.gpu is None:
-            return CPU_CACHE
+            return CPU_KV_CACHE_GB * 2**30
         others = [role for role in self.roles if role != ENGINES]
         held = [sum(self.at_rest(role).values()) + LIBRARIES for role in others]
-        free = 1 - sum(held) / self.cluster.kind.memory
-        share = vllm.gpu_memory_utilization
-        if others:
-            share = min(share, USABLE_FRACTION * free)
+        free = 1 - sum(held) / self.cluster.kind.memory if others else None
+        share = memory_fraction(vllm.gpu_memory_utilization, free)
         return share * self.cluster.kind.memory - self.engine_weights() - ENGINE_WORK - LIBRARIES
 
     def sync(self) -> dict[str, Parts]:
         """Returns the memory of the roles in a weight sync: two buckets on each side, and at ZeRO stage 3 the
         largest gathered parameter on the trainer's side."""
         vllm, active = self.config.vllm, {}
-        transport = "gloo" if self.gpu is None else "ipc" if self.config.engines_colocated else "nccl"
-        bucket = vllm.sync_bucket_mb << 20 if vllm.sync_bucket_mb else BUCKET_BYTES[transport]
+        transport = transfer_backend(self.config, self.gpu is not None)
+        size, item = self.sizes["actor"], ITEM_BYTES[self.ds.param_dtype]
+        largest = max(size.embedding, size.head) * item
+        most = vllm.sync_bucket_mb << 20 if vllm.sync_bucket_mb else BUCKET_BYTES[transport]
+        bucket = bucket_size(largest, size.weight_bytes(item), most)
         if ENGINES in self.roles:
             asleep = self.config.engines_sleep
             active[ENGINES] = combined([self.engine(with_cache=not asleep), {"buffers": 2 * bucket}])
         if "actor" in self.roles:
-            size = self.sizes["actor"]
-            largest = max(size.embedding, size.head) * ITEM_BYTES[self.ds.param_dtype]
             buffers = 2 * bucket + (largest if self.ds.zero_stage == 3 else 0)
             active["actor"] = combined([self.at_rest("actor"), {"buffers": buffers}])
         return active
 
 
-def _frozen_idle(size: ModelSize, ds: DeepSpeedConfig, ranks: int, *, is_away: bool) -> dict[str, float]:
+def _frozen_idle(
+    size: ModelSize, config: PPOConfig | SupervisedConfig, ranks: int, *, is_away: bool
+) -> dict[str, float]:
     """Returns the memory of a model that is not trained, between its passes."""
     if is_away:
         return {}
-    weights = size.shape_of_rank(ds, trained=False).weight_bytes
-    return {"weights": weights / ranks if ds.zero_stage == 3 else weights}
+    weights = size.on_rank(config.ds, config.train.backend, trained=False).weight_bytes
+    return {"weights": weights / ranks if config.ds.zero_stage == 3 else weights}
 
 
 def _libraries(gpu: int | None, processes: int) -> dict[str, float]:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from openrlhf.api import ENGINE_ROLE as ENGINES
-from openrlhf.api import ITEM_BYTES, Layout, PPOConfig, SupervisedConfig
+from openrlhf.api import ITEM_BYTES, Layout, ModelSize, PPOConfig, SupervisedConfig, state_bytes
 from openrlhf.tools.plan.batches import Batches, Lengths
 from openrlhf.tools.plan.hardware import Cluster, Kind
 from openrlhf.tools.plan.memory import TRAINED, engine_cache
-from openrlhf.tools.plan.models import ModelSize
 
 TRAIN_MFU = 0.4
 """Fraction of the data sheet's FLOP/s that forward and backward passes of dense models reach on packed rows.
@@ -164,8 +163,7 @@ class _Trainer:
         """Returns the time of AdamW. For each of its parameters a rank reads 16 bytes (gradient, master
         weight, two moments) and writes 14 (the last three and the bf16 weight). With ds.adam_offload the CPU
         reads and writes them, and 6 bytes (the gradient and the new weight) cross the link to the host."""
-        trained = self.size.adapted * self.ds.lora.rank or self.size.parameters
-        own = trained / (self.devices if self.ds.zero_stage else 1)
+        own = self.size.trained(self.ds) / (self.devices if self.ds.zero_stage else 1)
         kind, per_node = self.cluster.kind, min(self.devices, self.cluster.per_node)
         if self.ds.adam_offload and kind.on_gpu:
             seconds = 30 * own * per_node / HOST_ADAM + 6 * own / kind.host_rate
@@ -246,7 +244,7 @@ def _sync(config: PPOConfig, cluster: Cluster, size: ModelSize) -> Phase:
 
 
 def _moved(config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[str, ModelSize]) -> float:
-    """Returns the bytes that cross a GPU's link to the host in a step. Optimizer states (12 P / R) and an
+    """Returns the bytes that cross a GPU's link to the host in a step. Optimizer states and an
     engine's weights cross it twice, offloaded frozen models once."""
     moved, item = 0.0, ITEM_BYTES[config.ds.param_dtype]
     for role, place in layout.roles.items():
@@ -254,8 +252,12 @@ def _moved(config: PPOConfig, cluster: Cluster, layout: Layout, sizes: Mapping[s
             continue
         size = sizes[role]
         if role in TRAINED:
-            trained = size.adapted * config.ds.lora.rank or size.parameters
-            moved += 2 * 12 * trained / (place.mesh.size if config.ds.zero_stage else place.mesh.tensor)
+            moved += (
+                2
+                * state_bytes(config.ds, config.train.backend)
+                * size.trained(config.ds)
+                / (place.mesh.size if config.ds.zero_stage else place.mesh.tensor)
+            )
         elif role == ENGINES:
             moved += 2 * size.weight_bytes(item) / config.vllm.num_gpus
         else:

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from openrlhf.api import counted
+from openrlhf.api import FITS, counted
 from openrlhf.api import layout_table as placement_table
 from openrlhf.tools.plan.estimate import Change, RunPlan, advice, spelled
-from openrlhf.tools.plan.memory import FITS, PARTS, Demand
+from openrlhf.tools.plan.memory import PARTS, Demand
 
 WIDTH = 118
 """Width of the tables in columns if stdout is no terminal."""
@@ -57,7 +57,7 @@ def _shortened(table: str) -> str:
 
 
 def _verdict(plan: RunPlan) -> str:
-    if plan.starved is not None and all(demand.fits for demand in plan.memory):
+    if plan.starved and all(demand.fits for demand in plan.memory):
         return "does not fit (no room for the KV cache of the longest sequence)"
     return "fits" if plan.fits else "does not fit"
 

@@ -51,7 +51,6 @@ from openrlhf.config.sections import (
 )
 from openrlhf.config.supervised import SFTConfig, SFTDataConfig, SFTModelConfig
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.loading import adapter_parameters
 from openrlhf.text import Calendar
 
 
@@ -184,8 +183,9 @@ def ppo(**sections: object) -> Callable[[str], PPOConfig]:
 def test_a_run_that_does_not_fit_the_disk_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable, expected: float
 ) -> None:
-    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", lambda path, **options: 4 * MILLION)
-    monkeypatch.setattr("openrlhf.models.loading.adapter_parameters", lambda path, **options: MILLION // 10)
+    trained = lambda ds: MILLION // 10 if ds.lora.rank else MILLION
+    size = SimpleNamespace(parameters=MILLION, trained=trained, scorer=lambda: size)
+    monkeypatch.setattr("openrlhf.models.sizes.model_size", lambda path, flag, **options: size)
     disk = SimpleNamespace(free=expected * MILLION)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     config = make(f"{tmp_path}/new")
@@ -197,33 +197,42 @@ def test_a_run_that_does_not_fit_the_disk_is_refused_before_the_model_is_loaded(
         check_space(config, folder, total_steps=7)
 
 
-@pytest.mark.parametrize("rank", [0, 8])
-def test_a_model_whose_size_is_unknown_names_its_flag(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+def test_a_model_whose_size_is_unknown_names_its_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-
-    def size(path: str, flag: str, **options: Any) -> int:
-        asked.append((flag, path))
-        return MILLION
-
-    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", size)
-    monkeypatch.setattr("openrlhf.models.loading.adapter_parameters", size)
+    size = SimpleNamespace(parameters=MILLION, trained=lambda ds: MILLION, scorer=lambda: size)
+    monkeypatch.setattr(
+        "openrlhf.models.sizes.model_size", lambda path, flag, **options: asked.append((flag, path)) or size
+    )
     config = ppo(actor=ActorConfig(model_name_or_path="a"), critic=CriticConfig(model_name_or_path="c"))("")
-    config = replace(config, ds=ScorerDeepSpeedConfig(lora=LoraConfig(rank=rank)))
     assert list(start._sizes(config)) == ["policy", "critic"]
-    flags = [("--actor.model_name_or_path", "a"), ("--critic.model_name_or_path", "c")]
-    assert asked == [flag for flag in flags for _ in range(2 if rank else 1)]
+    assert asked == [("--actor.model_name_or_path", "a"), ("--critic.model_name_or_path", "c")]
 
 
-def test_parameters_of_adapters(tmp_path: Path) -> None:
-    """At a matrix of (out, in), adapters of rank 2 have matrices of (2, in) and (out, 2)."""
+def test_what_adapters_and_scalar_heads_write(tmp_path: Path) -> None:
+    """At a matrix of (out, in), adapters of rank 2 have matrices of (2, in) and (out, 2). A critic has a
+    head of 16 weights instead of one over 60 tokens."""
     config = Qwen3Config(
         vocab_size=60, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=8,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=False,
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     attention = (16 + 16) + 2 * (8 + 16) + (16 + 16)
-    found = adapter_parameters(str(tmp_path), flag="--model", rank=2)
-    assert found == 2 * (attention + 3 * (16 + 24))
+    lora = LoraConfig(rank=2)
+    sizes = _sizes_of(tmp_path, lora=lora)
+    adapters = 2 * (attention + 3 * (16 + 24))
+    assert sizes["policy"] == (14 * adapters, 2 * adapters)
+    assert sizes["critic"] == (14 * (adapters + 16), 2 * (adapters + 16))
+    few = _sizes_of(tmp_path, lora=replace(lora, target_modules=("q_proj",)))
+    assert few["policy"] == (14 * 2 * (16 + 16), 2 * 2 * (16 + 16))
+    whole = _sizes_of(tmp_path)
+    assert whole["policy"].export - whole["critic"].export == 2 * (60 - 1) * 16
+
+
+def _sizes_of(folder: Path, **ds: object) -> dict[str, start._Sizes]:
+    """Returns the sizes of a run in bf16, whose policy and critic are the model in `folder`."""
+    model = {"model_name_or_path": str(folder)}
+    config = ppo(actor=ActorConfig(**model), critic=CriticConfig(**model))("")
+    return start._sizes(replace(config, ds=ScorerDeepSpeedConfig(param_dtype="bf16", **ds)))
 
 
 def test_the_folder_of_tensorboard_is_tried_before_anything_starts(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 
 from openrlhf.config.lora_combiner import LoraCombinerConfig
 from openrlhf.errors import ErrorCode
-from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer, weight_bytes
+from openrlhf.models.loading import check_model, load_causal_lm, load_config, load_tokenizer
 from openrlhf.models.saving import check_saving
 from openrlhf.models.scorer import check_reward_model, load_scorer
+from openrlhf.models.sizes import model_size
 from openrlhf.models.weight_files import check_weight_files
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tools.serve.lora_combiner import run as combine
@@ -155,7 +156,7 @@ def test_a_number_of_parts_that_no_model_has(tmp_path: Path, name: str, value: o
 def test_a_size_that_no_memory_has(tmp_path: Path) -> None:
     model = changed(tmp_path, "config.json", hidden_size=1 << 40, intermediate_size=1 << 40)
     with refused(ErrorCode.INVALID_MODEL, flag=FLAG, value=model):
-        weight_bytes(model, flag=FLAG, dtype="bf16")
+        model_size(model, FLAG)
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])

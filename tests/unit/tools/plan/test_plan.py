@@ -13,19 +13,18 @@ import transformers as hf
 from kept_memory import TOKENS, kept_bytes
 
 from openrlhf.algorithms.logprobs import logits_bytes
-from openrlhf.backends.deepspeed.memory import row_memory
 from openrlhf.config.commands import DPO, PPO, SFT
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import SFTConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.memory.training import training_memory
 from openrlhf.models.attention import PACKED
+from openrlhf.models.sizes import model_size
 from openrlhf.tools.command_line.run_files import command_and_flags
 from openrlhf.tools.plan import flags
 from openrlhf.tools.plan.estimate import Assumed, RunPlan, _remedies, plan_run, spelled, suggestion
 from openrlhf.tools.plan.hardware import REPORTED, Cluster, cluster_of, cores, with_measured
-from openrlhf.tools.plan.memory import training_memory
-from openrlhf.tools.plan.models import model_size
 from openrlhf.tools.plan.time import forward_flops, largest_batch, training_flops
 from openrlhf.tools.plan.view import batch_lines, duration, show
 
@@ -115,7 +114,7 @@ def test_parameters_by_hand(folders: dict[str, str]) -> None:
     assert size.active == B8 - v * h
     assert size.kv_bytes(2) == 2 * 32 * 1024 * 2
     assert size.adapted == 32 * (2 * 2 * h + 2 * (h + h // 4) + 3 * (h + i))
-    assert size.scorer().parameters == B8 - v * h
+    assert size.scorer().parameters == B8 - v * h + h
 
 
 def test_experts_by_hand(folders: dict[str, str]) -> None:
@@ -135,8 +134,8 @@ def test_experts_by_hand(folders: dict[str, str]) -> None:
 def test_sixteen_bytes_of_a_parameter_in_mixed_precision(folders: dict[str, str]) -> None:
     """Stage 3 divides 2 bytes of bf16, 4 of a float32 gradient, and 12 of the optimizer by the ranks."""
     ds = DeepSpeedConfig(zero_stage=3, param_dtype="bf16")
-    shape = model_size(folders["8b"], FLAG).shape_of_rank(ds, trained=True)
-    parts = training_memory(shape, ds, "deepspeed", 8192, True, ranks=64, gpu=80 * 2**30)
+    shape = model_size(folders["8b"], FLAG).on_rank(ds, "deepspeed", trained=True)
+    parts = training_memory(shape, ds, "deepspeed", 8192, True, ranks=64, gpu=80 * 2**30).parts
     assert parts["weights"] == 2 * B8 // 64
     assert parts["gradients"] == 4 * (B8 // 64)
     assert parts["optimizer"] == 12 * (B8 // 64)
@@ -154,16 +153,15 @@ def test_sixteen_bytes_of_a_parameter_in_mixed_precision(folders: dict[str, str]
 @pytest.mark.parametrize("gpu", [None, 80 * 2**30])
 def test_parts_add_up_to_the_estimate_of_a_run(folders: dict[str, str], stage: int, gpu: int | None) -> None:
     ds = DeepSpeedConfig(zero_stage=stage)
-    shape = model_size(folders["8b"], FLAG).shape_of_rank(ds, trained=True)
-    whole = row_memory(shape, ds, ranks=8, tokens=4096, checkpointing=True, gpu=gpu)
-    parts = training_memory(shape, ds, "deepspeed", 4096, True, ranks=8, gpu=gpu)
-    assert sum(parts.values()) == whole.total
+    shape = model_size(folders["8b"], FLAG).on_rank(ds, "deepspeed", trained=True)
+    whole = training_memory(shape, ds, "deepspeed", 4096, True, ranks=8, gpu=gpu)
+    assert sum(whole.parts.values()) == whole.total
 
 
 def test_adapters_and_4_bits_by_hand(folders: dict[str, str]) -> None:
     ds = with_values(DeepSpeedConfig(), {"lora.rank": 16, "load_in_4bit": True})
     size = model_size(folders["8b"], FLAG)
-    shape = size.shape_of_rank(ds, trained=True)
+    shape = size.on_rank(ds, "deepspeed", trained=True)
     assert shape.trainable == 16 * size.adapted
     kept = 2 * (B8 - size.linear)
     assert shape.weight_bytes == pytest.approx(0.516 * size.linear + kept + 32 * size.adapted, rel=1e-3)
@@ -174,8 +172,8 @@ def test_float32_on_a_cpu_against_a_pass(folders: dict[str, str]) -> None:
     keeps what its layers keep and the last norm; each of five norms and four heads of attention also keeps a
     float32 number of a token, which the prediction leaves out."""
     ds = DeepSpeedConfig(zero_stage=0, param_dtype="fp32")
-    shape = model_size(folders["tiny"], FLAG).shape_of_rank(ds, trained=True)
-    said = training_memory(shape, ds, "deepspeed", TOKENS, False)
+    shape = model_size(folders["tiny"], FLAG).on_rank(ds, "deepspeed", trained=True)
+    said = training_memory(shape, ds, "deepspeed", TOKENS, False).parts
     model = hf.AutoModelForCausalLM.from_config(TINY, attn_implementation=PACKED)
     weights = list(model.parameters())
     optimizer = torch.optim.AdamW(weights)
@@ -189,6 +187,45 @@ def test_float32_on_a_cpu_against_a_pass(folders: dict[str, str]) -> None:
     kept = kept_bytes(model)
     assert kept == pytest.approx(TOKENS * (2 * layer + 32 * 12 + 4 * (5 + 4)), rel=0.003)
     assert kept <= said["activations"] < 1.1 * kept
+
+
+@pytest.mark.parametrize(("dtype", "starved"), [("bf16", False), ("fp32", True)])
+def test_a_kv_cache_has_the_dtype_of_the_model(folders: dict[str, str], dtype: str, starved: bool) -> None:
+    """A sequence of 2,048 tokens has 0.25 GiB of keys and values in bf16."""
+    flags = {"vllm.kv_cache_gb": 0.3, "ds.param_dtype": dtype}
+    _, plan = planned(ppo_flags(folders["8b"], **flags), cluster_of("8xH100-80GB"))
+    assert plan.lengths.prompt + plan.lengths.longest <= 2048
+    assert plan.starved is starved
+
+
+def test_all_reward_models_are_in_memory(folders: dict[str, str]) -> None:
+    flags = {"algo.kl.init_coef": 0, "reward.model_name_or_path": f"{folders['8b']},{folders['8b']}"}
+    words = [word for word in ppo_flags(folders["tiny"], **flags) if "remote_url" not in word]
+    words.remove("http://127.0.0.1:5000")
+    _, plan = planned(words, cluster_of("8xH100-80GB"))
+    sampling = next(demand for demand in plan.memory if demand.phase == "generate")
+    scorer, tiny = B8 - 128256 * 4096 + 4096, plan.sizes["actor"].parameters
+    assert plan.sizes["reward"].parameters == 2 * scorer
+    assert sampling.parts["weights"] == 2 * (2 * scorer + 2 * tiny)  # also of the actor and its engine
+
+
+@pytest.mark.parametrize(
+    ("more", "bucket"),
+    [
+        ({}, 128256 * 4096 * 2),  # the embedding does not fit the default of 512 MiB
+        ({"vllm.sync_bucket_mb": 2048}, 2 << 30),
+        ({"vllm.sync_with_ray": "true"}, 128256 * 4096 * 2),
+    ],
+)
+def test_a_weight_sync_has_buckets_of_its_transport(
+    folders: dict[str, str], more: dict[str, Any], bucket: int
+) -> None:
+    _, plan = planned(ppo_flags(folders["8b"], **more), cluster_of("8xH100-80GB"))
+    sync = next(demand for demand in plan.memory if demand.phase == "sync")
+    assert sync.parts["buffers"] == 4 * bucket
+    _, plan = planned(ppo_flags(folders["tiny"], **more), cluster_of("8xH100-80GB"))
+    sync = next(demand for demand in plan.memory if demand.phase == "sync")
+    assert sync.parts["buffers"] == 4 * 2 * plan.sizes["actor"].parameters
 
 
 # ---- time

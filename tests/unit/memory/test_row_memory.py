@@ -12,11 +12,12 @@ from kept_memory import TOKENS, kept_bytes
 from refusals import refused
 
 from openrlhf.algorithms.logprobs import linear_log_probs, logits_bytes, sum_of_log_probs
-from openrlhf.backends.deepspeed.memory import row_memory
-from openrlhf.backends.row_memory import ModelShape, RowMemory, layer_bytes, memory_of_rows, most_tokens
 from openrlhf.config.sections import DeepSpeedConfig
 from openrlhf.config.supervised import TrainConfig
 from openrlhf.errors import ErrorCode
+from openrlhf.memory.rows import memory_of_rows, most_tokens
+from openrlhf.memory.sizes import ModelShape
+from openrlhf.memory.training import RankMemory, layer_bytes, training_memory
 from openrlhf.models.attention import PACKED
 
 SIZES = {
@@ -115,8 +116,14 @@ AGAIN = 10**6 * (3 * 300 * 2 + 4 * 100)
 )
 def test_numbers_by_hand(flags: dict, checkpointing: bool, gpu: int | None, expected: tuple) -> None:
     ds = DeepSpeedConfig(param_dtype="bf16", **flags)
-    found = row_memory(SHAPE, ds, ranks=4, tokens=10**6, checkpointing=checkpointing, gpu=gpu)
-    assert (found.weights, found.gradients, found.optimizer, found.activations) == expected
+    found = training_memory(SHAPE, ds, "deepspeed", 10**6, checkpointing, ranks=4, gpu=gpu)
+    passes = found.activations + found.logits + found.step
+    assert (
+        found.weights + found.gathered,
+        found.gradients + found.buckets,
+        found.optimizer,
+        passes,
+    ) == expected
     assert found.total == sum(expected)
 
 
@@ -129,7 +136,8 @@ def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> No
     sizes = dict.fromkeys(("weight_bytes", "trainable", "layers", "intermediate", "queries", "keys"), 0)
     shape = ModelShape(**sizes, vocabulary=vocabulary, hidden=hidden, normed_heads=False)
     flags = DeepSpeedConfig(param_dtype=dtype)
-    said = row_memory(shape, flags, ranks=1, tokens=tokens, checkpointing=False, gpu=gpu).activations
+    found = training_memory(shape, flags, "deepspeed", tokens, False, gpu=gpu)
+    said = found.activations + found.logits
     options = {"device": "meta", "dtype": {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]}
     chunk, size = logits_bytes(gpu) // (4 * vocabulary), options["dtype"].itemsize
     for compute in (
@@ -145,10 +153,10 @@ def test_a_chunk_of_logits_on_a_gpu(gpu: int, vocabulary: int, dtype: str) -> No
 
 
 def test_a_step_of_the_optimizer_may_need_more_than_a_short_row() -> None:
-    found = row_memory(SHAPE, DeepSpeedConfig(), ranks=4, tokens=10, checkpointing=True, gpu=H100)
-    assert found.activations == 4 * 10**9 / 4
+    found = training_memory(SHAPE, DeepSpeedConfig(), "deepspeed", 10, True, ranks=4, gpu=H100)
+    assert found.activations + found.logits + found.step == 4 * 10**9 / 4
     assert str(found) == "7.5 GB (weights 1.9, gradients 1.9, optimizer 2.8, activations 0.9)"
-    small = RowMemory(weights=2**20, gradients=0, optimizer=2**19, activations=0)
+    small = RankMemory(weights=2**20, gradients=0, optimizer=2**19, activations=0)
     assert str(small) == "1.5 MB (weights 1.0, gradients 0.0, optimizer 0.5, activations 0.0)"
 
 
@@ -176,7 +184,7 @@ def test_rows_that_exceed_the_memory_are_refused_with_what_fits(
     train: dict, longest: int, sharing: int, flag: str, fitting: int | None
 ) -> None:
     """Weights of 100 bytes and one byte a token, on a device of 1,000 bytes: rows of 900 tokens fit."""
-    estimate = lambda tokens: RowMemory(weights=100, gradients=0, optimizer=0, activations=tokens)
+    estimate = lambda tokens: RankMemory(weights=100, gradients=0, optimizer=0, activations=tokens)
     config = TrainConfig(**train)
     with refused(ErrorCode.RESOURCES, flag=f"--train.{flag}", value=getattr(config, flag)) as refusal:
         memory_of_rows(estimate, config, longest, sharing, 1000)
