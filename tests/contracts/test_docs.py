@@ -149,7 +149,7 @@ def check_flags(name: str, flags: list[str]) -> None:
     """Parses the flags of commands that train or infer; other commands declare theirs in their source."""
     command = next((command for command in COMMANDS if command.name == name), None)
     if command is None:
-        check_options((ROOT / main.COMMANDS[name][0].replace(".", "/")).with_suffix(".py"), flags)
+        check_options(Path(str(main.reader_of(name)[0].__file__)), flags)
         return
     try:
         parse(command, flags)

@@ -17,7 +17,6 @@ import pytest
 import torch
 from refusals import printed, refused
 
-from openrlhf import device
 from openrlhf.errors import ErrorCode
 from openrlhf.tools.demo import demo
 from openrlhf.tools.demo.flags import demo as run_demo
@@ -283,7 +282,7 @@ def test_a_constraint_on_torch_is_left_out(tmp_path, monkeypatch, capsys, line, 
 
 def test_the_demo_takes_half_of_the_memory_that_is_free(monkeypatch) -> None:
     assert demo._engine_memory() == ""
-    monkeypatch.setattr(device, "DEVICE_TYPE", "cuda")
+    monkeypatch.setattr(demo, "DEVICE_TYPE", "cuda")
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20 << 30, 80 << 30))
     assert demo._engine_memory() == " --vllm.gpu_memory_utilization 0.12"

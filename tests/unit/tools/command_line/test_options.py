@@ -87,6 +87,7 @@ ALL: dict[str, tuple[str, dict[str, Any]]] = {
 def parsers_of(name: str) -> Iterator[argparse.ArgumentParser]:
     """Yields the parsers of a command, or those of its subcommands."""
     parser = parser_of(name)
+    assert parser
     inner = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     yield from inner[0] if inner else [parser]
 

@@ -123,7 +123,7 @@ def test_a_refusal_leaves_no_reward_function(
     found = refusal([*flags("rl"), "--file", "missing/run.yaml"], capsys)
     assert (found.code, found.place) == (ErrorCode.NOT_WRITABLE, "--file missing/run.yaml")
     assert not list(Path().iterdir())
-    monkeypatch.setattr("openrlhf.config.parse.parse", lambda command, argv: sys.exit(2))
+    monkeypatch.setattr(init, "parse", lambda command, argv: sys.exit(2))
     with pytest.raises(SystemExit):
         init.main(flags("rl"))
     assert not list(Path().iterdir())

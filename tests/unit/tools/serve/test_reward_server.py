@@ -29,7 +29,7 @@ from openrlhf.data.encode import Text
 from openrlhf.errors import ErrorCode
 from openrlhf.models.scorer import ScoreModel, load_scorer
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.tools.serve import server
+from openrlhf.tools.serve import serve_rm, server
 from openrlhf.tools.serve.scoring import ROUND, QueueFull, Scored, ScoreQueue, TextScorer
 from openrlhf.tools.serve.serve_rm import check, load
 from openrlhf.tools.serve.serve_rm import run as serve
@@ -337,7 +337,7 @@ def test_the_command_serves_the_model(tmp_path: Path, monkeypatch: pytest.Monkey
         client = TestClient(app, base_url=f"http://localhost:{bound.getsockname()[1]}")
         found.append((client.get("/health"), client.post("/get_reward", json={"query": ["four"]}), seconds))
 
-    monkeypatch.setattr(server, "serve", ask)
+    monkeypatch.setattr(serve_rm, "serve", ask)
     serve(config)
     ((health, answer, seconds),) = found
     assert health.json() == {"ok": True, "waiting": 0, "scoring": 0, "scored": 0}
