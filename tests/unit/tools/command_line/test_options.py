@@ -88,8 +88,8 @@ def parsers_of(name: str) -> Iterator[argparse.ArgumentParser]:
     """Yields the parsers of a command, or those of its subcommands."""
     parser = parser_of(name)
     assert parser
-    inner = [a.choices.values() for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    yield from inner[0] if inner else [parser]
+    inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    yield from inner[0].choices.values() if inner else [parser]
 
 
 def test_every_command_with_such_options_is_listed() -> None:
