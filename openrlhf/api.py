@@ -59,7 +59,8 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.checkpoint.manifest import MANIFEST as MANIFEST_FILE, Manifest
     from openrlhf.checkpoint.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
     from openrlhf.checkpoint.saved import ORIGIN as ORIGIN_FILE
-    from openrlhf.checkpoint.start import check_output, check_places, check_space
+    from openrlhf.checkpoint.of_models import check_space
+    from openrlhf.checkpoint.start import check_output, check_places
     from openrlhf.checkpoint.zero import (
         Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
     )
@@ -117,6 +118,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.datasets import build_train_set, lay_out
     from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.loop.machines import resolve
+    from openrlhf.loop.model_checks import check_files as check_supervised_files
     from openrlhf.loop.reference import ComparedTask, reference_path
     from openrlhf.loop.rl_checks import check_files as check_rl_files, check_users_files
     from openrlhf.loop.rl_command import (
@@ -124,8 +126,7 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.loop.task import (
-        Task as SupervisedTask, check_files as check_supervised_files, data_notes as supervised_data_notes,
-        load_tokenizer_of, run as run_supervised,
+        Task as SupervisedTask, data_notes as supervised_data_notes, run as run_supervised,
     )
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, reading_of
@@ -133,6 +134,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
     from openrlhf.models.loading import (
         DTYPES, OF_FILES, check_model, check_room, check_stops, load_config, load_generator, load_tokenizer,
+        load_tokenizer_of,
         loading as loading_model, max_length_of, model_folder, policy_tokenizer, stop_token_ids, tell_stops,
         without_weights,
     )

@@ -136,7 +136,7 @@ class Run:
     def _start(self, placement: Placement, steps: int, held: ExitStack) -> None:
         """Starts engines and models, which end with `held`."""
         if placement == "ray":
-            from openrlhf.loop.placed import PlacedRoles
+            from openrlhf.loop.placed import PlacedRoles  # imports Ray
 
             placed = PlacedRoles(self.config, steps)
             held.callback(placed.close)

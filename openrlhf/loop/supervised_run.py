@@ -21,15 +21,14 @@ from openrlhf.backends.distributed import (
 from openrlhf.backends.row_memory import memory_of_rows
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
+from openrlhf.checkpoint.of_models import check_space, origin_of
 from openrlhf.checkpoint.origin import Origin
 from openrlhf.checkpoint.start import (
-    check_space,
     choose_checkpoint,
     day_of,
     grace_of,
     lock_folders,
     move_old_checkpoints,
-    origin_of,
     position,
 )
 from openrlhf.config.checks import SCATTERED
@@ -42,9 +41,9 @@ from openrlhf.errors import ErrorCode, UsageError, counted, noting_position
 from openrlhf.files import exporting
 from openrlhf.loop.datasets import build_datasets, lay_out
 from openrlhf.loop.sft import SupervisedTrainer
-from openrlhf.loop.task import Task, data_notes, load_tokenizer_of, reader_of
+from openrlhf.loop.task import Task, data_notes
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import tell_stops
+from openrlhf.models.loading import load_tokenizer_of, reader_of, tell_stops
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, hooks_of

@@ -26,8 +26,10 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.fields import flag_of, values_of
+from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.data.encode import token_ids_of
+from openrlhf.data.image_rows import load_auto_processor
 from openrlhf.data.templates import ending
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
@@ -256,6 +258,22 @@ def load_tokenizer(
     return tokenizer
 
 
+def load_tokenizer_of(config: Any) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of `config.model`, the model to train or to query, as `config.data` says."""
+    return load_tokenizer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=getattr(config.data, "tokenizer_chat_template", None),
+    )
+
+
+def reader_of(config: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
+    """Returns what is saved with `config.model`: its tokenizer, or its processor if rows have images."""
+    own = tokenizer or load_tokenizer_of(config)
+    return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own
+
+
 def policy_tokenizer(config: Any) -> PreTrainedTokenizerBase:
     """Loads the policy's tokenizer, with which a run encodes prompts and decodes responses."""
     flag, path = config.learners["policy"]
@@ -278,10 +296,8 @@ def policy_processor(config: Any) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
-    from transformers import AutoProcessor  # imports torchvision: four seconds
-
     with loading("processor", path):
-        processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
+        processor = load_auto_processor(path)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 

@@ -24,13 +24,12 @@ def varlen_attention(
 
     window_size: how many keys before and after its own position a query sees; -1: all.
     """
-    # imports the compiler, which takes a second
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window_size}
-    if _asks_for_groups(varlen_attn):
+    varlen = torch_varlen()
+    aux = varlen.AuxRequest(lse=True)
+    options: dict[str, Any] = {"return_aux": aux, "scale": scale, "window_size": window_size}
+    if _asks_for_groups(varlen.varlen_attn):
         options["enable_gqa"] = k.shape[1] != q.shape[1]
-    output, lse = varlen_attn(
+    output, lse = varlen.varlen_attn(
         q,
         k,
         v,
@@ -41,6 +40,14 @@ def varlen_attention(
         **options,
     )
     return output, lse
+
+
+def torch_varlen():
+    """Imports torch's module, which registers its operators, and the compiler with it, which takes a
+    second."""
+    import torch.nn.attention.varlen
+
+    return torch.nn.attention.varlen
 
 
 @cache

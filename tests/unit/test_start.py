@@ -16,18 +16,17 @@ import pytest
 from refusals import refused
 from transformers import Qwen3Config
 
-from openrlhf.checkpoint import start
+from openrlhf.checkpoint import of_models
 from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.of_models import check_space, origin_of
 from openrlhf.checkpoint.start import (
     DAY,
     check_output,
     check_places,
-    check_space,
     choose_checkpoint,
     continuing,
     day_of,
     move_old_checkpoints,
-    origin_of,
 )
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO, SFT
@@ -184,8 +183,8 @@ def ppo(**sections: object) -> Callable[[str], PPOConfig]:
 def test_a_run_that_does_not_fit_the_disk_is_refused_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable, expected: float
 ) -> None:
-    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", lambda path, **options: 4 * MILLION)
-    monkeypatch.setattr("openrlhf.models.loading.adapter_parameters", lambda path, **options: MILLION // 10)
+    monkeypatch.setattr(of_models, "weight_bytes", lambda path, **options: 4 * MILLION)
+    monkeypatch.setattr(of_models, "adapter_parameters", lambda path, **options: MILLION // 10)
     disk = SimpleNamespace(free=expected * MILLION)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: disk)
     config = make(f"{tmp_path}/new")
@@ -205,11 +204,11 @@ def test_a_model_whose_size_is_unknown_names_its_flag(monkeypatch: pytest.Monkey
         asked.append((flag, path))
         return MILLION
 
-    monkeypatch.setattr("openrlhf.models.loading.weight_bytes", size)
-    monkeypatch.setattr("openrlhf.models.loading.adapter_parameters", size)
+    monkeypatch.setattr(of_models, "weight_bytes", size)
+    monkeypatch.setattr(of_models, "adapter_parameters", size)
     config = ppo(actor=ActorConfig(model_name_or_path="a"), critic=CriticConfig(model_name_or_path="c"))("")
     config = replace(config, ds=ScorerDeepSpeedConfig(lora=LoraConfig(rank=rank)))
-    assert list(start._sizes(config)) == ["policy", "critic"]
+    assert list(of_models._sizes(config)) == ["policy", "critic"]
     flags = [("--actor.model_name_or_path", "a"), ("--critic.model_name_or_path", "c")]
     assert asked == [flag for flag in flags for _ in range(2 if rank else 1)]
 

@@ -1,0 +1,29 @@
+"""Checks the models of a supervised command."""
+
+from openrlhf.config.supervised import MODEL_FLAG
+from openrlhf.loop.data_checks import check_data
+from openrlhf.loop.task import Task
+from openrlhf.models.experts import check_experts
+from openrlhf.models.loading import check_model, reader_of
+from openrlhf.models.saving import check_saving
+from openrlhf.models.tensor_parallel import check_tensor_parallel
+
+
+def check_files(task: Task) -> None:
+    """Raises UsageError for unsuitable rows and models, before anything is loaded."""
+    check_data(task)
+    check_models(task)
+
+
+def check_models(task: Task) -> None:
+    """Raises UsageError for a missing or unsuitable model."""
+    config, own = task.config, task.config.model.model_name_or_path
+    for flag, path in task.models().items():
+        check_model(path, flag)
+    check_saving(own, MODEL_FLAG, reader_of(config))
+    if config.model.aux_loss_coef > 0:
+        check_experts(own, MODEL_FLAG)
+    if (size := config.ds.tensor_parallel_size) > 1:
+        for flag, path in task.models().items():
+            check_tensor_parallel(path, flag, size)
+    task.check_models()
