@@ -118,7 +118,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.loop.datasets import build_train_set, lay_out
     from openrlhf.loop.local import NoEngines, start_local_roles
     from openrlhf.loop.machines import resolve
-    from openrlhf.loop.model_checks import check_files as check_supervised_files
     from openrlhf.loop.reference import ComparedTask, reference_path
     from openrlhf.loop.rl_checks import check_files as check_rl_files, check_users_files
     from openrlhf.loop.rl_command import (
@@ -126,7 +125,8 @@ if TYPE_CHECKING:  # for tools
     )
     from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.loop.task import (
-        Task as SupervisedTask, data_notes as supervised_data_notes, run as run_supervised,
+        Task as SupervisedTask, check_files as check_supervised_files, data_notes as supervised_data_notes,
+        load_tokenizer_of, run as run_supervised,
     )
     from openrlhf.mesh import Mesh
     from openrlhf.models.backbone import alone, reading_of
@@ -134,7 +134,6 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
     from openrlhf.models.loading import (
         DTYPES, OF_FILES, check_model, check_room, check_stops, load_config, load_generator, load_tokenizer,
-        load_tokenizer_of,
         loading as loading_model, max_length_of, model_folder, policy_tokenizer, stop_token_ids, tell_stops,
         without_weights,
     )

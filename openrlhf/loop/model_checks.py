@@ -1,18 +1,11 @@
 """Checks the models of a supervised command."""
 
 from openrlhf.config.supervised import MODEL_FLAG
-from openrlhf.loop.data_checks import check_data
 from openrlhf.loop.task import Task
 from openrlhf.models.experts import check_experts
 from openrlhf.models.loading import check_model, reader_of
 from openrlhf.models.saving import check_saving
 from openrlhf.models.tensor_parallel import check_tensor_parallel
-
-
-def check_files(task: Task) -> None:
-    """Raises UsageError for unsuitable rows and models, before anything is loaded."""
-    check_data(task)
-    check_models(task)
 
 
 def check_models(task: Task) -> None:

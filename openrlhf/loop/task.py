@@ -146,12 +146,25 @@ def run(task: Task, argv: Sequence[str] = (), clock: StartClock | None = None) -
     check_places(task.config)
     check_output(task.config, resumes=task.config.ckpt.load_enable)
     with checking(), clock.stage("checks"):
-        from openrlhf.loop.data_checks import check_data  # imports torch
-
-        check_data(task)
+        check_files(task)
     with waiting("loading libraries"), clock.stage("libraries"):
-        from openrlhf.loop import model_checks, supervised_run  # imports transformers
-    with checking(), clock.stage("checks"):
-        model_checks.check_models(task)
+        from openrlhf.loop.supervised_run import SupervisedRun
     with ExitStack() as held:
-        supervised_run.SupervisedRun(task, argv, held, clock).train()
+        SupervisedRun(task, argv, held, clock).train()
+
+
+def check_files(task: Task) -> None:
+    """Raises UsageError for unsuitable rows and models, before anything is loaded."""
+    from openrlhf.loop.data_checks import check_data  # imports torch
+
+    check_data(task)
+    from openrlhf.loop.model_checks import check_models  # imports transformers: longer than all of the above
+
+    check_models(task)
+
+
+def load_tokenizer_of(config: Any) -> "PreTrainedTokenizerBase":
+    """Loads the tokenizer of `config.model`; see `models.loading`."""
+    from openrlhf.models import loading
+
+    return loading.load_tokenizer_of(config)
