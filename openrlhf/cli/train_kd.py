@@ -26,11 +26,11 @@ class DistillationTask(ResponsesTask[KDConfig]):
         return {**super().models(), TEACHER_FLAG: self.config.teacher.model_name_or_path}
 
     def check_models(self) -> None:
-        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, load_tokenizer_of
+        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
         super().check_models()
         path = self.config.teacher.model_name_or_path
-        own, other = load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
+        own, other = task.load_tokenizer_of(self.config), load_tokenizer(path, flag=TEACHER_FLAG)
         check_same_vocabulary(own, other, TEACHER_FLAG, path)
         if self.config.data.reads_images:
             check_same_images(self.config.model.model_name_or_path, path, TEACHER_FLAG)

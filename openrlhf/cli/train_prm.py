@@ -26,9 +26,8 @@ class ProcessRewardTask(task.Task[PRMConfig]):
         super().check_models()
         if tokens := self.config.data.reward_tokens:
             from openrlhf.data.steps import reward_token_ids
-            from openrlhf.models.loading import load_tokenizer_of
 
-            reward_token_ids(load_tokenizer_of(self.config), tokens)
+            reward_token_ids(task.load_tokenizer_of(self.config), tokens)
 
     def builder(self) -> partial:
         from openrlhf.data.steps import build_steps

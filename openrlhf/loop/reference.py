@@ -3,7 +3,7 @@
 from typing import TypeVar
 
 from openrlhf.config.supervised import DPOConfig, KTOConfig
-from openrlhf.loop.task import Task
+from openrlhf.loop.task import Task, load_tokenizer_of
 
 ConfigT = TypeVar("ConfigT", DPOConfig, KTOConfig)
 
@@ -18,7 +18,7 @@ class ComparedTask(Task[ConfigT]):
 
     def check_models(self) -> None:
         """Also refuses a reference whose vocabulary differs from the policy's."""
-        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer, load_tokenizer_of
+        from openrlhf.models.loading import check_same_vocabulary, load_tokenizer
 
         super().check_models()
         path = reference_path(self.config)

@@ -50,6 +50,7 @@ from openrlhf.observability.hooks.load import attached, hooks_of
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
@@ -219,6 +220,7 @@ def build_trainer(
         hooks=[
             *attached("rl", config, prompts=prompts),
             PhaseMemory(take=roles.peak_memory),
+            RolloutMetrics(),
             observer,
             *hooks_of(config.train.hooks),
         ],

@@ -40,10 +40,11 @@ from openrlhf.device import own_bytes
 from openrlhf.errors import ErrorCode, UsageError, counted, noting_position
 from openrlhf.files import exporting
 from openrlhf.loop.datasets import build_datasets, lay_out
+from openrlhf.loop.model_checks import reader_of
 from openrlhf.loop.sft import SupervisedTrainer
-from openrlhf.loop.task import Task, data_notes
+from openrlhf.loop.task import Task, data_notes, load_tokenizer_of
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import load_tokenizer_of, reader_of, tell_stops
+from openrlhf.models.loading import tell_stops
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, hooks_of

@@ -164,7 +164,12 @@ def check_files(task: Task) -> None:
 
 
 def load_tokenizer_of(config: Any) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of `config.model`; see `models.loading`."""
-    from openrlhf.models import loading
+    """Loads the tokenizer of `config.model`, the model to train or to query, as `config.data` says."""
+    from openrlhf.models.loading import load_tokenizer
 
-    return loading.load_tokenizer_of(config)
+    return load_tokenizer(
+        config.model.model_name_or_path,
+        flag=MODEL_FLAG,
+        use_fast=not config.data.disable_fast_tokenizer,
+        chat_template=getattr(config.data, "tokenizer_chat_template", None),
+    )

@@ -26,7 +26,6 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 
 from openrlhf.config.fields import flag_of, values_of
-from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.data.encode import token_ids_of
 from openrlhf.data.image_rows import load_auto_processor
@@ -256,22 +255,6 @@ def load_tokenizer(
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
-
-
-def load_tokenizer_of(config: Any) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `config.model`, the model to train or to query, as `config.data` says."""
-    return load_tokenizer(
-        config.model.model_name_or_path,
-        flag=MODEL_FLAG,
-        use_fast=not config.data.disable_fast_tokenizer,
-        chat_template=getattr(config.data, "tokenizer_chat_template", None),
-    )
-
-
-def reader_of(config: Any, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
-    """Returns what is saved with `config.model`: its tokenizer, or its processor if rows have images."""
-    own = tokenizer or load_tokenizer_of(config)
-    return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own
 
 
 def policy_tokenizer(config: Any) -> PreTrainedTokenizerBase:

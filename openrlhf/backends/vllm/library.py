@@ -13,22 +13,3 @@ from vllm.usage.usage_lib import UsageContext
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
-
-__all__ = [
-    "AsyncEngineArgs",
-    "AsyncLLM",
-    "EngineDeadError",
-    "LoRARequest",
-    "RequestOutputKind",
-    "SamplingParams",
-    "TokensInput",
-    "TokensPrompt",
-    "UsageContext",
-    "VLLMValidationError",
-    "WeightTransferConfig",
-    "WeightTransferInitRequest",
-    "WeightTransferUpdateRequest",
-    "cancel_task_threadsafe",
-    "envs",
-    "triton_utils",
-]
