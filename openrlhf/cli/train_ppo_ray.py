@@ -42,7 +42,7 @@ def inspect(config: PPOConfig) -> list[ValueError]:
     from openrlhf.cluster.launch import cool_down, warm_up  # imports Ray
 
     check_launcher(alone=True)
-    choose_hub(config.use_ms)
+    choose_hub(config.use_ms)  # before models are looked up, and before Ray's processes inherit it
     warm_up([config.train.backend, config.rollout.engine])
     with checking():
         from openrlhf.loop.rl_checks import problems_outside  # imports torch and transformers

@@ -12,7 +12,6 @@ from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.sources import check_columns
 from openrlhf.errors import ErrorCode, UsageError, counted
-from openrlhf.hub import choose_hub
 from openrlhf.models.experts import check_experts
 from openrlhf.models.loading import check_model, check_room, load_config, policy_processor, policy_tokenizer
 from openrlhf.models.router_replay import check_replay
@@ -31,7 +30,6 @@ from openrlhf.user_file import line_and_error
 def problems_outside(config: PPOConfig) -> list[ValueError]:
     """Returns the first problem of each flag with the cluster, files or users' code. Loads no weights and
     starts no processes."""
-    choose_hub(config.use_ms)  # before models are looked up, and before Ray's processes inherit it
     problems: list[ValueError] = []
     wrong: set[str] = set()
 
@@ -76,7 +74,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.algo.router_replay:
-        ask(ACTOR_FLAG, _check_replay, actor)
+        ask(ACTOR_FLAG, lambda: check_replay(load_config(actor, ACTOR_FLAG), ACTOR_FLAG, actor))
     if path := config.teacher.model_name_or_path:
         ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
     if config.uses_critic and critic != actor:
@@ -112,10 +110,6 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
 def _check_trained(config: PPOConfig, path: str, flag: str) -> None:
     check_model(path, flag)
     check_room(load_config(path, flag), config, "data.max_len", path=path)
-
-
-def _check_replay(path: str) -> None:
-    check_replay(load_config(path, ACTOR_FLAG), ACTOR_FLAG, path)
 
 
 def _check_statistics(path: str) -> None:

@@ -25,8 +25,7 @@ def varlen_attention(
     window_size: how many keys before and after its own position a query sees; -1: all.
     """
     varlen = torch_varlen()
-    aux = varlen.AuxRequest(lse=True)
-    options: dict[str, Any] = {"return_aux": aux, "scale": scale, "window_size": window_size}
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
     if _asks_for_groups(varlen.varlen_attn):
         options["enable_gqa"] = k.shape[1] != q.shape[1]
     output, lse = varlen.varlen_attn(
@@ -37,6 +36,7 @@ def varlen_attention(
         keys.cumulative,
         max(queries.lengths),
         max(keys.lengths),
+        return_aux=varlen.AuxRequest(lse=True),
         **options,
     )
     return output, lse
