@@ -28,7 +28,8 @@ from openrlhf.data.cache import (
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.datasets import build_train_set
-from openrlhf.loop.task import load_tokenizer_of, model_digest, model_fingerprint
+from openrlhf.loop.task import load_tokenizer_of
+from openrlhf.models.loading import model_digest, model_fingerprint
 from openrlhf.tasks.tiny_model import CHAT_TEMPLATE, tiny_chat_model, tiny_tokenizer
 from openrlhf.text import Calendar
 
