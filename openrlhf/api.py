@@ -51,7 +51,8 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.checkpoint.manifest import MANIFEST as MANIFEST_FILE, Manifest
     from openrlhf.checkpoint.origin import BUT_GENERATION as ORIGIN_BUT_GENERATION
     from openrlhf.checkpoint.saved import ORIGIN as ORIGIN_FILE
-    from openrlhf.checkpoint.start import check_output, check_places, check_space
+    from openrlhf.checkpoint.of_models import check_space
+    from openrlhf.checkpoint.start import check_output, check_places
     from openrlhf.checkpoint.zero import (
         Checkpoint as DeepSpeedCheckpoint, MASTER as DEEPSPEED_MASTER, ORDER as DEEPSPEED_ORDER,
     )

@@ -2,6 +2,7 @@
 
 import os
 
+import psutil
 import torch
 
 # torch asks NVML instead of the driver, whose answer would initialise CUDA and make it unusable in processes
@@ -37,6 +38,4 @@ def own_bytes() -> int:
     """Returns the bytes of memory of this process: of its GPU, or its share among the ranks of a machine."""
     if DEVICE_TYPE == "cuda":
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    import psutil
-
     return psutil.virtual_memory().total // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

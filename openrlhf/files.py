@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -246,21 +246,6 @@ def writing_to_cache(
             flag=flag,
             value=value,
         ) from error
-
-
-def made_once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Returns `folder`, after `fill` has filled it if it does not exist yet. One process of the machine fills
-    it while the others wait."""
-    from filelock import FileLock
-
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f"{folder.name}.lock")):
-            if not folder.exists():
-                with replacing(folder) as beside:
-                    beside.mkdir()
-                    fill(beside)
-    return folder
 
 
 def _flush(path: Path) -> None:

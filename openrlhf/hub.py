@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+import huggingface_hub
+
 from openrlhf.errors import ErrorCode, UsageError, first_line
 
 VARIABLE = "OPENRLHF_HUB"
@@ -45,9 +47,7 @@ def config_json(name: str) -> dict[str, Any]:
     file = folder / "config.json"
     try:
         if not folder.exists():
-            from huggingface_hub import try_to_load_from_cache
-
-            file = Path(str(try_to_load_from_cache(name, "config.json")))
+            file = Path(str(huggingface_hub.try_to_load_from_cache(name, "config.json")))
         return dict(json.loads(file.read_text()))
     except (OSError, TypeError, ValueError):
         return {}

@@ -160,7 +160,7 @@ class ImageLayout(NamedTuple):
 def image_layout(processor: Any) -> ImageLayout:
     """Returns the processor's layout of image tokens. Raises UsageError if the processor does not write an
     image as one token per patch, between fixed tokens."""
-    from PIL import Image
+    from PIL import Image  # users import this module, most of them without images
 
     name = type(processor).__name__
     if not hasattr(processor, "_get_num_multimodal_tokens"):

@@ -278,10 +278,9 @@ class History:
 
 
 def _picture(value: Any) -> "Picture":
-    from openrlhf.data.images import ImageSources, load_image  # late: most environments have no images
-    from openrlhf.data.pictures import decoded
+    from openrlhf.data import images, pictures  # late: takes seconds, and most environments have no images
 
-    return decoded(load_image(value, ImageSources()).data)
+    return pictures.decoded(images.load_image(value, images.ImageSources()).data)
 
 
 def _result(steps: Sequence[dict], *, truncated: bool) -> dict:

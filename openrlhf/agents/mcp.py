@@ -86,11 +86,9 @@ class McpServer:
     @asynccontextmanager
     async def _session(self, output: "ServerOutput") -> AsyncIterator[Any]:
         """Opens a session of the installed client; both versions have `list_tools` and `call_tool`."""
-        import mcp
-        from mcp.client.streamable_http import streamable_http_client
-
+        mcp = _library()
         if self.url:
-            transport = streamable_http_client(self.url)
+            transport = mcp.client.streamable_http.streamable_http_client(self.url)
         else:
             transport = mcp.stdio_client(self._process(output), errlog=output.errors)
         if hasattr(mcp, "Client"):
@@ -104,21 +102,17 @@ class McpServer:
     def _process(self, output: "ServerOutput") -> "StdioServerParameters":
         """Builds a shell command that runs the server and writes its exit code, which the client does not
         report, to a file."""
-        from mcp import StdioServerParameters
-
         words = ["-c", '"$@"; echo $? > "$0"', str(output.code), *self.command]
-        return StdioServerParameters(command="/bin/sh", args=words, env=dict(self.environment))
+        return _library().StdioServerParameters(command="/bin/sh", args=words, env=dict(self.environment))
 
     def _tool(self, session: Any, tool: Mapping[str, Any]) -> Tool:
-        from mcp.types import INVALID_PARAMS
-
         name = tool["name"]
 
         async def call(text: str) -> str:
             try:
                 result = _plain(await session.call_tool(name, json_object(text)))
             except _protocol_error() as error:
-                if error.error.code == INVALID_PARAMS:
+                if error.error.code == _library().types.INVALID_PARAMS:
                     raise ToolError(error.error.message) from error
                 raise McpServerFailed(self, f"{name}: {error}") from error
             if result.get("isError"):
@@ -176,10 +170,16 @@ class ServerOutput:
         return "\n".join(lines)
 
 
+def _library():
+    """Imports the optional package `mcp`."""
+    import mcp.client.streamable_http
+
+    return mcp
+
+
 def _protocol_error() -> type[Any]:
     """Returns the client's exception class for error responses of a server."""
-    import mcp
-
+    mcp = _library()
     if hasattr(mcp, "MCPError"):
         return mcp.MCPError
     return mcp.McpError  # pyrefly: ignore[missing-attribute]  the name in version 1

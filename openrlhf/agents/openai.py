@@ -27,7 +27,6 @@ from aiohttp import web
 
 from openrlhf.agents.base import AgentExecutorBase, Engine
 from openrlhf.agents.chat_stream import ChatStream, Message, TemplateProblem, probe
-from openrlhf.agents.tool_calls import find_calls
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.errors import warn_once
 from openrlhf.text import decode, token_ids_within
@@ -54,6 +53,13 @@ SAMPLING_FIELDS = (
 from."""
 
 
+def _library():
+    """Imports the optional package `openai`."""
+    import openai
+
+    return openai
+
+
 class OpenAIAgentExecutor(AgentExecutorBase, ABC):
     """Runs an agent for each episode and serves its requests on 127.0.0.1, by one OpenAI-compatible server
     per engine process. Every request is recorded. A continued conversation keeps its sampled tokens; a
@@ -64,8 +70,7 @@ class OpenAIAgentExecutor(AgentExecutorBase, ABC):
     def __init__(self, tool_parser: str | None = None) -> None:
         """`tool_parser`: the name of the vLLM tool parser that finds tool calls in answers, such as hermes.
         None: requests with tools are refused."""
-        import openai  # noqa: F401  the import takes a second, which no episode should wait for
-
+        _library()  # the import takes a second, which no episode should wait for
         super().__init__()
         self.tool_parser = tool_parser
         self._server = Server()
@@ -132,11 +137,12 @@ class Session:
 
     @cached_property
     def client(self) -> "AsyncOpenAI":
-        from openai import AsyncOpenAI, DefaultAsyncHttpxClient
-
-        plain = DefaultAsyncHttpxClient(verify=False)  # no TLS is used, and loading certificates takes 20 ms
+        openai = _library()
+        plain = openai.DefaultAsyncHttpxClient(
+            verify=False
+        )  # no TLS is used, and loading certificates takes 20 ms
         options: Any = {"http_client": plain, "max_retries": 0, "timeout": None}  # episodes have limits
-        return AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
+        return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     async def complete(self, request: Mapping[str, Any]) -> dict:
         """Returns the response of /v1/chat/completions in OpenAI's format, with the token ids of prompt and
@@ -239,6 +245,8 @@ class Session:
         return str(self.tokenizer.decode(list(token_ids[-1:]))) if stops.intersection(token_ids[-1:]) else ""
 
     def _tool_calls(self, text: str, tools: Any) -> Message | None:
+        from openrlhf.agents.tool_calls import find_calls  # imports vLLM, which agents without tools lack
+
         content, calls = find_calls(str(self.tool_parser), self.tokenizer, tools, text)
         return {"role": "assistant", "content": content, "tool_calls": calls} if calls else None
 

@@ -3,6 +3,9 @@ vLLM engine is needed."""
 
 from typing import Any
 
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.tool_parsers import ToolParserManager
+
 
 def find_calls(parser: str, tokenizer: Any, tools: Any, text: str) -> tuple[str | None, list[dict]]:
     """Returns the answer's content outside its tool calls, and the calls, both in OpenAI's format.
@@ -10,9 +13,6 @@ def find_calls(parser: str, tokenizer: Any, tools: Any, text: str) -> tuple[str 
     `parser`: the name of a vLLM tool parser, such as hermes. `tools`: the tools of the request. Raises
     KeyError if vLLM has no such parser.
     """
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
-
     asked = ChatCompletionRequest(messages=[], model="policy", tools=tools)
     make_parser: Any = ToolParserManager.get_tool_parser(parser)
     found = make_parser(tokenizer, asked.tools).extract_tool_calls(text, asked)

@@ -58,7 +58,7 @@ class ToolServer(Protocol):
 def function_tool(function: Callable) -> Tool:
     """Builds a tool from a function with type hints and a Google-style docstring, as transformers parses
     them. A function that is not `async` runs in a thread."""
-    from transformers.utils import get_json_schema
+    from transformers.utils import get_json_schema  # takes seconds, and checks of agents need none
 
     description = get_json_schema(function)
     signature, hints = inspect.signature(function), get_type_hints(function, include_extras=True)

@@ -89,7 +89,5 @@ def spread(x: Tensor, counts: Tensor, num_actions: int) -> Tensor:
 
 def _segment_ids(counts: Tensor, num_actions: int) -> Tensor:
     """Returns the index of each action's sequence, (A,)."""
-    import torch
-
-    # With output_size torch need not copy the sum of counts to the CPU.
-    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=num_actions)
+    ids = counts.new_ones(len(counts)).cumsum(0) - 1
+    return ids.repeat_interleave(counts, output_size=num_actions)  # without it, the CPU waits for their sum

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import init_device_mesh
 
 from openrlhf.device import DEVICE_TYPE
@@ -173,9 +174,7 @@ def seed_everything(seed: int, deterministic: bool) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     if deterministic:
-        from transformers import enable_full_determinism  # imports peft, which takes seconds
-
-        enable_full_determinism(seed)
+        transformers.enable_full_determinism(seed)  # loaded when it is used: it imports peft
 
 
 def machines_without(folder: str) -> list[str]:

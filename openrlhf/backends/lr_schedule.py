@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import transformers
 from torch.optim.lr_scheduler import LambdaLR
 
 from openrlhf.config.sections import OptimConfig
@@ -20,11 +21,9 @@ def lr_schedule(optim: OptimConfig, total_steps: int) -> Callable[[int], float]:
     """
     if optim.lr_scheduler == "constant":
         return lambda step: 1.0
-    from transformers import get_scheduler  # imports peft and bitsandbytes: seconds
-
     warmup = max(1, math.ceil(optim.lr_warmup_ratio * total_steps))
     ahead = 0 if optim.lr_scheduler == "cosine_warmup_with_min_lr" else 1  # starts with 1 / w itself
-    scheduler = get_scheduler(
+    scheduler = transformers.get_scheduler(  # loaded when it is used: it imports peft and bitsandbytes
         optim.lr_scheduler,
         torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0),
         num_warmup_steps=warmup,

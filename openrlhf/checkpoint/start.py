@@ -3,48 +3,26 @@ selects the checkpoint to resume from."""
 
 import os
 import re
-import shutil
-from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import date
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from openrlhf.config.command import Command
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.parse import Invocation
 from openrlhf.config.sections import TrainingConfig
 from openrlhf.errors import ErrorCode, UsageError, notify
 from openrlhf.faults import VARIABLE, faults
-from openrlhf.files import holds_model, nearest, read_object, unwritable
+from openrlhf.files import holds_model, read_object, unwritable
+from openrlhf.observability.lock import locked
 from openrlhf.text import Calendar
 
 if TYPE_CHECKING:
     from openrlhf.checkpoint.folder import CheckpointFolder, Found
-    from openrlhf.checkpoint.origin import Origin
 
 Config = Any
 """A `TrainingConfig` with the sections `data`, `train` and `ds` of its command."""
 ConfigT = TypeVar("ConfigT", bound=TrainingConfig)
-
-
-def origin_of(
-    config: Config, command: Command, models: Mapping[str, Sequence[str]], more: Mapping[str, str]
-) -> "Origin":
-    """Builds the origin of a run. `models`: flag -> paths of models; `more`: further entries of
-    `Origin.contents`."""
-    from openrlhf.checkpoint.origin import BUT_GENERATION, Origin
-    from openrlhf.models.loading import GENERATION, model_fingerprint
-
-    def checksum(flag: str, paths: Sequence[str], **options: Any) -> str:
-        return f"checksum {' '.join(model_fingerprint(path, flag, **options)[:16] for path in paths)}"
-
-    fingerprints = {flag: checksum(flag, paths) for flag, paths in models.items()}
-    fingerprints |= {
-        flag + BUT_GENERATION: checksum(flag, paths, without=(GENERATION,)) for flag, paths in models.items()
-    }
-    return Origin.of(command.name, config, {**fingerprints, **more, DAY: str(Calendar.today)})
-
 
 DAY = "the date that chat templates write"
 """Key in `Origin.contents`."""
@@ -124,69 +102,11 @@ def _models(config: Config) -> list[tuple[str, str]]:
 def lock_folders(checkpoints: "CheckpointFolder", run_dir: str, held: ExitStack) -> None:
     """Locks the run's folders until `held` is closed, and removes unfinished checkpoints of a killed run.
     Call it on rank 0 only. Raises UsageError if a living run holds a folder."""
-    from openrlhf.observability.lock import locked
-
-    if checkpoints.ckpt.is_used:
-        held.enter_context(locked(checkpoints.ckpt.folder, flag="--ckpt.path"))
+    if config.ckpt.is_used:
+        held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
         for line in checkpoints.remove_unfinished():
             notify(line)
-    held.enter_context(locked(run_dir, flag="--logger.run_dir"))
-
-
-class _Sizes(NamedTuple):
-    """Bytes that one model of a run writes."""
-
-    state: int
-    """Its part of a checkpoint to resume from."""
-    export: int
-    """Hugging Face model, or the adapter alone."""
-
-
-def check_space(config: Config, checkpoints: "CheckpointFolder", total_steps: int) -> None:
-    """Raises UsageError if a disk is too small for the final model, for the checkpoints that the run keeps,
-    with their Hugging Face copies, and for the one that it is writing."""
-    ckpt, sizes = config.ckpt, _sizes(config)
-    policy = sizes["policy"]
-    checkpoint = sum(size.state for size in sizes.values()) * (not ckpt.disable_ds)
-    checkpoint += policy.export * ckpt.save_hf
-    count = min(ckpt.max_num + 1, total_steps // ckpt.save_steps) if ckpt.save_steps > 0 else 0
-    count += bool(count) and config.keeps_best
-    final = sum(size.export for size in list(sizes.values())[: len(config.exports)])
-    needs = {"--ckpt.path": (ckpt.folder, count * checkpoint), "--ckpt.output_dir": (ckpt.output_dir, final)}
-    disks = {flag: nearest(folder).stat().st_dev for flag, (folder, _) in needs.items()}
-    for flag, (folder, needed) in needs.items():
-        if not needed:
-            continue
-        needed = sum(bytes_ for other, (_, bytes_) in needs.items() if disks[other] == disks[flag])
-        free = shutil.disk_usage(nearest(folder)).free
-        if disks[flag] == disks["--ckpt.path"]:
-            free += checkpoints.num_bytes()
-        if needed > free:
-            kept = f"{count} checkpoints of about {checkpoint / 1e9:.2g} GB, counting the one being written, "
-            text = (
-                f"the run needs room for {(kept + 'and ') * bool(count)}a final model of about "
-                f"{final / 1e9:.2g} GB, and {free / 1e9:.2g} GB are free.\nFree space, lower --ckpt.max_num, "
-                "or name another folder."
-            )
-            raise UsageError(ErrorCode.NOT_WRITABLE, text, flag=flag, value=folder)
-
-
-def _sizes(config: Config) -> dict[str, _Sizes]:
-    """Returns the sizes of the policy or the only model, and of the critic if there is one."""
-    from openrlhf.memory.sizes import ITEM_BYTES, trained_item
-    from openrlhf.memory.training import state_bytes
-    from openrlhf.models.sizes import learner_size
-
-    ds, backend = config.ds, config.train.backend
-    each = trained_item(ds, backend) + state_bytes(ds, backend)
-    sizes = {}
-    for role in config.learners:
-        size = learner_size(config, role)
-        trained = size.trained(ds)
-        average = 4 * trained * (role == "policy" and config.averages)
-        export = ITEM_BYTES[ds.param_dtype] * (trained if ds.lora.rank else size.parameters)
-        sizes[role] = _Sizes(each * trained + average, export)
-    return sizes
+    held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
 
 
 def choose_checkpoint(config: Config, checkpoints: "CheckpointFolder", found: "Found | None") -> str | None:

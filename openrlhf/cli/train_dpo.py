@@ -7,7 +7,7 @@ from openrlhf.cli.train_rm import PairTask
 from openrlhf.config.supervised import DPOConfig
 from openrlhf.config.supervised_commands import DPO
 from openrlhf.loop import task
-from openrlhf.loop.reference import ComparedTask, reference_of
+from openrlhf.loop.reference import ComparedTask
 
 if TYPE_CHECKING:
     from openrlhf.loop.supervised_run import SupervisedRun
@@ -19,6 +19,7 @@ class DPOTask(PairTask[DPOConfig], ComparedTask[DPOConfig]):
     score_last_token = False
 
     def objective(self, run: "SupervisedRun[DPOConfig]") -> "DPOObjective":
+        from openrlhf.loop.reference_model import reference_of
         from openrlhf.training.objectives.dpo import DPOObjective, pair_log_probs
 
         model = self.config.model

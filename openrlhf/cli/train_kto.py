@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from openrlhf.config.supervised import KTOConfig
 from openrlhf.config.supervised_commands import KTO
 from openrlhf.loop import task
-from openrlhf.loop.reference import ComparedTask, reference_of
+from openrlhf.loop.reference import ComparedTask
 
 if TYPE_CHECKING:
     from openrlhf.backends.base import Objective
@@ -32,6 +32,7 @@ class KTOTask(ComparedTask[KTOConfig]):
         return UnpairedRow.of(items)
 
     def objective(self, run: "SupervisedRun[KTOConfig]") -> "KTOObjective":
+        from openrlhf.loop.reference_model import reference_of
         from openrlhf.training.objectives.kto import KTOObjective, unpaired_log_probs
 
         model = self.config.model

@@ -14,7 +14,7 @@ from openrlhf.errors import catch_signals, short_errors
 from openrlhf.hub import choose_hub
 from openrlhf.loop.machines import plan, resolve
 from openrlhf.loop.restarts import RESTARTS, restart_after
-from openrlhf.loop.rl_checks import problems_outside
+from openrlhf.observability.progress import checking
 from openrlhf.observability.startup import StartClock, process_clock
 
 
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         clock = StartClock() if RESTARTS in os.environ else process_clock()
         config = continuing(parse(PPO, argv, resolve=resolve, inspect=inspect, plan=plan))
         clock.add("checks", clock.total)
-        from openrlhf.loop.rl_command import run  # imports torch, Ray and the models
+        from openrlhf.loop.rl_command import run
 
         try:
             run(config, argv, clock)
@@ -39,12 +39,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 def inspect(config: PPOConfig) -> list[ValueError]:
     """Returns the problems outside of the flags; see `problems_outside`. Meanwhile the libraries of workers
     are imported."""
-    from openrlhf.cluster.launch import cool_down, warm_up
+    from openrlhf.cluster.launch import cool_down, warm_up  # imports Ray
 
     check_launcher(alone=True)
-    choose_hub(config.use_ms)  # the libraries read it when they are imported
+    choose_hub(config.use_ms)  # before models are looked up, and before Ray's processes inherit it
     warm_up([config.train.backend, config.rollout.engine])
-    problems = problems_outside(config)
+    with checking():
+        from openrlhf.loop.rl_checks import problems_outside  # imports torch and transformers
+
+        problems = problems_outside(config)
     if problems:
         cool_down()
     return problems

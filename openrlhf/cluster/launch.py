@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import ray
+import torch
 from ray._common.utils import get_default_ray_temp_dir, get_ray_address_file
 from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import (
@@ -131,8 +132,6 @@ def available_nodes() -> Nodes:
     Otherwise returns the resources of this machine. Never starts a cluster."""
     if not ray.is_initialized():
         if cluster_address() is None:
-            import torch
-
             return [{"GPU": torch.cuda.device_count(), "CPU": len(os.sched_getaffinity(0))}]
         start_ray()
     return [node["Resources"] for node in living_nodes()]
@@ -185,8 +184,6 @@ def _ignored_by_ray() -> list[str]:
 
 
 def _start_here(backends: Sequence[str]) -> None:
-    import torch
-
     on_gpu = torch.cuda.is_available()
     options = _common_options() | {"_temp_dir": _place_of_session()}
     _use_own_token()

@@ -115,7 +115,7 @@ def to_yaml(config: Any, *, defaults: bool = True) -> str:
     written as True, which stands for the key in the environment.
 
     defaults: False to leave out flags that have their default value."""
-    import yaml
+    import yaml  # late: `--help` needs none
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: Any) -> bool:
@@ -310,7 +310,7 @@ def _read_files(files: Sequence[str], config_type: type) -> tuple[list[_Setting]
 def _read_yaml(path: str, sections: set[str]) -> tuple[list[_Setting], list[UsageError]]:
     """Reads the settings of a file with nested, dotted or flat keys, in order, and its problems. Values stay
     text: `5e-7` becomes a number only for a flag that takes one."""
-    import yaml
+    import yaml  # late: `--help` needs none
 
     settings: list[_Setting] = []
     problems: list[UsageError] = []

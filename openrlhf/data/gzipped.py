@@ -11,8 +11,9 @@ from pathlib import Path
 
 from openrlhf.data.cache import digest
 from openrlhf.data.files import PACKED, File
+from openrlhf.data.once import made_once
 from openrlhf.errors import ErrorCode
-from openrlhf.files import made_once, writing_to_cache
+from openrlhf.files import writing_to_cache
 
 MAGIC = b"\x1f\x8b"
 MAX_RATIO, SMALL = 200, 2**30

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.bad_rows import BadRow, BadRowAction, ReadT, at_row
@@ -162,12 +163,16 @@ class ImageColumn:
             raise BadRow(f"column {self.key!r}: {reason}") from reason
 
 
-def load_processor(path: str, flag: str) -> Any:
-    from transformers import AutoProcessor  # imports torchvision: four seconds
+def load_auto_processor(path: str) -> Any:
+    """Loads a model's processor. Its class is loaded when it is used: it imports torchvision, which takes
+    seconds."""
+    return transformers.AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
 
+
+def load_processor(path: str, flag: str) -> Any:
     error = partial(UsageError, ErrorCode.INVALID_MODEL, flag=flag, value=path)
     try:
-        processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
+        processor = load_auto_processor(path)
     except (OSError, ValueError) as reason:
         raise error(f"the model has no image processor: {first_line(reason)}") from reason
     if not hasattr(processor, "image_processor"):

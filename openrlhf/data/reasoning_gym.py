@@ -33,7 +33,6 @@ def gym_dataset(item: str, flag: str) -> Any:
     error = partial(UsageError, flag=flag, value=item)
     try:
         import reasoning_gym
-        from reasoning_gym.factory import DATASETS
     except ImportError as missing:
         text = f'the package is not installed: {missing}\nRun: pip install "openrlhf[gym]"'
         raise error(ErrorCode.MISSING_PACKAGE, text) from missing
@@ -41,8 +40,9 @@ def gym_dataset(item: str, flag: str) -> Any:
         spec = parse_gym(item)
     except ValueError as reason:
         raise error(ErrorCode.INVALID_VALUE, str(reason)) from reason
-    if spec.name not in DATASETS:
-        text = f"reasoning_gym has no {spec.name}.{_near(spec.name, DATASETS)}"
+    datasets = reasoning_gym.factory.DATASETS
+    if spec.name not in datasets:
+        text = f"reasoning_gym has no {spec.name}.{_near(spec.name, datasets)}"
         raise error(ErrorCode.NOT_FOUND, text)
     if spec.name in NOT_REPEATABLE:
         raise error(
@@ -53,7 +53,7 @@ def gym_dataset(item: str, flag: str) -> Any:
     if spec.name == "composite":
         text = "list its datasets separated by commas instead, with --data.prompt_probs."
         raise error(ErrorCode.UNSUPPORTED, text)
-    known = [field.name for field in fields(DATASETS[spec.name][1])]
+    known = [field.name for field in fields(datasets[spec.name][1])]
     for parameter in spec.parameters:
         if parameter not in known:
             near = _near(parameter, known)

@@ -28,8 +28,9 @@ from fsspec.core import url_to_fs
 
 from openrlhf.data.cache import digest
 from openrlhf.data.files import ENDINGS, File, has_rows
+from openrlhf.data.once import made_once
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
-from openrlhf.files import cache_folder, made_once, write_atomically, writing_to_cache
+from openrlhf.files import cache_folder, write_atomically, writing_to_cache
 from openrlhf.observability.progress import tracked
 
 ResultT = TypeVar("ResultT")

@@ -9,9 +9,11 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.backends.base import Row
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.fields import flag_of
+from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.cache import cached, tokenizer_digest
 from openrlhf.data.encode import tell_losses
+from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows, load_rows, rows_digest
 from openrlhf.data.store import Samples
 from openrlhf.errors import ErrorCode, UsageError
@@ -89,12 +91,20 @@ def max_lengths_of(task: Task) -> dict[str, int]:
     return {flag: room for flag, room in rooms.items() if room}
 
 
+def images_of(task: Task, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
+    """Returns the image column of the rows; None without one."""
+    config = task.config
+    if not config.data.reads_images:
+        return None
+    return ImageColumn.of(config.data, config.model.model_name_or_path, MODEL_FLAG, tokenizer)
+
+
 def tokenise(
     task: Task, tokenizer: PreTrainedTokenizerBase, spec: str, flag: str, mix: Mapping[str, Any]
 ) -> Samples:
     """Tokenises the rows of `spec` for the task, using the data cache. `mix`: arguments of `load_rows` that
     select and order the rows."""
-    data, builder, images = task.config.data, task.builder(), task.images(tokenizer)
+    data, builder, images = task.config.data, task.builder(), images_of(task, tokenizer)
 
     @cache
     def rows() -> Rows:

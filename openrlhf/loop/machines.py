@@ -2,31 +2,32 @@
 
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
+from openrlhf.cluster.layout import Nodes, demands, described, layout_of, table, total
+from openrlhf.cluster.planner import least_tensor_parallel_size, suitable_flags
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.command import Explicit
 from openrlhf.config.fields import values_of, with_values
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.hub import choose_hub
-
-if TYPE_CHECKING:
-    from openrlhf.cluster.layout import Nodes
+from openrlhf.memory.sizes import ITEM_BYTES
+from openrlhf.nvidia_smi import gpu_bytes
+from openrlhf.observability.progress import checking
 
 
 def plan(config: PPOConfig, cluster: Sequence[int]) -> str:
     """Returns the table of the run's placement (`--print_plan`). Raises UsageError if the run does not fit.
     `cluster`: number of GPUs of each node; empty for the cluster that the run would join, or this machine."""
-    from openrlhf.cluster.layout import layout_of, table
-
     return table(layout_of(config, _nodes(cluster)))
 
 
-def _nodes(cluster: Sequence[int]) -> "Nodes":
-    from openrlhf.cluster.launch import available_nodes
-    from openrlhf.cluster.layout import described
+def _nodes(cluster: Sequence[int]) -> Nodes:
+    if cluster:
+        return described(cluster)
+    from openrlhf.cluster.launch import available_nodes  # imports Ray
 
-    return described(cluster) if cluster else available_nodes()
+    return available_nodes()
 
 
 def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) -> dict[str, Any]:
@@ -40,12 +41,7 @@ def resolve(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = ()) 
 
 
 def _suitable(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) -> dict[str, Any]:
-    from openrlhf.observability.progress import checking
-
     with checking():
-        from openrlhf.cluster.layout import demands, total
-        from openrlhf.cluster.planner import suitable_flags
-
         nodes = _nodes(cluster)
         chosen = suitable_flags(config, explicit, nodes, _engine_size(config, explicit, cluster))
     gpus, used = total(nodes, "GPU"), sum(demands(with_values(config, chosen)).values())
@@ -58,14 +54,10 @@ def _engine_size(config: PPOConfig, explicit: Explicit, cluster: Sequence[int]) 
     """Returns the number of GPUs that an engine's weights need on this machine. Returns the value of
     --vllm.tensor_parallel_size if the flag is set, if `cluster` describes another machine, or if the GPUs'
     memory is unknown."""
-    from openrlhf.nvidia_smi import gpu_bytes
-
     size = config.vllm.tensor_parallel_size
     if cluster or "vllm.tensor_parallel_size" in explicit or (memory := gpu_bytes()) is None:
         return size
-    from openrlhf.cluster.planner import least_tensor_parallel_size
-    from openrlhf.memory.sizes import ITEM_BYTES
-    from openrlhf.models.sizes import model_size
+    from openrlhf.models.sizes import model_size  # imports transformers
 
     path, item = config.actor.model_name_or_path, ITEM_BYTES[config.ds.param_dtype]
     try:
@@ -81,8 +73,6 @@ def rank_counts(config: PPOConfig, explicit: Explicit, cluster: Sequence[int] = 
     keys = [f"{role}.num_gpus_per_node" for role in config.own_placements]
     if all(key in explicit for key in keys):
         return {}
-    from openrlhf.observability.progress import checking
-
     with checking():
         most = max(1, min((int(n["GPU"]) for n in _nodes(cluster) if n.get("GPU", 0) >= 1), default=1))
     values = values_of(config)
@@ -94,13 +84,10 @@ def adapts_apart(config: PPOConfig) -> bool:
     is_rounded = 0 < config.ds.lora.rank <= VLLM_LORA_RANKS[-1] and config.ds.param_dtype != "fp32"
     if not is_rounded or config.rollout.engine != "vllm" or config.reads_images or config.vllm.speculative:
         return False
-    from openrlhf.backends.vllm.support import takes_adapters
-    from openrlhf.models.loading import has_experts, load_config
+    from openrlhf.backends.vllm.support import adapts_all  # imports transformers
 
     choose_hub(config.use_ms)
-    path = config.actor.model_name_or_path
     try:
-        names = load_config(path, ACTOR_FLAG).architectures or ()
-        return any(map(takes_adapters, names)) and not has_experts(path, ACTOR_FLAG)
+        return adapts_all(config.actor.model_name_or_path, ACTOR_FLAG)
     except ValueError:  # there is no such model; the checks report it
         return False

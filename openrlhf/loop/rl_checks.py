@@ -3,27 +3,33 @@
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from openrlhf.algorithms.trial import try_out
+from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
 from openrlhf.checkpoint.start import check_output
+from openrlhf.cluster.launch import check_resources, cluster_has_gpus
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.data.sources import check_columns
 from openrlhf.errors import ErrorCode, UsageError, counted
-from openrlhf.hub import choose_hub
+from openrlhf.models.experts import check_experts
+from openrlhf.models.loading import check_model, check_room, load_config, policy_processor, policy_tokenizer
+from openrlhf.models.router_replay import check_replay
+from openrlhf.models.saving import check_saving
+from openrlhf.models.scorer import check_reward_model, score_statistics
+from openrlhf.models.tensor_parallel import check_tensor_parallel
+from openrlhf.observability.hooks.load import check_hooks
+from openrlhf.observability.trackers.load import trackers_of
+from openrlhf.rewards.function import check_reward_file
+from openrlhf.rollout.executors import check_agent_file
 from openrlhf.training.rl_data import PRETRAIN_FLAG, pretrain_column, prompt_columns
+from openrlhf.training.schedule import prompts_of_steps
 from openrlhf.user_file import line_and_error
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def problems_outside(config: PPOConfig) -> list[ValueError]:
     """Returns the first problem of each flag with the cluster, files or users' code. Loads no weights and
     starts no processes."""
-    from openrlhf.observability.hooks.load import check_hooks
-    from openrlhf.observability.progress import checking
-    from openrlhf.observability.trackers.load import trackers_of
-
-    choose_hub(config.use_ms)  # before models are looked up, and before Ray's processes inherit it
     problems: list[ValueError] = []
     wrong: set[str] = set()
 
@@ -39,12 +45,9 @@ def problems_outside(config: PPOConfig) -> list[ValueError]:
     ask("--ckpt.output_dir", check_output, config, resumes=config.ckpt.load_enable)
     ask("--logger.trackers", trackers_of, config.logger)
     ask("--train.hooks", check_hooks, config.train.hooks, config.train.verify_steps)
-    with checking():
-        from openrlhf.cluster.launch import check_resources, cluster_has_gpus
-
-        ask("--vllm.num_engines", check_resources, config)
-        on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
-        check_files(config, ask, on_cpu=on_cpu)
+    ask("--vllm.num_engines", check_resources, config)
+    on_cpu = "--vllm.num_engines" not in wrong and not cluster_has_gpus()
+    check_files(config, ask, on_cpu=on_cpu)
     if on_cpu:
         _note_offloading(config)
     return problems
@@ -63,12 +66,7 @@ def _note_offloading(config: PPOConfig) -> None:
 def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) -> None:
     """Checks datasets, models and users' files by `ask(flag, check, ...)`, which calls `check(...)` unless
     the flag already has a problem. `on_cpu`: True if the engines are known to have no GPU."""
-    _check_columns(config, ask)  # before the import of transformers, which takes longer than these checks
-    from openrlhf.models.experts import check_experts
-    from openrlhf.models.loading import check_model, policy_processor
-    from openrlhf.models.saving import check_saving
-    from openrlhf.models.scorer import check_reward_model
-
+    _check_columns(config, ask)
     actor, critic = config.actor.model_name_or_path, config.critic_path
     ask(ACTOR_FLAG, _check_trained, config, actor, ACTOR_FLAG)
     ask(ACTOR_FLAG, check_engines, config, on_cpu=on_cpu)
@@ -76,7 +74,7 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
     if config.actor.aux_loss_coef:
         ask(ACTOR_FLAG, check_experts, actor, ACTOR_FLAG, "--actor.aux_loss_coef")
     if config.algo.router_replay:
-        ask(ACTOR_FLAG, _check_replay, actor)
+        ask(ACTOR_FLAG, lambda: check_replay(load_config(actor, ACTOR_FLAG), ACTOR_FLAG, actor))
     if path := config.teacher.model_name_or_path:
         ask(TEACHER_FLAG, check_model, path, TEACHER_FLAG)
     if config.uses_critic and critic != actor:
@@ -89,8 +87,6 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
         if config.reward.normalize_enable:
             ask(REWARD_FLAG, _check_statistics, path)
     if (size := config.ds.tensor_parallel_size) > 1:
-        from openrlhf.models.tensor_parallel import check_tensor_parallel
-
         models = {ACTOR_FLAG: [actor], TEACHER_FLAG: [config.teacher.model_name_or_path]}
         models |= {CRITIC_FLAG: [critic] if config.uses_critic else [], REWARD_FLAG: config.reward.models}
         for flag, path in ((flag, path) for flag, paths in models.items() for path in paths if path):
@@ -99,8 +95,6 @@ def check_files(config: PPOConfig, ask: Callable[..., None], *, on_cpu: bool) ->
 
 
 def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
-    from openrlhf.data.sources import check_columns
-
     data, columns = config.data, prompt_columns(config)
     sets = {
         "--data.prompt_dataset": (data.prompt_dataset, data.prompt_split, columns),
@@ -114,32 +108,17 @@ def _check_columns(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 
 def _check_trained(config: PPOConfig, path: str, flag: str) -> None:
-    from openrlhf.models.loading import check_model, check_room, load_config
-
     check_model(path, flag)
     check_room(load_config(path, flag), config, "data.max_len", path=path)
 
 
-def _check_replay(path: str) -> None:
-    from openrlhf.models.loading import load_config
-    from openrlhf.models.router_replay import check_replay
-
-    check_replay(load_config(path, ACTOR_FLAG), ACTOR_FLAG, path)
-
-
 def _check_statistics(path: str) -> None:
-    from openrlhf.models.loading import load_config
-    from openrlhf.models.scorer import score_statistics
-
     score_statistics(load_config(path, REWARD_FLAG), path)
 
 
 def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
     """Imports and checks the user's agent or reward function, and runs users' algorithms on a few samples.
     `ask`: as in `check_files`."""
-    from openrlhf.rewards.function import check_reward_file
-    from openrlhf.rollout.executors import check_agent_file
-
     if agent := config.train.agent:
         limits = {
             "max_turns": config.train.max_turns,
@@ -149,7 +128,7 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
         check = partial(
             check_agent_file,
             limits=[name for name, value in limits.items() if value],
-            tokenizer=partial(_tokenizer, config),
+            tokenizer=partial(policy_tokenizer, config),
             is_chat=config.data.apply_chat_template,
         )
         ask("--train.agent_func_path", _check_file, check, agent, "--train.agent_func_path")
@@ -161,21 +140,12 @@ def check_users_files(config: PPOConfig, ask: Callable[..., None]) -> None:
 
 def check_algorithm(config: PPOConfig, flag: str, reference: str) -> None:
     """Raises UsageError if a user's class fails on four test samples."""
-    from openrlhf.algorithms.trial import try_out
-
     kind = config.selected[flag.removeprefix("--")]
     try:
         try_out(lambda: kind.of(config.algo.options))
     except Exception as error:
         text = line_and_error(error, reference)
         raise UsageError(ErrorCode.USER_CODE, text, flag=flag, value=reference) from error
-
-
-def _tokenizer(config: PPOConfig) -> "PreTrainedTokenizerBase":
-    """Loads the policy's tokenizer, for the check of an agent that needs one."""
-    from openrlhf.models.loading import policy_tokenizer
-
-    return policy_tokenizer(config)
 
 
 def _check_file(check: Callable[[str, str], str], path: str, flag: str) -> None:
@@ -187,9 +157,6 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
     """Raises UsageError if vLLM does not support the policy. Checks no other engine."""
     if config.rollout.engine != "vllm":
         return
-    from openrlhf.backends.vllm.support import check_vllm_adapts, check_vllm_runs
-    from openrlhf.models.loading import load_config
-
     path = config.actor.model_name_or_path
     model_config = load_config(path, ACTOR_FLAG)
     check_vllm_runs(
@@ -207,8 +174,6 @@ def check_engines(config: PPOConfig, *, on_cpu: bool) -> None:
 
 def check_policy_learns(config: PPOConfig, num_prompts: int) -> None:
     """Raises UsageError if the policy would never learn, because the critic's warm-up takes the whole run."""
-    from openrlhf.training.schedule import prompts_of_steps
-
     steps = len(prompts_of_steps(config, num_prompts))
     if steps <= config.frozen_actor_steps:
         text = f"the run has only {counted(steps, 'step')}, and the policy would never learn; use fewer"

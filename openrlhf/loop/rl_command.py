@@ -11,16 +11,15 @@ from openrlhf import heap
 from openrlhf.algorithms.kl import KLController
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
+from openrlhf.checkpoint.of_models import check_space, origin_of
 from openrlhf.checkpoint.origin import Origin
 from openrlhf.checkpoint.start import (
     check_places,
-    check_space,
     choose_checkpoint,
     day_of,
     grace_of,
     lock_folders,
     move_old_checkpoints,
-    origin_of,
     position,
 )
 from openrlhf.cluster.deaths import explaining_deaths, is_lost_process, logs_folder
@@ -51,6 +50,7 @@ from openrlhf.observability.hooks.load import attached, hooks_of
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import waiting
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.observability.startup import StartClock
 from openrlhf.plugins import digest
 from openrlhf.text import Calendar, decode
@@ -236,6 +236,7 @@ def build_trainer(
         hooks=[
             *attached("rl", config, prompts=prompts),
             PhaseMemory(take=roles.peak_memory),
+            RolloutMetrics(),
             observer,
             *hooks_of(config.train.hooks),
         ],

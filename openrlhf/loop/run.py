@@ -48,6 +48,7 @@ from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import check_hooks, hooks_of
 from openrlhf.observability.lock import locked
 from openrlhf.observability.observer import Observer
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
@@ -136,7 +137,7 @@ class Run:
     def _start(self, placement: Placement, steps: int, held: ExitStack) -> None:
         """Starts engines and models, which end with `held`."""
         if placement == "ray":
-            from openrlhf.loop.placed import PlacedRoles
+            from openrlhf.loop.placed import PlacedRoles  # imports Ray
 
             placed = PlacedRoles(self.config, steps)
             held.callback(placed.close)
@@ -343,7 +344,7 @@ class Run:
         step = Step(number=self.step, version=self.version, samples=samples, metrics=self._measured)
         self._measured = {}
         if samples:
-            announce([self._observer], Hook.scored, step)
+            announce([RolloutMetrics()], Hook.scored, step)
             announce([self._observer], Hook.trained, step)
         step.metrics |= own
         announce([self._observer, *self._hooks], Hook.ended, step)

@@ -20,15 +20,14 @@ from openrlhf.backends.distributed import (
 )
 from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.fork import find_or_fork
+from openrlhf.checkpoint.of_models import check_space, origin_of
 from openrlhf.checkpoint.origin import Origin
 from openrlhf.checkpoint.start import (
-    check_space,
     choose_checkpoint,
     day_of,
     grace_of,
     lock_folders,
     move_old_checkpoints,
-    origin_of,
     position,
 )
 from openrlhf.config.checks import SCATTERED
@@ -40,8 +39,9 @@ from openrlhf.device import own_bytes
 from openrlhf.errors import ErrorCode, UsageError, counted, noting_position
 from openrlhf.files import exporting
 from openrlhf.loop.datasets import build_datasets, lay_out
+from openrlhf.loop.model_checks import reader_of
 from openrlhf.loop.sft import SupervisedTrainer
-from openrlhf.loop.task import Task, data_notes, load_tokenizer_of, reader_of
+from openrlhf.loop.task import Task, data_notes, load_tokenizer_of
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
 from openrlhf.models.loading import tell_stops

@@ -18,13 +18,13 @@ from openrlhf.config.parse import parse
 from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
 from openrlhf.errors import Stopped, catch_signals, counted, short_errors
 from openrlhf.hub import choose_hub
+from openrlhf.observability.progress import checking, waiting
 from openrlhf.observability.startup import StartClock, process_clock
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from openrlhf.backends.base import Objective, Row
-    from openrlhf.data.image_rows import ImageColumn
     from openrlhf.loop.supervised_run import SupervisedRun
     from openrlhf.models.backbone import RowModel
 
@@ -51,22 +51,7 @@ class Task(ABC, Generic[ConfigT]):
         return {MODEL_FLAG: self.config.model.model_name_or_path}
 
     def check_models(self) -> None:
-        """Raises UsageError for a missing or unsuitable model, before anything is loaded."""
-        from openrlhf.models.loading import check_model
-        from openrlhf.models.saving import check_saving
-
-        for flag, path in self.models().items():
-            check_model(path, flag)
-        check_saving(self.config.model.model_name_or_path, MODEL_FLAG, reader_of(self.config))
-        if self.config.model.aux_loss_coef > 0:
-            from openrlhf.models.experts import check_experts
-
-            check_experts(self.config.model.model_name_or_path, MODEL_FLAG)
-        if (size := self.config.ds.tensor_parallel_size) > 1:
-            from openrlhf.models.tensor_parallel import check_tensor_parallel
-
-            for flag, path in self.models().items():
-                check_tensor_parallel(path, flag, size)
+        """Raises UsageError for models that do not go together. Each has been checked alone before."""
 
     def columns(self) -> dict[str, str | None]:
         """Returns flag -> column name."""
@@ -74,14 +59,6 @@ class Task(ABC, Generic[ConfigT]):
         keys = (*self.column_keys, *(("image_key",) if data.reads_images else ()))
         columns = {f"--data.{key}": getattr(data, key) for key in keys}
         return columns | {"--data.tools_key": getattr(data, "tools_column", None)}
-
-    def images(self, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
-        """Returns the image column of the rows; None without one."""
-        from openrlhf.data.image_rows import ImageColumn
-
-        if not self.config.data.reads_images:
-            return None
-        return ImageColumn.of(self.config.data, self.config.model.model_name_or_path, MODEL_FLAG, tokenizer)
 
     @abstractmethod
     def builder(self) -> partial:
@@ -166,32 +143,24 @@ def run(task: Task, argv: Sequence[str] = (), clock: StartClock | None = None) -
     began with the start of the run."""
     clock = clock or StartClock()
     choose_hub(task.config.use_ms)
-    from openrlhf.observability.progress import checking, waiting
-
     check_places(task.config)
     check_output(task.config, resumes=task.config.ckpt.load_enable)
     with checking(), clock.stage("checks"):
         check_files(task)
+    with waiting("loading libraries"), clock.stage("libraries"):
+        from openrlhf.loop.supervised_run import SupervisedRun
     with ExitStack() as held:
-        with waiting("loading libraries"), clock.stage("libraries"):
-            from openrlhf.loop.supervised_run import SupervisedRun
         SupervisedRun(task, argv, held, clock).train()
 
 
 def check_files(task: Task) -> None:
-    """Checks models and files before anything is loaded."""
-    from openrlhf.data.sources import check_columns
-    from openrlhf.observability.hooks.load import check_hooks
-    from openrlhf.observability.trackers.load import trackers_of
+    """Raises UsageError for unsuitable rows and models, before anything is loaded."""
+    from openrlhf.loop.data_checks import check_data  # imports torch
 
-    trackers_of(task.config.logger)
-    check_hooks(task.config.train.hooks, task.config.train.verify_steps)
-    data, evaluation = task.config.data, task.config.eval
-    check = partial(check_columns, required_columns=task.columns(), bad_rows=data.bad_rows)
-    check(data.dataset, flag="--data.dataset", split=data.dataset_split)
-    if evaluation.dataset:
-        check(evaluation.dataset, flag="--eval.dataset", split=evaluation.split)
-    task.check_models()  # imports transformers, which takes longer than all of the above
+    check_data(task)
+    from openrlhf.loop.model_checks import check_models  # imports transformers: longer than all of the above
+
+    check_models(task)
 
 
 def load_tokenizer_of(config: Any) -> "PreTrainedTokenizerBase":
@@ -204,11 +173,3 @@ def load_tokenizer_of(config: Any) -> "PreTrainedTokenizerBase":
         use_fast=not config.data.disable_fast_tokenizer,
         chat_template=getattr(config.data, "tokenizer_chat_template", None),
     )
-
-
-def reader_of(config: SupervisedConfig, tokenizer: "PreTrainedTokenizerBase | None" = None) -> Any:
-    """Returns what is saved with the model: its tokenizer, or its processor if rows have images."""
-    from openrlhf.models.loading import processor_around
-
-    own = tokenizer or load_tokenizer_of(config)
-    return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own

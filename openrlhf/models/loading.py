@@ -27,6 +27,7 @@ from transformers import (
 from openrlhf.config.fields import flag_of, values_of
 from openrlhf.data.cache import digest, file_digest, sampled_digest
 from openrlhf.data.encode import token_ids_of
+from openrlhf.data.image_rows import load_auto_processor
 from openrlhf.data.templates import ending
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
@@ -261,10 +262,8 @@ def policy_processor(config: Any) -> Any:
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:
     """Loads the processor of a vision-language model and gives it this tokenizer and its chat template."""
-    from transformers import AutoProcessor  # imports torchvision: four seconds
-
     with loading("processor", path):
-        processor = AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False)
+        processor = load_auto_processor(path)
     processor.tokenizer, processor.chat_template = tokenizer, tokenizer.chat_template
     return processor
 

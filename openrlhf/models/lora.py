@@ -57,9 +57,7 @@ def has_adapters(model: PreTrainedModel) -> bool:
 def disabled_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Disables a language model's adapters within the context, so that it computes like the base model.
     Gradients must be disabled."""
-    from peft.tuners.tuners_utils import BaseTunerLayer  # takes seconds, and most runs have no adapters
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    layers = _adapted_layers(model)
     assert layers and not torch.is_grad_enabled()
     # Not `enable_adapters`, which sets requires_grad: fully_shard has two tensors for each parameter, of
     # which it would change only one.
@@ -161,10 +159,8 @@ def merged_weights(model: PreTrainedModel) -> dict[str, Weight]:
 @torch.no_grad()
 def merge_rounded(model: nn.Module) -> Merge:
     """Merges peft's adapters into the layers below them, in float32, and rounds to the layers' dtypes."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     merge = Merge()
-    for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+    for layer in _adapted_layers(model):
         weight: Any = getattr(layer.get_base_layer(), "weight", None)
         if weight is None:  # adapted parameters of experts
             layer.merge()
@@ -239,9 +235,20 @@ def load_statistics(folder: str | Path) -> dict[str, float]:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+def _adapted_layers(model: nn.Module) -> list[Any]:
+    kind = _library().tuners.tuners_utils.BaseTunerLayer
+    return [module for module in model.modules() if isinstance(module, kind)]
+
+
+def _library():
+    """Imports peft, which takes seconds. Most runs have no adapters."""
     import peft
 
+    return peft
+
+
+def _add_adapters(model: PreTrainedModel, lora: LoraConfig) -> None:
+    peft = _library()
     config = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,

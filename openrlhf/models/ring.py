@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from openrlhf.models.sequence_parallel import Block, RowShard, SequenceParallel
-from openrlhf.models.varlen import varlen_attention
+from openrlhf.models.varlen import torch_varlen, varlen_attention
 from openrlhf.types import present
 
 
@@ -153,8 +153,7 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, block: Block, scale: float) 
 def _flash_backward(
     grad: Tensor, q: Tensor, o: Tensor, lse: Tensor, k: Tensor, v: Tensor, block: Block, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    import torch.nn.attention.varlen  # registers the operator
-
+    torch_varlen()  # registers the operator
     dq, dk, dv = torch.ops.torch_attn._varlen_attn_backward(
         *map(_flat, (grad, q, k, v, o)),
         lse[0].contiguous(),

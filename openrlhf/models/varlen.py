@@ -24,13 +24,11 @@ def varlen_attention(
 
     window_size: how many keys before and after its own position a query sees; -1: all.
     """
-    # imports the compiler, which takes a second
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True), "scale": scale, "window_size": window_size}
-    if _asks_for_groups(varlen_attn):
+    varlen = torch_varlen()
+    options: dict[str, Any] = {"scale": scale, "window_size": window_size}
+    if _asks_for_groups(varlen.varlen_attn):
         options["enable_gqa"] = k.shape[1] != q.shape[1]
-    output, lse = varlen_attn(
+    output, lse = varlen.varlen_attn(
         q,
         k,
         v,
@@ -38,9 +36,18 @@ def varlen_attention(
         keys.cumulative,
         max(queries.lengths),
         max(keys.lengths),
+        return_aux=varlen.AuxRequest(lse=True),
         **options,
     )
     return output, lse
+
+
+def torch_varlen():
+    """Imports torch's module, which registers its operators, and the compiler with it, which takes a
+    second."""
+    import torch.nn.attention.varlen
+
+    return torch.nn.attention.varlen
 
 
 @cache

@@ -16,8 +16,8 @@ from PIL import Image as PILImage
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from openrlhf.data.image_rows import load_auto_processor
 from openrlhf.data.pictures import decoded, encoded
-from openrlhf.hub import model_folder
 from openrlhf.text import image_layout
 from openrlhf.types import Image, PackedRow, Sample
 
@@ -78,9 +78,7 @@ class ImageReader:
 
 def image_reader(path: str) -> ImageReader:
     """Builds the image reader of the model at `path`."""
-    from transformers import AutoProcessor  # imports torchvision: four seconds
-
-    return ImageReader(AutoProcessor.from_pretrained(model_folder(path), trust_remote_code=False))
+    return ImageReader(load_auto_processor(path))
 
 
 def freeze_vision(model: PreTrainedModel) -> None:

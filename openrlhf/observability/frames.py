@@ -2,24 +2,20 @@
 
 from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import pandas as pd
 import pyarrow as pa
+from pandas import DataFrame
 
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.journal import read_table
 from openrlhf.observability.rollout_table import FACTS
 from openrlhf.observability.run_index import RunIndex
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
 
-
-def metrics_to_pandas(run: str | Path) -> "DataFrame":
+def metrics_to_pandas(run: str | Path) -> DataFrame:
     """Returns the metrics of a run, with one row per step (the index) and one column per metric. A metric
     that a step does not have is NaN. Raises UsageError if the folder has no metrics.jsonl."""
-    import pandas as pd
-
     metrics = RunIndex(Path(run)).metrics()
     return pd.DataFrame.from_dict(metrics, orient="index").sort_index().rename_axis("step")
 
@@ -30,7 +26,7 @@ def rollouts_to_pandas(
     name: str = "step",
     steps: Container[int] | None = None,
     columns: Sequence[str] = FACTS.names,
-) -> "DataFrame":
+) -> DataFrame:
     """Returns the rollouts of a run in the order of steps, one row per rollout, with a column `step`. Raises
     UsageError if there are no such rollouts.
 

@@ -10,7 +10,6 @@ from openrlhf.config.sections import LoggerConfig, TrainingConfig, is_due
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached
 from openrlhf.observability.progress import Phase, Progress
-from openrlhf.observability.rollout_metrics import rollout_metrics
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
 from openrlhf.observability.trackers.base import TrackedRun
@@ -100,9 +99,6 @@ class Observer(Hook):
         if step == 0 or is_due(step, self.logger.logging_steps):
             self.trackers.log(step, metrics | self._of_start)
             self._of_start = {}
-
-    def scored(self, step: Step) -> None:
-        step.metrics |= rollout_metrics(step.samples, step.version)
 
     def trained(self, step: Step) -> None:
         announce(self.guests, Hook.trained, step)

@@ -32,15 +32,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO, TypeVar
 
-from rich.console import Console, RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn
-from rich.progress import Progress as Bars
-from rich.text import Text
-
 from openrlhf.errors import is_first_of_machine, warn_once
 from openrlhf.files import cache_folder, write_atomically
 
 if TYPE_CHECKING:
+    from openrlhf.observability.bars import TerminalBars
     from openrlhf.types import Metrics  # its module imports torch
 
 logger = logging.getLogger(__name__)
@@ -111,7 +107,7 @@ class Progress(AbstractContextManager["Progress"]):
         self._clock = StepClock(now=now())
         self._pending = PendingSteps()
         self._last_report = now()
-        self._bars: _TerminalBars | None = None
+        self._bars: TerminalBars | None = None
         self._closed = threading.Event()
         self._last_line = time.monotonic()
 
@@ -122,7 +118,7 @@ class Progress(AbstractContextManager["Progress"]):
         if not self._show:
             return
         if _is_terminal(self._stream):
-            self._bars = _TerminalBars(self._stream)
+            self._bars = _terminal_bars(self._stream)
             self._bars.add_run(total_steps, done)
         else:
             self._last_line = time.monotonic()
@@ -232,7 +228,7 @@ class Progress(AbstractContextManager["Progress"]):
     def _print(self, text: str) -> None:
         text = clean_text(text)
         if self._bars:
-            self._bars.console.print(Text(text), highlight=False)
+            self._bars.write(text)
             return
         with self._lock:
             _print_plain(text, self._stream)
@@ -358,7 +354,7 @@ def tracked(
         yield from items
         return
     phase, stream = Phase(name=clean_text(title), total=total, now=now), stream or sys.stderr
-    bars = _TerminalBars(stream, transient=True) if _is_terminal(stream) else None
+    bars = _terminal_bars(stream, transient=True) if _is_terminal(stream) else None
     due = LOOP_PATIENCE if bars else LINE_EVERY
     try:
         for item in items:
@@ -421,7 +417,7 @@ def _report_wait(phase: Phase, stream: TextIO, ended: threading.Event, patience:
     if ended.wait(WAIT_PATIENCE if is_terminal else patience):
         return
     if is_terminal:
-        with _TerminalBars(stream, transient=True) as bars:
+        with _terminal_bars(stream, transient=True) as bars:
             bars.show(phase)
             ended.wait()  # bounded: by the wait that it shows
         return
@@ -518,48 +514,10 @@ def format_duration(seconds: float) -> str:
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
 
-class _TerminalBars(Bars):
-    """A bar for the run and one for each running phase, below the printed lines."""
+def _terminal_bars(stream: TextIO, *, transient: bool = False) -> "TerminalBars":
+    from openrlhf.observability.bars import TerminalBars  # late: rich takes longer than parsing flags
 
-    def __init__(self, stream: TextIO, *, transient: bool = False):
-        super().__init__(
-            SpinnerColumn(),
-            TextColumn("{task.description:<12}", markup=False),
-            BarColumn(bar_width=30),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            console=Console(file=stream, force_terminal=True),
-            refresh_per_second=4,
-            transient=transient,
-        )
-        self._task_ids: dict[Phase, TaskID] = {}
-
-    def add_run(self, total_steps: int | None, done: int) -> None:
-        has_steps = total_steps != 0
-        self._run = self.add_task(
-            "step", total=total_steps, completed=done, note="", phase=None, visible=has_steps
-        )
-        self.start()
-
-    def show(self, phase: Phase) -> None:
-        """Shows the bar of a phase, adding it if needed."""
-        if phase not in self._task_ids:
-            self._task_ids[phase] = self.add_task(phase.name, total=phase.total, note="", phase=phase)
-            self.start()
-
-    def remove_phase(self, phase: Phase) -> None:
-        self.remove_task(self._task_ids.pop(phase))
-
-    def step(self, step: int, eta: float | None) -> None:
-        self.update(self._run, completed=step, note=f"eta {format_duration(eta)}" if eta else "")
-
-    def get_renderables(self) -> Iterable[RenderableType]:
-        """Updates the bars. rich calls it on each refresh, so that `advance` itself is cheap."""
-        for task in self.tasks:
-            if phase := task.fields["phase"]:
-                task.completed = phase.done
-                task.fields["note"] = clean_text(format_duration(phase.elapsed) + phase.figures_text())
-        yield from super().get_renderables()
+    return TerminalBars(stream, transient=transient)
 
 
 def pass_name(name: str) -> str | None:

@@ -7,7 +7,15 @@ from statistics import fmean, pstdev
 
 import numpy as np
 
+from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.types import Metrics, Trajectory, present
+
+
+class RolloutMetrics(Hook):
+    """Adds the metrics of a step's samples to those of the step."""
+
+    def scored(self, step: Step) -> None:
+        step.metrics |= rollout_metrics(step.samples, step.version)
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics:

@@ -30,10 +30,7 @@ def grade_answer(prediction: str | None, truth: str) -> bool:
         return False
     if "".join(prediction.split()) == "".join(truth.split()):
         return True
-    from math_verify import parse, verify  # imports sympy, which takes a second
-
-    gold, answer = (parse(f"\\boxed{{{side}}}") for side in (truth, prediction))
-    return bool(verify(gold, answer))
+    return _equal(f"\\boxed{{{truth}}}", f"\\boxed{{{prediction}}}")
 
 
 def final_answer(label: str) -> str:
@@ -52,9 +49,14 @@ def grade_response(response: str, label: str) -> bool:
     response = _ENDS.sub("", response)
     if not re.search(r"\d", truth):
         return bool(re.search(rf"(?<!\w){re.escape(truth)}\W*$", response, re.IGNORECASE))
-    from math_verify import parse, verify
+    return _equal(f"\\boxed{{{truth}}}", response)
 
-    return bool(verify(parse(f"\\boxed{{{truth}}}"), parse(response)))
+
+def _equal(gold: str, answer: str) -> bool:
+    """Returns whether math-verify finds equal answers in two texts."""
+    from math_verify import parse, verify  # imports sympy, which takes a second
+
+    return bool(verify(parse(gold), parse(answer)))
 
 
 def _braced(text: str, start: int) -> str | None:

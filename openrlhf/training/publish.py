@@ -2,17 +2,18 @@
 
 import os
 
+import huggingface_hub
+
 from openrlhf.checkpoint.start import Config
 from openrlhf.config.command import Command
 from openrlhf.errors import ErrorCode, RunError, UsageError, describe, first_line, notify
+from openrlhf.observability.hooks.load import call, points_of
+from openrlhf.observability.progress import waiting
 
 
 def publish(config: Config, command: Command, *, base_model: str, datasets: str) -> None:
     """Has the model card of a saved model written (entry point `openrlhf.attached.model`), and with
     `ckpt.push_to_hub` uploads it. What fails is a warning, because the model is complete."""
-    from openrlhf.observability.hooks.load import call, points_of
-    from openrlhf.observability.progress import waiting
-
     folder = config.ckpt.output_dir
     about = {"command": command.name, "method": command.summary}
     about |= {"base_model": base_model, "datasets": datasets.split(",")}
@@ -35,9 +36,7 @@ def publish(config: Config, command: Command, *, base_model: str, datasets: str)
 def push_to_hub(folder: str | os.PathLike, repository: str) -> str:
     """Uploads a model's folder and returns the address. A new repository is private. Raises RunError if the
     upload fails."""
-    from huggingface_hub import HfApi
-
-    api = HfApi()
+    api = huggingface_hub.HfApi()
     try:
         address = api.create_repo(repository, private=True, exist_ok=True)
         api.upload_folder(

@@ -1,23 +1,38 @@
 """Builds the data of an RL run: training prompts, evaluation prompts and pre-training texts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.checks import split_spec
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
+from openrlhf.data.bad_rows import BadRow
+from openrlhf.data.encode import tell_losses
+from openrlhf.data.image_rows import ImageColumn
+from openrlhf.data.order import epoch_order
+from openrlhf.data.prompt_sampler import PromptDataset
+from openrlhf.data.prompts import build_prompts, source_names
+from openrlhf.data.scored import end_token_id
+from openrlhf.data.sft import build_sft_samples
+from openrlhf.data.sources import Rows, load_rows
+from openrlhf.data.store import SampleStore
+from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import ErrorCode, UsageError, counted
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from transformers import PreTrainedTokenizerBase
-
-    from openrlhf.data.image_rows import ImageColumn
-    from openrlhf.data.prompt_sampler import PromptDataset
-    from openrlhf.data.sources import Rows
-    from openrlhf.data.store import SampleStore
-    from openrlhf.types import Prompt
+from openrlhf.models.loading import (
+    check_room,
+    check_same_vocabulary,
+    load_config,
+    load_tokenizer,
+    policy_tokenizer,
+    reads_the_tokens_of,
+    tell_stops,
+)
+from openrlhf.rewards.models import check_conversations, has_own_template
+from openrlhf.training.schedule import num_updates, prompts_of_steps
+from openrlhf.types import Prompt
 
 PRETRAIN_FLAG = "--data.pretrain_dataset"
 TEMPLATE = "the model's chat template is not used"
@@ -27,18 +42,16 @@ USE_TEMPLATE = "set --data.apply_chat_template, or --data.input_template '{}' if
 class RLData(NamedTuple):
     """The data of an RL run."""
 
-    prompts: "PromptDataset"
-    eval_prompts: "PromptDataset"
+    prompts: PromptDataset
+    eval_prompts: PromptDataset
     """Empty without evaluation."""
-    texts: "SampleStore | None"
+    texts: SampleStore | None
     """None without data.pretrain_dataset."""
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: PreTrainedTokenizerBase
 
 
 def build_data(config: PPOConfig) -> RLData:
     """Reads all data of the run. Raises UsageError for models that cannot read it."""
-    from openrlhf.models.loading import tell_stops
-
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     if not config.rollout.stop:
         tell_stops(config, tokenizer)
@@ -48,13 +61,8 @@ def build_data(config: PPOConfig) -> RLData:
 
 def build_prompt_datasets(
     config: PPOConfig,
-) -> "tuple[PromptDataset, PromptDataset, PreTrainedTokenizerBase]":
+) -> tuple[PromptDataset, PromptDataset, PreTrainedTokenizerBase]:
     """Returns the training prompts, the evaluation prompts and the policy's tokenizer."""
-    from openrlhf.config.checks import split_spec
-    from openrlhf.data.prompt_sampler import PromptDataset
-    from openrlhf.data.prompts import source_names
-    from openrlhf.models.loading import policy_tokenizer
-
     data, evaluation = config.data, config.eval
     tokenizer = policy_tokenizer(config)
     check_vocabularies(config, tokenizer)
@@ -83,7 +91,7 @@ def build_prompt_datasets(
     return prompts, eval_prompts, tokenizer
 
 
-def read_prompts(config: PPOConfig, source: str, tokenizer: "PreTrainedTokenizerBase") -> "PromptDataset":
+def read_prompts(config: PPOConfig, source: str, tokenizer: PreTrainedTokenizerBase) -> PromptDataset:
     """Returns the prompts of a file, folder or hub dataset, with the columns and the template of the flags
     `data.*`."""
     data = config.data
@@ -92,11 +100,9 @@ def read_prompts(config: PPOConfig, source: str, tokenizer: "PreTrainedTokenizer
 
 
 def data_notes(
-    config: PPOConfig, num_prompts: int, prompts: "PromptDataset", eval_prompts: "PromptDataset"
-) -> "Iterator[str]":
+    config: PPOConfig, num_prompts: int, prompts: PromptDataset, eval_prompts: PromptDataset
+) -> Iterator[str]:
     """Yields how a run of `num_prompts` prompts, of which `prompts` are known, departs from its flags."""
-    from openrlhf.training.schedule import prompts_of_steps
-
     train, size, steps = config.train, config.rollout.batch_size, prompts_of_steps(config, num_prompts)
     if (most := max(steps)) < size:
         samples = most * config.rollout.n_samples_per_prompt
@@ -109,13 +115,8 @@ def data_notes(
         yield f"{shared} of {len(eval_prompts)} prompts of --eval.dataset are trained on: no held-out scores"
 
 
-def missing_template(
-    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", prompts: "PromptDataset"
-) -> str:
+def missing_template(config: PPOConfig, tokenizer: PreTrainedTokenizerBase, prompts: PromptDataset) -> str:
     """Returns evidence that prompts lack the chat template; "" if they have it, or another is chosen."""
-    from openrlhf.data.bad_rows import BadRow
-    from openrlhf.data.templates import PromptTemplate
-
     data, mark = config.data, "a question"
     if data.apply_chat_template or data.input_template or config.train.agent or not tokenizer.chat_template:
         return ""
@@ -134,9 +135,7 @@ def _prompt_rows(
     split: str,
     max_samples: int | None,
     probs: str | None = None,
-) -> "Rows":
-    from openrlhf.data.sources import load_rows
-
+) -> Rows:
     return load_rows(
         spec,
         flag=flag,
@@ -151,17 +150,14 @@ def _prompt_rows(
 
 def _prompts(
     config: PPOConfig,
-    tokenizer: "PreTrainedTokenizerBase",
-    rows: "Rows",
-    images: "ImageColumn | None",
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Rows,
+    images: ImageColumn | None,
     flag: str,
     *,
     source: str = "default",
     first_id: int = 0,
-) -> "PromptDataset":
-    from openrlhf.data.encode import tell_losses
-    from openrlhf.data.prompts import build_prompts
-
+) -> PromptDataset:
     data = config.data
     prompts = build_prompts(
         rows,
@@ -181,24 +177,16 @@ def _prompts(
     return prompts
 
 
-def images_of(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> "ImageColumn | None":
+def images_of(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> ImageColumn | None:
     """Returns the image column of the prompts; None without one."""
-    from openrlhf.data.image_rows import ImageColumn
-
     return ImageColumn.of(config.data, config.actor.model_name_or_path, ACTOR_FLAG, tokenizer)
 
 
 def build_pretrain_texts(
-    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", num_prompts: int
-) -> "SampleStore | None":
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, num_prompts: int
+) -> SampleStore | None:
     """Returns as many texts as the run's optimizer steps consume, in that order. A longer run begins with the
     same texts. None without data.pretrain_dataset."""
-    from openrlhf.data.encode import tell_losses
-    from openrlhf.data.order import epoch_order
-    from openrlhf.data.sft import build_sft_samples
-    from openrlhf.data.sources import load_rows
-    from openrlhf.training.schedule import num_updates
-
     data, train, column = config.data, config.train, pretrain_column(config)
     if data.pretrain_dataset is None:
         return None
@@ -248,14 +236,10 @@ def pretrain_column(config: PPOConfig) -> dict[str, str]:
 
 
 def check_reward_templates(
-    config: PPOConfig, tokenizer: "PreTrainedTokenizerBase", sets: "Sequence[Sequence[Prompt]]"
+    config: PPOConfig, tokenizer: PreTrainedTokenizerBase, sets: Sequence[Sequence[Prompt]]
 ) -> None:
     """Raises UsageError if a reward model's tokenizer has no end, if its own chat template cannot render the
     prompts, or if prompts have images and its chat template or tokenizer differs from the policy's."""
-    from openrlhf.data.scored import end_token_id
-    from openrlhf.models.loading import load_tokenizer, reads_the_tokens_of
-    from openrlhf.rewards.models import check_conversations, has_own_template
-
     for path in config.reward.models:
         own = load_tokenizer(path, flag=REWARD_FLAG)
         end_token_id(own)
@@ -270,17 +254,9 @@ def check_reward_templates(
             check_conversations(chain.from_iterable(sets), own, path)
 
 
-def check_vocabularies(config: PPOConfig, tokenizer: "PreTrainedTokenizerBase") -> None:
+def check_vocabularies(config: PPOConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UsageError if another model cannot read the policy's tokens, or sequences of the run's
     length."""
-    from openrlhf.models.loading import (
-        check_room,
-        check_same_vocabulary,
-        load_config,
-        load_tokenizer,
-        reads_the_tokens_of,
-    )
-
     if path := config.teacher.model_name_or_path:
         check_same_vocabulary(tokenizer, load_tokenizer(path, flag=TEACHER_FLAG), TEACHER_FLAG, path)
     if config.uses_critic:

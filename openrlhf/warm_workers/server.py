@@ -27,6 +27,9 @@ from multiprocessing import popen_spawn_posix, spawn
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+
 import openrlhf
 from openrlhf import heap
 from openrlhf.files import socket_folder
@@ -269,9 +272,6 @@ def take_files(files: list[int], numbers: list[int]) -> None:
 
 def take_environment(variables: Mapping[str, str]) -> None:
     """Sets the environment, and in libraries the values that they took from the server's."""
-    import numpy
-    import torch
-
     os.environ.clear()
     os.environ.update(variables)
     openrlhf.set_variables()

@@ -9,12 +9,12 @@ import pytest
 from refusals import refused
 
 from openrlhf import files
+from openrlhf.data.once import made_once
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.files import (
     cache_folder,
     exporting,
     holds_model,
-    made_once,
     replacing,
     sync_folder,
     write_atomically,

@@ -1,5 +1,6 @@
 from openrlhf.algorithms.corrections.base import SamplerGap
 from openrlhf.algorithms.corrections.tis import TIS
+from openrlhf.algorithms.reductions import segment_mean, spread
 from openrlhf.algorithms.tensor import Tensor
 
 
@@ -16,8 +17,6 @@ class SeqMaskTIS(TIS):
     drops_sequences = True
 
     def __call__(self, gap: SamplerGap) -> Tensor:
-        from openrlhf.algorithms.reductions import segment_mean, spread
-
         lowest, highest = gap.sequence_bounds or gap.bounds
         geometric_mean = segment_mean(gap.log_ratio, gap.counts).exp()
         kept = (lowest <= geometric_mean) & (geometric_mean <= highest)

@@ -322,7 +322,7 @@ def _matrices(module: RowModel) -> list[Tensor]:
 def _muon(groups: list[dict], adam: dict, matrices: list, optim: OptimConfig) -> torch.optim.Optimizer:
     """Builds DeepSpeed's distributed Muon (https://kellerjordan.github.io/posts/muon), with AdamW for
     `groups`."""
-    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam  # takes two seconds
 
     if DEVICE_TYPE == "cpu":
         # DeepSpeed compiles Newton-Schulz. That takes longer than it saves on a CPU, and the code that torch

@@ -19,7 +19,7 @@ from openrlhf import heap
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineDied, EngineOptions
 from openrlhf.backends.vllm import lifeline
-from openrlhf.backends.vllm.requests import completions, vllm_params
+from openrlhf.backends.vllm.requests import completions, library, vllm_params
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
@@ -31,11 +31,13 @@ from openrlhf.memory.engines import CPU_KV_CACHE_GB, memory_fraction
 from openrlhf.text import image_data
 from openrlhf.types import present
 
-if TYPE_CHECKING:  # vLLM reads the environment when imported, and takes seconds
+if TYPE_CHECKING:
     from PIL.Image import Image as Picture
+    from vllm.config.model import ModelDType
     from vllm.inputs import TokensInput, TokensPrompt
     from vllm.lora.request import LoRARequest
     from vllm.outputs import RequestOutput
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 
 CPU_BATCHED_TOKENS = 4096
@@ -82,10 +84,8 @@ def engine_environment(options: EngineOptions) -> dict[str, str]:
 def has_second_runner() -> bool:
     """Returns True if vLLM uses its second model runner, which needs Triton: on GPUs, and on CPUs with a CPU
     build of Triton."""
-    from vllm import envs
-    from vllm.triton_utils import HAS_TRITON
-
-    return HAS_TRITON if envs.VLLM_USE_V2_MODEL_RUNNER is None else envs.VLLM_USE_V2_MODEL_RUNNER
+    asked = library().envs.VLLM_USE_V2_MODEL_RUNNER
+    return library().triton_utils.HAS_TRITON if asked is None else asked
 
 
 def _lora_arguments(lora: LoraConfig | None) -> dict[str, Any]:
@@ -150,14 +150,11 @@ def _set_routing(output: "RequestOutput", recorded: dict[int, tuple], num_expert
 @contextmanager
 def _converted_errors() -> Iterator[None]:
     """Converts vLLM's exceptions to EngineDied and UsageError."""
-    from vllm.exceptions import VLLMValidationError
-    from vllm.v1.engine.exceptions import EngineDeadError
-
     try:
         yield
-    except EngineDeadError as error:
+    except library().EngineDeadError as error:
         raise EngineDied(ErrorCode.ENGINE_FAILED, str(error)) from error
-    except VLLMValidationError as error:
+    except library().VLLMValidationError as error:
         raise UsageError(ErrorCode.INVALID_VALUE, str(error)) from error
 
 
@@ -186,22 +183,16 @@ class VLLMEngine:
         """True if `RoutingRecorder` records the routing, because vLLM does not return it."""
 
     async def start(self, free_fraction: float | None = None) -> None:
-        from vllm.config import WeightTransferConfig
-        from vllm.config.model import ModelDType
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.usage.usage_lib import UsageContext
-        from vllm.v1.engine.async_llm import AsyncLLM
-
         heap.freeze()
         lifeline.lead()
         os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder())
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-        options = self.options
+        options, vllm = self.options, library()
         self.records_routing = options.returns_routing and not (options.on_gpu or has_second_runner())
         kv_cache_gb = options.kv_cache_gb
         if kv_cache_gb is None and not options.on_gpu:
             kv_cache_gb = CPU_KV_CACHE_GB
-        arguments = AsyncEngineArgs(
+        arguments = vllm.AsyncEngineArgs(
             model=model_folder(options.model, weights=options.load_weights),
             trust_remote_code=False,
             load_format="auto" if options.load_weights else "dummy",
@@ -233,15 +224,15 @@ class VLLMEngine:
             logprobs_mode="processed_logprobs",
             max_logprobs=options.max_logprobs,
             worker_extension_cls="openrlhf.backends.vllm.weight_receiver.WorkerExtension",
-            weight_transfer_config=WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
+            weight_transfer_config=vllm.WeightTransferConfig(backend=f"openrlhf_{options.transfer_backend}"),
             speculative_config=_speculation_of(options),
             **_lora_arguments(options.lora),
         )
         with refusals(options):
-            self.llm = AsyncLLM.from_engine_args(
+            self.llm: AsyncLLM = vllm.AsyncLLM.from_engine_args(
                 arguments,
                 # Selects vLLM's batch sizes for offline use. For other usages the default is 128 sequences.
-                usage_context=UsageContext.LLM_CLASS,
+                usage_context=vllm.UsageContext.LLM_CLASS,
             )
         self._count_outputs()
         if options.pipeline_parallel_size > 1 and not options.on_gpu:
@@ -317,17 +308,15 @@ class VLLMEngine:
     def _prompt(
         self, token_ids: list[int], multi_modal_data: dict | None = None
     ) -> "TokensInput | TokensPrompt":
-        from vllm.inputs import TokensInput, TokensPrompt
-
         more: Any = {}
         if self.options.keep_cache:
             # The salt keeps new requests from reusing KV cache blocks that old weights computed.
             more["cache_salt"] = str(self.num_syncs)
         if multi_modal_data is not None:
             more["multi_modal_data"] = multi_modal_data
-            return TokensPrompt(prompt_token_ids=token_ids, **more)
+            return library().TokensPrompt(prompt_token_ids=token_ids, **more)
         # vLLM would process a TokensPrompt in a thread, which takes a third of a request's time.
-        return TokensInput(type="token", prompt_token_ids=token_ids, **more)
+        return library().TokensInput(type="token", prompt_token_ids=token_ids, **more)
 
     async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
@@ -339,9 +328,7 @@ class VLLMEngine:
         )
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-        request = WeightTransferInitRequest(init_info=init_info)
+        request = library().WeightTransferInitRequest(init_info=init_info)
         await self._bounded(self.llm.init_weight_transfer_engine(request))
 
     async def start_weight_update(self) -> None:
@@ -355,9 +342,8 @@ class VLLMEngine:
         await self._bounded(self.llm.start_weight_update())
 
     async def update_weights(self, update_info: dict | list[dict]) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._bounded(self.llm.update_weights(WeightTransferUpdateRequest(update_info=update_info)))
+        request = library().WeightTransferUpdateRequest(update_info=update_info)
+        await self._bounded(self.llm.update_weights(request))
 
     async def finish_weight_update(self, weight_version: str) -> None:
         await self._bounded(self.llm.finish_weight_update(weight_version=weight_version))
@@ -373,12 +359,10 @@ class VLLMEngine:
             await self._bounded(self.llm.resume_generation())
 
     async def _use_adapter(self, lora: LoraConfig) -> None:
-        from vllm.lora.request import LoRARequest
-
         config = {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.target_modules)}
         await self._bounded(self.llm.collective_rpc("use_adapter", args=(ADAPTER, config)))
         # The workers have the adapter already, so the path that a LoRARequest must have is never read.
-        self.adapter = LoRARequest("policy", ADAPTER, "held by the workers")
+        self.adapter = library().LoRARequest("policy", ADAPTER, "held by the workers")
 
     async def loaded_checksums(self) -> list[int]:
         return await self._bounded(self.llm.collective_rpc("loaded_checksum"))
@@ -423,10 +407,8 @@ class VLLMEngine:
             raise RuntimeError(f"an engine was called while its {' and '.join(sorted(missing))} slept")
 
     def shutdown(self) -> None:
-        from vllm.utils.async_utils import cancel_task_threadsafe
-
         if (handler := self.llm.output_handler) is not None:
-            cancel_task_threadsafe(handler)  # else it reports the end of the core as an error
+            library().cancel_task_threadsafe(handler)  # else it reports the end of the core as an error
         self.llm.shutdown()
         del self.llm  # its destructor would fail at interpreter exit
         gc.collect()

@@ -8,28 +8,33 @@ from openrlhf.backends.rollout import kept_sets
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.types import KeptSets, present, unrouted
 
-if TYPE_CHECKING:  # vLLM reads the environment when imported, and takes seconds
+if TYPE_CHECKING:
     import vllm
     from vllm.logprobs import FlatLogprobs
     from vllm.outputs import CompletionOutput, RequestOutput
 
 
+def library():
+    """Imports vLLM. Processes call it once their environment is set."""
+    from openrlhf.backends.vllm import library as names  # late: see there
+
+    return names
+
+
 def vllm_params(params: SamplingParams, *, stream: bool = False) -> "vllm.SamplingParams":
     """Converts sampling parameters to vLLM's. Raises ValueError if vLLM rejects them. `stream`: return tokens
     as they are sampled."""
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.sampling_params import SamplingParams as VLLMParams
-
+    names = library()
     asked: dict[str, Any] = dict(vars(params))
     kept, log_probs = asked.pop("max_kept_tokens"), params.logprobs or 0
     if kept and log_probs >= 0:
         # The most likely tokens are the top-p/top-k support. One more token than top-k shows that the support
         # is complete: the token has probability 0.
         asked["logprobs"] = max(log_probs, min(kept, params.top_k + 1) if params.top_k > 0 else kept)
-    asked["output_kind"] = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+    asked["output_kind"] = names.RequestOutputKind.DELTA if stream else names.RequestOutputKind.FINAL_ONLY
     asked["flat_logprobs"] = True  # halves the time per token, and can be read like a list
     asked["skip_clone"] = True  # nothing else refers to this object
-    return VLLMParams(**asked)
+    return names.SamplingParams(**asked)
 
 
 def completions(output: "RequestOutput", params: SamplingParams) -> Completions:

@@ -11,6 +11,7 @@ from typing import Any
 import transformers
 
 from openrlhf.errors import ErrorCode, UsageError
+from openrlhf.models.loading import has_experts, load_config
 from openrlhf.plugins import entry_points
 
 MODELS = "model_executor/models"
@@ -69,6 +70,13 @@ def check_vllm_adapts(model_config: Any, *, flag: str, path: str) -> None:
                 "Remove the flag: adapters are then merged into the weights that engines get."
             )
             raise UsageError(ErrorCode.UNSUPPORTED, text, flag="--vllm.lora_sync", value="adapter")
+
+
+def adapts_all(path: str, flag: str) -> bool:
+    """Returns True if vLLM supports LoRA for each layer of the model at `path`, which `flag` names. Raises
+    UsageError if there is no such model."""
+    names = load_config(path, flag).architectures or ()
+    return any(map(takes_adapters, names)) and not has_experts(path, flag)
 
 
 def takes_adapters(architecture: str) -> bool | None:

@@ -64,7 +64,7 @@ class WorkerExtension:
 
     def record_routing(self) -> None:
         """Starts recording the routing of requests."""
-        from openrlhf.backends.vllm.on_cpu.routing import RoutingRecorder
+        from openrlhf.backends.vllm.on_cpu.routing import RoutingRecorder  # no worker on a GPU imports it
 
         self.routing = RoutingRecorder(self.model_runner)
 

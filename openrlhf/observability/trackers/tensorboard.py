@@ -19,7 +19,7 @@ class TensorBoardTracker(Tracker):
 
     def open(self, run: TrackedRun) -> None:
         super().open(run)
-        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard import SummaryWriter  # may be missing, and takes a second
 
         parent = run.logger.tensorboard_dir
         directory = f"{parent}/{run.logger.wandb.run_name}" if parent else run.folder.path / "tensorboard"

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from openrlhf.checkpoint.folder import UNFINISHED, CheckpointFolder
+from openrlhf.checkpoint.of_models import origin_of
 from openrlhf.checkpoint.origin import Origin, compare
-from openrlhf.checkpoint.start import origin_of
 from openrlhf.config.commands import SFT
 from openrlhf.config.sections import CkptConfig
 from openrlhf.config.supervised import SFTConfig, TrainConfig

@@ -16,18 +16,17 @@ import pytest
 from refusals import refused
 from transformers import Qwen3Config
 
-from openrlhf.checkpoint import start
+from openrlhf.checkpoint import of_models
 from openrlhf.checkpoint.folder import CheckpointFolder
+from openrlhf.checkpoint.of_models import check_space, origin_of
 from openrlhf.checkpoint.start import (
     DAY,
     check_output,
     check_places,
-    check_space,
     choose_checkpoint,
     continuing,
     day_of,
     move_old_checkpoints,
-    origin_of,
 )
 from openrlhf.config.command import Command
 from openrlhf.config.commands import PPO, SFT
@@ -204,7 +203,7 @@ def test_a_model_whose_size_is_unknown_names_its_flag(monkeypatch: pytest.Monkey
         "openrlhf.models.sizes.model_size", lambda path, flag, **options: asked.append((flag, path)) or size
     )
     config = ppo(actor=ActorConfig(model_name_or_path="a"), critic=CriticConfig(model_name_or_path="c"))("")
-    assert list(start._sizes(config)) == ["policy", "critic"]
+    assert list(of_models._sizes(config)) == ["policy", "critic"]
     assert asked == [("--actor.model_name_or_path", "a"), ("--critic.model_name_or_path", "c")]
 
 

@@ -26,7 +26,7 @@ from openrlhf.data.prompts import build_prompts
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import load_rows
 from openrlhf.errors import ErrorCode
-from openrlhf.loop.datasets import tokenise
+from openrlhf.loop.datasets import images_of, tokenise
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.training.rl_data import build_prompt_datasets
@@ -430,7 +430,7 @@ def test_a_model_that_reads_no_images_is_refused(tmp_path, folder):
     text_only = tiny_chat_model(tmp_path / "text")
     task = sft_task(text_only, folder)
     with refused(ErrorCode.INVALID_MODEL, flag="--model.model_name_or_path", value=text_only):
-        task.images(AutoTokenizer.from_pretrained(text_only))
+        images_of(task, AutoTokenizer.from_pretrained(text_only))
 
 
 def test_a_processor_that_writes_lines_of_an_image_apart_is_refused(processor, tokenizer):

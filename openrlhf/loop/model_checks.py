@@ -1,0 +1,32 @@
+"""Checks the models of a supervised command, and loads what is saved with them."""
+
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from openrlhf.config.supervised import MODEL_FLAG, SupervisedConfig
+from openrlhf.loop.task import Task, load_tokenizer_of
+from openrlhf.models.experts import check_experts
+from openrlhf.models.loading import check_model, processor_around
+from openrlhf.models.saving import check_saving
+from openrlhf.models.tensor_parallel import check_tensor_parallel
+
+
+def check_models(task: Task) -> None:
+    """Raises UsageError for a missing or unsuitable model."""
+    config, own = task.config, task.config.model.model_name_or_path
+    for flag, path in task.models().items():
+        check_model(path, flag)
+    check_saving(own, MODEL_FLAG, reader_of(config))
+    if config.model.aux_loss_coef > 0:
+        check_experts(own, MODEL_FLAG)
+    if (size := config.ds.tensor_parallel_size) > 1:
+        for flag, path in task.models().items():
+            check_tensor_parallel(path, flag, size)
+    task.check_models()
+
+
+def reader_of(config: SupervisedConfig, tokenizer: PreTrainedTokenizerBase | None = None) -> Any:
+    """Returns what is saved with the model: its tokenizer, or its processor if rows have images."""
+    own = tokenizer or load_tokenizer_of(config)
+    return processor_around(own, config.model.model_name_or_path) if config.data.reads_images else own

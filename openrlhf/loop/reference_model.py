@@ -1,0 +1,79 @@
+"""The reference model of DPO and KTO: another model, the policy without its adapters, or stored log-probs."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrlhf.backends.base import FrozenModel, RowModule
+from openrlhf.config.supervised import DPOConfig, KTOConfig, RefConfig
+from openrlhf.data.cache import arrays_digest, digest
+from openrlhf.data.store import Samples
+from openrlhf.files import cache_folder
+from openrlhf.loop.reference import REF_FLAG, reference_path
+from openrlhf.loop.supervised_run import SupervisedRun
+from openrlhf.models.loading import model_digest
+from openrlhf.models.lora import disabled_adapters, has_adapters
+from openrlhf.models.policy import PolicyModel
+from openrlhf.observability.progress import waiting
+from openrlhf.training.models import load_language_model
+from openrlhf.training.objectives.reference import Reference
+from openrlhf.training.precompute import cached_array, values_of_items
+from openrlhf.types import PackedRow
+
+ComparingRun = SupervisedRun[DPOConfig] | SupervisedRun[KTOConfig]
+
+
+def reference_of(run: ComparingRun, ref: RefConfig, *, read: Callable) -> Reference | None:
+    """Returns a function row -> (A,) log-probs of the reference. With `ref.precompute_enable`, returns None
+    and adds the precomputed values `read(model, row)` to the items of the run's datasets."""
+    path = reference_path(run.config)
+    is_policy = path == run.config.model.model_name_or_path
+
+    def load() -> FrozenModel:
+        with waiting("loading the reference model", key=path):
+            build = lambda: PolicyModel(load_language_model(run.config, path, REF_FLAG))
+            return run.frozen(build, ref.offload)
+
+    if not ref.precompute_enable and is_policy and has_adapters(run.engine.module.model):
+        return without_adapters(run.engine.module)
+    if not ref.precompute_enable:
+        reference = load()
+        return lambda row: reference(row).log_probs
+    # Before the first step the policy equals the reference.
+    model = cache(lambda: run.engine if is_policy else load())
+
+    def compute(dataset: Samples) -> np.ndarray:
+        return values_of_items(model(), run.in_order(dataset), read, len(dataset), run.mesh)
+
+    run.attach_reference(lambda dataset: _cached_log_probs(run, path, dataset, partial(compute, dataset)))
+    return None
+
+
+def _cached_log_probs(
+    run: ComparingRun, path: str, dataset: Samples, compute: Callable[[], np.ndarray]
+) -> np.ndarray:
+    """Returns reference log-probs (n, 2) from the data cache if it has them for the same model, precision,
+    tokens and images. Otherwise computes them."""
+    data, ds = run.config.data, run.config.ds
+    if not data.cache_enable:
+        return compute()
+    folder = Path(data.cache_dir).expanduser() if data.cache_dir else cache_folder()
+    precision = (ds.param_dtype, ds.load_in_4bit)
+    read = [arrays_digest(dataset.arrays()), dataset.images_digest]
+    key = digest([model_digest(path, REF_FLAG), *read, precision])
+    return cached_array(folder / "reference" / f"{key}.npy", compute)
+
+
+def without_adapters(policy: RowModule) -> Reference:
+    """Returns a function row -> (A,) log-probs of the policy with its adapters disabled. No second copy of
+    the model is needed."""
+
+    def log_probs(row: PackedRow) -> Tensor:
+        with torch.no_grad(), disabled_adapters(policy.model):
+            return policy(row).log_probs
+
+    return log_probs
