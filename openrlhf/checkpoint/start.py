@@ -102,11 +102,11 @@ def _models(config: Config) -> list[tuple[str, str]]:
 def lock_folders(checkpoints: "CheckpointFolder", run_dir: str, held: ExitStack) -> None:
     """Locks the run's folders until `held` is closed, and removes unfinished checkpoints of a killed run.
     Call it on rank 0 only. Raises UsageError if a living run holds a folder."""
-    if config.ckpt.is_used:
-        held.enter_context(locked(config.ckpt.folder, flag="--ckpt.path"))
+    if checkpoints.ckpt.is_used:
+        held.enter_context(locked(checkpoints.ckpt.folder, flag="--ckpt.path"))
         for line in checkpoints.remove_unfinished():
             notify(line)
-    held.enter_context(locked(config.run_dir, flag="--logger.run_dir"))
+    held.enter_context(locked(run_dir, flag="--logger.run_dir"))
 
 
 def choose_checkpoint(config: Config, checkpoints: "CheckpointFolder", found: "Found | None") -> str | None:

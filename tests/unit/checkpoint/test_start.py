@@ -227,11 +227,11 @@ def test_what_adapters_and_scalar_heads_write(tmp_path: Path) -> None:
     assert whole["policy"].export - whole["critic"].export == 2 * (60 - 1) * 16
 
 
-def _sizes_of(folder: Path, **ds: object) -> dict[str, start._Sizes]:
+def _sizes_of(folder: Path, **ds: object) -> dict[str, of_models._Sizes]:
     """Returns the sizes of a run in bf16, whose policy and critic are the model in `folder`."""
     model = {"model_name_or_path": str(folder)}
     config = ppo(actor=ActorConfig(**model), critic=CriticConfig(**model))("")
-    return start._sizes(replace(config, ds=ScorerDeepSpeedConfig(param_dtype="bf16", **ds)))
+    return of_models._sizes(replace(config, ds=ScorerDeepSpeedConfig(param_dtype="bf16", **ds)))
 
 
 def test_the_folder_of_tensorboard_is_tried_before_anything_starts(tmp_path: Path) -> None:
