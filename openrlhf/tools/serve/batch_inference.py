@@ -1,5 +1,5 @@
 """Batch inference: answers a dataset's prompts, or scores its answers (`openrlhf batch_inference`). The tasks
-generate and rm also run under torchrun or deepspeed, as the module openrlhf.tools.serve.batch_inference."""
+generate and rm also run under torchrun or deepspeed, as the module openrlhf.cli.batch_inference."""
 
 import asyncio
 import os
