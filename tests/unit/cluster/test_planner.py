@@ -219,13 +219,13 @@ def test_the_size_of_an_engine_comes_from_the_model_and_the_gpu(
     monkeypatch.setattr("openrlhf.cluster.launch.available_nodes", lambda: [{"GPU": 8, "CPU": 2}])
     config = with_values(PPOConfig(placement="auto"), {"actor.model_name_or_path": str(tmp_path)})
     for memory, size in [(848, None), (847, 2), (424, 2), (423, 4)]:
-        monkeypatch.setattr("openrlhf.nvidia_smi.gpu_bytes", lambda memory=memory: memory)
+        monkeypatch.setattr("openrlhf.loop.machines.gpu_bytes", lambda memory=memory: memory)
         assert resolve(config, {}).get("vllm.tensor_parallel_size") == size
         assert "vllm.tensor_parallel_size" not in resolve(config, {"vllm.tensor_parallel_size": Source()})
 
 
 def test_nothing_is_asked_of_a_model_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("openrlhf.nvidia_smi.gpu_bytes", lambda: None)
+    monkeypatch.setattr("openrlhf.loop.machines.gpu_bytes", lambda: None)
     monkeypatch.setattr("openrlhf.cluster.launch.available_nodes", lambda: [{"CPU": 2}])
     chosen = resolve(PPOConfig(placement="auto"), {})
     assert chosen == {"actor.num_gpus_per_node": 1, "train.colocate_all": True}

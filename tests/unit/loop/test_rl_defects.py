@@ -9,13 +9,12 @@ import copy
 import itertools
 import math
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import numpy as np
@@ -76,6 +75,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.observability.hooks.base import Hook, Step
 from openrlhf.observability.hooks.memory import PhaseMemory
 from openrlhf.observability.observer import Observer
+from openrlhf.observability.rollout_metrics import RolloutMetrics
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_chat_model
@@ -957,7 +957,7 @@ def test_a_run_that_may_resume_and_finds_nothing_starts_at_the_beginning(tmp_pat
 
     trainer = build()
     assert (trainer.step, trainer.kl.coef, trainer.best_metric) == (0, 0.25, None)
-    assert [type(hook) for hook in trainer.hooks] == [StepChecks, PhaseMemory, Observer]
+    assert [type(hook) for hook in trainer.hooks] == [StepChecks, PhaseMemory, RolloutMetrics, Observer]
     trainer.fit()
     trainer.observer.close()
     again = build()
@@ -981,22 +981,13 @@ def test_the_sampler_has_the_precision_of_the_trainer(monkeypatch, name):
         def __init__(self, dtype: str, *, kv_cache_memory_bytes: int, **options) -> None:
             raise Started(dtype, kv_cache_memory_bytes)
 
-    names = {
-        "vllm": {},
-        "vllm.config": {"WeightTransferConfig": lambda **options: None},
-        "vllm.config.model": {"ModelDType": str},
-        "vllm.engine": {},
-        "vllm.engine.arg_utils": {"AsyncEngineArgs": Arguments},
-        "vllm.usage": {},
-        "vllm.usage.usage_lib": {"UsageContext": None},
-        "vllm.v1": {},
-        "vllm.v1.engine": {},
-        "vllm.v1.engine.async_llm": {"AsyncLLM": SimpleNamespace(from_engine_args=None)},
-    }
-    for module_name, attributes in names.items():
-        module = ModuleType(module_name)
-        module.__dict__.update(attributes)
-        monkeypatch.setitem(sys.modules, module_name, module)
+    names = SimpleNamespace(
+        AsyncEngineArgs=Arguments,
+        WeightTransferConfig=lambda **options: None,
+        UsageContext=None,
+        AsyncLLM=None,
+    )
+    monkeypatch.setattr("openrlhf.backends.vllm.engine.library", lambda: names)
     config = replace(PPOConfig(), ds=ScorerDeepSpeedConfig(param_dtype=name))
     with pytest.raises(Started) as started:
         asyncio.run(VLLMEngine(engine_options(config, on_gpu=False)).start())
