@@ -56,7 +56,7 @@ def trajectory(
 
 def sequence(token_ids: Sequence[int] | np.ndarray | Tensor, prompt: int = 1) -> Sample:
     """Returns a sample whose tokens after the first `prompt` ones are actions."""
-    ids = torch.as_tensor(token_ids).long()
+    ids = torch.tensor(np.asarray(token_ids)).long()
     return Sample(token_ids=ids, action_mask=torch.arange(len(ids)) >= prompt)
 
 
