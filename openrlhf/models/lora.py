@@ -224,7 +224,10 @@ def _check_whole(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
     found = {name for name in tensors if ".lora_" in name}
     if wrong := sorted(expected ^ found):
         reason = "has no layer for" if wrong[0] in found else "lacks the weight"
-        text = f"the adapter {reason} {wrong[0]} ({len(wrong)} such weights), so peft would not load it."
+        text = (
+            f"the adapter {reason} {wrong[0]} ({len(wrong)} such weights), so peft would not load it.\n"
+            "This is a bug in openrlhf: please report it with this message and the name of the model."
+        )
         raise RunError(ErrorCode.BROKEN_INVARIANT, text)
 
 

@@ -1,6 +1,6 @@
 """Checks of a run while it trains: equalities that hold for every model and every data set if nothing is
 wrong. A violated one raises a RunError with the code `broken-invariant`, which names the quantity, its value,
-the expected value and usual causes.
+the expected value and usual causes, and says that this is a bug of this software and how to go on.
 
 The checks of this module compare numbers that a step has anyway. verify.py computes some of them a
 second time.
@@ -24,10 +24,17 @@ RARE = 20.0
 """Log of the number of orders of some items from which on two equal ones are no chance: 1 in 5e8."""
 
 
+REMEDY = (
+    "This is a bug in openrlhf or in a library below it, not in your flags: please report it with this "
+    "message. OPENRLHF_SELFTEST=0 trains without these checks, --train.verify_steps 0 without those of the "
+    "first steps."
+)
+
+
 def broken(step: int, quantity: str, value: object, expected: object, causes: str) -> RunError:
-    """Returns the error about a quantity that must have another value. `causes`: usual causes, and a
-    remedy."""
-    text = f"step {step}: {quantity} is {value}, and must be {expected}.\n{causes}"
+    """Returns the error about a quantity that must have another value. `causes`: where in the software to
+    look, in sentences."""
+    text = f"step {step}: {quantity} is {value}, and must be {expected}.\n{causes}\n{REMEDY}"
     return RunError(ErrorCode.BROKEN_INVARIANT, text)
 
 

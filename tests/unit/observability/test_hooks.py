@@ -14,7 +14,7 @@ from openrlhf.config.ppo import TrainConfig
 from openrlhf.config.sections import AdamConfig
 from openrlhf.config.supervised import SupervisedConfig
 from openrlhf.config.supervised import TrainConfig as SupervisedTrainConfig
-from openrlhf.errors import ErrorCode, RunError
+from openrlhf.errors import ErrorCode, RunError, notify_once
 from openrlhf.observability.hooks import load
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached, check_hooks, hooks_of
@@ -103,6 +103,22 @@ def test_a_package_attaches_a_hook_beside_the_checks(tmp_path: Path, monkeypatch
     found.append(EntryPoint("wrong", "house_hooks:Wrong", group))
     with refused(ErrorCode.USER_CODE, value=f"entry point {group}: house_hooks:Wrong"):
         attached("rl", config_of(tmp_path), prompts=None)
+
+
+def test_a_variable_leaves_out_the_checks_and_keeps_the_hooks_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    places = {place: load.entry_points(group=f"openrlhf.attached.{place}") for place in load.CHECKED}
+    assert all(places.values())
+    other = EntryPoint("mine", "types:SimpleNamespace", "openrlhf.attached.rl")
+    found = lambda group: [*places[group.rpartition(".")[2]], other]
+    monkeypatch.setattr(load, "entry_points", found)
+    monkeypatch.setenv("OPENRLHF_SELFTEST", "0")
+    notify_once.cache_clear()
+    for place in load.CHECKED:
+        (hook,) = attached(place, config_of(tmp_path), prompts=None)
+        assert type(hook) is SimpleNamespace
+    assert capsys.readouterr().err == "note: OPENRLHF_SELFTEST=0: this run does not check itself\n"
 
 
 def test_an_event_finds_what_the_step_has_computed(tmp_path: Path) -> None:
