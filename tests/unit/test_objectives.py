@@ -147,6 +147,46 @@ def test_correction_weighs_the_loss_by_old_over_rollout():
     assert log_probs.grad.tolist() == pytest.approx([-2 / 3, 0, -1 / 3])
 
 
+def test_the_gate_is_built_from_the_flags_and_reads_the_proximal_policy():
+    """The ratios of three tokens are e^0.5, 1 and e^-3: total variations .24, 0 and .35."""
+    old, rollout = torch.tensor([-0.5, -1.0, -4.0]), torch.tensor([-1.0, -1.0, -1.0])
+    batch = row_of([2, 1], old_log_probs=old, rollout_log_probs=rollout, advantages=torch.ones(3))
+    advantage = AdvantageConfig(
+        is_correction_level="token", is_correction_gating="tv", is_correction_threshold=(0.3,)
+    )
+    objective = PolicyObjective.from_config(PPOConfig(algo=AlgoConfig(advantage=advantage)), 0.0)
+    loss, metrics = objective(fixed(old), batch, LossNorm(3, 2))
+    assert loss.item() == pytest.approx(-(math.exp(0.5) + 1) / 3)
+    assert metrics["policy/is_masked_fraction"].item() == pytest.approx(1 / 3)
+
+
+def test_the_kl_to_the_sampler_runs_from_the_sampler():
+    """exp(-d) - 1 + d with d = log sampler - log policy, whose gradient is policy / sampler - 1."""
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = row_of([2], rollout_log_probs=torch.tensor([-2.0, -2.0]), advantages=torch.zeros(2))
+    kl = KLConfig(use_loss=True, estimator="k3", ref="rollout")
+    objective = PolicyObjective.from_config(PPOConfig(algo=AlgoConfig(kl=kl)), 0.5)
+    loss, metrics = objective(fixed(log_probs), batch, LossNorm(2, 1))
+    assert metrics["policy/kl_loss"].item() == pytest.approx((math.e - 1 - 1) / 2)
+    loss.backward()
+    assert log_probs.grad.tolist() == pytest.approx([0.5 * (math.e - 1) / 2, 0])
+
+
+@pytest.mark.parametrize("old", [None, torch.tensor([-1.5, -2.0])])
+def test_the_unbiased_gradient_of_the_kl_weighs_by_the_policy_before_the_update(old):
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = row_of(
+        [2], old_log_probs=old, ref_log_probs=torch.tensor([-2.0, -1.0]), advantages=torch.zeros(2)
+    )
+    kl = KLConfig(use_loss=True, estimator="k1", unbiased_gradient=True)
+    loss, _ = PolicyObjective.from_config(PPOConfig(algo=AlgoConfig(kl=kl)), 0.5)(
+        fixed(log_probs), batch, LossNorm(2, 1)
+    )
+    loss.backward()
+    weight = 1 if old is None else math.exp(0.5)
+    assert log_probs.grad.tolist() == pytest.approx([0.5 * weight / 2, -0.5 / 2])
+
+
 def test_gspo_by_hand():
     log_probs = torch.log(torch.tensor([4.0, 1.0, 0.5]))
     batch = row_of([2, 1], advantages=torch.tensor([1.0, 3.0, -2.0]))
