@@ -109,6 +109,11 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
         return POLICY_LOSSES[self.policy_loss_type]
 
     @property
+    def aggregates_by_prompt(self) -> bool:
+        """True if the loss reads the prompts of actions."""
+        return AGGREGATIONS[self.loss_aggregation or self.loss.aggregation()].by_prompt
+
+    @property
     def clip_range(self) -> tuple[float, float]:
         """Distances by which the ratio may fall below and rise above 1."""
         return self.eps_clip_low_high or (self.eps_clip, self.eps_clip)

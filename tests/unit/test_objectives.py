@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -71,12 +72,13 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
     """Returns sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`:
     more feedback of each before its last action. The token right before an action stays, so a Bigram gives
     every action the probability that it has without gaps. Samplers are up to 4 updates behind."""
-    samples, columns, staleness = [], [], []
+    samples, columns, staleness, prompts = [], [], [], []
     for i, num_actions in enumerate(counts):
         random = torch.Generator().manual_seed(seed + i)
         mask = [False, False] + [True] * num_actions + [False] + [num_actions > 0]
         noise = torch.randn(5, sum(mask), generator=random, dtype=torch.float64)
         staleness.append(torch.randint(0, 5, (sum(mask),), generator=random, dtype=torch.int32))
+        prompts += [i // 2] * sum(mask)
         token_ids = torch.randint(0, VOCAB, (len(mask),), generator=random).tolist()
         gap = gaps[i] if gaps else []
         samples.append(
@@ -88,7 +90,15 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
         columns.append(torch.stack([*(-2 + noise[:3] / 2), *noise[3:]]))
     names = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns")
     known = dict(zip(names, torch.cat(columns, dim=1).numpy(), strict=True))
+    known["prompts"] = np.array(prompts, dtype=np.int32)
     return batch_of(samples, **known, staleness=torch.cat(staleness).numpy())
+
+
+def norm_of(*rows: ExperienceRow) -> LossNorm:
+    """Returns the totals of the rows of an optimizer step."""
+    prompts = torch.cat([present(row.prompts) for row in rows])
+    totals = torch.bincount(prompts, minlength=1)
+    return LossNorm(sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows), totals)
 
 
 def test_ppo_by_hand():
@@ -351,7 +361,7 @@ def test_gspo_weighs_sequences_by_their_mean_staleness():
 def test_first_step_is_the_policy_gradient():
     """Before the first update the ratio is 1: no clipping, and the gradient is that of REINFORCE."""
     model, batch = Bigram(), ExperienceRow.of(random_batch((3, 5)))
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     old = model(batch.row, 0.7, False).log_probs
     loss, metrics = PolicyObjective(temperature=0.7)(model, replace(batch, old_log_probs=old.detach()), norm)
     assert metrics["policy/ppo_kl"].item() == metrics["policy/clip_fraction"].item() == 0
@@ -415,7 +425,7 @@ def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_
     """The results are equal to the bit: all three policies are the same, and nothing is stale."""
     batch = ExperienceRow.of(replace(random_batch((3, 0, 5)), staleness=None))
     batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     plain = replace(objective, proximal_policy="recomputed", staleness_decay=1.0, max_staleness=None)
     assert exactly(run_on(objective, [batch], norm)) == exactly(run_on(plain, [batch], norm))
     zeros = replace(batch, staleness=torch.zeros(batch.num_tokens, dtype=torch.int32))
@@ -429,7 +439,7 @@ def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
     batch, plain = ExperienceRow.of(random_batch((3, 0, 5))), PolicyObjective(loss_type=loss_type)
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     oldest = int(present(batch.staleness).max())
     (gradients, _), expected = (
         run_on(o, [batch], norm) for o in (replace(plain, max_staleness=oldest), plain)
@@ -459,7 +469,7 @@ def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, da
     if not knows_old:
         batch, moved = (replace(b, log_probs=None) for b in (batch, moved))
     whole = ExperienceRow.of(batch)
-    norm = LossNorm(whole.num_tokens, whole.num_sequences)
+    norm = norm_of(whole)
     expected = run_on(objective, [whole], norm)
 
     order = data.draw(st.permutations(range(len(counts))))
@@ -475,7 +485,7 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     """The policy before the update is the policy itself: rows without its log-probs have the same loss, the
     same gradient and the same metrics, and the log-probs are kept."""
     batch = ExperienceRow.of(random_batch((3, 0, 5)))
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
     seen: list = []
     expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
@@ -488,7 +498,7 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
 def test_a_row_without_actions_costs_nothing_and_still_has_a_gradient(objective):
     model = Bigram()
     batch = ExperienceRow.of(random_batch([2])).empty()
-    loss, metrics = objective(model, batch, LossNorm(0, 0))
+    loss, metrics = objective(model, batch, norm_of(batch))
     loss.backward()
     assert loss.item() == 0
     assert {value.item() for value in metrics.values()} == {0.0}

@@ -102,7 +102,7 @@ def test_flags_say_what_each_choice_stands_for():
     for name, estimator in ESTIMATORS.items():
         assert f"{name}: {estimator.summary.removesuffix('.')}." in HELP["algo.advantage.estimator"]
     field = fields_of(PPOConfig)["actor.loss_aggregation"]
-    assert field.values == "{token_mean,sample_mean,constant_length} | None"
+    assert field.values == "{token_mean,sample_mean,prompt_mean,constant_length} | None"
     assert convert(["None"], field.type) is None
     with pytest.raises(ValueError, match="token_mean"):
         convert(["mean"], field.type)

@@ -111,8 +111,9 @@ class PolicyObjective:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         surrogate, counts = POLICY_LOSSES[self.loss_type].of(self.options), batch.row.num_actions
         log_ratio = LOG_RATIOS[surrogate.ratio]
-        aggregate = AGGREGATIONS[self.aggregation or surrogate.aggregation()].of
-        contribution = lambda x: aggregate(x, counts, norm, self.longest_response)
+        aggregation = AGGREGATIONS[self.aggregation or surrogate.aggregation()]
+        items = present(batch.prompts) if aggregation.by_prompt else counts
+        contribution = lambda x: aggregation.of(x, items, norm, self.longest_response)
         with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
         output = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
         now = output.log_probs.detach()
