@@ -439,6 +439,7 @@ class Batch:
     ref_log_probs: ActionColumn = None  # (A,) None without a reference model
     teacher_log_probs: ActionColumn = None  # (A,) None without a teacher; not read by updates
     values: ActionColumn = None  # (A,) None without a critic
+    prompts: ActionColumn = None  # (A,) int32, from 0: number of the prompt; None if no loss reads it
     advantages: ActionColumn = None  # (A,) float32
     returns: ActionColumn = None  # (A,) float32
 
@@ -563,6 +564,8 @@ class LossNorm:
     """Number of actions."""
     num_sequences: float
     """Number of sequences with at least one action."""
+    prompt_tokens: Tensor | None = None
+    """Number of actions after each prompt, by `ExperienceRow.prompts`; None if no loss reads it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -789,6 +792,7 @@ class ExperienceRow(RowWithMore):
     staleness: Tensor | None = None  # (A,) None: all 0
     ref_log_probs: Tensor | None = None  # (A,) None without a reference model
     values: Tensor | None = None  # (A,) None without a critic
+    prompts: Tensor | None = None  # (A,) int32, number of the prompt; None if no loss reads it
 
     @classmethod
     def of(cls, batch: Batch) -> Self:
@@ -802,6 +806,7 @@ class ExperienceRow(RowWithMore):
             staleness=tensor_of(batch.staleness),
             ref_log_probs=tensor_of(batch.ref_log_probs),
             values=tensor_of(batch.values),
+            prompts=tensor_of(batch.prompts),
         )
 
 

@@ -18,6 +18,19 @@ def approx_kl(log_probs: Tensor, ref_log_probs: Tensor, estimator: str) -> Tenso
     return KL_ESTIMATORS[estimator].of(log_ratio).clamp(-10, 10)
 
 
+def unbiased_gradient(kl: Tensor, log_probs: Tensor, ref_log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """Returns the estimate `kl` (A,) with another gradient: that of KL(policy || reference), whatever the
+    estimator, for samples of the policy before its updates, `old_log_probs`.
+    Rethinking KL Regularization in RLHF, https://arxiv.org/abs/2510.01555
+
+        gradient: min(pi / pi_old, 10) * log(pi / pi_ref) * grad log pi
+    """
+    now = log_probs.detach()
+    weight = (now - old_log_probs).exp().clamp(max=10)
+    log_ratio = (now - ref_log_probs).clamp(-20, 20)
+    return kl.detach() + weight * log_ratio * (log_probs - now)
+
+
 @dataclass(frozen=True, slots=True)
 class KLEstimate:
     """A way to estimate KL(policy || reference) from samples of the policy."""

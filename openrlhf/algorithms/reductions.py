@@ -35,6 +35,16 @@ def constant_length_mean(loss: Tensor, norm: LossNorm, length: float) -> Tensor:
     return loss.sum() / (max(norm.num_sequences, 1) * length)
 
 
+def prompt_mean(loss: Tensor, prompts: Tensor, norm: LossNorm) -> Tensor:
+    """Returns this row's contribution, (), to the mean over prompts of the mean of `loss` (A,) over all
+    actions after a prompt, those of all its samples in the optimizer step. `prompts` (A,): the number of each
+    action's prompt. The Art of Scaling Reinforcement Learning Compute for LLMs,
+    https://arxiv.org/abs/2510.13786"""
+    totals = norm.prompt_tokens
+    assert totals is not None, "the rows of an optimizer step have the numbers of their prompts"
+    return (loss / totals[prompts]).sum() / totals.count_nonzero().clamp(min=1)
+
+
 @dataclass(frozen=True, slots=True)
 class Aggregation:
     """A way to reduce the losses of actions to the loss of a row."""
@@ -42,7 +52,9 @@ class Aggregation:
     summary: str
     """Description in `--help`."""
     of: Callable[[Tensor, Tensor, LossNorm, float], Tensor]
-    """(loss (A,), counts (B,), norm, longest response) -> ()"""
+    """(loss (A,), counts (B,) or with `by_prompt` prompts (A,), norm, longest response) -> ()"""
+    by_prompt: bool = False
+    """Whether it reads the prompts of actions."""
 
 
 AGGREGATIONS: Mapping[str, Aggregation] = {
@@ -50,6 +62,11 @@ AGGREGATIONS: Mapping[str, Aggregation] = {
     "sample_mean": Aggregation(
         "mean over samples of each sample's mean over tokens",
         lambda loss, counts, norm, length: sample_mean(loss, counts, norm),
+    ),
+    "prompt_mean": Aggregation(
+        "mean over prompts of the mean over all tokens of a prompt's samples",
+        lambda loss, prompts, norm, length: prompt_mean(loss, prompts, norm),
+        by_prompt=True,
     ),
     "constant_length": Aggregation(
         "mean over samples of each sample's sum over tokens / rollout.max_new_tokens (Dr. GRPO)",

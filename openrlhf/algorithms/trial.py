@@ -105,7 +105,13 @@ def _try_loss(loss: PolicyLoss, counts: Tensor) -> None:
 
 def _try_correction(correction: Correction, counts: Tensor) -> None:
     log_ratio = _numbers(int(counts.sum()))
-    gap = SamplerGap(log_ratio=log_ratio, counts=counts, bounds=(0.5, 5.0))
+    gap = SamplerGap(
+        log_ratio=log_ratio,
+        log_probs=2 * log_ratio,
+        rollout_log_probs=log_ratio,
+        counts=counts,
+        bounds=(0.5, 5.0),
+    )
     _check_floats("the weights", correction(gap), len(log_ratio))
 
 

@@ -43,7 +43,7 @@ from openrlhf.models.saving import save_model
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.sizes import num_bytes, shape_of
 from openrlhf.models.tensor_parallel import joined, whole, whole_shape
-from openrlhf.types import LossNorm, Metrics
+from openrlhf.types import ExperienceRow, LossNorm, Metrics
 
 ItemT = TypeVar("ItemT")
 WHOLE = {"merged": merged_weights, "base": base_weights}
@@ -94,8 +94,10 @@ class ModelRank(ABC):
         """Returns this rank's rows on its device, and the totals by which losses are divided, in which each
         sample counts once. Adds dummy rows so that all ranks have the same number of rows, because forward
         and backward passes contain collectives."""
+        prompts = [r.prompts for r in rows if isinstance(r, ExperienceRow) and r.prompts is not None]
+        num_prompts = max((int(p.max()) + 1 for p in prompts if len(p)), default=0)
         mine = torch.tensor(
-            [len(rows), sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
+            [len(rows), num_prompts, sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows)],
             dtype=torch.float64,
             device=self.device,
         )
@@ -103,9 +105,14 @@ class ModelRank(ABC):
         dist.all_gather(everyone, mine, self.mesh.data_group)
         counts = torch.stack(everyone)
         most = int(counts[:, 0].max())
-        num_tokens, num_sequences = counts[:, 1:].sum(0).tolist()
+        num_tokens, num_sequences = counts[:, 2:].sum(0).tolist()
+        totals = None
+        if prompts:
+            num_prompts = max(1, int(counts[:, 1].max()))
+            totals = torch.bincount(torch.cat(prompts), minlength=num_prompts).to(self.device)
+            dist.all_reduce(totals, group=self.mesh.data_group)
         padding = [rows[0].empty()] * (most - len(rows))
-        norm = LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0))
+        norm = LossNorm(max(num_tokens, 1.0), max(num_sequences, 1.0), totals)
         return [row.to(self.device) for row in [*rows, *padding]], norm
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from openrlhf.algorithms.advantages import ESTIMATORS, AdvantageEstimator
 from openrlhf.algorithms.corrections import CORRECTIONS, Correction
+from openrlhf.algorithms.corrections.gated import Gated
 from openrlhf.algorithms.kl import KL_ESTIMATORS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES, PolicyLoss
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES, ProximalPolicy
@@ -106,6 +107,11 @@ class ActorConfig(OptimConfig, TrainedModelConfig):
     @property
     def loss(self) -> type[PolicyLoss]:
         return POLICY_LOSSES[self.policy_loss_type]
+
+    @property
+    def aggregates_by_prompt(self) -> bool:
+        """True if the loss reads the prompts of actions."""
+        return AGGREGATIONS[self.loss_aggregation or self.loss.aggregation()].by_prompt
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -495,13 +501,26 @@ class AdvantageConfig:
     no_std_norm: bool = False
     """Subtract the mean of the step's advantages without dividing by their standard deviation. For gae,
     reinforce and reinforce_baseline."""
+    is_correction_level: Literal["off", "token", "seq"] = "off"
+    """Off-policy correction: the policy loss of a token is multiplied by the ratio of the trainer's
+    probability to the engine's, and algo.advantage.is_correction_mode bounds it. token: the bounds are those
+    of each token. seq: those of a sequence's mean, which masks whole sequences."""
+    is_correction_mode: Literal["mask", "clip"] = "mask"
+    """mask: tokens or sequences outside of algo.advantage.is_correction_threshold have no policy loss. clip:
+    the ratio of each token is clipped to it."""
+    is_correction_gating: Literal["ratio", "binary_kl", "tv"] = "ratio"
+    """Statistic that the mask compares with algo.advantage.is_correction_threshold. ratio: the ratio, or its
+    geometric mean over a sequence. binary_kl, tv: the KL divergence and the total variation between engine
+    and trainer, over two events, the sampled token and all others; a trust region."""
+    is_correction_threshold: tuple[PositiveOrZero, ...] = (0.5, 5.0)
+    """Bounds of the off-policy correction, `low high`, or one upper bound, `high`."""
     is_correction_enable: bool = False
-    """Off-policy correction: importance sampling for the difference between the probabilities of the engine
-    and those of the trainer."""
+    """Off-policy correction by its type: the policy loss of a token is multiplied by a weight that
+    algo.advantage.is_correction_type computes from the ratio of the trainer's probability to the
+    engine's."""
     is_correction_type: ISCorrectionType = "tis"
-    """Off-policy correction to use."""
-    is_correction_threshold: tuple[PositiveOrZero, Positive] = (0.5, 5.0)
-    """Bounds of the ratio of the trainer's probability to the engine's, `low high`."""
+    """Type of the off-policy correction with algo.advantage.is_correction_enable. A file of your own is one
+    too."""
     is_correction_sequence_threshold: tuple[PositiveOrZero, Positive] | None = None
     """seq-mask-tis: bounds of a sequence's geometric mean ratio, `low high`, which stays much closer to 1.
     None: algo.advantage.is_correction_threshold."""
@@ -524,8 +543,29 @@ class AdvantageConfig:
         return ESTIMATORS[self.estimator]
 
     @property
+    def corrects(self) -> bool:
+        """True with an off-policy correction."""
+        return self.is_correction_enable or self.is_correction_level != "off"
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """Bounds of the off-policy correction, (low, high). The lower one is 0 if only the upper one is
+        given."""
+        *low, high = self.is_correction_threshold
+        return low[0] if low else 0.0, high
+
+    @property
+    def gate(self) -> Gated | None:
+        """The off-policy correction of `is_correction_level`; None without one."""
+        if self.is_correction_level == "off":
+            return None
+        return Gated(
+            level=self.is_correction_level, mode=self.is_correction_mode, gating=self.is_correction_gating
+        )
+
+    @property
     def correction(self) -> type[Correction] | None:
-        """Class of the off-policy correction; None without one."""
+        """Class of the off-policy correction of `is_correction_type`; None without one."""
         return CORRECTIONS[self.is_correction_type] if self.is_correction_enable else None
 
 
@@ -545,6 +585,13 @@ class KLConfig:
     """Estimator of the KL from samples (http://joschu.net/blog/kl-approx.html)."""
     use_loss: bool = False
     """Add the KL penalty to the loss instead of subtracting it from the reward."""
+    unbiased_gradient: bool = False
+    """With algo.kl.use_loss: the gradient of the penalty is that of the KL divergence itself, with every
+    estimator; later optimizer steps of an RL step weigh it by the probability ratio, at most 10."""
+    ref: Literal["model", "rollout"] = "model"
+    """Distribution that the policy is kept close to. model: the reference model. rollout: the policy that
+    sampled, by the log-probs that the engine recorded; no reference model is loaded. Needs
+    algo.kl.use_loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -742,7 +789,7 @@ class PPOConfig(TrainingConfig):
 
     @property
     def uses_reference(self) -> bool:
-        return self.algo.kl.init_coef > 0
+        return self.algo.kl.init_coef > 0 and self.algo.kl.ref == "model"
 
     @property
     def uses_teacher(self) -> bool:

@@ -42,6 +42,7 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *_bounds(config),
             *_sources(config),
             *_policy(config),
+            *_correction(config),
             *_sampling(config),
             *_asynchronous(config),
             *_kl(config, explicit),
@@ -101,9 +102,7 @@ WHITENING = ", ".join(name for name, row in ESTIMATORS.items() if row.whiten)
 NEEDS = {
     "data.pretrain_dataset": "actor.ptx_coef data.pretrain_probs data.pretrain_split data.pretrain_key",
     "actor.ptx_coef": "data.pretrain_dataset",
-    "algo.advantage.is_correction_enable": (
-        "algo.advantage.is_correction_type algo.advantage.is_correction_threshold"
-    ),
+    "algo.advantage.is_correction_enable": "algo.advantage.is_correction_type",
     "algo.kl.target": "algo.kl.horizon",
     "algo.dynamic_filtering_enable": "algo.dynamic_filtering_range algo.dynamic_filtering_max_batches",
     "teacher.model_name_or_path": "teacher.",
@@ -132,16 +131,26 @@ def _unread_by_algorithm(c: PPOConfig) -> Iterator[checks.Unread]:
     if advantage.correction is None or not advantage.correction.drops_sequences:
         why = "without --algo.advantage.is_correction_type seq-mask-tis, which alone drops sequences"
         yield "algo.advantage.is_correction_sequence_threshold", why
+    if advantage.is_correction_level == "off":
+        keys = "algo.advantage.is_correction_mode algo.advantage.is_correction_gating"
+        yield keys, "without --algo.advantage.is_correction_level token or seq"
+    if not advantage.corrects:
+        yield "algo.advantage.is_correction_threshold", "without --algo.advantage.is_correction_level"
     if c.largest_staleness == 0:
         why = "because every step trains on samples of its own weights; --train.async_enable samples ahead"
         yield "algo.advantage.staleness_decay algo.advantage.max_token_staleness", why
     if (advantage.max_token_staleness or 0) >= c.largest_staleness:
         why = "because train.async_queue_size lets no sample get older"
         yield "algo.advantage.max_token_staleness", why
-    if not c.uses_reference:
-        keys = "algo.kl.target algo.kl.horizon algo.kl.estimator algo.kl.use_loss"
-        yield keys, "without a KL penalty (algo.kl.init_coef 0)"
+    if c.algo.kl.init_coef == 0:
+        keys = "algo.kl.target algo.kl.horizon algo.kl.estimator algo.kl.use_loss algo.kl.ref "
+        yield f"{keys}algo.kl.unbiased_gradient", "without a KL penalty (algo.kl.init_coef 0)"
         yield "ref. train.colocate_actor_ref", "without a reference model (algo.kl.init_coef 0)"
+    elif c.algo.kl.ref == "rollout":
+        keys = "ref. train.colocate_actor_ref algo.kl.target algo.kl.horizon algo.kl.unbiased_gradient"
+        yield keys, "with --algo.kl.ref rollout, which compares the policy with the one that sampled"
+    elif not c.algo.kl.use_loss:
+        yield "algo.kl.unbiased_gradient", "without --algo.kl.use_loss: a reward has no gradient"
     if c.actor.eps_clip_low_high is not None:
         yield "actor.eps_clip", "with --actor.eps_clip_low_high, which sets both bounds"
     if c.ratio_is_one:
@@ -278,9 +287,10 @@ def _has_host(url: str) -> bool:
         return False
 
 
+THRESHOLD = "algo.advantage.is_correction_threshold"
 BOUNDS = (
     "reward.clip_range",
-    "algo.advantage.is_correction_threshold",
+    THRESHOLD,
     "algo.advantage.is_correction_sequence_threshold",
     "algo.dynamic_filtering_range",
 )
@@ -290,17 +300,17 @@ BOUNDS = (
 def _bounds(config: PPOConfig) -> Iterator[Problem]:
     values = values_of(config)
     for key in BOUNDS:
-        if values[key] is not None and values[key][0] >= values[key][1]:
+        if values[key] is not None and len(values[key]) == 2 and values[key][0] >= values[key][1]:
             yield Problem(key, "the first bound must be less than the second", ErrorCode.INVALID_VALUE)
 
 
-CORRECTS = "--algo.advantage.is_correction_enable corrects for that"
+CORRECTS = "--algo.advantage.is_correction_level token corrects for that"
 
 
 def _corrects(config: PPOConfig) -> bool:
     """Returns whether the loss uses the log-probs of sampling."""
     advantage = config.algo.advantage
-    return advantage.is_correction_enable or advantage.proximal.is_sampler
+    return advantage.corrects or advantage.proximal.is_sampler
 
 
 def _sends_adapters(config: PPOConfig) -> bool:
@@ -348,9 +358,10 @@ def _policy(c: PPOConfig) -> Iterator[Problem]:
             f"a step has {c.samples_per_step} samples, and the KL coefficient changes by at most a fifth in "
             f"a step, as it would with {kl.horizon} samples; use {c.samples_per_step} or more",
         )
-    if advantage.proximal.is_sampler and advantage.is_correction_enable:
+    if advantage.proximal.is_sampler and advantage.corrects:
+        by_type = advantage.is_correction_enable
         yield Problem(
-            "algo.advantage.is_correction_enable",
+            f"algo.advantage.is_correction_{'enable' if by_type else 'level'}",
             f"has no effect: with algo.advantage.proximal_policy {advantage.proximal_policy} the correction "
             "ratio is 1; remove it, or use --algo.advantage.proximal_policy recomputed",
         )
@@ -365,6 +376,29 @@ def _policy(c: PPOConfig) -> Iterator[Problem]:
             f"group keeps all {c.rollout.n_samples_per_prompt} samples of a prompt (rollout.n_samples_per_"
             f"prompt) in one optimizer step; raise train.batch_size {c.train.batch_size}, or use sample",
         )
+
+
+def _correction(c: PPOConfig) -> Iterator[Problem]:
+    """Checks that level, mode, gating and threshold of the off-policy correction fit together."""
+    chosen, threshold = c.algo.advantage, c.algo.advantage.is_correction_threshold
+    level, gating = chosen.is_correction_level, chosen.is_correction_gating
+    if len(threshold) not in (1, 2):
+        text = f"has {len(threshold)} numbers; give a lower and an upper bound, or an upper bound alone"
+        yield Problem(THRESHOLD, text, ErrorCode.INVALID_VALUE)
+    if level == "off":
+        return
+    if chosen.is_correction_enable:
+        text = "is a correction by its type, and algo.advantage.is_correction_level another one; remove one"
+        yield Problem("algo.advantage.is_correction_enable", text)
+    if chosen.is_correction_mode == "clip" and (level == "seq" or gating != "ratio"):
+        what = "a sequence" if level == "seq" else f"the divergence {gating}"
+        text = (
+            f"clips the ratio of tokens, and {what} can only be masked; use mask, or level token and gating "
+        )
+        yield Problem("algo.advantage.is_correction_mode", f"{text}ratio")
+    if gating != "ratio" and len(threshold) == 2:
+        text = f"a divergence ({gating}) has an upper bound alone; give one number, such as 0.05"
+        yield Problem(THRESHOLD, text)
 
 
 def _skipped_log_probs(c: PPOConfig) -> Iterator[Problem]:
@@ -447,10 +481,13 @@ def _asynchronous(c: PPOConfig) -> Iterator[Problem]:
 
 def _kl(config: PPOConfig, explicit: Explicit) -> Iterator[Problem]:
     kl = config.algo.kl
-    if not config.uses_reference or not {"algo.kl.estimator", "algo.kl.use_loss"} & set(explicit):
+    if kl.init_coef > 0 and kl.ref == "rollout" and not kl.use_loss:
+        text = "is a term of the loss; add --algo.kl.use_loss --algo.kl.estimator k3, or use model"
+        yield Problem("algo.kl.ref", text)
+    if kl.init_coef == 0 or not {"algo.kl.estimator", "algo.kl.use_loss"} & set(explicit):
         return
     has_gradient = KL_ESTIMATORS[kl.estimator].has_gradient
-    if kl.use_loss and not has_gradient:
+    if kl.use_loss and not (has_gradient or kl.unbiased_gradient or kl.ref == "rollout"):
         yield remark("algo.kl.estimator", "in the loss, its gradient is zero on average; use k2 or k3")
     if has_gradient and not kl.use_loss:
         yield remark("algo.kl.estimator", "is biased in the reward; k1 is the unbiased estimate")

@@ -45,6 +45,18 @@ def _correction_type(words: Words, said: Said) -> Words:
     return ("seq-mask-tis",) if words == ("mis",) else words
 
 
+AGGREGATION_MODES = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sample_mean",
+    "prompt-mean-token-mean": "prompt_mean",
+}
+"""Values of `--actor.loss_agg_mode` and their current names."""
+
+
+def _aggregation(words: Words, said: Said) -> Words:
+    return tuple(AGGREGATION_MODES.get(word, word) for word in words)
+
+
 def _clip_low(words: Words, said: Said) -> Words:
     return words + said.get("clip_eps_high", said.get("eps_clip", ("0.2",)))
 
@@ -102,6 +114,7 @@ OLD_FLAGS: dict[str, OldFlag] = {
     "vllm_is_correction_type": converted(_CORRECTION_TYPE, words_of=_correction_type),
     "use_icepop": switch(_CORRECTION_TYPE, "icepop"),
     "vllm_is_truncated_threshold": converted(_THRESHOLD, words_of=_high_only),
+    "actor.loss_agg_mode": converted("actor.loss_aggregation", words_of=_aggregation),
     "use_kl_estimator_k3": switch("algo.kl.estimator", "k3"),
     "clip_eps_low": converted("actor.eps_clip_low_high", words_of=_clip_low),
     "clip_eps_high": converted("actor.eps_clip_low_high", words_of=_clip_high),

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from records import batch_of, trajectory
 from refusals import refused
 from torch import Tensor, nn
 
@@ -20,7 +22,7 @@ from openrlhf.backends.distributed import MALLOPT, ProcessMesh
 from openrlhf.data.batches import Windows
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Coordinates, Mesh
-from openrlhf.types import LossNorm, PackedRow, Sample
+from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Sample
 
 LENGTHS = (5, 9, 3, 7, 4, 8, 2)
 SIZES = st.integers(1, 4)
@@ -149,6 +151,28 @@ def test_each_sample_counts_once_however_many_ranks_share_it(threads: Callable, 
     for _, gradient, metrics in threads(4, lambda: train_step(**sizes)):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
         assert metrics == pytest.approx(expected_metrics, rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{}, *TWO_BY_TWO])
+def test_the_tokens_of_a_prompt_are_counted_over_all_rows_and_ranks(threads: Callable, sizes: dict) -> None:
+    """Each group of ranks has two rows. Prompt 0 has an action in every row, prompt 2 three actions in the
+    second rows alone, and prompt 1 has no action in this optimizer step."""
+
+    def totals() -> tuple[int, list[int]]:
+        rank = DeepSpeedEngine.__new__(DeepSpeedEngine)
+        rank.mesh, rank.device = ProcessMesh.joined(**sizes), torch.device("cpu")
+        samples = [trajectory(token_ids=range(1 + n), action_mask=[False] + [True] * n) for n in (1, 4)]
+        prompts = [np.array(x, np.int32) for x in ([0], [0, 2, 2, 2])]
+        rows = [
+            ExperienceRow.of(batch_of([sample], advantages=1.0, returns=1.0, prompts=column))
+            for sample, column in zip(samples, prompts, strict=True)
+        ]
+        _, norm = rank._agree(rows)
+        assert norm.prompt_tokens is not None
+        return rank.mesh.data, norm.prompt_tokens.tolist()
+
+    for data, found in threads(4, totals):
+        assert found == [2 * data, 0, 3 * data]
 
 
 @pytest.mark.parametrize("sizes", TWO_BY_TWO)

@@ -17,10 +17,15 @@ class SamplerGap:
 
     log_ratio: Tensor
     """(A,) log(pi_prox / pi_behave) of tokens or of sequences, see `PolicyLoss.ratio`, within [-20, 20]."""
+    log_probs: Tensor
+    """(A,) log pi_prox."""
+    rollout_log_probs: Tensor
+    """(A,) log pi_behave, the log-probs of the sampler."""
     counts: Tensor
     """(B,) number of actions of each sequence; they add up to A."""
     bounds: Bounds
-    """(low, high) of the ratio, `--algo.advantage.is_correction_threshold`."""
+    """(low, high), `--algo.advantage.is_correction_threshold`; low is 0 if the flag has an upper bound
+    only."""
     sequence_bounds: Bounds | None = None
     """(low, high) of sequences, `--algo.advantage.is_correction_sequence_threshold`; None: same as
     `bounds`."""

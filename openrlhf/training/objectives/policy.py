@@ -7,8 +7,8 @@ from typing import Any, Literal, Self
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import CORRECTIONS
-from openrlhf.algorithms.corrections.base import SamplerGap
-from openrlhf.algorithms.kl import approx_kl
+from openrlhf.algorithms.corrections.base import Correction, SamplerGap
+from openrlhf.algorithms.kl import approx_kl, unbiased_gradient
 from openrlhf.algorithms.log_ratio import LOG_RATIOS
 from openrlhf.algorithms.policy_losses import POLICY_LOSSES
 from openrlhf.algorithms.policy_losses.base import PolicyLoss, RowView
@@ -50,7 +50,7 @@ class PolicyObjective:
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None
-    correction: ISCorrectionType | None = None
+    correction: ISCorrectionType | Correction | None = None
     correction_low: float = 0.5
     correction_high: float = 5.0
     correction_of_sequences: tuple[float, float] | None = None
@@ -62,6 +62,10 @@ class PolicyObjective:
     kl_coef: float = 0.0
     """Coefficient of the KL in the loss. 0: no KL."""
     kl_estimator: KLEstimator = "k1"
+    kl_to_sampler: bool = False
+    """Whether the KL is KL(sampler || policy) instead of KL(policy || reference)."""
+    kl_unbiased_gradient: bool = False
+    """See `unbiased_gradient`."""
     entropy_coef: float | None = None
     """Coefficient of the entropy at `temperature`. 0: the entropy is only reported; None: it is not
     computed."""
@@ -74,9 +78,9 @@ class PolicyObjective:
     @classmethod
     def from_config(cls, config: PPOConfig, kl_coef: float, seen: list[Tensor] | None = None) -> Self:
         """Builds the objective from the flags. `kl_coef`: the KL controller's current coefficient."""
-        actor, algo = config.actor, config.algo
+        actor, algo, advantage = config.actor, config.algo, config.algo.advantage
         clip_low, clip_high = actor.clip_range
-        correction_low, correction_high = algo.advantage.is_correction_threshold
+        correction_low, correction_high = advantage.correction_bounds
         return cls(
             loss_type=actor.policy_loss_type,
             aggregation=actor.loss_aggregation,
@@ -84,15 +88,17 @@ class PolicyObjective:
             clip_low=clip_low,
             clip_high=clip_high,
             dual_clip=actor.dual_clip,
-            correction=algo.advantage.is_correction_type if algo.advantage.is_correction_enable else None,
+            correction=advantage.is_correction_type if advantage.is_correction_enable else advantage.gate,
             correction_low=correction_low,
             correction_high=correction_high,
-            correction_of_sequences=algo.advantage.is_correction_sequence_threshold,
-            proximal_policy=algo.advantage.proximal_policy,
-            staleness_decay=algo.advantage.staleness_decay,
-            max_staleness=algo.advantage.max_token_staleness,
+            correction_of_sequences=advantage.is_correction_sequence_threshold,
+            proximal_policy=advantage.proximal_policy,
+            staleness_decay=advantage.staleness_decay,
+            max_staleness=advantage.max_token_staleness,
             kl_coef=kl_coef if algo.kl.use_loss else 0.0,
             kl_estimator=algo.kl.estimator,
+            kl_to_sampler=algo.kl.ref == "rollout",
+            kl_unbiased_gradient=algo.kl.unbiased_gradient,
             entropy_coef=actor.entropy_coef,
             temperature=config.rollout.temperature,
             options=algo.options,
@@ -105,8 +111,9 @@ class PolicyObjective:
         """`model` is a `models.policy.PolicyModel`, possibly wrapped by an engine."""
         surrogate, counts = POLICY_LOSSES[self.loss_type].of(self.options), batch.row.num_actions
         log_ratio = LOG_RATIOS[surrogate.ratio]
-        aggregate = AGGREGATIONS[self.aggregation or surrogate.aggregation()].of
-        contribution = lambda x: aggregate(x, counts, norm, self.longest_response)
+        aggregation = AGGREGATIONS[self.aggregation or surrogate.aggregation()]
+        items = present(batch.prompts) if aggregation.by_prompt else counts
+        contribution = lambda x: aggregation.of(x, items, norm, self.longest_response)
         with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
         output = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
         now = output.log_probs.detach()
@@ -144,14 +151,24 @@ class PolicyObjective:
             metrics[masked] = token_mean((weights == 0).float(), norm)
         loss = metrics["policy/loss"] = contribution(policy_loss)
         if self.kl_coef > 0:
-            kl = approx_kl(output.log_probs, present(batch.ref_log_probs), self.kl_estimator)
-            metrics["policy/kl_loss"] = contribution(kl)
+            metrics["policy/kl_loss"] = contribution(self._kl(batch, output.log_probs, proximal))
             loss = loss + self.kl_coef * metrics["policy/kl_loss"]
         if output.entropy is not None:
             metrics["policy/entropy"] = token_mean(output.entropy, norm)
         if self.entropy_coef:
             loss = loss - self.entropy_coef * contribution(present(output.entropy))
         return loss, {name: value.detach() for name, value in metrics.items()}
+
+    def _kl(self, batch: ExperienceRow, log_probs: Tensor, proximal: Tensor) -> Tensor:
+        """Returns the estimate of the KL at each action, (A,)."""
+        if self.kl_to_sampler:  # the sampler's own samples, so its log-probs come first
+            return approx_kl(batch.rollout_log_probs, log_probs, self.kl_estimator)
+        reference = present(batch.ref_log_probs)
+        kl = approx_kl(log_probs, reference, self.kl_estimator)
+        if not self.kl_unbiased_gradient:
+            return kl
+        old = proximal if batch.old_log_probs is None else batch.old_log_probs
+        return unbiased_gradient(kl, log_probs, reference, old)
 
     def _weights(
         self, batch: ExperienceRow, proximal: Tensor, ratio: Literal["token", "sequence"]
@@ -163,11 +180,16 @@ class PolicyObjective:
             gap = SamplerGap(
                 log_ratio=LOG_RATIOS[ratio](proximal, batch.rollout_log_probs, counts),
                 counts=counts,
+                log_probs=proximal,
+                rollout_log_probs=batch.rollout_log_probs,
                 bounds=(self.correction_low, self.correction_high),
                 sequence_bounds=self.correction_of_sequences,
                 staleness=batch.staleness,
             )
-            yield IS_METRICS, CORRECTIONS[self.correction].of(self.options)(gap)
+            correct = self.correction
+            if not isinstance(correct, Correction):
+                correct = CORRECTIONS[correct].of(self.options)
+            yield IS_METRICS, correct(gap)
         if batch.staleness is not None and (self.staleness_decay < 1 or self.max_staleness is not None):
             yield (
                 STALENESS_METRICS,

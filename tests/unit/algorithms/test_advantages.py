@@ -42,6 +42,11 @@ def test_standardize():
     assert group_std(REWARDS, GROUPS).tolist() == pytest.approx([math.sqrt(7), 0, math.sqrt(7), math.sqrt(7)])
 
 
+def test_the_mean_of_the_step_is_a_baseline_of_all_prompts():
+    assert shape("flash_reinforce", REWARDS, GROUPS).tolist() == [-2.5, 1.5, -1.5, 2.5]  # the mean is 3.5
+    assert shape("flash_reinforce", torch.full((7,), 0.1), torch.arange(7)).tolist() == [0] * 7
+
+
 def test_without_peers():
     assert is_singleton(GROUPS).tolist() == [False, True, False, False]
 

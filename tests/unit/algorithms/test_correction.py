@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from openrlhf.algorithms.corrections import CORRECTIONS
-from openrlhf.algorithms.corrections.base import Bounds, SamplerGap
+from openrlhf.algorithms.corrections.base import Bounds, Correction, SamplerGap
+from openrlhf.algorithms.corrections.gated import Gated
 from openrlhf.algorithms.log_ratio import token_log_ratio
 from openrlhf.algorithms.proximal import PROXIMAL_POLICIES
 from openrlhf.algorithms.staleness import staleness_weights
@@ -15,10 +16,23 @@ RATIO = torch.tensor([0.25, 1.0, 4.0, 8.0, 2.0])  # geometric means 0.5 and 4
 
 
 def correct(
-    name: str, log_ratio: Tensor, counts: Tensor, *bounds: float, of_sequences: Bounds | None = None
+    kind: str | Correction,
+    log_ratio: Tensor,
+    counts: Tensor,
+    *bounds: float,
+    of_sequences: Bounds | None = None,
+    sampler: Tensor | None = None,
 ) -> Tensor:
-    gap = SamplerGap(log_ratio=log_ratio, counts=counts, bounds=bounds, sequence_bounds=of_sequences)
-    return CORRECTIONS[name]()(gap)
+    rollout = torch.full_like(log_ratio, -1.0) if sampler is None else sampler
+    gap = SamplerGap(
+        log_ratio=log_ratio,
+        log_probs=rollout + log_ratio,
+        rollout_log_probs=rollout,
+        counts=counts,
+        bounds=bounds,
+        sequence_bounds=of_sequences,
+    )
+    return (kind if isinstance(kind, Correction) else CORRECTIONS[kind]())(gap)
 
 
 def test_tis_clamps():
@@ -43,6 +57,51 @@ def test_sequences_have_bounds_of_their_own():
     assert on_bounds.tolist() == [1, 1, 1, 1]  # both bounds belong to the range
     shared = correct("seq-mask-tis", ratio.log(), counts, 0.95, 1.3)
     assert shared.tolist() == pytest.approx([1.2, 1.2, 0.95, 1.1])
+
+
+def test_the_gate_of_tokens_is_icepop_and_its_clip_is_tis():
+    given = RATIO.log(), COUNTS, 0.5, 5.0
+    for gate, name in ((Gated(), "icepop"), (Gated(mode="clip"), "tis")):
+        assert correct(gate, *given).equal(correct(name, *given))
+    assert correct(Gated(), RATIO.log(), COUNTS, 0.0, 5.0).tolist() == pytest.approx([0.25, 1, 4, 0, 2])
+
+
+def test_the_gate_of_sequences_keeps_the_ratios_of_tokens():
+    gate = Gated(level="seq")
+    assert correct(gate, RATIO.log(), COUNTS, 0.6, 5.0).tolist() == pytest.approx([0, 0, 4, 8, 2])
+    assert correct(gate, RATIO.log(), COUNTS, 0.4, 3.0).tolist() == pytest.approx([0.25, 1, 0, 0, 0])
+
+
+P, Q = torch.tensor([0.5, 0.5, 0.1, 1.0]), torch.tensor([0.25, 0.5, 0.2, 0.5])
+DIVERGENCES = {
+    # |p - q|
+    "tv": [0.25, 0, 0.1, 0.5],
+    # .5 log 2 + .5 log(2/3), 0, .1 log(1/2) + .9 log(9/8), and log 2: nothing is left for other tokens
+    "binary_kl": [0.1438410, 0, 0.0366901, 0.6931472],
+}
+
+
+@pytest.mark.parametrize("gating", DIVERGENCES)
+def test_the_gate_of_a_divergence_by_hand(gating):
+    """Each token is kept at a bound just above its divergence, and dropped just below it."""
+    counts, ratio = torch.tensor([3, 1]), Q / P
+    for i, value in enumerate(DIVERGENCES[gating]):
+        for bound, is_kept in ((value + 1e-4, True), (value - 1e-4, False)):
+            weights = correct(Gated(gating=gating), ratio.log(), counts, 0.0, bound, sampler=P.log())
+            assert weights[i].item() == pytest.approx(ratio[i].item() if is_kept else 0)
+    mean = sum(DIVERGENCES[gating][:3]) / 3
+    of_sequences = Gated(level="seq", gating=gating)
+    kept = correct(of_sequences, ratio.log(), counts, 0.0, mean + 1e-4, sampler=P.log())
+    assert kept.tolist() == pytest.approx([0.5, 1, 2, 0])
+    assert correct(of_sequences, ratio.log(), counts, 0.0, mean - 1e-4, sampler=P.log()).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("gating", DIVERGENCES)
+def test_a_certain_token_has_no_divergence_from_rounding(gating):
+    """A probability of 1 - 3e-8 is 1 in float32, and its log-prob is not 0."""
+    sampler, counts = torch.tensor([-3e-8, 0.0]), torch.tensor([2])
+    weights = correct(Gated(gating=gating), sampler.flip(0) - sampler, counts, 0.0, 1e-5, sampler=sampler)
+    assert weights.tolist() == pytest.approx([1, 1])
 
 
 @pytest.mark.parametrize("name", CORRECTIONS)

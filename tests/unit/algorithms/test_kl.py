@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from openrlhf.algorithms.kl import KL_ESTIMATORS, KLController, approx_kl
+from openrlhf.algorithms.kl import KL_ESTIMATORS, KLController, approx_kl, unbiased_gradient
 
 
 def test_estimators_by_hand():
@@ -63,3 +63,26 @@ def test_the_coefficient_changes_by_a_fifth_a_step_at_most(num_samples):
     adaptive = KLController(coef=0.1, target=2.0, horizon=1000)
     assert adaptive.update(kl=0.0, num_samples=num_samples).coef == pytest.approx(0.08)
     assert adaptive.update(kl=99.0, num_samples=num_samples).coef == pytest.approx(0.12)
+
+
+@pytest.mark.parametrize("name", KL_ESTIMATORS)
+def test_the_unbiased_gradient_is_that_of_the_kl_over_all_outcomes(name):
+    """The average over all outcomes, weighted by the policy that sampled, equals autograd's gradient of the
+    exact divergence, before the policy moves away from the one that sampled and after that."""
+    ref, old = torch.tensor([0.2, 0.5, 0.3]).log(), torch.tensor([0.4, 0.35, 0.25]).log()
+    for start in (old, torch.tensor([0.6, 0.3, 0.1]).log()):
+        logits = start.clone().requires_grad_()
+        log_probs = logits.log_softmax(0)
+        exact = (log_probs.exp() * (log_probs - ref)).sum()
+        (expected,) = torch.autograd.grad(exact, logits, retain_graph=True)
+        value = approx_kl(log_probs, ref, name)
+        kl = unbiased_gradient(value, log_probs, ref, old)
+        assert kl.tolist() == value.tolist()
+        (found,) = torch.autograd.grad((old.exp() * kl).sum(), logits)
+        assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_the_weight_of_the_unbiased_gradient_is_at_most_10():
+    log_probs = torch.tensor([0.0], requires_grad=True)
+    unbiased_gradient(torch.zeros(1), log_probs, torch.tensor([-1.0]), torch.tensor([-5.0])).sum().backward()
+    assert log_probs.grad.tolist() == [10]

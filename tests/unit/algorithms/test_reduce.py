@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from openrlhf.algorithms.reductions import (
     constant_length_mean,
     mean,
+    prompt_mean,
     sample_mean,
     segment_mean,
     segment_sum,
@@ -27,6 +28,15 @@ def test_segments():
     assert segment_sum(LOSS, COUNTS).tolist() == [4, 10, 0, 12]
     assert segment_mean(LOSS, COUNTS).tolist() == [2, 10, 0, 4]
     assert spread(torch.tensor([7, 8, 9, 5]), COUNTS, 6).tolist() == [7, 7, 8, 5, 5, 5]
+
+
+def test_the_mean_of_prompts_by_hand():
+    """The first two sequences belong to one prompt, the last to another: (1 + 3 + 10) / 3 and 12 / 3."""
+    prompts = torch.tensor([0, 0, 0, 2, 2, 2])
+    norm = LossNorm(6, 3, prompts.bincount())
+    assert prompt_mean(LOSS, prompts, norm).item() == pytest.approx((14 / 3 + 12 / 3) / 2)
+    parts = [prompt_mean(LOSS[part], prompts[part], norm) for part in (slice(2), slice(2, 5), slice(5, 6))]
+    assert sum(parts).item() == pytest.approx((14 / 3 + 12 / 3) / 2)
 
 
 def test_means_by_hand():

@@ -67,7 +67,13 @@ def test_an_estimate_with_a_gradient_pulls_towards_the_reference(name):
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_the_bounds_of_sequences_are_read_where_it_says_so(name):
-    gap = SamplerGap(log_ratio=torch.tensor([1.2, 1.2]).log(), counts=torch.tensor([2]), bounds=(0.5, 2.0))
+    gap = SamplerGap(
+        log_ratio=torch.tensor([1.2, 1.2]).log(),
+        log_probs=torch.tensor([1.2, 1.2]).log() - 1,
+        rollout_log_probs=-torch.ones(2),
+        counts=torch.tensor([2]),
+        bounds=(0.5, 2.0),
+    )
     weights = [CORRECTIONS[name]()(replace(gap, sequence_bounds=b)).tolist() for b in (None, (0.9, 1.1))]
     assert (weights[0] != weights[1]) == CORRECTIONS[name].drops_sequences
 
@@ -96,7 +102,7 @@ def test_flags_say_what_each_choice_stands_for():
     for name, estimator in ESTIMATORS.items():
         assert f"{name}: {estimator.summary.removesuffix('.')}." in HELP["algo.advantage.estimator"]
     field = fields_of(PPOConfig)["actor.loss_aggregation"]
-    assert field.values == "{token_mean,sample_mean,constant_length} | None"
+    assert field.values == "{token_mean,sample_mean,prompt_mean,constant_length} | None"
     assert convert(["None"], field.type) is None
     with pytest.raises(ValueError, match="token_mean"):
         convert(["mean"], field.type)

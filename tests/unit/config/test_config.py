@@ -35,6 +35,9 @@ ONE_GPU = "--actor.num_gpus_per_node 1 "
 GROUP = "--rollout.n_samples_per_prompt 8 --algo.advantage.estimator "
 GSPO = "--actor.policy_loss_type gspo --actor.eps_clip_low_high 3e-4 4e-4 "
 SKIP = "--algo.skip_old_log_probs --train.batch_size 1024 "
+IS = "--algo.advantage.is_correction_"
+LEVEL = f"{IS}level"
+SAMPLER = "--algo.kl.ref rollout --algo.kl.use_loss --algo.kl.estimator k3"
 CRITIC = "--algo.advantage.estimator gae"
 WITH_IMAGES = "--data.max_images_per_prompt 1 --data.apply_chat_template"
 FILTER = "--rollout.n_samples_per_prompt 8 --algo.dynamic_filtering_enable "
@@ -294,6 +297,37 @@ CHECKS = [
         "--algo.advantage.is_correction_threshold 5.0 5.0",
         "",
     ),
+    (
+        PPO,
+        f"{LEVEL} token {IS}threshold 1 2 3",
+        "invalid-value",
+        f"{IS}threshold 1.0 2.0 3.0",
+        "",
+    ),
+    (PPO, f"{LEVEL} token {IS}enable", "conflict", f"{IS}enable", "is_correction_level"),
+    (PPO, f"{LEVEL} seq {IS}mode clip", "conflict", f"{IS}mode clip", "a sequence"),
+    (
+        PPO,
+        f"{LEVEL} token {IS}gating tv {IS}threshold 0.1 {IS}mode clip",
+        "conflict",
+        f"{IS}mode clip",
+        "the divergence tv",
+    ),
+    (
+        PPO,
+        f"{LEVEL} token {IS}gating binary_kl",
+        "conflict",
+        f"{IS}threshold 0.5 5.0 (default)",
+        "0.05",
+    ),
+    (
+        PPO,
+        f"--algo.advantage.proximal_policy rollout {LEVEL} token",
+        "conflict",
+        f"{LEVEL} token",
+        "--algo.advantage.proximal_policy",
+    ),
+    (PPO, "--algo.kl.ref rollout", "conflict", "--algo.kl.ref rollout", "--algo.kl.use_loss"),
     (PPO, "--rollout.top_k 1", "conflict", "--rollout.top_k 1", "use 2"),
     (PPO, ["--rollout.stop", "User", ""], "invalid-value", "--rollout.stop User ''", ""),
     (PPO, "--reward.overlong_buffer_len 4096", "conflict", "--reward.overlong_buffer_len 4096.0", ""),
@@ -685,7 +719,7 @@ REMARKS = [
         PPO,
         "--rollout.vllm_generate_batch_size 2048",
         "--rollout.vllm_generate_batch_size 2048",
-        "--algo.advantage.is_correction_enable",
+        "--algo.advantage.is_correction_level token",
     ),
     (PPO, "--algo.advantage.estimator rloo", "--rollout.n_samples_per_prompt 1 (default)", ""),
     # nothing reads it
@@ -744,6 +778,11 @@ REMARKS = [
     (SFT, "--ds.enable_sleep", "--ds.enable_sleep", ""),
     (PPO, "--algo.advantage.lambd 0.9", "--algo.advantage.lambd 0.9", ""),
     (PPO, GROUP + "rloo --algo.advantage.no_std_norm", "--algo.advantage.no_std_norm", ""),
+    (PPO, f"{IS}mode clip", f"{IS}mode clip", LEVEL),
+    (PPO, f"{IS}threshold 0.5 2", f"{IS}threshold 0.5 2.0", LEVEL),
+    (PPO, "--algo.kl.unbiased_gradient", "--algo.kl.unbiased_gradient", "--algo.kl.use_loss"),
+    (PPO, f"{SAMPLER} --algo.kl.target 0.1", "--algo.kl.target 0.1", "--algo.kl.ref rollout"),
+    (PPO, f"{SAMPLER} --ref.offload", "--ref.offload", "--algo.kl.ref rollout"),
     (
         PPO,
         "--algo.advantage.is_correction_type icepop",
@@ -820,7 +859,7 @@ REMARKS = [
         PPO,
         "--train.async_enable --train.async_queue_size 2",
         "--train.async_queue_size 2",
-        "--algo.advantage.is_correction_enable",
+        "--algo.advantage.is_correction_level token",
     ),
     (
         PPO,
@@ -885,6 +924,10 @@ def test_remarks_do_not_stop_a_run(command, line, place, told, say):
         GSPO + "--actor.loss_aggregation sample_mean",
         GSPO + "--algo.advantage.is_correction_enable --algo.advantage.is_correction_type icepop",
         "--actor.policy_loss_type cispo --actor.loss_aggregation constant_length",
+        f"{LEVEL} seq {IS}gating binary_kl {IS}threshold 0.05",
+        f"{LEVEL} token {IS}mode clip {IS}threshold 2",
+        SAMPLER,
+        "--algo.kl.use_loss --algo.kl.unbiased_gradient",
         GSPO + "--algo.advantage.proximal_policy rollout",
         "--train.async_enable --train.async_queue_size 4 --algo.advantage.is_correction_enable "
         "--algo.advantage.proximal_policy interpolated --algo.advantage.staleness_decay 0.9 "
@@ -1106,7 +1149,7 @@ def test_how_stale_samples_can_be(line, steps, say):
 )
 def test_a_ratio_to_the_sampler_knows_that_samples_are_older(line, say):
     remarks = [say(PPO, f"{line} {more}")[1] for more in ("", "--algo.advantage.proximal_policy rollout")]
-    assert [any("algo.advantage.is_correction_enable" in text for text in texts) for texts in remarks] == [
+    assert [any("algo.advantage.is_correction_level" in text for text in texts) for texts in remarks] == [
         True,
         False,
     ]

@@ -671,6 +671,7 @@ def credit_of(
         reward=reward or RewardConfig(),
         kl_coef=kl_coef,
         max_new_tokens=8,
+        by_prompt=True,
     )
 
 
@@ -767,8 +768,8 @@ def test_a_rollout_without_a_single_action_makes_no_nan(estimator):
     trajectories = [trajectory_of(Prompt(prompt_id=0, text=""), i, float(i), 0) for i in range(2)]
     batch, metrics = credit_of(trajectories, algo, kl_coef=0.1)
     row, values = ExperienceRow.of(batch), torch.zeros(0, requires_grad=True)
-    norm = LossNorm(row.num_tokens, row.num_sequences)
-    assert norm == LossNorm(0, 0)
+    norm = LossNorm(row.num_tokens, row.num_sequences, torch.zeros(1))
+    assert (norm.num_tokens, norm.num_sequences) == (0, 0)
     answers = SimpleNamespace(log_probs=values, entropy=values)
     parts = [CriticObjective(value_clip=0.5)(lambda row: values, row, norm)]
     for aggregation in AGGREGATIONS:

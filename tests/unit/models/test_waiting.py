@@ -45,7 +45,7 @@ from openrlhf.types import (
     UnpairedRow,
 )
 
-NORM = LossNorm(12.0, 4.0)
+NORM = LossNorm(12.0, 4.0, torch.ones(1, device="meta"))
 
 
 class CopiesThatWait(TorchFunctionMode):
@@ -92,6 +92,7 @@ EXPERIENCES = batch_of(
     advantages=0.5,
     returns=0.3,
     staleness=np.int32(2),
+    prompts=np.int32(0),
 )
 PACKED = PackedRow.of(SAMPLES)
 PAIRS = PairRow.of([Pair(chosen=a, rejected=b, margin=0.1) for a, b in (SAMPLES[:2], SAMPLES[2:])])

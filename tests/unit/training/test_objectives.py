@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -70,12 +71,13 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
     """Returns sequences of prompt, actions, feedback, and one more action; or of no action at all. `gaps`:
     more feedback of each before its last action. The token right before an action stays, so a Bigram gives
     every action the probability that it has without gaps. Samplers are up to 4 updates behind."""
-    samples, columns, staleness = [], [], []
+    samples, columns, staleness, prompts = [], [], [], []
     for i, num_actions in enumerate(counts):
         random = torch.Generator().manual_seed(seed + i)
         mask = [False, False] + [True] * num_actions + [False] + [num_actions > 0]
         noise = torch.randn(5, sum(mask), generator=random, dtype=torch.float64)
         staleness.append(torch.randint(0, 5, (sum(mask),), generator=random, dtype=torch.int32))
+        prompts += [i // 2] * sum(mask)
         token_ids = torch.randint(0, VOCAB, (len(mask),), generator=random).tolist()
         gap = gaps[i] if gaps else []
         samples.append(
@@ -87,7 +89,15 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
         columns.append(torch.stack([*(-2 + noise[:3] / 2), *noise[3:]]))
     names = ("rollout_log_probs", "log_probs", "ref_log_probs", "advantages", "returns")
     known = dict(zip(names, torch.cat(columns, dim=1).numpy(), strict=True))
+    known["prompts"] = np.array(prompts, dtype=np.int32)
     return batch_of(samples, **known, staleness=torch.cat(staleness).numpy())
+
+
+def norm_of(*rows: ExperienceRow) -> LossNorm:
+    """Returns the totals of the rows of an optimizer step."""
+    prompts = torch.cat([present(row.prompts) for row in rows])
+    totals = torch.bincount(prompts, minlength=1)
+    return LossNorm(sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows), totals)
 
 
 def test_ppo_by_hand():
@@ -144,6 +154,46 @@ def test_correction_weighs_the_loss_by_old_over_rollout():
     assert metrics["policy/is_masked_fraction"].item() == pytest.approx(1 / 3)
     loss.backward()
     assert log_probs.grad.tolist() == pytest.approx([-2 / 3, 0, -1 / 3])
+
+
+def test_the_gate_is_built_from_the_flags_and_reads_the_proximal_policy():
+    """The ratios of three tokens are e^0.5, 1 and e^-3: total variations .24, 0 and .35."""
+    old, rollout = torch.tensor([-0.5, -1.0, -4.0]), torch.tensor([-1.0, -1.0, -1.0])
+    batch = row_of([2, 1], old_log_probs=old, rollout_log_probs=rollout, advantages=torch.ones(3))
+    advantage = AdvantageConfig(
+        is_correction_level="token", is_correction_gating="tv", is_correction_threshold=(0.3,)
+    )
+    objective = PolicyObjective.from_config(PPOConfig(algo=AlgoConfig(advantage=advantage)), 0.0)
+    loss, metrics = objective(fixed(old), batch, LossNorm(3, 2))
+    assert loss.item() == pytest.approx(-(math.exp(0.5) + 1) / 3)
+    assert metrics["policy/is_masked_fraction"].item() == pytest.approx(1 / 3)
+
+
+def test_the_kl_to_the_sampler_runs_from_the_sampler():
+    """exp(-d) - 1 + d with d = log sampler - log policy, whose gradient is policy / sampler - 1."""
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = row_of([2], rollout_log_probs=torch.tensor([-2.0, -2.0]), advantages=torch.zeros(2))
+    kl = KLConfig(use_loss=True, estimator="k3", ref="rollout")
+    objective = PolicyObjective.from_config(PPOConfig(algo=AlgoConfig(kl=kl)), 0.5)
+    loss, metrics = objective(fixed(log_probs), batch, LossNorm(2, 1))
+    assert metrics["policy/kl_loss"].item() == pytest.approx((math.e - 1 - 1) / 2)
+    loss.backward()
+    assert log_probs.grad.tolist() == pytest.approx([0.5 * (math.e - 1) / 2, 0])
+
+
+@pytest.mark.parametrize("old", [None, torch.tensor([-1.5, -2.0])])
+def test_the_unbiased_gradient_of_the_kl_weighs_by_the_policy_before_the_update(old):
+    log_probs = torch.tensor([-1.0, -2.0], requires_grad=True)
+    batch = row_of(
+        [2], old_log_probs=old, ref_log_probs=torch.tensor([-2.0, -1.0]), advantages=torch.zeros(2)
+    )
+    kl = KLConfig(use_loss=True, estimator="k1", unbiased_gradient=True)
+    loss, _ = PolicyObjective.from_config(PPOConfig(algo=AlgoConfig(kl=kl)), 0.5)(
+        fixed(log_probs), batch, LossNorm(2, 1)
+    )
+    loss.backward()
+    weight = 1 if old is None else math.exp(0.5)
+    assert log_probs.grad.tolist() == pytest.approx([0.5 * weight / 2, -0.5 / 2])
 
 
 def test_gspo_by_hand():
@@ -310,7 +360,7 @@ def test_gspo_weighs_sequences_by_their_mean_staleness():
 def test_first_step_is_the_policy_gradient():
     """Before the first update the ratio is 1: no clipping, and the gradient is that of REINFORCE."""
     model, batch = Bigram(), ExperienceRow.of(random_batch((3, 5)))
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     old = model(batch.row, 0.7, False).log_probs
     loss, metrics = PolicyObjective(temperature=0.7)(model, replace(batch, old_log_probs=old.detach()), norm)
     assert metrics["policy/ppo_kl"].item() == metrics["policy/clip_fraction"].item() == 0
@@ -374,7 +424,7 @@ def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_
     """The results are equal to the bit: all three policies are the same, and nothing is stale."""
     batch = ExperienceRow.of(replace(random_batch((3, 0, 5)), staleness=None))
     batch = replace(batch, old_log_probs=batch.rollout_log_probs)
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     plain = replace(objective, proximal_policy="recomputed", staleness_decay=1.0, max_staleness=None)
     assert exactly(run_on(objective, [batch], norm)) == exactly(run_on(plain, [batch], norm))
     zeros = replace(batch, staleness=torch.zeros(batch.num_tokens, dtype=torch.int32))
@@ -388,7 +438,7 @@ def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_
 @pytest.mark.parametrize("loss_type", POLICY_LOSSES)
 def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
     batch, plain = ExperienceRow.of(random_batch((3, 0, 5))), PolicyObjective(loss_type=loss_type)
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     oldest = int(present(batch.staleness).max())
     (gradients, _), expected = (
         run_on(o, [batch], norm) for o in (replace(plain, max_staleness=oldest), plain)
@@ -418,7 +468,7 @@ def test_the_loss_depends_on_actions_only(objective, layout, knows_old, seed, da
     if not knows_old:
         batch, moved = (replace(b, log_probs=None) for b in (batch, moved))
     whole = ExperienceRow.of(batch)
-    norm = LossNorm(whole.num_tokens, whole.num_sequences)
+    norm = norm_of(whole)
     expected = run_on(objective, [whole], norm)
 
     order = data.draw(st.permutations(range(len(counts))))
@@ -434,7 +484,7 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
     """The policy before the update is the policy itself: rows without its log-probs have the same loss, the
     same gradient and the same metrics, and the log-probs are kept."""
     batch = ExperienceRow.of(random_batch((3, 0, 5)))
-    norm = LossNorm(batch.num_tokens, batch.num_sequences)
+    norm = norm_of(batch)
     old = Bigram()(batch.row, objective.temperature, False).log_probs.detach()
     seen: list = []
     expected = run_on(objective, [replace(batch, old_log_probs=old)], norm)
@@ -447,7 +497,7 @@ def test_in_a_step_of_one_update_old_log_probs_change_nothing(objective):
 def test_a_row_without_actions_costs_nothing_and_still_has_a_gradient(objective):
     model = Bigram()
     batch = ExperienceRow.of(random_batch([2])).empty()
-    loss, metrics = objective(model, batch, LossNorm(0, 0))
+    loss, metrics = objective(model, batch, norm_of(batch))
     loss.backward()
     assert loss.item() == 0
     assert {value.item() for value in metrics.values()} == {0.0}
