@@ -72,7 +72,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.config.options import PREFIX as OPTION_PREFIX
     from openrlhf.config.parse import Invocation, parse, to_yaml
     from openrlhf.config.ppo import (
-        ACTOR_FLAG, AdvantageConfig, AlgoConfig, PPOConfig, REWARD_FLAG, RewardConfig,
+        ACTOR_FLAG, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, REWARD_FLAG, RewardConfig,
         TEACHER_FLAG,
     )
     from openrlhf.config.ppo_checks import reward_function

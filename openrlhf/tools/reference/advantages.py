@@ -47,6 +47,8 @@ def plain_advantages(
     ends = np.cumsum(batch.num_actions)
     parts = [slice(end - n, end) for end, n in zip(ends, batch.num_actions, strict=True)]
     groups = _rewards(batch, trajectories, reward, max_new_tokens)
+    if name == "flash_reinforce":  # its baseline is that of the whole step
+        groups = {(0, 0): {sample: r for rewards in groups.values() for sample, r in rewards.items()}}
     has_penalties = not (reward.overlong_buffer_len is None and reward.stop_properly_penalty_coef is None)
     if name == "group_norm" and has_penalties and any(map(_is_noise, groups.values())):
         return None
@@ -103,6 +105,7 @@ BASELINES: Mapping[str, Callable[[Sequence[float]], Sequence[float]] | None] = {
     "reinforce_baseline": _centered,
     "group_norm": _group_norm,
     "dr_grpo": _centered,
+    "flash_reinforce": _centered,
     "rloo": _left_one_out,
 }
 """Estimator -> function of the rewards of a group of at least two samples; None: rewards are not compared."""

@@ -91,7 +91,8 @@ def policy(batch: Batch, objective: PolicyObjective, config: PPOConfig) -> Plain
     """Returns the policy loss of the run's flags. Losses, corrections and anchors of the user are computed by
     the objective itself, from plain log-probs."""
     row, is_known = ExperienceRow.of(batch), is_covered(config)
-    norm = LossNorm(row.num_tokens, row.num_sequences)
+    totals = None if row.prompts is None else row.prompts.bincount(minlength=1)
+    norm = LossNorm(row.num_tokens, row.num_sequences, totals)
     has_entropy = bool(config.actor.entropy_coef) or not is_known
 
     def loss(outputs: list[Tensor]) -> Tensor:

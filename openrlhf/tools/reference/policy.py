@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.api import AdvantageConfig, ExperienceRow, LossNorm, PPOConfig, present
+from openrlhf.api import AdvantageConfig, ExperienceRow, KLConfig, LossNorm, PPOConfig, present
 
 LARGEST = 20.0
 """Bound of log ratios."""
@@ -51,6 +51,7 @@ def plain_policy_loss(
         divisor = {
             "token_mean": max(norm.num_tokens, 1),
             "sample_mean": (end - start) * max(norm.num_sequences, 1),
+            "prompt_mean": _prompt_divisor(row, norm, start),
             "constant_length": max(norm.num_sequences, 1) * config.longest_response,
         }[actor.loss_aggregation or default]
         part = slice(start, end)
@@ -59,6 +60,14 @@ def plain_policy_loss(
             losses = losses - actor.entropy_coef * present(entropy)[part]
         total = total + losses.sum() / divisor
     return total
+
+
+def _prompt_divisor(row: ExperienceRow, norm: LossNorm, action: int) -> float:
+    """Returns the number of prompts times that of the actions after an action's prompt; 1 if they are not
+    known."""
+    if row.prompts is None or norm.prompt_tokens is None:
+        return 1
+    return float(norm.prompt_tokens[row.prompts[action]]) * int((norm.prompt_tokens > 0).sum())
 
 
 def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tensor, kl_coef: float) -> Tensor:
@@ -86,15 +95,49 @@ def _sequence_loss(config: PPOConfig, row: ExperienceRow, part: slice, now: Tens
         if actor.dual_clip is not None:
             bounded = torch.minimum(losses, -actor.dual_clip * advantages)
             losses = torch.where(advantages < 0, bounded, losses)
-    if advantage.is_correction_enable:
+    if advantage.is_correction_level != "off":
+        losses = losses * _gated(advantage, gap, anchor, sampler)
+    elif advantage.is_correction_enable:
         losses = losses * _correction(advantage, gap)
     if row.staleness is not None:
         oldest = advantage.max_token_staleness
         too_old = ages > (np.inf if oldest is None else oldest)
         losses = losses * torch.where(too_old, 0.0, advantage.staleness_decay**ages)
     if algo.kl.use_loss and kl_coef > 0:
-        losses = losses + kl_coef * plain_kl(now - present(row.ref_log_probs)[part], algo.kl.estimator)
+        losses = losses + kl_coef * _kl(algo.kl, row, part, now, anchor)
     return losses
+
+
+def _kl(kl: KLConfig, row: ExperienceRow, part: slice, now: Tensor, anchor: Tensor) -> Tensor:
+    """Returns the KL of each action of a sequence, (n,)."""
+    if kl.ref == "rollout":
+        return plain_kl(row.rollout_log_probs[part].double() - now, kl.estimator)
+    log_ratio = now - present(row.ref_log_probs)[part]
+    value = plain_kl(log_ratio, kl.estimator)
+    if not kl.unbiased_gradient:
+        return value
+    old = anchor if row.old_log_probs is None else row.old_log_probs[part].double()
+    weight = (now.detach() - old).exp().clamp(max=10) * log_ratio.detach().clamp(-LARGEST, LARGEST)
+    return value.detach() + weight * (now - now.detach())
+
+
+def _gated(advantage: AdvantageConfig, gap: Tensor, anchor: Tensor, sampler: Tensor) -> Tensor:
+    """Returns the weight of each action of a sequence, (n,), by the flags of `is_correction_level`."""
+    weights, (low, high) = gap.exp(), advantage.correction_bounds
+    if advantage.is_correction_mode == "clip":
+        return weights.clamp(low, high)
+    p, q, smallest = sampler.exp(), anchor.exp(), 1e-12
+    others = [(-x.expm1()).clamp(min=smallest).log() for x in (sampler, anchor)]
+    statistic = {
+        "ratio": gap,
+        "tv": (p - q).abs(),
+        "binary_kl": p * (sampler - anchor) - sampler.expm1() * (others[0] - others[1]),
+    }[advantage.is_correction_gating]
+    if advantage.is_correction_level == "seq":
+        statistic = statistic.mean()
+    if advantage.is_correction_gating == "ratio":
+        statistic = statistic.exp()
+    return torch.where((low <= statistic) & (statistic <= high), weights, 0.0)
 
 
 def _correction(advantage: AdvantageConfig, gap: Tensor) -> Tensor:

@@ -134,6 +134,7 @@ class StepChecks(Hook):
         """Compares advantages, of the batch and of made-up samples, and changes of the KL coefficient with
         plain formulas."""
         arguments = credit_arguments(self.config, step.kl.coef)
+        del arguments["by_prompt"]  # numbers of prompts change no advantage
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
         made_up, samples = made_up_samples(batch, self.config.longest_response)
         if (expected := plain_advantages(made_up, samples, **arguments)) is not None:

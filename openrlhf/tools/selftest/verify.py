@@ -106,7 +106,8 @@ class _Twice:
 
     def __call__(self, model: Callable, row: RowT, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         loss, _ = self.objective(model, row, norm)
-        doubled = LossNorm(2 * norm.num_tokens, 2 * norm.num_sequences)
+        totals = None if norm.prompt_tokens is None else 2 * norm.prompt_tokens
+        doubled = LossNorm(2 * norm.num_tokens, 2 * norm.num_sequences, totals)
         other, _ = self.objective(model, row, doubled)
         plain = {} if self.plain is None else {PLAIN: self.plain(row, norm)}
         return loss, {LOSS: loss.detach(), HALVED: 2 * other.detach()} | plain

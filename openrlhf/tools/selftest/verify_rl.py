@@ -139,7 +139,8 @@ def _check_formula(
     floats = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "row"}
     is_float = lambda value: isinstance(value, Tensor) and value.is_floating_point()
     row = replace(row, **{name: value.double() for name, value in floats.items() if is_float(value)})
-    norm = LossNorm(2.0 * len(base), 2.0 * row.num_sequences)
+    totals = None if row.prompts is None else 2 * row.prompts.bincount(minlength=1)
+    norm = LossNorm(2.0 * len(base), 2.0 * row.num_sequences, totals)
     results = []
     for compute in (loss_of, plain_of):
         given = (base.double() + _near_and_far(len(base), 2) * _waves(len(base))).requires_grad_()

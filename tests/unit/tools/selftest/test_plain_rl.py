@@ -84,6 +84,7 @@ def batch_of(trajectories: list[Trajectory], seed: int = 0) -> Batch:
         advantages=1 + column(),
         returns=column(),
         staleness=rng.integers(0, 4, len(log_probs)).astype(np.int32),
+        prompts=np.repeat([t.prompt.prompt_id for t in trajectories], batch.num_actions).astype(np.int32),
     )
 
 
@@ -315,7 +316,7 @@ def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:
 LOSSES = ("ppo", "gspo", "cispo")
 ANCHORS = ("recomputed", "rollout", "interpolated")
 CORRECTIONS = (None, "tis", "icepop", "seq-mask-tis")
-AGGREGATIONS = (None, "token_mean", "sample_mean", "constant_length")
+AGGREGATIONS = (None, "token_mean", "sample_mean", "prompt_mean", "constant_length")
 
 
 def config_of(
@@ -352,6 +353,30 @@ def test_policy_losses_are_those_of_the_plain_formula(names: tuple) -> None:
         check_policy_loss(config, 0.1, row_of(), step=1)
     for row in (row_of(staleness=None), row_of(old_log_probs=None)):
         check_policy_loss(whole, 0.1, row, step=1)
+
+
+GATES = [
+    {"is_correction_level": level, "is_correction_gating": gating, "is_correction_threshold": bounds}
+    for level in ("token", "seq")
+    for gating, bounds in (("ratio", (0.8, 1.2)), ("ratio", (1.1,)), ("binary_kl", (0.01,)), ("tv", (0.05,)))
+]
+GATES.append({"is_correction_level": "token", "is_correction_mode": "clip"})
+KLS = {
+    "in the reward": KLConfig(),
+    "to the sampler": KLConfig(use_loss=True, estimator="k3", ref="rollout"),
+    "with its own gradient": KLConfig(use_loss=True, estimator="k1", unbiased_gradient=True),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("kl", KLS)
+@pytest.mark.parametrize("gate", GATES, ids=str)
+@pytest.mark.few(20)
+def test_gates_and_kls_are_those_of_the_plain_formula(loss: str, kl: str, gate: dict) -> None:
+    for anchor in ("recomputed", "interpolated"):
+        config = config_of(loss, anchor, kl=KLS[kl], **gate)
+        for row in (row_of(), row_of(old_log_probs=None)):
+            check_policy_loss(config, 0.1, row, step=1)
 
 
 def plain_loss_of_an_action(config: PPOConfig, now: float, **columns: float) -> float:
@@ -426,6 +451,8 @@ WRONG_SETTINGS = {
     "max_staleness": None,
     "kl_coef": 0.0,
     "kl_estimator": "k2",
+    "kl_to_sampler": True,
+    "kl_unbiased_gradient": True,
     "entropy_coef": None,
     "temperature": 1.0,
 }
