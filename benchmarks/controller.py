@@ -45,7 +45,7 @@ from openrlhf.types import (
     Prompt,
     PromptGroup,
     Trajectory,
-    present,
+    not_none,
     runs,
 )
 
@@ -181,7 +181,7 @@ def ours(groups: Sequence[PromptGroup]) -> Clock:
         journal.close()
     if num_dealt != len(batch.token_ids):
         sys.exit(f"error: {num_dealt} of {len(batch.token_ids)} tokens were dealt to the ranks")
-    if not np.array_equal(present(batch.log_probs), batch.rollout_log_probs):
+    if not np.array_equal(not_none(batch.log_probs), batch.rollout_log_probs):
         sys.exit("error: the answers of the ranks are not in the batch's order")
     return now
 

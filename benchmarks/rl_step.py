@@ -47,7 +47,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.tasks.prepare import REWARD_FILE
 from openrlhf.tools.demo import demo
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 SIZES = {"small": {"hidden_size": 640, "num_layers": 8, "num_heads": 10, "num_kv_heads": 5}}
 """Arguments of `tiny_chat_model`."""
@@ -298,7 +298,7 @@ def trl(setting: Setting) -> Run:
     logs = [row for row in trainer.state.log_history if "completions/mean_length" in row]
     return Run(
         step=statistics.median(stopwatch.seconds[setting.warmup :]),
-        samples=present(arguments.generation_batch_size),
+        samples=not_none(arguments.generation_batch_size),
         length=statistics.mean(row["completions/mean_length"] for row in logs[setting.warmup :]),
         rewards=[row["reward"] for row in logs],
     )

@@ -65,7 +65,7 @@ from openrlhf.training.objectives.kto import KTOObjective, MismatchedLogRatio, u
 from openrlhf.training.objectives.rm import RewardObjective
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.training.precompute import values_of_items
-from openrlhf.types import PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow, present
+from openrlhf.types import PackedRow, Pair, PairRow, Sample, UnpairedExample, UnpairedRow, not_none
 
 SIZES = {
     "tiny": {"hidden_size": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2},
@@ -372,7 +372,7 @@ def windows_of(task: Task, setting: Setting, *, precomputed: bool) -> Windows:
     examples = task.examples(setting.texts, setting.options.batch_size)
     windows = lay_out(task, setting, examples)
     if precomputed:
-        answers = values_of_items(frozen(setting), windows, present(task.read), len(examples), ProcessMesh())
+        answers = values_of_items(frozen(setting), windows, not_none(task.read), len(examples), ProcessMesh())
         known = torch.from_numpy(answers)
         examples = [replace(e, ref_log_probs=x) for e, x in zip(examples, known, strict=True)]
         windows = lay_out(task, setting, examples)

@@ -705,7 +705,7 @@ class PairRow(RowWithMore):
         return cls(
             row=PackedRow.of([sample for pair in pairs for sample in (pair.chosen, pair.rejected)]),
             margins=torch.tensor([pair.margin for pair in pairs], dtype=torch.float32),
-            ref_log_probs=torch.cat([present(pair.ref_log_probs) for pair in pairs]) if known else None,
+            ref_log_probs=torch.cat([not_none(pair.ref_log_probs) for pair in pairs]) if known else None,
         )
 
     def by_pair(self, x: Tensor) -> Tensor:
@@ -744,7 +744,7 @@ class UnpairedRow(RowWithMore):
         """Packs examples into one row. `examples` must not be empty; either all or none of them have
         reference log-probs."""
         known = examples[0].ref_log_probs is not None
-        ref = torch.stack([present(e.ref_log_probs) for e in examples]) if known else None
+        ref = torch.stack([not_none(e.ref_log_probs) for e in examples]) if known else None
         return cls(
             row=PackedRow.of([e.sample for e in examples]),
             mismatched=PackedRow.of([e.mismatched for e in examples]),
@@ -800,8 +800,8 @@ class ExperienceRow(RowWithMore):
         return cls(
             row=PackedRow.of_batch(batch),
             old_log_probs=tensor_of(batch.log_probs),
-            advantages=torch.from_numpy(present(batch.advantages)),
-            returns=torch.from_numpy(present(batch.returns)),
+            advantages=torch.from_numpy(not_none(batch.advantages)),
+            returns=torch.from_numpy(not_none(batch.returns)),
             rollout_log_probs=torch.from_numpy(batch.rollout_log_probs),
             staleness=tensor_of(batch.staleness),
             ref_log_probs=tensor_of(batch.ref_log_probs),
@@ -814,7 +814,7 @@ ValueT = TypeVar("ValueT")
 RecordT = TypeVar("RecordT", bound=PackedRow | RowWithMore)
 
 
-def present(value: ValueT | None) -> ValueT:
+def not_none(value: ValueT | None) -> ValueT:
     """Returns an optional value that the caller knows not to be None."""
     assert value is not None
     return value

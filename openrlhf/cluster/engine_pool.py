@@ -28,7 +28,7 @@ from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_other_engine
-from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
+from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, not_none
 from openrlhf.user_file import UserFiles
 
 if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
@@ -293,13 +293,13 @@ class EnginePool:
         adapters = (*RANDOM_ADAPTERS, None) if is_new and self.options.lora is not None else ()
         plain: Tensor | None = None
         for seed in (None, *adapters):
-            trainer = present(policy.send_weights(version, self.check.probe, seed).result())
+            trainer = not_none(policy.send_weights(version, self.check.probe, seed).result())
             self.memory.wake()
             self.check.ask(policy, version, trainer, numbers)
             if seed is None:
                 plain = trainer
             else:
-                check_adapter(present(plain), trainer, self.check.limit)
+                check_adapter(not_none(plain), trainer, self.check.limit)
             if is_new or self.config.engines_sleep:  # an engine must answer before it may sleep
                 self.check.take_answers(wait=True, of=numbers)
 

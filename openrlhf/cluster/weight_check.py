@@ -30,7 +30,7 @@ from openrlhf.cluster.deaths import describe_cause
 from openrlhf.cluster.engine_supervisor import Answers, EngineSupervisor
 from openrlhf.cluster.pending import Handle, results
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.types import Metrics, present
+from openrlhf.types import Metrics, not_none
 
 if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
     from openrlhf.cluster.rank_groups import PolicyRanks
@@ -105,7 +105,7 @@ class WeightCheck:
     def _reason(self, number: int) -> str:
         """Returns a message that names the weights that an engine lacks or stores differently, as far as they
         can be read back."""
-        engine, policy = self.engines.members[number], present(self.policy)
+        engine, policy = self.engines.members[number], not_none(self.policy)
         try:
             (unwritten,) = results([engine.unwritten_parameters.remote()])
             sent = policy.weight_sketches().result()  # bounded: by watch.py

@@ -17,7 +17,7 @@ from openrlhf.data.store import SampleStore
 from openrlhf.rollout.dispatch import Dispatcher
 from openrlhf.rollout.local import LocalEngine
 from openrlhf.rollout.worker import RolloutWorker, local_options
-from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, present
+from openrlhf.types import Metrics, Prompt, PromptGroup, Purpose, Sampled, not_none
 from openrlhf.user_file import UserFiles
 
 # bounded .result(): calls run at once, in this process.
@@ -96,7 +96,7 @@ class LocalRollout(LocalEngine):
         if self.policy is None:
             policy.open_weight_sync(self, self.options.transfer_backend).result()
             self.policy = policy
-        trainer = present(policy.send_weights(version, self.probe).result())
+        trainer = not_none(policy.send_weights(version, self.probe).result())
         answer = self.call(self.engine.answer(self.probe))
         return Gathered([Answer({PROBE: check_stored(trainer, 0, answer, self.limit)})], first)
 

@@ -36,7 +36,7 @@ from openrlhf.models.prefixes import Branches
 from openrlhf.models.ring import ring_attention
 from openrlhf.models.sequence_parallel import Packing, RowShard, SequenceParallel
 from openrlhf.models.varlen import varlen_attention
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 PACKED = "openrlhf_packed"
 
@@ -221,7 +221,7 @@ def _with_own_heads(
     packing: Packing,
 ) -> Tensor:
     """Computes `packed_attention` for this rank's slice of a row by exchanging heads (DeepSpeed-Ulysses)."""
-    sharing = present(packing.shard).sharing
+    sharing = not_none(packing.shard).sharing
     keys = (x.repeat_interleave(sharing.copies(x.shape[1]), dim=1) for x in (key, value))
     q, k, v = (sharing.whole_row(x[0])[None] for x in (query, *keys))
     if sinks is not None:

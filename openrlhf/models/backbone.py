@@ -16,7 +16,7 @@ from openrlhf.models.dropout import is_noisy
 from openrlhf.models.prefixes import Branches, PrefixTree, tree_of
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.vision import ImageReader, positions_of_row, with_blank
-from openrlhf.types import Image, PackedRow, present
+from openrlhf.types import Image, PackedRow, not_none
 
 STATEFUL = {"linear_attention", "conv"}
 """Layer types, by their names in transformers' configurations, that carry a state along the row."""
@@ -217,7 +217,7 @@ def _inputs(
     if reader is not None:
         images = [image for of_sequence in row.images for image in of_sequence]
         inputs = {"input_ids": row.token_ids[None]} | reader.inputs(row.token_ids, images)
-        return inputs | {"position_ids": present(positions)}
+        return inputs | {"position_ids": not_none(positions)}
     tokens = {"input_ids": row.token_ids, "position_ids": row.position_ids}
     return {name: (x if sharing is None else sharing.own(x))[None] for name, x in tokens.items()}
 
@@ -228,7 +228,7 @@ def _read(
     """Runs transformers' forward on `inputs` and returns the hidden states (n, H)."""
     replay = reading_of(model).replay if routing is not None else None
     if replay is not None:
-        inputs["routing"] = replay.routing(present(routing), inputs["input_ids"].shape[1], sharing)
+        inputs["routing"] = replay.routing(not_none(routing), inputs["input_ids"].shape[1], sharing)
     # With a cache transformers would treat the row as one sequence, and attention would leak across
     # sequences.
     output = backbone_of(model)(**inputs, use_cache=False)

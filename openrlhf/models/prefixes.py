@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from openrlhf.data.prefixes import FEWEST_TOKENS, SMALLEST_FRACTION, Neighbours, some_begin_alike
 from openrlhf.models.sequence_parallel import Packing
-from openrlhf.types import Image, PackedRow, present
+from openrlhf.types import Image, PackedRow, not_none
 
 
 class PrefixTree(NamedTuple):
@@ -121,7 +121,7 @@ def tree_of(row: PackedRow, *, with_routing: bool, patch_id: int | None = None) 
         return _tree_with_images(row, patch_id)
     cells = row.token_ids.cpu().numpy()[:, None]
     if with_routing:
-        routing = present(row.routing).cpu().numpy()
+        routing = not_none(row.routing).cpu().numpy()
         cells = np.concatenate([cells, routing.reshape(len(routing), -1)], axis=1)
     return prefix_tree(cells, row.lengths)
 

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from openrlhf.models.sequence_parallel import Block, RowShard, SequenceParallel
 from openrlhf.models.varlen import torch_varlen, varlen_attention
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 
 def ring_attention(
@@ -88,7 +88,7 @@ class _Ring(torch.autograd.Function):
         for rank, kv in visits:
             dkv = differentiated(rank, kv)
             arriving = sharing.send_to_next(dkv if arriving is None else dkv + arriving())
-        dk, dv = home + present(arriving)()
+        dk, dv = home + not_none(arriving)()
         return dq.to(query.dtype), dk.to(key.dtype), dv.to(value.dtype), None, None, None
 
 

@@ -60,7 +60,7 @@ from openrlhf.models.router_replay import NotReplayed, Replay
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import check_planned, refusal, shard_matrices
 from openrlhf.models.vision import SHAPES
-from openrlhf.types import PackedRow, Sample, own_choice, present
+from openrlhf.types import PackedRow, Sample, not_none, own_choice
 
 logger = logging.getLogger(__name__)
 
@@ -341,7 +341,7 @@ def _related(model: PreTrainedModel, longest: int) -> tuple[PackedRow, PrefixTre
     sequences = (x, branch, twig, x[:most], branch)
     if reader is None or image is None or other is None:
         row = _row(model, *(Sample(token_ids=t, action_mask=torch.zeros_like(t).bool()) for t in sequences))
-        return row, present(tree_of(row, with_routing=False))
+        return row, not_none(tree_of(row, with_routing=False))
     row = _row(model, *(_after_image(image, ids) for ids in sequences), _after_image(other, x))
     tree = tree_of(row, with_routing=False, patch_id=reader.patch_id)
     if tree is None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.collectives import differentiable, exchanged, gathered_rows, scattered_sum, summed
-from openrlhf.types import PackedRow, present
+from openrlhf.types import PackedRow, not_none
 
 if TYPE_CHECKING:
     from openrlhf.models.prefixes import Branches
@@ -94,7 +94,7 @@ class SequenceParallel:
         work = dist.all_to_all_single(received, x, of, to, group=self.group, async_op=True)
 
         def wait() -> Tensor:
-            present(work).wait()  # bounded: timeout of the group
+            not_none(work).wait()  # bounded: timeout of the group
             return received
 
         return wait

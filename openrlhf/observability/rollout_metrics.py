@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import numpy as np
 
 from openrlhf.observability.hooks.base import Hook, Step
-from openrlhf.types import Metrics, Trajectory, present
+from openrlhf.types import Metrics, Trajectory, not_none
 
 
 class RolloutMetrics(Hook):
@@ -49,13 +49,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> Metrics
 
 def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
     samples = [t for t in finished if t.is_first]
-    rewards = [present(t.reward) for t in samples]
+    rewards = [not_none(t.reward) for t in samples]
     lengths = [float(t.num_actions) for t in finished]
     metrics = {
         "rollout/reward_mean": fmean(rewards),
         "rollout/reward_std": pstdev(rewards),
         "rollout/reward_max": max(rewards),
-        "rollout/score_mean": fmean(present(t.score) for t in samples),
+        "rollout/score_mean": fmean(not_none(t.score) for t in samples),
         "rollout/response_length_mean": fmean(lengths),
         "rollout/response_length_std": pstdev(lengths),
         "rollout/response_length_max": max(lengths),
@@ -63,7 +63,7 @@ def _reward_and_length(finished: Sequence[Trajectory]) -> Metrics:
         "rollout/truncated_rate": fmean(t.truncated for t in finished),
     }
     if metrics["rollout/reward_std"] > 0 and metrics["rollout/response_length_std"] > 0:
-        each = [present(t.reward) for t in finished]
+        each = [not_none(t.reward) for t in finished]
         metrics["rollout/length_reward_correlation"] = _correlation(lengths, each)
     return metrics
 

@@ -16,7 +16,7 @@ from openrlhf.data.scored import score_last, scored_answer, with_end
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.loading import reads_the_tokens_of
 from openrlhf.text import decode
-from openrlhf.types import Outcome, Prompt, Sample, Trajectory, present
+from openrlhf.types import Outcome, Prompt, Sample, Trajectory, not_none
 
 
 class RewardReader:
@@ -73,7 +73,7 @@ class RewardReader:
     def _conversation(self, t: Trajectory, response: str) -> Text:
         """Renders the conversation and the response with the reward model's template. Whitespace around the
         response is removed, because it belongs to the policy's template."""
-        messages, first = _answered(present(t.prompt.messages), response)
+        messages, first = _answered(not_none(t.prompt.messages), response)
         try:
             return scored_answer(messages, first, self.own, t.prompt.tools, is_open=t.truncated)
         except BadRow as reason:
@@ -157,8 +157,8 @@ def _with_scores(
     total = sum(weight * score for weight, score in zip(weights, by_name.values(), strict=True))
     return replace(
         t,
-        reward=present(t.reward) + total,
-        score=present(t.score) + (0 if has_function else total),
+        reward=not_none(t.reward) + total,
+        score=not_none(t.score) + (0 if has_function else total),
         extra_logs=t.extra_logs | {f"reward_model/{name}": score for name, score in by_name.items()},
     )
 

@@ -13,7 +13,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 
 import numpy as np
 
-from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, present, work_of
+from openrlhf.types import PURPOSES, Prompt, PromptGroup, Purpose, Sampled, Work, not_none, work_of
 
 SAMPLES_IN_FLIGHT = 512
 """Maximum number of samples in flight per engine: enough to fill its batch, and few enough that engines of
@@ -288,7 +288,7 @@ class Dispatcher(Generic[EngineT]):
     def _send(self, request: _Request, load: _Load[EngineT]) -> None:
         self._balance.sent[load.number] += work_of(request.prompt, request.purpose, self._size(request))
         load.requests.append(request)
-        samples, engine = request.rerun.samples if request.rerun else None, present(load.engine)
+        samples, engine = request.rerun.samples if request.rerun else None, not_none(load.engine)
         future = engine.run_group(request.prompt, request.purpose, samples)
         future.add_done_callback(
             lambda future: self._events.put(lambda: self._on_answer(request, load, engine, future))

@@ -12,7 +12,7 @@ from openrlhf.data.pictures import encoded
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.rollout.executors import EnvironmentFailed
 from openrlhf.rollout.seeds import seed_at
-from openrlhf.types import Image, Turn, present
+from openrlhf.types import Image, Turn, not_none
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -160,7 +160,7 @@ def _turn(prompt_ids: np.ndarray, images: tuple[Image, ...], answer: Completion,
     return Turn(
         prompt_ids=prompt_ids,
         action_ids=np.asarray(answer.token_ids, np.int32),
-        log_probs=present(answer.log_probs),
+        log_probs=not_none(answer.log_probs),
         weight_versions=answer.versions,
         finish_reason=answer.finish_reason,
         seed=seed + answer.index,

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from openrlhf.types import Episode, OneSample, Trajectory, Turn, kept_of, present, runs, unrouted
+from openrlhf.types import Episode, OneSample, Trajectory, Turn, kept_of, not_none, runs, unrouted
 
 NO_TURN = Turn(
     prompt_ids=np.zeros(0, np.int32),
@@ -87,9 +87,9 @@ def _routing(turns: Sequence[Turn]) -> np.ndarray | None:
     known = [turn for turn in turns if turn.routing is not None]
     if not known:
         return None
-    whole = unrouted(_end(turns[-1]), present(known[0].routing))
+    whole = unrouted(_end(turns[-1]), not_none(known[0].routing))
     for turn in reversed(known):
-        whole[: _end(turn) - 1] = present(turn.routing)[:-1]
+        whole[: _end(turn) - 1] = not_none(turn.routing)[:-1]
     return whole
 
 

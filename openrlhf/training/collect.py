@@ -14,7 +14,7 @@ from openrlhf.data.prompt_sampler import PromptSampler
 from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.observability.failures import commonest_failure
 from openrlhf.observability.hooks.base import Step
-from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Purpose, Trajectory, present
+from openrlhf.types import Metrics, Outcome, Prompt, PromptGroup, Purpose, Trajectory, not_none
 
 GroupKey = tuple[int, int]
 """(epoch, prompt id)"""
@@ -279,7 +279,7 @@ class Collector:
         scores equals each of them."""
         if not self._filters:
             return Verdict.KEPT
-        scores = [present(t.score) for t in group.trajectories if t.ok and t.is_first]
+        scores = [not_none(t.score) for t in group.trajectories if t.ok and t.is_first]
         if not scores:
             return Verdict.FAILED
         low, high = self._config.algo.dynamic_filtering_range
@@ -297,7 +297,7 @@ class Collector:
             metrics |= {
                 f"rollout/{verdict}_ratio": self._verdicts[verdict] / num_prompts for verdict in Verdict
             }
-            if scores := [present(t.score) for t in step.collected if t.ok and t.is_first]:
+            if scores := [not_none(t.score) for t in step.collected if t.ok and t.is_first]:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
         return metrics
 
@@ -308,7 +308,7 @@ class Collector:
             "Use prompts that the policy solves in some samples and not in others, or widen "
             "--algo.dynamic_filtering_range."
         )
-        scores = {present(t.score) for t in step.collected if t.ok}
+        scores = {not_none(t.score) for t in step.collected if t.ok}
         if len(scores) == 1:
             remedy = f"All scores are {scores.pop():g}: {SAME_REWARD}"
         text = (

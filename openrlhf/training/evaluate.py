@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.types import Metrics, Trajectory, present
+from openrlhf.types import Metrics, Trajectory, not_none
 
 Samples = list[Trajectory]
 """The finished samples of one prompt, at least one."""
@@ -65,7 +65,7 @@ def as_scores(key: str) -> str:
 
 
 def _score_metrics(prefix: str, prompts: Sequence[Samples], ks: Sequence[int]) -> Metrics:
-    scores = [[present(t.score) for t in group] for group in prompts]
+    scores = [[not_none(t.score) for t in group] for group in prompts]
     best = {k: fmean(expected_best(s, min(k, len(s))) for s in scores) for k in ks}
     passes = {f"{prefix}pass{k}": value for k, value in best.items()}
     are_binary = all(score in (0, 1) for group in scores for score in group)

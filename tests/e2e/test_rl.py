@@ -26,7 +26,7 @@ from openrlhf.observability.journal import read_journal
 from openrlhf.observability.trackers.metrics_file import read_metrics
 from openrlhf.tasks.prepare import TaskFiles
 from openrlhf.tools.reference.outputs import plain_log_probs, plain_logits
-from openrlhf.types import Trajectory, present
+from openrlhf.types import Trajectory, not_none
 
 REWARD = Path(__file__).with_name("digits_reward.py")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
@@ -467,7 +467,7 @@ def test_a_faulty_reward_function_fails_the_samples_it_fails_on_and_no_others(
                 assert SAID[end] in t.error and t.num_actions > 0
         finished = [t for t in sampled if t.ok]
         assert metrics[step]["rollout/reward_error_count"] == 512 - len(finished)
-        mean = sum(present(t.reward) for t in finished) / len(finished)
+        mean = sum(not_none(t.reward) for t in finished) / len(finished)
         assert metrics[step]["rollout/reward_mean"] == pytest.approx(mean)
         trained_on = sum(t.num_actions for t in finished) / 2  # two optimizer steps
         assert metrics[step]["num_tokens"] == pytest.approx(trained_on)

@@ -25,7 +25,7 @@ from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tenso
 from openrlhf.models.generation import Generated, generate
 from openrlhf.models.loading import load_generator, load_tokenizer
 from openrlhf.text import decode
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -207,10 +207,10 @@ class TransformersEngine:
         generated = generate(
             self.model,
             [request.prompt for request in batch],
-            [present(request.params.seed) for request in batch],
+            [not_none(request.params.seed) for request in batch],
             replace(
                 params,
-                max_tokens=max(present(request.params.max_tokens) for request in batch),
+                max_tokens=max(not_none(request.params.max_tokens) for request in batch),
                 stop_token_ids=[*(params.stop_token_ids or ()), *eos],
             ),
             pad_token_id=0,  # unused: equally long prompts need no padding

@@ -29,7 +29,7 @@ from openrlhf.files import socket_folder
 from openrlhf.hub import model_folder
 from openrlhf.memory.engines import CPU_KV_CACHE_GB, memory_fraction
 from openrlhf.text import image_data
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
@@ -321,10 +321,12 @@ class VLLMEngine:
     async def probe(self, token_ids: list[int], pictures: Sequence["Picture"] = ()) -> EngineProbe:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         output = await self._answer(token_ids, params, image_data(pictures))
-        read, of_positions = present(output.prompt_token_ids), present(output.prompt_logprobs)
-        log_probs = [present(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)]
+        read, of_positions = not_none(output.prompt_token_ids), not_none(output.prompt_logprobs)
+        log_probs = [
+            not_none(of)[token].logprob for token, of in zip(read[1:], of_positions[1:], strict=True)
+        ]
         return EngineProbe(
-            log_probs=log_probs, version=int(present(output.outputs[0].weight_versions)[-1].version)
+            log_probs=log_probs, version=int(not_none(output.outputs[0].weight_versions)[-1].version)
         )
 
     async def init_weight_transfer_engine(self, init_info: dict) -> None:

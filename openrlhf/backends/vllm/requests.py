@@ -6,7 +6,7 @@ import numpy as np
 
 from openrlhf.backends.rollout import kept_sets
 from openrlhf.completions import Completion, Completions, SamplingParams
-from openrlhf.types import KeptSets, present, unrouted
+from openrlhf.types import KeptSets, not_none, unrouted
 
 if TYPE_CHECKING:
     import vllm
@@ -39,7 +39,7 @@ def vllm_params(params: SamplingParams, *, stream: bool = False) -> "vllm.Sampli
 
 def completions(output: "RequestOutput", params: SamplingParams) -> Completions:
     """Converts vLLM's output of a request with `params`."""
-    read = present(output.prompt_token_ids)
+    read = not_none(output.prompt_token_ids)
     answers = [_completion(answer, len(read), params) for answer in output.outputs]
     return Completions(prompt_token_ids=read, outputs=answers, own=output)
 
@@ -53,11 +53,11 @@ def _completion(answer: "CompletionOutput", prompt_length: int, params: Sampling
         index=answer.index,
         token_ids=answer.token_ids,
         text=answer.text,
-        finish_reason=present(answer.finish_reason),
+        finish_reason=not_none(answer.finish_reason),
         logprobs=cast(Any, log_probs),
         log_probs=None if log_probs is None else _sampled_log_probs(log_probs),
         versions=np.array(spans, np.int32).reshape(-1, 2),
-        kept=_kept_sets(present(log_probs)) if params.max_kept_tokens else None,
+        kept=_kept_sets(not_none(log_probs)) if params.max_kept_tokens else None,
         routing=_routing(answer.routed_experts, prompt_length + len(answer.token_ids)),
         own=answer,
     )

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.api import present
+from openrlhf.api import not_none
 from openrlhf.tools.doctor.finding import CERTAIN, LIKELY
 from openrlhf.tools.doctor.gap_rows import Gap, GapRow, Signs, signs_of
 from openrlhf.tools.doctor.recompute import (
@@ -295,7 +295,7 @@ def _kept_sets(e: Examined) -> Variants:
     if not e.keeps_support:
         return
     for shift in (1, -1):
-        moved = e.over(present(e.support).roll(shift, 0).scatter(1, e.targets[:, None], True))
+        moved = e.over(not_none(e.support).roll(shift, 0).scatter(1, e.targets[:, None], True))
         text = f"one side has the support of the {'previous' if shift > 0 else 'next'} action"
         yield text, np.array([[moved, e.expected[1]], [e.expected[0], moved]])
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from openrlhf.api import AlgoConfig, Batch, RewardConfig, Trajectory, present
+from openrlhf.api import AlgoConfig, Batch, RewardConfig, Trajectory, not_none
 from openrlhf.tools.reference.policy import plain_kl
 
 ROUNDINGS = 256
@@ -71,7 +71,7 @@ def plain_advantages(
             rewards[ends_of_turns] += earlier
             rewards[-1] -= earlier.sum()
         if name == "gae":
-            values = present(batch.values)[part].astype(np.float64)
+            values = not_none(batch.values)[part].astype(np.float64)
             rewards += gamma * np.append(values[1:], 0.0) - values
             found[part] = _discounted(rewards, gamma * lambd)
             returns[part] = found[part] + values
@@ -128,7 +128,7 @@ def _rewards(
         episodes[t.sample] = t, num_actions + (episodes[t.sample][1] if t.sample in episodes else 0)
     groups: dict[tuple[int, int], dict[tuple, float]] = {}
     for sample, (t, length) in episodes.items():
-        value = float(np.float32(present(t.reward)))
+        value = float(np.float32(not_none(t.reward)))
         if (buffer := reward.overlong_buffer_len) is not None:
             excess = min(max(length - (max_new_tokens - buffer), 0), buffer)
             value -= excess / buffer * reward.overlong_penalty_factor

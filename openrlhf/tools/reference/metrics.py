@@ -9,7 +9,7 @@ from statistics import fmean, pstdev
 import numpy as np
 import torch
 
-from openrlhf.api import Batch, Metrics, Trajectory, present
+from openrlhf.api import Batch, Metrics, Trajectory, not_none
 from openrlhf.tools.reference.policy import KL, LARGEST, plain_kl
 
 SUBSETS = 500
@@ -22,7 +22,7 @@ def plain_rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> M
     episodes = [t for t in finished if t.part == 0]
     if not episodes:
         return {}
-    rewards = [present(t.reward) for t in episodes]
+    rewards = [not_none(t.reward) for t in episodes]
     ages = [(version - v, n) for t in finished for v, n in t.weight_versions.tolist()]
     num_actions = sum(n for _, n in ages)
     groups: dict[tuple, list[list[int]]] = defaultdict(list)
@@ -34,7 +34,7 @@ def plain_rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> M
     metrics = {
         "reward_mean": fmean(rewards),
         "reward_std": pstdev(rewards),
-        "score_mean": fmean(present(t.score) for t in episodes),
+        "score_mean": fmean(not_none(t.score) for t in episodes),
         "response_length_mean": sum(int(t.action_mask.sum()) for t in finished) / len(finished),
         "truncated_rate": sum(t.truncated for t in finished) / len(finished),
     }
@@ -78,7 +78,7 @@ def plain_evaluation_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
     scores: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for t in samples:
         if t.ok:
-            scores[t.prompt.source][t.prompt.prompt_id].append(present(t.score))
+            scores[t.prompt.source][t.prompt.prompt_id].append(not_none(t.score))
     metrics = {"eval/failed_ratio": sum(not t.ok for t in samples) / len(samples)}
     for source, prompts in scores.items():
         for k in {*(2**i for i in range(n) if 2**i < n), n}:

@@ -22,7 +22,7 @@ from openrlhf.api import (
     SFTObjective,
     TokenScores,
     UnpairedExample,
-    present,
+    not_none,
 )
 from openrlhf.tools.reference.losses import plain_dpo, plain_kto, plain_rm, plain_sft
 from openrlhf.tools.reference.policy import is_covered, plain_policy_loss
@@ -61,12 +61,12 @@ def plain_loss(
             return PlainLoss(both_answers(items), loss, "-mean(log sigmoid(chosen - rejected - margin))")
         case DPOObjective():
             answers = both_answers(items)
-            known = [present(reference)(answer).sum() for answer in answers]
+            known = [not_none(reference)(answer).sum() for answer in answers]
             loss = lambda outputs: plain_dpo(objective, outputs, known, len(items))
             formula = "mean((h - 1 / (2 beta))^2)" if objective.ipo else "-mean(log sigmoid(beta h))"
             return PlainLoss(answers, loss, f"{formula}, h of summed log-probs")
         case KTOObjective():
-            return kto(items, objective, present(reference))
+            return kto(items, objective, not_none(reference))
         case PolicyObjective():
             return policy(items, objective, config)
     return None

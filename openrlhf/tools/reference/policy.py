@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrlhf.api import AdvantageConfig, ExperienceRow, KLConfig, LossNorm, PPOConfig, present
+from openrlhf.api import AdvantageConfig, ExperienceRow, KLConfig, LossNorm, PPOConfig, not_none
 
 LARGEST = 20.0
 """Bound of log ratios."""
@@ -57,7 +57,7 @@ def plain_policy_loss(
         part = slice(start, end)
         losses = _sequence_loss(config, row, part, log_probs[part], kl_coef)
         if actor.entropy_coef:
-            losses = losses - actor.entropy_coef * present(entropy)[part]
+            losses = losses - actor.entropy_coef * not_none(entropy)[part]
         total = total + losses.sum() / divisor
     return total
 
@@ -112,7 +112,7 @@ def _kl(kl: KLConfig, row: ExperienceRow, part: slice, now: Tensor, anchor: Tens
     """Returns the KL of each action of a sequence, (n,)."""
     if kl.ref == "rollout":
         return plain_kl(row.rollout_log_probs[part].double() - now, kl.estimator)
-    log_ratio = now - present(row.ref_log_probs)[part]
+    log_ratio = now - not_none(row.ref_log_probs)[part]
     value = plain_kl(log_ratio, kl.estimator)
     if not kl.unbiased_gradient:
         return value
@@ -151,7 +151,7 @@ def _correction(advantage: AdvantageConfig, gap: Tensor) -> Tensor:
 
 def plain_value_loss(config: PPOConfig, row: ExperienceRow, norm: LossNorm, values: Tensor) -> Tensor:
     """Returns the critic's loss of a row, (), given its `values`, (A,) float64."""
-    before, returns, clip = present(row.values).double(), row.returns.double(), config.critic.value_clip
+    before, returns, clip = not_none(row.values).double(), row.returns.double(), config.critic.value_clip
     near = torch.maximum(torch.minimum(values, before + clip), before - clip)
     losses = torch.maximum((values - returns) ** 2, (near - returns) ** 2) / 2
     return losses.sum() / max(norm.num_tokens, 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 
 import numpy as np
 
-from openrlhf.api import Batch, ErrorCode, Metrics, RunError, Schedule, Trajectory, present
+from openrlhf.api import Batch, ErrorCode, Metrics, RunError, Schedule, Trajectory, not_none
 
 SAME_POLICY = {"fp32": 0.005, "fp16": 0.01, "bf16": 0.05}
 """Largest mean difference in nats, by `--ds.param_dtype`, between log-probs that the same weights computed in
@@ -218,7 +218,7 @@ def equals_reference(batch: Batch) -> bool:
     """Returns True if the policy's log-probs are exactly the reference's, and not all actions are certain."""
     policy, reference = batch.log_probs, batch.ref_log_probs
     is_known = policy is not None and reference is not None and policy.any()
-    return bool(is_known) and np.array_equal(present(policy), present(reference))
+    return bool(is_known) and np.array_equal(not_none(policy), not_none(reference))
 
 
 def check_other_than_reference(batch: Batch, step: int) -> None:

@@ -6,7 +6,7 @@ from dataclasses import field
 import numpy as np
 import torch
 
-from openrlhf.api import Batch, CriticWorker, Hook, Metrics, PackedRow, PolicyWorker, present
+from openrlhf.api import Batch, CriticWorker, Hook, Metrics, PackedRow, PolicyWorker, not_none
 from openrlhf.tools.reference.learning_rate import plain_learning_rate
 from openrlhf.tools.selftest.invariants import check_first_pass, check_learning_rate
 from openrlhf.tools.selftest.verify import check_log_probs, check_values, is_whole, verify_step
@@ -49,7 +49,7 @@ class RankChecks(Hook):
         model, row, config = self.worker.model.module.model, PackedRow.of_batch(sequences), self.worker.config
         dtype = config.ds.param_dtype
         if isinstance(self.worker, CriticWorker):
-            check_values(model, row, torch.from_numpy(present(sequences.values)), dtype=dtype, step=step)
+            check_values(model, row, torch.from_numpy(not_none(sequences.values)), dtype=dtype, step=step)
         elif sequences.log_probs is not None:
             log_probs, temperature = torch.from_numpy(sequences.log_probs), config.rollout.temperature
             check_log_probs(model, row, log_probs, temperature=temperature, dtype=dtype, step=step)

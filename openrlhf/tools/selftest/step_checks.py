@@ -16,9 +16,9 @@ from openrlhf.api import (
     Trajectory,
     check_mismatch,
     credit_arguments,
+    not_none,
     notify,
     passes_of,
-    present,
     rollout_metrics,
 )
 from openrlhf.tools.reference.advantages import plain_advantages
@@ -74,7 +74,7 @@ class StepChecks(Hook):
 
     def advantages(self, step: Step) -> None:
         """Checks log-probs, advantages and metrics."""
-        batch, is_first = present(step.batch), step.number <= self.config.train.verify_steps
+        batch, is_first = not_none(step.batch), step.number <= self.config.train.verify_steps
         if is_first:
             self._verify_advantages(step, batch)
             self._verify_metrics(step, batch, step.metrics, step.samples)
@@ -99,8 +99,8 @@ class StepChecks(Hook):
     def updated(self, step: Step) -> None:
         self._check_mismatch(step)
         if schedule := step.schedules.get("policy"):
-            metrics = present(step.updated).metrics
-            check_trained(metrics, present(step.batch), schedule, step.number)
+            metrics = not_none(step.updated).metrics
+            check_trained(metrics, not_none(step.batch), schedule, step.number)
             self.moved = math.hypot(self.moved, movement(metrics, len(schedule)))
 
     def evaluated(self, evaluation: Evaluation) -> None:
@@ -138,7 +138,7 @@ class StepChecks(Hook):
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
         made_up, samples = made_up_samples(batch, self.config.longest_response)
         if (expected := plain_advantages(made_up, samples, **arguments)) is not None:
-            made_up, metrics = present(step.assign_advantages)(made_up, samples)
+            made_up, metrics = not_none(step.assign_advantages)(made_up, samples)
             check_advantages(made_up, expected, step.number, MADE_UP)
             metrics |= rollout_metrics(samples, step.version)
             self._verify_metrics(step, made_up, metrics, samples, MADE_UP)

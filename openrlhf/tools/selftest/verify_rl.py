@@ -27,7 +27,7 @@ from openrlhf.api import (
     PPOConfig,
     Prompt,
     Trajectory,
-    present,
+    not_none,
 )
 from openrlhf.api import runs_of_version as runs
 from openrlhf.tools.reference.advantages import PlainAdvantages
@@ -122,7 +122,7 @@ def check_value_loss(config: PPOConfig, row: ExperienceRow, step: int) -> None:
         lambda x, row, norm: objective(lambda row: x, row, norm)[0],
         lambda x, row, norm: plain_value_loss(config, row, norm, x),
         row,
-        present(row.values),
+        not_none(row.values),
         step,
     )
 
@@ -235,11 +235,11 @@ def check_advantages(
         ("return", batch.returns, plain.returns, plain.rounding_of_returns),
     )
     for name, found, expected, rounding in columns:
-        difference = np.abs(present(found) - expected)
+        difference = np.abs(not_none(found) - expected)
         if not difference.max() <= rounding + ADVANTAGE * float(np.abs(expected).max()):
             i = int(difference.argmax())
             quantity = f"the {name} of action {i} of {samples}"
-            raise broken(step, quantity, f"{present(found)[i]:.6g}", f"{expected[i]:.6g}", causes)
+            raise broken(step, quantity, f"{not_none(found)[i]:.6g}", f"{expected[i]:.6g}", causes)
 
 
 def check_controller(controller: KLController, step: int) -> None:

@@ -18,7 +18,7 @@ from openrlhf.api import (
     differing_weights,
     free_port,
     local_options,
-    present,
+    not_none,
     probe_of_run,
 )
 from openrlhf.api import WeightLimit as Limit
@@ -72,7 +72,7 @@ class SyncedPair:
 
     def sync(self) -> None:
         self.version += 1
-        present(self.worker.send_weights(self.version, self.probe))
+        not_none(self.worker.send_weights(self.version, self.probe))
 
     def reason(self) -> str:
         """Names the weights that the engine lacks or stores differently, as far as they can be read back."""
@@ -176,7 +176,7 @@ def answer(
         temperature=temperature, seed=seed, max_tokens=ANSWER_TOKENS, logprobs=0, ignore_eos=True
     )
     (found,) = pair.engine.call(pair.engine.engine.generate(list(prompt), params)).outputs
-    return list(found.token_ids), present(found.log_probs)
+    return list(found.token_ids), not_none(found.log_probs)
 
 
 def seeds_finding(subject: PolicySubject, pair: SyncedPair, clock: Clock) -> Finding:

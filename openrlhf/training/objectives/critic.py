@@ -9,7 +9,7 @@ from torch import Tensor
 from openrlhf.algorithms.reductions import token_mean
 from openrlhf.algorithms.value_loss import clipped_value_loss
 from openrlhf.config.ppo import PPOConfig
-from openrlhf.types import ExperienceRow, LossNorm, present
+from openrlhf.types import ExperienceRow, LossNorm, not_none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class CriticObjective:
         """`model` is a `models.scorer.ValueModel`, possibly wrapped by an engine."""
         values = model(batch.row)
         losses, clipped = clipped_value_loss(
-            values, present(batch.values), batch.returns, clip=self.value_clip
+            values, not_none(batch.values), batch.returns, clip=self.value_clip
         )
         loss = token_mean(losses, norm)
         return loss, {

@@ -23,7 +23,7 @@ from openrlhf.config.ppo import (
     PPOConfig,
     ProximalPolicyName,
 )
-from openrlhf.types import ExperienceRow, LossNorm, present
+from openrlhf.types import ExperienceRow, LossNorm, not_none
 
 IS_METRICS = "policy/is_weight_mean", "policy/is_masked_fraction"
 STALENESS_METRICS = "policy/staleness_weight_mean", "policy/staleness_masked_fraction"
@@ -112,7 +112,7 @@ class PolicyObjective:
         surrogate, counts = POLICY_LOSSES[self.loss_type].of(self.options), batch.row.num_actions
         log_ratio = LOG_RATIOS[surrogate.ratio]
         aggregation = AGGREGATIONS[self.aggregation or surrogate.aggregation()]
-        items = present(batch.prompts) if aggregation.by_prompt else counts
+        items = not_none(batch.prompts) if aggregation.by_prompt else counts
         contribution = lambda x: aggregation.of(x, items, norm, self.longest_response)
         with_entropy = self.entropy_coef is not None or surrogate.needs_entropy
         output = model(batch.row, temperature=self.temperature, with_entropy=with_entropy)
@@ -156,14 +156,14 @@ class PolicyObjective:
         if output.entropy is not None:
             metrics["policy/entropy"] = token_mean(output.entropy, norm)
         if self.entropy_coef:
-            loss = loss - self.entropy_coef * contribution(present(output.entropy))
+            loss = loss - self.entropy_coef * contribution(not_none(output.entropy))
         return loss, {name: value.detach() for name, value in metrics.items()}
 
     def _kl(self, batch: ExperienceRow, log_probs: Tensor, proximal: Tensor) -> Tensor:
         """Returns the estimate of the KL at each action, (A,)."""
         if self.kl_to_sampler:  # the sampler's own samples, so its log-probs come first
             return approx_kl(batch.rollout_log_probs, log_probs, self.kl_estimator)
-        reference = present(batch.ref_log_probs)
+        reference = not_none(batch.ref_log_probs)
         kl = approx_kl(log_probs, reference, self.kl_estimator)
         if not self.kl_unbiased_gradient:
             return kl

@@ -17,7 +17,7 @@ from openrlhf.backends.vllm.engine import VLLMEngine
 from openrlhf.backends.weight_sync.sender import WeightSender
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.models.policy import PolicyModel
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 PROMPT = [3 + i % 200 for i in range(140)]
 
@@ -68,9 +68,9 @@ async def main(spec: dict) -> None:
     output = await under_way
     answer = output.outputs[0]
     found["versions"] = [
-        [int(span.version), span.end - span.start] for span in present(answer.weight_versions)
+        [int(span.version), span.end - span.start] for span in not_none(answer.weight_versions)
     ]
-    routing = np.sort(present(answer.routed_experts))
+    routing = np.sort(not_none(answer.routed_experts))
     found["paused"] = [
         (routing != chosen(policy, read(output), top_k)[:-1]).any((1, 2)).tolist()
         for policy in (before, trainer.policy)

@@ -26,7 +26,7 @@ from openrlhf.registry import Registry
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.credit import step_view as view_of
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, present
+from openrlhf.types import Batch, ExperienceRow, LossNorm, not_none
 from openrlhf.user_file import UserFiles
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "python"
@@ -122,7 +122,7 @@ def sapo_loss(*words: str) -> tuple[float, torch.Tensor]:
     )
     assert metrics["policy/clip_fraction"] == 0
     loss.backward()
-    return loss.item(), present(log_probs.grad)
+    return loss.item(), not_none(log_probs.grad)
 
 
 def test_the_options_of_a_loss_reach_the_objective():
@@ -147,7 +147,7 @@ def test_on_policy_it_learns_what_ppo_does():
             LossNorm(2, 1),
         )
         loss.backward()
-        return present(log_probs.grad).tolist()
+        return not_none(log_probs.grad).tolist()
 
     assert gradient(SAPO) == pytest.approx(gradient("ppo"))
 
@@ -312,7 +312,7 @@ def test_a_resumed_estimator_goes_on_where_it_was(tmp_path, knows_state):
     fit(second)
 
     def lowest(trainer) -> list[float]:
-        return [float(present(batch.advantages).min()) for batch, *_ in trainer.policy.updates]
+        return [float(not_none(batch.advantages).min()) for batch, *_ in trainer.policy.updates]
 
     assert lowest(first) == [0, -1 / 4, -3 / 8]
     assert lowest(second) == ([-3 / 8, -7 / 16] if knows_state else [0, -1 / 4])

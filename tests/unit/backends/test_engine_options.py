@@ -31,7 +31,7 @@ from openrlhf.config.sections import LoraConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.rollout.worker import engine_options
 from openrlhf.tasks.tiny_model import tiny_model, tiny_tokenizer
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 FLAGS = {"enforce_eager": True, "gpu_memory_utilization": 0.5, "kv_cache_gb": 2.0}
 
@@ -345,7 +345,7 @@ def test_a_draft_model_is_loaded_even_while_the_policy_has_no_weights():
 
 def test_what_vllm_refuses_names_the_flag():
     options = engine_options(PPOConfig(vllm=VllmConfig(speculative="ngrm:3")), on_gpu=False)
-    speculation = present(options.speculation)
+    speculation = not_none(options.speculation)
     flag = {"flag": "--vllm.speculative", "value": json.dumps(speculation)}
     with refused(ErrorCode.UNSUPPORTED, **flag) as refusal, refusals(options):
         SpeculativeConfig(**speculation)

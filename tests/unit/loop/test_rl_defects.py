@@ -104,7 +104,7 @@ from openrlhf.types import (
     Purpose,
     Schedule,
     Trajectory,
-    present,
+    not_none,
 )
 
 NUM_SAMPLES = 2
@@ -492,7 +492,7 @@ def test_every_rank_has_a_row_and_no_row_is_too_long(lengths, num_ranks, dynamic
 
     first = batch.select(updated.first)
     assert sorted(updated.first) == list(range(len(batch)))
-    assert present(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
+    assert not_none(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
     assert answers.tolist() == batch.token_ids[batch.action_mask].tolist()
     scored = [rows for engine in engines_of(policy) for rows in engine.asked]
     learned = [[row.row for row in step] for engine in engines_of(policy) for step in engine.learned]
@@ -567,7 +567,7 @@ def test_an_update_tells_log_probs_of_the_policy_before_it():
     def told(schedule: Schedule) -> list[int]:
         updated = policy.update(batch, schedule, 0.0).result()
         first = batch.select(updated.first)
-        assert present(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
+        assert not_none(updated.log_probs).tolist() == first.token_ids[first.action_mask].tolist()
         return updated.first
 
     assert told([[[3, 1], [0, 2]]]) == [3, 1, 0, 2]
@@ -620,7 +620,7 @@ def test_prompts_with_the_same_text_are_told_apart():
     metrics = evaluation_metrics(trajectories)
     assert (metrics["eval/default_score_mean"], metrics["eval/default_best_of2"]) == (0.5, 0.5)
     batch, _ = credit_of(trajectories, AlgoConfig(advantage=AdvantageConfig(estimator="dr_grpo")))
-    assert present(batch.advantages).tolist() == [0.0] * 4
+    assert not_none(batch.advantages).tolist() == [0.0] * 4
 
 
 def test_rates_of_filtering_count_prompts_and_not_samples():
@@ -700,7 +700,7 @@ def test_what_the_samples_of_a_prompt_earn_adds_up_to_nothing(estimator, groups)
     batch, metrics = credit_of(trajectories, algo, reward=RewardConfig(clip_range=(-100, 100)))
     if ESTIMATORS[estimator].whiten:
         assert metrics["advantage/mean"] == pytest.approx(0, abs=1e-5)
-    returns = by_sequence(batch, present(batch.returns))
+    returns = by_sequence(batch, not_none(batch.returns))
     for p in range(len(groups)):
         earned = [r[0] for r, t in zip(returns, trajectories, strict=True) if t.prompt.prompt_id == p]
         assert sum(earned) == pytest.approx(0, abs=1e-4)
@@ -725,7 +725,7 @@ def test_the_kl_counts_once(use_loss):
     trajectories = [trajectory_of(Prompt(prompt_id=0, text=""), i, 1.0, 2) for i in range(2)]
     batch, _ = credit_of(trajectories, config.algo, log_ratio=2.0, kl_coef=0.1)
     cost = 0.0 if use_loss else 0.2
-    assert present(batch.advantages).tolist() == pytest.approx([-2 * cost, -cost] * 2)
+    assert not_none(batch.advantages).tolist() == pytest.approx([-2 * cost, -cost] * 2)
 
     loss, _ = PolicyObjective.from_config(config, 0.1)(
         lambda row, temperature, with_entropy: SimpleNamespace(

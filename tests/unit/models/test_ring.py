@@ -13,7 +13,7 @@ from torch.nn.attention import varlen
 from openrlhf.models import attention, ring
 from openrlhf.models.attention import packed_attention, packing_kwargs
 from openrlhf.models.sequence_parallel import Block, RowShard, SequenceParallel
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, SIZE = 6, 2, 16
@@ -88,7 +88,7 @@ def attended(
     packing = packing_kwargs(attention.PACKED, lengths, CPU, shard)["packing"]
     output, _ = packed_attention(nn.Module(), *qkv, None, scaling=0.3, packing=packing)
     output.backward(own(weights)[None].to(dtype))
-    return [output.transpose(1, 2).detach(), *(present(x.grad) for x in qkv)]
+    return [output.transpose(1, 2).detach(), *(not_none(x.grad) for x in qkv)]
 
 
 LIMITS = {torch.float64: 64 * 2**-53, torch.float32: 64 * 2**-24, torch.bfloat16: 8 * 2**-7}

@@ -20,7 +20,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.rope import fix_frequencies
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.tools.reference.outputs import plain_log_probs
-from openrlhf.types import PackedRow, Sample, present
+from openrlhf.types import PackedRow, Sample, not_none
 
 SHAPE = {
     "vocab_size": 61,
@@ -155,7 +155,7 @@ def of_packed_row(policy: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns log-probs, and gradients of a sum of them, averaged over ranks as DeepSpeed does."""
     found = policy(PackedRow.of([sample(length) for length in LENGTHS])).log_probs
     (weights_of(len(found)) * found).sum().backward()
-    gradients = {name: present(p.grad) for name, p in policy.named_parameters()}
+    gradients = {name: not_none(p.grad) for name, p in policy.named_parameters()}
     if dist.is_initialized():
         for gradient in gradients.values():
             dist.all_reduce(gradient, dist.ReduceOp.AVG)
@@ -173,7 +173,7 @@ def one_by_one(kind: str) -> tuple[Tensor, dict[str, Tensor]]:
     found = [plain_log_probs(model, padded(sample(n).token_ids))[: n - 1] for n in LENGTHS]
     log_probs = torch.cat(found)
     (weights_of(len(log_probs)) * log_probs).sum().backward()
-    return log_probs.detach(), {f"model.{n}": present(p.grad) for n, p in model.named_parameters()}
+    return log_probs.detach(), {f"model.{n}": not_none(p.grad) for n, p in model.named_parameters()}
 
 
 def check_equal(found: tuple, expected: tuple) -> None:
@@ -209,7 +209,7 @@ def test_slices_have_the_angles_of_their_sequence(
 
     def of_rank() -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(policy)
-        reading_of(own.model).sharing = SequenceParallel(group=present(dist.group.WORLD), mode=mode)
+        reading_of(own.model).sharing = SequenceParallel(group=not_none(dist.group.WORLD), mode=mode)
         return of_packed_row(own)
 
     expected = of_packed_row(stretched(kind))

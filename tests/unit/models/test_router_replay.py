@@ -37,7 +37,7 @@ from openrlhf.models.self_check import resolve_reading
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.trajectories import chosen_turns, trajectories
-from openrlhf.types import Batch, Episode, PackedRow, Prompt, PromptGroup, Turn, own_choice, present
+from openrlhf.types import Batch, Episode, PackedRow, Prompt, PromptGroup, Turn, not_none, own_choice
 
 FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "qwen2_moe")
 OWN = 255
@@ -84,7 +84,7 @@ def test_the_choice_is_given_and_weights_are_the_routers() -> None:
     # d/dl of w = e^l0 / (e^l0 + e^l3): w (1 - w) for l0, the negative for l3, nothing for the others
     weights[0, 0].backward()
     expected = torch.tensor([[0.16], [0.0], [0.0], [-0.16]])
-    torch.testing.assert_close(present(layer.router.weight.grad), expected)
+    torch.testing.assert_close(not_none(layer.router.weight.grad), expected)
     assert layer(hidden)[2].tolist() == [[3, 2]] * 3
 
 
@@ -132,7 +132,7 @@ def row(seed: int = 0) -> PackedRow:
 
 def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
     """Returns (N, M, K) the choices of its own routers."""
-    replay = present(reading_of(policy.model).replay)
+    replay = not_none(reading_of(policy.model).replay)
     chosen = torch.full((len(row.token_ids), *replay.shape), OWN, dtype=torch.uint8)
     hooks = []
     layers: Any = backbone_of(policy.model).layers
@@ -152,7 +152,7 @@ def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
 
 def others(policy: PolicyModel, row: PackedRow) -> Tensor:
     """Returns (N, M, K) the first experts, for every token."""
-    layers, top_k = present(reading_of(policy.model).replay).shape
+    layers, top_k = not_none(reading_of(policy.model).replay).shape
     return torch.arange(top_k, dtype=torch.uint8).expand(len(row.token_ids), layers, top_k)
 
 
@@ -278,7 +278,7 @@ def test_a_model_whose_layers_are_not_told_is_refused_once_loaded(monkeypatch: A
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path))
     policy = policy_of("qwen3_moe")
     resolve_reading(policy, policy)
-    present(reading_of(policy.model).replay).choices[2].sizes = [7, 2]
+    not_none(reading_of(policy.model).replay).choices[2].sizes = [7, 2]
     for kept in (tmp_path / "packing").iterdir():
         kept.unlink()
     with refused(ErrorCode.UNSUPPORTED, flag="--algo.router_replay") as refusal:
@@ -307,7 +307,7 @@ def turn(prompt: list[int], actions: list[int], of_tokens: np.ndarray | None) ->
 
 
 def first_experts(of_tokens: np.ndarray | None) -> list[int]:
-    return present(of_tokens)[:, 0, 0].tolist()
+    return not_none(of_tokens)[:, 0, 0].tolist()
 
 
 FIRST = turn([1, 2], [5, 6], experts(1, 2, 3, OWN))
@@ -370,7 +370,7 @@ def test_batches_groups_and_rows_keep_it_with_its_tokens() -> None:
     assert [first_experts(t.routing) for t in arrived] == [[OWN, OWN], [1, 2, OWN]]
     batch = Batch.of([known, unknown, known]).select([1, 2])
     assert first_experts(batch.routing) == [OWN, OWN, 1, 2, OWN]
-    rows = present(PackedRow.of_batch(batch).routing)
+    rows = not_none(PackedRow.of_batch(batch).routing)
     assert rows.shape == (5, 2, 1) and rows.dtype == torch.uint8
     assert Batch.of([unknown]).routing is None and PackedRow.of_batch(Batch.of([unknown])).routing is None
 

@@ -19,7 +19,7 @@ from openrlhf.observability.hooks import load
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce
 from openrlhf.observability.hooks.load import attached, check_hooks, hooks_of
 from openrlhf.tools.selftest import verify
-from openrlhf.types import present
+from openrlhf.types import not_none
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "python" / "solved_groups.py"
 EVENTS = [name for name in vars(Hook) if not name.startswith("_") and callable(getattr(Hook, name))]
@@ -178,7 +178,7 @@ def test_the_first_error_of_a_step_is_the_one_that_is_told(tmp_path: Path) -> No
 
     class Greedy(Hook):
         def trained(self, step: Step) -> None:
-            print(len(present(step.batch)), present(step.updated).metrics)
+            print(len(not_none(step.batch)), not_none(step.updated).metrics)
 
     trainer = trainer_of(tmp_path, config_of(tmp_path), hooks=[Greedy()], reward=lambda prompt, i: None)
     with pytest.raises(RunError, match="samples failed") as error:
@@ -268,10 +268,10 @@ def test_the_batch_has_the_log_probs_that_its_update_computed(tmp_path: Path) ->
 
     class Looking(Hook):
         def advantages(self, step: Step) -> None:
-            seen["before"] = present(step.batch).log_probs is not None
+            seen["before"] = not_none(step.batch).log_probs is not None
 
         def updated(self, step: Step) -> None:
-            seen["after"] = present(step.batch).log_probs is not None
+            seen["after"] = not_none(step.batch).log_probs is not None
 
     base = config_of(tmp_path)
     config = replace(

@@ -23,7 +23,7 @@ from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.tasks.tiny_model import tiny_chat_model
-from openrlhf.types import Batch, KeptSets, PackedRow, PromptGroup, Trajectory, Turn, present
+from openrlhf.types import Batch, KeptSets, PackedRow, PromptGroup, Trajectory, Turn, not_none
 
 A, H, V = 9, 5, 17
 
@@ -106,9 +106,9 @@ def test_float32_where_tokens_are_excluded() -> None:
     log_probs, entropy = linear_log_probs(
         hidden, weight, TARGETS, bias=bias, softcap=0.5, scale=0.1, kept=ROWS, with_entropy=True
     )
-    (log_probs.sum() - 1e4 * present(entropy).sum()).backward()
-    assert all(present(x.grad).isfinite().all() for x in (hidden, weight, bias))
-    assert log_probs[1] == 0 and 0 <= present(entropy)[1] < 1e-30  # one token was kept
+    (log_probs.sum() - 1e4 * not_none(entropy).sum()).backward()
+    assert all(not_none(x.grad).isfinite().all() for x in (hidden, weight, bias))
+    assert log_probs[1] == 0 and 0 <= not_none(entropy)[1] < 1e-30  # one token was kept
 
 
 def test_sets_of_all_tokens_change_no_bit() -> None:
@@ -116,7 +116,7 @@ def test_sets_of_all_tokens_change_no_bit() -> None:
         linear_log_probs(*inputs()[:2], TARGETS, kept=kept, with_entropy=True)
         for kept in (None, torch.full((A, 3), -1))
     ]
-    assert torch.equal(plain_[0], kept[0]) and torch.equal(present(plain_[1]), present(kept[1]))
+    assert torch.equal(plain_[0], kept[0]) and torch.equal(not_none(plain_[1]), not_none(kept[1]))
 
 
 # ---- what an engine answers
@@ -164,7 +164,7 @@ def recorded(
     recording = RecordingEngine(engine, (0,), given, max_kept_tokens=limit)
     asyncio.run(recording.generate([1], SamplingParams(**params)))
     (turn,) = recording.turns
-    return turn, present(engine.log_probs)
+    return turn, not_none(engine.log_probs)
 
 
 LOGITS = torch.tensor(
@@ -194,7 +194,7 @@ def test_the_share_of_a_set_that_is_too_large() -> None:
     logits = torch.cat([logits, torch.full((2, V - 4), -50.0)], dim=1)
     turn, _ = recorded(logits, [3, 0], 2, top_p=0.93)
     assert sorted(sets_of(turn.kept, 2)[0]) == [0, 1, 3]  # the sampled token is always among them
-    np.testing.assert_allclose(np.exp(present(turn.kept).log_masses), [0.8, 0.9 / 0.95], rtol=1e-6)
+    np.testing.assert_allclose(np.exp(not_none(turn.kept).log_masses), [0.8, 0.9 / 0.95], rtol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, V])
@@ -205,7 +205,7 @@ def test_with_the_samplers_weights_the_log_probs_are_the_samplers(limit: int, pa
     torch.manual_seed(1)
     logits = (torch.randn(200, V) * 2).round()
     turn, sampler = recorded(logits, None, limit, **params)
-    sets = present(turn.kept)
+    sets = not_none(turn.kept)
     tokens, ids = torch.from_numpy(turn.action_ids).long(), torch.from_numpy(sets.padded())
     found, _ = linear_log_probs(logits, torch.eye(V), tokens, kept=ids)
     found = found + torch.from_numpy(sets.log_masses)
@@ -247,7 +247,7 @@ def test_parts_put_together() -> None:
     sets = kept_sets([4, 7], [], [3], [1, 2, 3], shares=[0.5, 1, 1, 0.25])
     assert sets_of(sets, 4) == [[4, 7], [], [3], [1, 2, 3]]
     assert sets.padded().tolist() == [[4, 7, 4], [-1, -1, -1], [3, 3, 3], [1, 2, 3]]
-    both = present(KeptSets.joined(sets.parts([slice(3, 4), slice(0, 2)])))
+    both = not_none(KeptSets.joined(sets.parts([slice(3, 4), slice(0, 2)])))
     assert sets_of(both, 3) == [[1, 2, 3], [4, 7], []]
     np.testing.assert_allclose(np.exp(both.log_masses), [0.25, 0.5, 1])
     assert kept_sets().padded().shape == (0, 1)
@@ -262,8 +262,8 @@ def test_a_row_of_some_sequences() -> None:
     batch = Batch.of([OTHER, ONE])
     assert sets_of(batch.kept, 3) == [[], [4, 7], [3]]
     row = PackedRow.of_batch(batch.select([1, 0]))
-    assert present(row.kept_ids).tolist() == [[4, 7], [3, 3], [-1, -1]]
-    np.testing.assert_allclose(present(row.log_masses).exp(), [0.5, 1, 1])
+    assert not_none(row.kept_ids).tolist() == [[4, 7], [3, 3], [-1, -1]]
+    np.testing.assert_allclose(not_none(row.log_masses).exp(), [0.5, 1, 1])
     alone = PackedRow.of_batch(Batch.of([OTHER]))
     assert alone.kept_ids is None and alone.log_masses is None
     assert PackedRow.of_batch(batch.select([])).kept_ids is None
@@ -293,8 +293,8 @@ def test_a_policy_reads_a_row_as_it_reads_its_sequences(tmp_path: Path) -> None:
         model.zero_grad()
         row = PackedRow.of_batch(Batch.of(trajectories))
         scores = model(row, temperature=0.8, with_entropy=True)
-        (scores.log_probs.sum() + present(scores.entropy).sum()).backward()
-        return [scores.log_probs, present(scores.entropy)], present(model.model.lm_head.weight.grad).clone()
+        (scores.log_probs.sum() + not_none(scores.entropy).sum()).backward()
+        return [scores.log_probs, not_none(scores.entropy)], not_none(model.model.lm_head.weight.grad).clone()
 
     alone = [read(t) for t in (short, other, cut)]
     together, gradient = read(short, other, cut)

@@ -21,7 +21,7 @@ from openrlhf.algorithms.proximal.recomputed import Recomputed
 from openrlhf.algorithms.reductions import AGGREGATIONS
 from openrlhf.config.ppo import ActorConfig, AdvantageConfig, AlgoConfig, KLConfig, PPOConfig, RolloutConfig
 from openrlhf.training.objectives.policy import PolicyObjective
-from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, present
+from openrlhf.types import Batch, ExperienceRow, LossNorm, PackedRow, Sample, not_none
 
 VOCAB = 7
 
@@ -95,7 +95,7 @@ def random_batch(counts: Sequence[int], seed: int = 0, gaps: Sequence[list[int]]
 
 def norm_of(*rows: ExperienceRow) -> LossNorm:
     """Returns the totals of the rows of an optimizer step."""
-    prompts = torch.cat([present(row.prompts) for row in rows])
+    prompts = torch.cat([not_none(row.prompts) for row in rows])
     totals = torch.bincount(prompts, minlength=1)
     return LossNorm(sum(r.num_tokens for r in rows), sum(r.num_sequences for r in rows), totals)
 
@@ -439,7 +439,7 @@ def test_fresh_samples_of_a_faithful_sampler_are_on_policy_whatever_is_done_for_
 def test_a_decay_of_one_and_a_limit_that_nothing_exceeds_do_nothing(loss_type):
     batch, plain = ExperienceRow.of(random_batch((3, 0, 5))), PolicyObjective(loss_type=loss_type)
     norm = norm_of(batch)
-    oldest = int(present(batch.staleness).max())
+    oldest = int(not_none(batch.staleness).max())
     (gradients, _), expected = (
         run_on(o, [batch], norm) for o in (replace(plain, max_staleness=oldest), plain)
     )

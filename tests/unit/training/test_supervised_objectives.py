@@ -38,7 +38,7 @@ from openrlhf.types import (
     StepsRow,
     UnpairedExample,
     UnpairedRow,
-    present,
+    not_none,
 )
 
 BETA = 0.1
@@ -122,7 +122,7 @@ def loss_of_outputs(case: "Case", model, folders) -> Tensor:
     """Computes the loss of all items by the reference."""
     reference = plain(folders["reference"])
     known = lambda sample: plain_log_probs(reference, sample).detach()
-    loss = present(plain_loss(case.objective(folders), case.items, known))
+    loss = not_none(plain_loss(case.objective(folders), case.items, known))
     output = plain_score if case.items is SCORED else plain_log_probs
     return loss.loss([output(model, sample) for sample in loss.sequences])
 
