@@ -38,13 +38,13 @@ from openrlhf.tools.selftest.invariants import (
     equals_reference,
 )
 from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics
-from openrlhf.tools.selftest.verify_rl import check_advantages, check_controller, made_up_samples
+from openrlhf.tools.selftest.verify_rl import check_advantages, check_controller, synthetic_samples
 
 SHOWS = {"fp32": 1e-7, "fp16": 1e-4, "bf16": 1e-4}
 """`--ds.param_dtype` -> movement of the weights from which on some log-prob is another number: a weight of
 0.02 has neighbours 1e-4 away in bf16, and a small adapter's output is lost beside a layer's."""
-MADE_UP = "made-up samples"
-"""Name of the samples of `made_up_samples` in errors."""
+SYNTHETIC = "synthetic samples"
+"""Name of the samples of `synthetic_samples` in errors."""
 
 
 class StepChecks(Hook):
@@ -131,17 +131,17 @@ class StepChecks(Hook):
         check_mismatch(step.metrics, config.ds.param_dtype, config.largest_mismatch, step.number)
 
     def _verify_advantages(self, step: Step, batch: Batch) -> None:
-        """Compares advantages, of the batch and of made-up samples, and changes of the KL coefficient with
+        """Compares advantages, of the batch and of synthetic samples, and changes of the KL coefficient with
         plain formulas."""
         arguments = credit_arguments(self.config, step.kl.coef)
         del arguments["by_prompt"]  # numbers of prompts change no advantage
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
-        made_up, samples = made_up_samples(batch, self.config.longest_response)
-        if (expected := plain_advantages(made_up, samples, **arguments)) is not None:
-            made_up, metrics = not_none(step.assign_advantages)(made_up, samples)
-            check_advantages(made_up, expected, step.number, MADE_UP)
+        synthetic, samples = synthetic_samples(batch, self.config.longest_response)
+        if (expected := plain_advantages(synthetic, samples, **arguments)) is not None:
+            synthetic, metrics = not_none(step.assign_advantages)(synthetic, samples)
+            check_advantages(synthetic, expected, step.number, SYNTHETIC)
             metrics |= rollout_metrics(samples, step.version)
-            self._verify_metrics(step, made_up, metrics, samples, MADE_UP)
+            self._verify_metrics(step, synthetic, metrics, samples, SYNTHETIC)
         check_controller(step.kl, step.number)
 
     def _verify_metrics(

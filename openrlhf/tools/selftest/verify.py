@@ -4,7 +4,7 @@ shares   The rows' shares of the actions and of the sequences add up to 1 over a
 totals   The loss of a row halves if the step's totals double, so it is divided by them and not by what is
          in the row.
 adapters The adapters are on and have the scale alpha / rank. They are trained, and other weights are not.
-head     Log-probs and entropies of made-up hidden states, and their gradients, are those of a softmax.
+head     Log-probs and entropies of synthetic hidden states, and their gradients, are those of a softmax.
 plain    The log-probs of the row's actions equal those of transformers' own forward pass, one sequence at
          a time, and the loss of SFT, DPO, IPO, KTO and reward models equals that of a formula in a few
          lines. Not where ranks share the weights of a layer or a row.
@@ -72,7 +72,7 @@ RELATIVE = 1e-3
 ON_CPU = 5e-5
 """The same for a mean of log-probs in float32 on a CPU."""
 NUM_STATES = 8
-"""Number of made-up hidden states that check the head."""
+"""Number of synthetic hidden states that check the head."""
 LARGE = 1e4
 """Factor of hidden states, whose elements are about 1, that makes exponentials of most logits overflow."""
 HEAD = {"fp32": 5e-3, "fp16": 2e-2, "bf16": 5e-2}
@@ -224,14 +224,14 @@ def check_adapters(model: PreTrainedModel, lora: LoraConfig, step: int) -> None:
 
 @torch.enable_grad()
 def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int) -> None:
-    """Checks log-probs and entropies of made-up hidden states, and their gradients, against a softmax over
+    """Checks log-probs and entropies of synthetic hidden states, and their gradients, against a softmax over
     the whole vocabulary."""
     head, (scale, softcap) = head_of(model), head_options(model.config)
     weight = cast(Tensor, head.weight)
-    made_up = torch.Generator().manual_seed(0)
-    hidden = torch.randn(NUM_STATES, weight.shape[1], generator=made_up).to(weight).requires_grad_()
-    targets = torch.randint(len(weight), (NUM_STATES,), generator=made_up).to(hidden.device)
-    of_log_probs, of_entropies = torch.randn(2, NUM_STATES, generator=made_up).to(hidden.device)
+    synthetic = torch.Generator().manual_seed(0)
+    hidden = torch.randn(NUM_STATES, weight.shape[1], generator=synthetic).to(weight).requires_grad_()
+    targets = torch.randint(len(weight), (NUM_STATES,), generator=synthetic).to(hidden.device)
+    of_log_probs, of_entropies = torch.randn(2, NUM_STATES, generator=synthetic).to(hidden.device)
     all_log_probs = distribution_of(model, hidden, temperature)
     expected, expected_entropy = chosen(all_log_probs, targets), entropies(all_log_probs)
     options = {"scale": scale / temperature, "softcap": softcap}
@@ -241,7 +241,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
     for scores in head(LARGE * hidden.detach(), targets, with_entropy=True, **options):
         if not scores.isfinite().all():
             causes = "The softmax overflows: it takes exponentials of logits without subtracting the largest."
-            quantity = "a log-prob or entropy of large made-up hidden states"
+            quantity = "a log-prob or entropy of large synthetic hidden states"
             raise broken(step, quantity, "not finite", "finite", causes)
     for name, found, value in (
         ("log-probs", (single * of_log_probs).sum(), (expected * of_log_probs).sum()),
@@ -259,7 +259,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
         )
         if not difference <= HEAD[dtype]:
             causes = "The head computes another distribution, or its gradient, in another way than a softmax."
-            quantity = f"the relative error of {name} of made-up hidden states, or of their gradient,"
+            quantity = f"the relative error of {name} of synthetic hidden states, or of their gradient,"
             raise broken(step, quantity, f"{difference:.3g}", "0 up to rounding", causes)
 
 

@@ -1,5 +1,5 @@
 """Metrics of RL steps and evaluations, checked by a second computation in the first steps
-(`--train.verify_steps`): those of the run's own samples, and of made-up samples that have what a first step
+(`--train.verify_steps`): those of the run's own samples, and of synthetic samples that have what a first step
 lacks."""
 
 import math
@@ -26,13 +26,15 @@ def check_metrics(found: Metrics, expected: Metrics, step: int, samples: str = "
 
 
 def check_evaluation(metrics: Metrics, trajectories: Sequence[Trajectory], step: int) -> None:
-    """Checks the metrics of an evaluation, and those of made-up samples."""
+    """Checks the metrics of an evaluation, and those of synthetic samples."""
     check_metrics(metrics, plain_evaluation_metrics(trajectories), step, "the evaluation")
-    made_up = list(made_up_evaluation())
-    check_metrics(evaluation_metrics(made_up), plain_evaluation_metrics(made_up), step, "made-up samples")
+    synthetic = list(synthetic_evaluation())
+    check_metrics(
+        evaluation_metrics(synthetic), plain_evaluation_metrics(synthetic), step, "synthetic samples"
+    )
 
 
-def made_up_evaluation() -> Iterable[Trajectory]:
+def synthetic_evaluation() -> Iterable[Trajectory]:
     """Yields samples of prompts of two sources, of which some failed and some have two sequences."""
     scores = {
         ("math", 0): (1.0, 0.0, 0.0, 1.0),

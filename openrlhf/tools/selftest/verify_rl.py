@@ -1,9 +1,9 @@
 """Formulas of RL, checked by a second computation in the first steps (`--train.verify_steps`): advantages and
-returns of a step and of made-up samples, the KL coefficient, and the losses of policy and critic with their
-gradients at made-up numbers. They equal those of `tools.reference`, whatever the model computes.
+returns of a step and of synthetic samples, the KL coefficient, and the losses of policy and critic with their
+gradients at synthetic numbers. They equal those of `tools.reference`, whatever the model computes.
 
 A step of a run seldom shows a wrong formula. In a first step the KL is 0, all samples are there, and each has
-one sequence. So the made-up samples have what a run meets later (`MADE_UP`)."""
+one sequence. So the synthetic samples have what a run meets later (`SYNTHETIC`)."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -45,7 +45,7 @@ ranges, and beyond dual clips. The same for the sampler's log-probs and the boun
 
 
 class MadeUp(NamedTuple):
-    """A made-up sequence for the check of advantages."""
+    """A synthetic sequence for the check of advantages."""
 
     prompt: int
     sample: int
@@ -56,7 +56,7 @@ class MadeUp(NamedTuple):
     turn_rewards: tuple[float, ...] = ()
 
 
-MADE_UP = (
+SYNTHETIC = (
     MadeUp(0, 0, 1.5, 5),
     MadeUp(1, 1, -0.5, 3),  # its prompt's sample 0 failed
     MadeUp(2, 0, 0.9, 1),
@@ -76,14 +76,14 @@ mean is another number in float32, an outlier, an answer without actions, and an
 
 
 def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, step: int) -> None:
-    """Checks the policy's loss of a row, and its gradient, at made-up log-probs and advantages. Losses of the
-    user have no reference."""
+    """Checks the policy's loss of a row, and its gradient, at synthetic log-probs and advantages. Losses of
+    the user have no reference."""
     if not is_covered(config):
         return
     objective, expected = PolicyObjective.from_config(config, kl_coef), config.rollout.temperature
     size = len(row.rollout_log_probs)
     base = _waves(size, 1) - 2
-    row = _with_made_up(
+    row = _with_synthetic(
         row,
         old_log_probs=base,
         rollout_log_probs=base + _near_and_far(size, 1) * _waves(size, 2),
@@ -113,10 +113,10 @@ def check_policy_loss(config: PPOConfig, kl_coef: float, row: ExperienceRow, ste
 
 
 def check_value_loss(config: PPOConfig, row: ExperienceRow, step: int) -> None:
-    """Checks the critic's loss of a row, and its gradient, at made-up values and returns."""
+    """Checks the critic's loss of a row, and its gradient, at synthetic values and returns."""
     objective = CriticObjective.from_config(config)
     size = len(row.rollout_log_probs)
-    row = _with_made_up(row, values=_waves(size, 1), returns=2 * _waves(size, 2))
+    row = _with_synthetic(row, values=_waves(size, 1), returns=2 * _waves(size, 2))
     _check_formula(
         "the critic's loss",
         lambda x, row, norm: objective(lambda row: x, row, norm)[0],
@@ -162,7 +162,7 @@ def _check_formula(
         )
 
 
-def _with_made_up(row: ExperienceRow, **columns: Tensor) -> ExperienceRow:
+def _with_synthetic(row: ExperienceRow, **columns: Tensor) -> ExperienceRow:
     """Returns the row with other numbers in those of these columns (A,) that it has."""
     known: dict[str, Any] = {name: x for name, x in columns.items() if getattr(row, name) is not None}
     return replace(row, **known)
@@ -179,11 +179,11 @@ def _waves(size: int, kind: int = 0) -> Tensor:
     return ((torch.arange(1, size + 1, dtype=torch.float64) + 37 * kind) ** 2).sin()
 
 
-def made_up_samples(like: Batch, longest: int) -> tuple[Batch, list[Trajectory]]:
-    """Returns made-up samples with made-up numbers in the columns that the batch `like` has. `longest`: the
-    number of actions of the longest response."""
+def synthetic_samples(like: Batch, longest: int) -> tuple[Batch, list[Trajectory]]:
+    """Returns synthetic samples with synthetic numbers in the columns that the batch `like` has. `longest`:
+    the number of actions of the longest response."""
     trajectories, parts = [], Counter()
-    for made in MADE_UP:
+    for made in SYNTHETIC:
         size = made.length if made.length >= 0 else longest + made.length
         starts = [1 + i * size // len(made.turn_rewards) for i in range(len(made.turn_rewards))]
         trajectories.append(
@@ -243,7 +243,7 @@ def check_advantages(
 
 
 def check_controller(controller: KLController, step: int) -> None:
-    """Checks the change of the KL coefficient for made-up KLs and numbers of samples."""
+    """Checks the change of the KL coefficient for synthetic KLs and numbers of samples."""
     if controller.target is None:
         return
     for factor, horizons in ((0.0, 0.5), (1.1, 0.5), (10.0, 20.0), (0.0, 20.0)):

@@ -535,7 +535,7 @@ def test_a_head_that_overflows_is_found(folder: Path) -> None:
 
     with patch.object(logprobs, "_log_sum_exp", unbounded), broken() as refusal:
         check_head(model, 1.0, "fp32", 1)
-    assert "large made-up hidden states" in refusal.value.text
+    assert "large synthetic hidden states" in refusal.value.text
 
 
 @pytest.mark.parametrize("wrong", ["scale", "entropy", "value"])

@@ -40,7 +40,7 @@ from openrlhf.tools.selftest.verify_rl import (
     check_controller,
     check_policy_loss,
     check_value_loss,
-    made_up_samples,
+    synthetic_samples,
 )
 from openrlhf.training import credit
 from openrlhf.training.objectives import critic
@@ -231,21 +231,21 @@ def test_without_log_probs_rewards_have_no_kl() -> None:
 COLUMNS = ("log_probs", "ref_log_probs", "teacher_log_probs", "values")
 
 
-def made_up(missing: Collection[str] = (), longest: int = LONGEST) -> tuple[Batch, list[Trajectory]]:
+def synthetic(missing: Collection[str] = (), longest: int = LONGEST) -> tuple[Batch, list[Trajectory]]:
     columns = {name: None if name in missing else np.zeros(1) for name in COLUMNS}
-    return made_up_samples(replace(batch_of(samples([0.0], [1])), **columns), longest)
+    return synthetic_samples(replace(batch_of(samples([0.0], [1])), **columns), longest)
 
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=str)
 @pytest.mark.parametrize("reward", [RewardConfig(), RewardConfig(**PENALTIES)], ids=["", "penalties"])
 @pytest.mark.few(10)
-def test_advantages_of_made_up_samples_are_those_of_the_plain_formulas(
+def test_advantages_of_synthetic_samples_are_those_of_the_plain_formulas(
     formula: dict, reward: RewardConfig
 ) -> None:
     arguments = arguments_of(**formula, reward=reward) | {"teacher_coef": 0.3}
     optional = set(COLUMNS) - {"values"}
     for missing, longest in ((), LONGEST), (optional, LONGEST), (("teacher_log_probs",), 1), ((), 4000):
-        batch, trajectories = made_up(missing, longest)
+        batch, trajectories = synthetic(missing, longest)
         arguments["max_new_tokens"] = longest
         expected = plain_advantages(batch, trajectories, **arguments)
         assert expected is not None
@@ -291,16 +291,16 @@ HIDDEN: dict[str, tuple[str, Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("wrong", HIDDEN)
-def test_made_up_samples_show_what_a_first_step_hides(wrong: str) -> None:
+def test_synthetic_samples_show_what_a_first_step_hides(wrong: str) -> None:
     name, module, function, replacement = HIDDEN[wrong]
     arguments = arguments_of(name, "k1", False, 0.9, RewardConfig(**PENALTIES))
-    batch, trajectories = made_up()
+    batch, trajectories = synthetic()
     expected = plain_advantages(batch, trajectories, **arguments)
     with patch.object(module, function, replacement):
         found = assigned(batch, trajectories, **arguments)
     with broken() as refusal:
-        check_advantages(found, expected, 1, "made-up samples")
-    assert "of made-up samples" in refusal.value.text
+        check_advantages(found, expected, 1, "synthetic samples")
+    assert "of synthetic samples" in refusal.value.text
 
 
 def test_a_wrong_change_of_the_kl_coefficient_is_found() -> None:

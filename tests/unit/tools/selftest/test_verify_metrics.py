@@ -19,8 +19,8 @@ from openrlhf.tools.reference.metrics import (
     plain_log_prob_metrics,
     plain_rollout_metrics,
 )
-from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics, made_up_evaluation
-from openrlhf.tools.selftest.verify_rl import made_up_samples
+from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics, synthetic_evaluation
+from openrlhf.tools.selftest.verify_rl import synthetic_samples
 from openrlhf.training import credit, evaluate
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
@@ -60,7 +60,7 @@ def test_metrics_of_samples_by_hand() -> None:
 
 def credited(estimator: str = "k3") -> tuple[Metrics, Batch]:
     columns = dict.fromkeys(("log_probs", "ref_log_probs", "values"), np.zeros(2, np.float32))
-    batch, found = made_up_samples(replace(Batch.of([trajectory(actions=[2, 3])]), **columns), 16)
+    batch, found = synthetic_samples(replace(Batch.of([trajectory(actions=[2, 3])]), **columns), 16)
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"), kl=KLConfig(estimator=estimator))
     batch, metrics = assign_credit(
         batch,
@@ -114,18 +114,18 @@ WRONG: dict[str, tuple[Any, str, Callable]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_metrics_of_made_up_samples_are_found(name: str) -> None:
+def test_wrong_metrics_of_synthetic_samples_are_found(name: str) -> None:
     module, function, wrong = WRONG[name]
     with patch.object(module, function, wrong):
         metrics, batch = credited()
         expected = plain_log_prob_metrics(batch, "k3") | {"rollout/duplicate_ratio": 4 / 8}
     with broken() as refusal:
-        check_metrics(metrics, expected, 3, "made-up samples")
-    assert refusal.value.text.startswith(f"step 3: {name} of made-up samples is ")
+        check_metrics(metrics, expected, 3, "synthetic samples")
+    assert refusal.value.text.startswith(f"step 3: {name} of synthetic samples is ")
 
 
-def test_scores_of_made_up_samples_by_hand() -> None:
-    assert plain_evaluation_metrics(list(made_up_evaluation())) == pytest.approx(
+def test_scores_of_synthetic_samples_by_hand() -> None:
+    assert plain_evaluation_metrics(list(synthetic_evaluation())) == pytest.approx(
         {
             "eval/failed_ratio": 8 / 20,
             "eval/math_score_mean": 0.25,
@@ -152,4 +152,4 @@ def test_wrong_scores_of_an_evaluation_are_found(function: str, wrong: Callable)
     metrics = evaluation_metrics(evaluated)
     with patch.object(evaluate, function, wrong), broken() as refusal:
         check_evaluation(metrics, evaluated, 0)
-    assert "of made-up samples" in refusal.value.text
+    assert "of synthetic samples" in refusal.value.text
