@@ -32,7 +32,7 @@ def key_of(prompt: Prompt) -> GroupKey:
     return prompt.epoch, prompt.prompt_id
 
 
-class Verdict(StrEnum):
+class FilterResult(StrEnum):
     """Result of dynamic filtering for a group. Each value is also part of the name of a metric, the fraction
     of such groups in a step."""
 
@@ -121,7 +121,7 @@ class Collector:
         self._to_submit: list[Prompt] = []
         self._asked = 0
         """Number of prompts that the current step has requested."""
-        self._verdicts: Counter[Verdict] = Counter()
+        self._verdicts: Counter[FilterResult] = Counter()
         """Verdicts of the groups that arrived for the current step."""
 
     @property
@@ -259,10 +259,10 @@ class Collector:
             self._check_failures(step)
 
     def _decide(self, group: PromptGroup, step: Step) -> None:
-        verdict = self._verdict(group)
-        self._verdicts[verdict] += 1
+        filter_result = self._filter(group)
+        self._verdicts[filter_result] += 1
         step.collected += group.trajectories
-        if verdict is Verdict.KEPT:
+        if filter_result is FilterResult.KEPT:
             self._kept.append(group)
         else:
             step.filtered += group.trajectories
@@ -274,19 +274,19 @@ class Collector:
             # less than a batch is no estimate of the failure rate
             check_failures(step.collected, 1.0, step.number)
 
-    def _verdict(self, group: PromptGroup) -> Verdict:
-        """Returns the filter's verdict. `statistics.mean` is exact up to one rounding, so the mean of equal
+    def _filter(self, group: PromptGroup) -> FilterResult:
+        """Applies the filter. `statistics.mean` is exact up to one rounding, so the mean of equal
         scores equals each of them."""
         if not self._filters:
-            return Verdict.KEPT
+            return FilterResult.KEPT
         scores = [not_none(t.score) for t in group.trajectories if t.ok and t.is_first]
         if not scores:
-            return Verdict.FAILED
+            return FilterResult.FAILED
         low, high = self._config.algo.dynamic_filtering_range
         score = mean(scores)
         if low < score < high:
-            return Verdict.KEPT
-        return Verdict.LOW if score <= low else Verdict.HIGH
+            return FilterResult.KEPT
+        return FilterResult.LOW if score <= low else FilterResult.HIGH
 
     def _metrics(self, step: Step) -> Metrics:
         num_prompts = self._verdicts.total()
@@ -295,7 +295,8 @@ class Collector:
             metrics["rollout/buffered_groups"] = float(len(self._kept))
         if self._filters and num_prompts:
             metrics |= {
-                f"rollout/{verdict}_ratio": self._verdicts[verdict] / num_prompts for verdict in Verdict
+                f"rollout/{filter_result}_ratio": self._verdicts[filter_result] / num_prompts
+                for filter_result in FilterResult
             }
             if scores := [not_none(t.score) for t in step.collected if t.ok and t.is_first]:
                 metrics["rollout/sampled_score_mean"] = fmean(scores)
@@ -303,7 +304,7 @@ class Collector:
 
     def _filter_error(self, step: Step) -> RunError:
         algo, size = self._config.algo, self._config.rollout.batch_size
-        (low, high), verdicts = algo.dynamic_filtering_range, self._verdicts
+        (low, high), results = algo.dynamic_filtering_range, self._verdicts
         remedy = (
             "Use prompts that the policy solves in some samples and not in others, or widen "
             "--algo.dynamic_filtering_range."
@@ -312,10 +313,10 @@ class Collector:
         if len(scores) == 1:
             remedy = f"All scores are {scores.pop():g}: {SAME_REWARD}"
         text = (
-            f"step {step.number}: dynamic filtering kept {verdicts[Verdict.KEPT]} of {verdicts.total()} "
+            f"step {step.number}: dynamic filtering kept {results[FilterResult.KEPT]} of {results.total()} "
             f"groups, and the step needs {size}. Groups with a mean score of {low:g} or less: "
-            f"{verdicts[Verdict.LOW]}; of {high:g} or more: {verdicts[Verdict.HIGH]}; without a finished "
-            f"sample: {verdicts[Verdict.FAILED]}.\n{remedy}\n"
+            f"{results[FilterResult.LOW]}; of {high:g} or more: {results[FilterResult.HIGH]}; without a "
+            f"finished sample: {results[FilterResult.FAILED]}.\n{remedy}\n"
             "If successes are rare, raise --algo.dynamic_filtering_max_batches "
             f"{algo.dynamic_filtering_max_batches}: a step samples at most that many batches of prompts."
         )

@@ -10,7 +10,7 @@ from records import trajectory
 from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
 from openrlhf.observability.rollout_metrics import rollout_metrics
-from openrlhf.training.collect import Verdict
+from openrlhf.training.collect import FilterResult
 from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.worker import PHASES
@@ -70,7 +70,7 @@ def written() -> set[str]:
 
 
 def all_names() -> set[str]:
-    filtering = {f"rollout/{verdict}_ratio" for verdict in Verdict}
+    filtering = {f"rollout/{filter_result}_ratio" for filter_result in FilterResult}
     memory = memory_metrics([dict.fromkeys((*PHASES.values(), "generate", "sync"), 0)]).keys()
     balance = {"policy/balance_loss", "critic/balance_loss"}
     return (

@@ -256,7 +256,7 @@ def test_a_sample_of_several_sequences_has_one_score():
     group = group_of(Prompt(prompt_id=0, text=""), (0.0, 1.0))
     first, second = group.trajectories
     parts = [replace(second, part=part) for part in range(4)]
-    assert world.collector._verdict(replace(group, trajectories=[first, *parts])) == "kept"
+    assert world.collector._filter(replace(group, trajectories=[first, *parts])) == "kept"
 
 
 def test_equal_scores_at_a_bound_are_not_inside_by_rounding():
