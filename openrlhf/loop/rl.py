@@ -110,8 +110,8 @@ class PPOTrainer(Generic[PolicyT]):
 
     def collect(self) -> Step:
         """Samples answers to the next prompts, and filters them. Asynchronous runs have sampled ahead."""
-        admission = self.collector.admission
-        ahead = admission.may_exceed or admission.max_staleness
+        staleness_limit = self.collector.staleness_limit
+        ahead = staleness_limit.may_exceed or staleness_limit.max_staleness
         total = None if ahead else self.config.samples_per_step
         step = Step(
             number=self.step + 1,

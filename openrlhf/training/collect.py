@@ -46,7 +46,7 @@ class FilterResult(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Admission:
+class StalenessLimit:
     """Limits the number of prompts that may be in flight.
 
     Synchronous training requests prompts only when none is in flight. With `max_staleness` = s > 0, sampling
@@ -110,11 +110,11 @@ class Collector:
         prompts: PromptSampler,
         rollout: Rollout,
         on_group: Callable[[PromptGroup], None],
-        admission: Admission | None = None,
+        staleness_limit: StalenessLimit | None = None,
     ) -> None:
-        """`on_group`: called with each finished group. `admission`: None: from `config`."""
+        """`on_group`: called with each finished group. `staleness_limit`: None: from `config`."""
         self._config, self._prompts, self._rollout, self._on_group = config, prompts, rollout, on_group
-        self.admission = admission or Admission.from_config(config)
+        self.staleness_limit = staleness_limit or StalenessLimit.from_config(config)
         self._under_way: dict[GroupKey, Prompt] = {}
         self._finished: dict[GroupKey, PromptGroup] = {}
         self._kept: list[PromptGroup] = []
@@ -141,7 +141,7 @@ class Collector:
         if self._to_submit:
             self._rollout.submit(self._to_submit, "train")
             self._to_submit = []
-        while self.admission.max_staleness and self._submit(step):
+        while self.staleness_limit.max_staleness and self._submit(step):
             pass
         while self._is_incomplete(step):
             self._receive(step)
@@ -187,7 +187,7 @@ class Collector:
 
     def _is_incomplete(self, step: Step) -> bool:
         """Returns True while the step needs another group."""
-        if self._under_way and not self.admission.max_staleness:
+        if self._under_way and not self.staleness_limit.max_staleness:
             return True  # samples in flight must finish before the weights change
         if len(self._ready()) == self._config.rollout.batch_size:
             return False
@@ -216,7 +216,7 @@ class Collector:
         return not is_sampled and self._prompts.epoch != self._epoch
 
     def _submit(self, step: Step) -> bool:
-        """Requests as many prompts as `admission` allows. Returns True if it requested any."""
+        """Requests as many prompts as `staleness_limit` allows. Returns True if it requested any."""
         prompts = self._next_prompts(step)
         if prompts:
             self._rollout.submit(prompts, "train")
@@ -228,7 +228,7 @@ class Collector:
         """Returns the next prompts to sample. Empty if no group is missing, or if the batch remains
         incomplete."""
         kept, under_way = len(self._kept) + self._unfillable_places, len(self._under_way)
-        room = self.admission.room(kept=kept, under_way=under_way, asked=self._asked)
+        room = self.staleness_limit.room(kept=kept, under_way=under_way, asked=self._asked)
         if room <= 0:
             is_short = len(self._ready()) < self._config.rollout.batch_size and not self._is_end_of_episode
             if is_short and not under_way and not self._prompts.is_exhausted:
@@ -240,7 +240,7 @@ class Collector:
     def _unfillable_places(self) -> int:
         """Number of places in incomplete last batches of epochs, which prompts of the next epoch must not
         fill. Counting them as taken keeps later groups within the staleness bound."""
-        if self._filters or not self.admission.max_staleness:
+        if self._filters or not self.staleness_limit.max_staleness:
             return 0
         waiting = Counter([*(g.prompt.epoch for g in self._kept), *(e for e, _ in self._under_way)])
         del waiting[self._prompts.epoch]
@@ -291,7 +291,7 @@ class Collector:
     def _metrics(self, step: Step) -> Metrics:
         num_prompts = self._verdicts.total()
         metrics = {"rollout/num_prompts": float(num_prompts)}
-        if self.admission.may_exceed:
+        if self.staleness_limit.may_exceed:
             metrics["rollout/buffered_groups"] = float(len(self._kept))
         if self._filters and num_prompts:
             metrics |= {

@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from openrlhf.api import Admission, Collector, Step, read_journal
+from openrlhf.api import Collector, StalenessLimit, Step, read_journal
 from openrlhf.tools.replay.recorded import RecordedRun
 
 
 class JournalCollector(Collector):
     """Returns the samples that a recorded run trained on, in the same order."""
 
-    def __init__(self, source: RecordedRun, admission: Admission, last_step: int) -> None:
+    def __init__(self, source: RecordedRun, staleness_limit: StalenessLimit, last_step: int) -> None:
         """`last_step`: the last step whose samples are returned."""
-        self._journals, self.admission, self._last_step = source.rollouts(), admission, last_step
+        self._journals, self.staleness_limit, self._last_step = source.rollouts(), staleness_limit, last_step
         self._step = 0
 
     @property

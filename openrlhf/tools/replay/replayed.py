@@ -81,7 +81,7 @@ def reinforcement(config: PPOConfig, source: RecordedRun, start: int, step: int)
     updates, of_critic = num_updates(config, prompts, config.frozen_actor_steps), num_updates(config, prompts)
     roles = start_local_roles(config, updates, of_critic, data.texts, NoEngines())
     trainer = build_trainer(config, [], cast(Any, roles), data, checkpoints, found.tag)
-    trainer.collector = JournalCollector(source, trainer.collector.admission, step)
+    trainer.collector = JournalCollector(source, trainer.collector.staleness_limit, step)
     trainer.total_steps = step
     try:
         trainer.fit()

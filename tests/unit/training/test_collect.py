@@ -25,7 +25,7 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.hooks.base import Step
 from openrlhf.rollout.dispatch import Dispatcher
-from openrlhf.training.collect import SAME_REWARD, Admission, Collector, check_failures
+from openrlhf.training.collect import SAME_REWARD, Collector, StalenessLimit, check_failures
 from openrlhf.types import Prompt, PromptGroup, Purpose, Sampled, Trajectory, no_work
 
 Score = float | None
@@ -556,8 +556,8 @@ def test_a_step_never_asks_for_more_than_the_bound(world_of, max_batches):
 )
 def test_room_for_prompts(options, kept, under_way, asked, room):
     """A step has four groups."""
-    admission = Admission(batch_size=4, **options)
-    assert admission.room(kept=kept, under_way=under_way, asked=asked) == room
+    staleness_limit = StalenessLimit(batch_size=4, **options)
+    assert staleness_limit.room(kept=kept, under_way=under_way, asked=asked) == room
 
 
 @pytest.mark.parametrize(
@@ -568,14 +568,14 @@ def test_prompts_of_a_step_are_limited_where_groups_are_filtered(filters, chunk,
     config = World(num_prompts=4).config
     algo = replace(config.algo, dynamic_filtering_enable=filters, dynamic_filtering_max_batches=3)
     rollout = replace(config.rollout, batch_size=4, vllm_generate_batch_size=chunk)
-    admission = Admission.from_config(replace(config, algo=algo, rollout=rollout))
-    assert (admission.limit, admission.may_exceed) == (limit, may_exceed)
-    assert (admission.batch_size, admission.chunk) == (4, chunk)
+    staleness_limit = StalenessLimit.from_config(replace(config, algo=algo, rollout=rollout))
+    assert (staleness_limit.limit, staleness_limit.may_exceed) == (limit, may_exceed)
+    assert (staleness_limit.batch_size, staleness_limit.chunk) == (4, chunk)
 
 
 def ahead(world: World, **changes) -> World:
-    admission = replace(Admission.from_config(world.config), **changes)
-    world.collector = Collector(world.config, world.prompts, world, world.on_group, admission)
+    staleness_limit = replace(StalenessLimit.from_config(world.config), **changes)
+    world.collector = Collector(world.config, world.prompts, world, world.on_group, staleness_limit)
     return world
 
 

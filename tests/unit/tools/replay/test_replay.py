@@ -22,7 +22,7 @@ from openrlhf.tools.replay.journal_collector import JournalCollector
 from openrlhf.tools.replay.replay import run as replay
 from openrlhf.tools.replay.rerun import Rerun, compare, configured, environment_of
 from openrlhf.tools.replay.tensors import compare_checkpoints, have_same_hashes
-from openrlhf.training.collect import Admission
+from openrlhf.training.collect import StalenessLimit
 from openrlhf.types import Image
 
 
@@ -129,7 +129,7 @@ def test_runs_whose_journal_lacks_something_are_refused(tmp_path):
 
 
 def test_samples_come_from_the_journal(recording):
-    collector = JournalCollector(recording.run, Admission(batch_size=2), last_step=3)
+    collector = JournalCollector(recording.run, StalenessLimit(batch_size=2), last_step=3)
     for step in (2, 3):
         assert not collector.is_exhausted
         collector.fill(found := Step(number=step, version=0))
