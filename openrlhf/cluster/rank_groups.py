@@ -248,14 +248,14 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
         return self.on_all(lambda worker: worker.weight_sketches.remote())
 
 
-class Unadapted:
+class AdapterDisabledReference:
     """The reference model of a policy with LoRA adapters: the policy with its adapters disabled."""
 
     def __init__(self, policy: PolicyRanks) -> None:
         self.policy = policy
 
     def forward(self, batch: Batch) -> Gathered[np.ndarray]:
-        return self.policy.forward(replace(batch, routing=None), "forward_unadapted")
+        return self.policy.forward(replace(batch, routing=None), "forward_without_adapters")
 
 
 class CriticRanks(TrainedRanks[CriticWorker]):

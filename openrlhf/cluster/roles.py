@@ -16,12 +16,12 @@ from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pending import STALL, Gathered, results
 from openrlhf.cluster.placement import Bundles
 from openrlhf.cluster.rank_groups import (
+    AdapterDisabledReference,
     CriticRanks,
     FrozenRanks,
     PolicyRanks,
     RankGroup,
     RewardRanks,
-    Unadapted,
 )
 from openrlhf.cluster.watch import Board, Watch
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
@@ -41,7 +41,7 @@ class Roles:
     rollout: EnginePool
     policy: PolicyRanks
     critic: CriticRanks | None = None
-    reference: FrozenRanks | Unadapted | None = None
+    reference: FrozenRanks | AdapterDisabledReference | None = None
     teacher: FrozenRanks | None = None
     reward: RewardRanks | None = None
 
@@ -55,7 +55,7 @@ class Roles:
             "teacher": self.teacher,
             "reward models": self.reward,
         }
-        return {name: g for name, g in groups.items() if g and not isinstance(g, Unadapted)}
+        return {name: g for name, g in groups.items() if g and not isinstance(g, AdapterDisabledReference)}
 
     @property
     def processes(self) -> dict[str, list[ActorHandle]]:
@@ -129,7 +129,7 @@ def start_roles(
     if "ref" in places:
         roles.reference = FrozenRanks(config, places["ref"])
     elif config.uses_reference:
-        roles.reference = Unadapted(roles.policy)
+        roles.reference = AdapterDisabledReference(roles.policy)
     if "teacher" in places:
         roles.teacher = FrozenRanks(config, places["teacher"])
     engines, key = counted(config.num_engines, "rollout engine"), config.actor.model_name_or_path

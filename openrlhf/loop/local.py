@@ -11,7 +11,13 @@ from openrlhf.algorithms.mismatch import PROBE
 from openrlhf.backends.weight_sync.stored_weights import Limit, Probe, check_stored, probe_of_run
 from openrlhf.cluster.in_process import InProcess
 from openrlhf.cluster.pending import Answer, Gathered, first
-from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks, RewardRanks, Unadapted
+from openrlhf.cluster.rank_groups import (
+    AdapterDisabledReference,
+    CriticRanks,
+    FrozenRanks,
+    PolicyRanks,
+    RewardRanks,
+)
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.rollout.dispatch import Dispatcher
@@ -116,7 +122,7 @@ class LocalRoles(Generic[RolloutT]):
     rollout: RolloutT
     policy: PolicyRanks
     critic: CriticRanks | None = None
-    reference: FrozenRanks | Unadapted | None = None
+    reference: FrozenRanks | AdapterDisabledReference | None = None
     teacher: FrozenRanks | None = None
 
     def peak_memory(self) -> Gathered[Metrics]:
@@ -136,7 +142,7 @@ def start_local_roles(
         roles.critic.start(critic_updates).result()
     path = config.actor.model_name_or_path
     if config.uses_reference and config.ds.lora.rank:
-        roles.reference = Unadapted(roles.policy)
+        roles.reference = AdapterDisabledReference(roles.policy)
     elif config.uses_reference:
         roles.reference = _frozen(config, path, ACTOR_FLAG, config.ref.offload)
     if path := config.teacher.model_name_or_path:

@@ -228,7 +228,7 @@ class PolicyWorker(TrainedWorker):
             freeze_vision(model)
         return PolicyModel(model)
 
-    def forward_unadapted(self, batch: Batch) -> np.ndarray:
+    def forward_without_adapters(self, batch: Batch) -> np.ndarray:
         """Returns the log-probs (A,) of the model with its adapters disabled, which is the reference of LoRA
         runs."""
         with torch.no_grad(), disabled_adapters(self.model.module.model):

@@ -47,7 +47,7 @@ from openrlhf.types import Batch, PackedRow, Trajectory
 ModelT = TypeVar("ModelT", TrainEngine, FrozenModel)
 
 PHASES = {
-    **dict.fromkeys(("forward", "forward_unadapted"), "logprobs"),
+    **dict.fromkeys(("forward", "forward_without_adapters"), "logprobs"),
     **dict.fromkeys(("update", "forward_backward", "optim_step"), "update"),
 }
 """Maps a worker's method to the phase that its peak memory is booked under."""

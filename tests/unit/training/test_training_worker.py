@@ -332,7 +332,7 @@ def test_a_sync_under_a_random_adapter_leaves_the_policy_as_it_was(threads: Call
         assert torch.equal(plain, sent[1][1]) and torch.equal(random, sent[2][1])
         assert float((plain - random).abs().mean()) > 0.1 and moved(before, worker) == 0
         assert list(worker.peak_memory()) == ["sync"]
-        reference = worker.forward_unadapted(sampled())
+        reference = worker.forward_without_adapters(sampled())
         assert reference == pytest.approx(log_probs_of(folder / "policy", 0.5).numpy(), abs=ROUNDING)
 
     threads(1, work)
