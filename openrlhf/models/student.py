@@ -13,7 +13,7 @@ from openrlhf.models.policy import head_of, head_options
 from openrlhf.types import PackedRow
 
 
-class Lesson(NamedTuple):
+class TeacherTargets(NamedTuple):
     """The teacher's distributions at the actions of a row."""
 
     hidden: Tensor  # (A, H) inputs of the teacher's head, one for each action
@@ -53,7 +53,9 @@ class StudentModel(RowModel):
         self.head_options = head_options(model.config)
         head_of(model).__class__ = StudentHead  # changes only the class: ZeRO-3's hooks on the module stay
 
-    def forward(self, row: PackedRow, lesson: Lesson, temperature: float, kind: Divergence) -> StudentScores:
+    def forward(
+        self, row: PackedRow, teacher_targets: TeacherTargets, temperature: float, kind: Divergence
+    ) -> StudentScores:
         """Returns log-probs of the actions and divergences from the teacher. `temperature` divides both
         models' logits in the divergence, but not in the log-probs."""
         states = action_states(self.model, row, row.actions - 1)
@@ -61,7 +63,7 @@ class StudentModel(RowModel):
         log_probs, divergence = head_of(self.model)(
             states.hidden,
             row.token_ids[row.actions[states.own]],
-            lesson._replace(hidden=lesson.hidden[states.own]),
+            teacher_targets._replace(hidden=teacher_targets.hidden[states.own]),
             scale=scale,
             softcap=softcap,
             temperature=temperature,
@@ -74,24 +76,24 @@ class StudentHead(nn.Linear):
     """A language model head that can also return log-probs and divergences. It is called as a module so that
     ZeRO-3 gathers its weight."""
 
-    # pyrefly: ignore[bad-override]  without a lesson it is a linear layer
+    # pyrefly: ignore[bad-override]  without targets of a teacher it is a linear layer
     def forward(
         self,
         input: Tensor,
         targets: Tensor | None = None,
-        lesson: Lesson | None = None,
+        teacher_targets: TeacherTargets | None = None,
         *,
         scale: float = 1.0,
         softcap: float | None = None,
         temperature: float = 1.0,
         kind: Divergence = "forward_kl",
     ):
-        if targets is None or lesson is None:
+        if targets is None or teacher_targets is None:
             return super().forward(input)
         log_probs, _ = linear_log_probs(
             input, self.weight, targets, scale=scale, bias=self.bias, softcap=softcap
         )
         own = LinearHead(self.weight, self.bias, scale / temperature, softcap)
-        teacher = lesson.head._replace(scale=lesson.head.scale / temperature)
-        divergence = linear_divergence(input, own, lesson.hidden, teacher, kind=kind)
+        teacher = teacher_targets.head._replace(scale=teacher_targets.head.scale / temperature)
+        divergence = linear_divergence(input, own, teacher_targets.hidden, teacher, kind=kind)
         return StudentScores(log_probs, divergence)

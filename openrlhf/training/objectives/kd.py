@@ -8,7 +8,7 @@ from torch import Tensor
 from openrlhf.algorithms.distillation import Divergence, LinearHead
 from openrlhf.algorithms.reductions import token_mean
 from openrlhf.algorithms.token_loss import negative_log_likelihood
-from openrlhf.models.student import Lesson
+from openrlhf.models.student import TeacherTargets
 from openrlhf.types import LossNorm, PackedRow
 
 
@@ -29,8 +29,8 @@ class DistillationObjective:
 
     def __call__(self, model: Callable, batch: PackedRow, norm: LossNorm) -> tuple[Tensor, dict[str, Tensor]]:
         """`model` is a `models.student.StudentModel`, possibly wrapped by an engine."""
-        lesson = Lesson(self.teacher(batch), self.teacher_head)
-        scores = model(batch, lesson=lesson, temperature=self.temperature, kind=self.kind)
+        teacher_targets = TeacherTargets(self.teacher(batch), self.teacher_head)
+        scores = model(batch, teacher_targets=teacher_targets, temperature=self.temperature, kind=self.kind)
         nll = token_mean(negative_log_likelihood(scores.log_probs), norm)
         divergence = token_mean(scores.divergence, norm)
         loss = (1 - self.coef) * nll + self.coef * self.temperature**2 * divergence

@@ -115,7 +115,7 @@ def frozen(folder: str) -> Callable[[PackedRow], Tensor]:
     return lambda row: model(row).log_probs
 
 
-def lesson(folder: str) -> DistillationObjective:
+def teacher_targets(folder: str) -> DistillationObjective:
     teacher = on_gpu(TeacherModel, folder)
     return DistillationObjective(teacher=teacher, teacher_head=linear_head(teacher.model), coef=0.5)
 
@@ -139,7 +139,7 @@ CASES = {
     "prm of chances": Case(
         ProcessRewardModel, CHANCES, lambda folder: ProcessObjective(reward_token_ids=(7, 5))
     ),
-    "kd": Case(StudentModel, PACKED, lesson),
+    "kd": Case(StudentModel, PACKED, teacher_targets),
     "critic": Case(ValueModel, ExperienceRow.of(EXPERIENCES), lambda folder: CriticObjective(value_clip=0.2)),
     "actor, cispo": actor(loss_type="cispo"),
     "actor, gspo": actor(loss_type="gspo", dual_clip=3.0),
