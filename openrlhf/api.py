@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.backends.vllm.support import check_vllm_runs
     from openrlhf.backends.weight_sync.sender import BUCKET_BYTES
     from openrlhf.backends.weight_sync.stored_weights import (
-        Limit as WeightLimit, Probe as WeightProbe, Sketch as WeightSketch, differing_weights, probe_of_run,
+        Limit as WeightLimit, Probe as WeightProbe, WeightFingerprint, differing_weights, probe_of_run,
         reason_of as weight_difference,
     )
     from openrlhf.checkpoint.dcp import METADATA as TORCH_METADATA, TorchReader, load_tensors

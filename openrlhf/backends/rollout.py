@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from openrlhf.backends.peak_memory import Peaks
-from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.ppo import ACTOR_FLAG
 from openrlhf.config.sections import LoraConfig
@@ -187,9 +187,9 @@ class RolloutEngine(Protocol):
         """Returns the names of parameters that no weight sync has written in at least one worker."""
         ...
 
-    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        """Returns sketches of weights as the engine's layers store them. `lengths`: checkpoint name -> length
-        of the sketch. Weights that cannot be read back are omitted."""
+    async def layer_fingerprints(self, lengths: dict[str, int]) -> dict[str, WeightFingerprint]:
+        """Returns fingerprints of weights as the engine's layers store them. `lengths`: checkpoint name ->
+        length of the fingerprint. Weights that cannot be read back are omitted."""
         ...
 
     def progress(self) -> tuple[int, bool]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from openrlhf.backends.offload import DeviceMemory
 from openrlhf.backends.weight_sync.client import EngineClient
-from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch
+from openrlhf.backends.weight_sync.stored_weights import Probe, WeightFingerprint
 from openrlhf.cluster import environment
 from openrlhf.cluster.actors import actor_class
 from openrlhf.cluster.in_process import InProcess
@@ -242,10 +242,10 @@ class PolicyRanks(TrainedRanks[PolicyWorker]):
         `TrainEngine.random_adapter`."""
         return self.on_all(lambda worker: worker.send_weights.remote(version, probe, adapter_seed))
 
-    def weight_sketches(self) -> Gathered[dict[str, Sketch]]:
-        """Returns sketches of the weights that were sent to engines: of the base weights if adapters are sent
-        separately."""
-        return self.on_all(lambda worker: worker.weight_sketches.remote())
+    def weight_fingerprints(self) -> Gathered[dict[str, WeightFingerprint]]:
+        """Returns fingerprints of the weights that were sent to engines: of the base weights if adapters are
+        sent separately."""
+        return self.on_all(lambda worker: worker.weight_fingerprints.remote())
 
 
 class AdapterDisabledReference:

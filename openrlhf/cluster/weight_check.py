@@ -108,9 +108,9 @@ class WeightCheck:
         engine, policy = self.engines.members[number], not_none(self.policy)
         try:
             (unwritten,) = results([engine.unwritten_parameters.remote()])
-            sent = policy.weight_sketches().result()  # bounded: by watch.py
-            lengths = {name: sketch.length for name, sketch in sent.items()}
-            (stored,) = results([engine.layer_sketches.remote(lengths)])
+            sent = policy.weight_fingerprints().result()  # bounded: by watch.py
+            lengths = {name: fingerprint.length for name, fingerprint in sent.items()}
+            (stored,) = results([engine.layer_fingerprints.remote(lengths)])
         except RayError as error:
             return f"Its layers could not be read back: {describe_cause(error)}"
         return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))

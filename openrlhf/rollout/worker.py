@@ -10,7 +10,7 @@ from dataclasses import replace
 from openrlhf.agents.base import SingleTurnAgentExecutor
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import MAX_LOGPROBS, EngineOptions, engine_class
-from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe, Sketch
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Probe, WeightFingerprint
 from openrlhf.config.ppo import ACTOR_FLAG, PPOConfig
 from openrlhf.config.sections import KEY_VARIABLE, LoraConfig
 from openrlhf.config.speculation import parse_speculation
@@ -131,8 +131,8 @@ class RolloutWorker:
     async def unwritten_parameters(self) -> list[str]:
         return await self.engine.unwritten_parameters()
 
-    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        return await self.engine.layer_sketches(lengths)
+    async def layer_fingerprints(self, lengths: dict[str, int]) -> dict[str, WeightFingerprint]:
+        return await self.engine.layer_fingerprints(lengths)
 
     async def peak_memory(self) -> Peaks:
         return await self.engine.peak_memory()

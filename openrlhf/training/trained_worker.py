@@ -21,7 +21,7 @@ from openrlhf.backends.distributed import (
 from openrlhf.backends.offload import offload_optimizer, optimizer_loaded
 from openrlhf.backends.weight_sync.client import EngineClient
 from openrlhf.backends.weight_sync.sender import WeightSender
-from openrlhf.backends.weight_sync.stored_weights import Probe, Sketch, sketches
+from openrlhf.backends.weight_sync.stored_weights import Probe, WeightFingerprint, fingerprints
 from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, ActorConfig, CriticConfig
 from openrlhf.config.sections import OptimConfig
@@ -329,9 +329,9 @@ class PolicyWorker(TrainedWorker):
         row = PackedRow.of([Sample(token_ids=ids, action_mask=mask, images=probe.images)])
         return self.model.forward([row], lambda model, row: model(row).log_probs)[0]
 
-    def weight_sketches(self) -> dict[str, Sketch]:
-        """Returns sketches of the weights; see `PolicyRanks.weight_sketches`. Collective."""
-        return sketches(self.model.weights(part=self.sender.source.whole_part))
+    def weight_fingerprints(self) -> dict[str, WeightFingerprint]:
+        """Returns fingerprints of the weights; see `PolicyRanks.weight_fingerprints`. Collective."""
+        return fingerprints(self.model.weights(part=self.sender.source.whole_part))
 
 
 class CriticWorker(TrainedWorker):

@@ -12,7 +12,7 @@ import torch
 from openrlhf.backends.rollout import EngineOptions, RolloutEngine, engine_class
 from openrlhf.backends.weight_sync.buckets import Bucket, TensorMeta
 from openrlhf.backends.weight_sync.checksum import Checksum
-from openrlhf.backends.weight_sync.stored_weights import sketches
+from openrlhf.backends.weight_sync.stored_weights import fingerprints
 from openrlhf.completions import Completion, SamplingParams
 from openrlhf.models.checkpoint_layout import checkpoint_tensors
 from openrlhf.models.loading import load_causal_lm, load_tokenizer
@@ -227,11 +227,11 @@ async def new_weights(setting: Setting) -> None:
     answer = await meanwhile
     assert answer.versions.tolist() == [[3, 12]]
     assert await engine.unwritten_parameters() == []
-    ours = sketches(sent.items())
-    stored = await engine.layer_sketches({name: sketch.length for name, sketch in ours.items()})
+    ours = fingerprints(sent.items())
+    stored = await engine.layer_fingerprints({name: fingerprint.length for name, fingerprint in ours.items()})
     assert len(stored) > len(ours) // 2
-    for name, sketch in stored.items():
-        assert sketch.distance(ours[name]) < 1e-4 * ours[name].size, name
+    for name, fingerprint in stored.items():
+        assert fingerprint.distance(ours[name]) < 1e-4 * ours[name].size, name
 
 
 async def send(engine: RolloutEngine, name: str, tensor: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineOptions, kept_sets
 from openrlhf.backends.weight_sync.buckets import Bucket, metas_of
 from openrlhf.backends.weight_sync.checksum import Checksum
-from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch, sketches
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint, fingerprints
 from openrlhf.completions import Completion, Completions, SamplingParams
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.checkpoint_layout import CheckpointLayout, checkpoint_tensors
@@ -291,11 +291,11 @@ class TransformersEngine:
         names = self.unwritten
         return sorted(names if names is not None else checkpoint_tensors(self.model))
 
-    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
+    async def layer_fingerprints(self, lengths: dict[str, int]) -> dict[str, WeightFingerprint]:
         tensors = checkpoint_tensors(self.model)
         layout = CheckpointLayout(self.model, {name: tuple(t.shape) for name, t in tensors.items()})
         whole = {n: t for c in layout.conversions for n, t in layout.convert(c, tensors).items()}
-        return sketches((name, whole[name]) for name in lengths if name in whole)
+        return fingerprints((name, whole[name]) for name in lengths if name in whole)
 
     async def peak_memory(self) -> Peaks:
         return {}

@@ -20,7 +20,7 @@ from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineDied, EngineOptions
 from openrlhf.backends.vllm import lifeline
 from openrlhf.backends.vllm.requests import completions, library, vllm_params
-from openrlhf.backends.weight_sync.stored_weights import EngineProbe, Sketch
+from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint
 from openrlhf.completions import Completions, SamplingParams
 from openrlhf.config.choices import VLLM_LORA_RANKS
 from openrlhf.config.sections import LoraConfig
@@ -373,11 +373,11 @@ class VLLMEngine:
         workers = await self._bounded(self.llm.collective_rpc("unwritten_parameters"))
         return sorted({name for names in workers for name in names})
 
-    async def layer_sketches(self, lengths: dict[str, int]) -> dict[str, Sketch]:
-        """Returns the workers' sketches, see `WorkerExtension.layer_sketches`. If several workers have a
-        sketch of the same weight, returns the last one."""
-        workers = await self._bounded(self.llm.collective_rpc("layer_sketches", args=(lengths,)))
-        return {name: Sketch(*numbers) for found in workers for name, numbers in found.items()}
+    async def layer_fingerprints(self, lengths: dict[str, int]) -> dict[str, WeightFingerprint]:
+        """Returns the workers' fingerprints, see `WorkerExtension.layer_fingerprints`. If several workers
+        have a fingerprint of the same weight, returns the last one."""
+        workers = await self._bounded(self.llm.collective_rpc("layer_fingerprints", args=(lengths,)))
+        return {name: WeightFingerprint(*numbers) for found in workers for name, numbers in found.items()}
 
     async def peak_memory(self) -> Peaks:
         if not self.asleep:

@@ -38,7 +38,7 @@ from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
-from openrlhf.backends.weight_sync.stored_weights import Sketch, random_input
+from openrlhf.backends.weight_sync.stored_weights import WeightFingerprint, random_input
 from openrlhf.faults import fault
 
 lifeline.follow()
@@ -88,15 +88,18 @@ class WorkerExtension:
         engine = self.weight_transfer_engine
         return [name for name, now in _fingerprints(engine.model).items() if engine.at_start[name] == now]
 
-    def layer_sketches(self, lengths: dict[str, int]) -> dict[str, tuple]:
-        """Returns sketches of weights as this worker's layers compute with them. `lengths`: checkpoint name
-        -> length of the trainer's sketch. Weights that cannot be read back are omitted."""
+    def layer_fingerprints(self, lengths: dict[str, int]) -> dict[str, tuple]:
+        """Returns fingerprints of weights as this worker's layers compute with them. `lengths`: checkpoint
+        name
+        -> length of the trainer's fingerprint. Weights that cannot be read back are omitted."""
         found = {}
         for stored, names in _stored_together(self.weight_transfer_engine.model, lengths).items():
             values = _layer_output(self.weight_transfer_engine.model, stored)
             if values is not None and len(values) == sum(lengths[name] for name in names):
                 parts = values.split([lengths[name] for name in names])
-                found |= {name: tuple(Sketch.of(part)) for name, part in zip(names, parts, strict=True)}
+                found |= {
+                    name: tuple(WeightFingerprint.of(part)) for name, part in zip(names, parts, strict=True)
+                }
         return found
 
     def use_adapter(self, number: int, config: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ Rounding may route a token to another expert, and all later tokens attend to it.
 LEAST_SPREAD = 0.01
 """Lower bound in nats of the spread, the unit of differences."""
 PROJECTIONS = 16
-"""Number of random projections in the sketch of a weight."""
+"""Number of random projections in the fingerprint of a weight."""
 LEAST_EFFECT = 4.0
 """Minimum change of a probe's log-probs by a random adapter, in multiples of the allowed difference."""
 
@@ -163,7 +163,7 @@ def check_adapter(plain: Tensor, adapted: Tensor, limit: Limit) -> None:
         raise RunError(ErrorCode.WRONG_WEIGHTS, text, flag="--vllm.lora_sync", value="adapter")
 
 
-class Sketch(NamedTuple):
+class WeightFingerprint(NamedTuple):
     """A few numbers that summarize a vector, or a matrix by its product with a random input."""
 
     length: int
@@ -175,13 +175,13 @@ class Sketch(NamedTuple):
 
     @classmethod
     def of(cls, values: Tensor) -> Self:
-        """Sketches a vector (n,)."""
+        """Computes the fingerprint of a vector (n,)."""
         numbers = values.detach().double().cpu()
         directions = random_input(PROJECTIONS * len(numbers)).double().view(PROJECTIONS, -1)
         projections = (directions @ numbers / math.sqrt(len(numbers))).tolist()
         return cls(len(numbers), float((numbers**2).mean().sqrt()), tuple(projections))
 
-    def distance(self, other: "Sketch") -> float:
+    def distance(self, other: "WeightFingerprint") -> float:
         """Returns the distance, which estimates the root mean square of the differences between elements."""
         return math.dist(self.projections, other.projections) / math.sqrt(PROJECTIONS)
 
@@ -191,20 +191,24 @@ def random_input(size: int) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(size))
 
 
-def sketches(weights: Iterable[tuple[str, Tensor]]) -> dict[str, Sketch]:
-    """Sketches the vectors and matrices among the named tensors; omits others."""
+def fingerprints(weights: Iterable[tuple[str, Tensor]]) -> dict[str, WeightFingerprint]:
+    """Computes the fingerprints of the vectors and matrices among the named tensors; omits others."""
     found = {}
     for name, weight in weights:
         if weight.dim() == 2:
-            found[name] = Sketch.of(weight.detach().float() @ random_input(weight.shape[1]).to(weight.device))
+            found[name] = WeightFingerprint.of(
+                weight.detach().float() @ random_input(weight.shape[1]).to(weight.device)
+            )
         elif weight.dim() == 1:
-            found[name] = Sketch.of(weight)
+            found[name] = WeightFingerprint.of(weight)
     return found
 
 
-def differing_weights(sent: Mapping[str, Sketch], stored: Mapping[str, Sketch], relative: float) -> list[str]:
-    """Returns the names of weights whose sketches in an engine's layers (`stored`) differ from the trainer's
-    (`sent`), in the order of sending. `relative`: the relative error that rounding explains."""
+def differing_weights(
+    sent: Mapping[str, WeightFingerprint], stored: Mapping[str, WeightFingerprint], relative: float
+) -> list[str]:
+    """Returns the names of weights whose fingerprints in an engine's layers (`stored`) differ from the
+    trainer's (`sent`), in the order of sending. `relative`: the relative error that rounding explains."""
     return [
         name
         for name, ours in sent.items()

@@ -15,6 +15,7 @@ from openrlhf.api import (
     PolicyWorker,
     RunError,
     SamplingParams,
+    WeightFingerprint,
     differing_weights,
     free_port,
     local_options,
@@ -23,7 +24,6 @@ from openrlhf.api import (
 )
 from openrlhf.api import WeightLimit as Limit
 from openrlhf.api import WeightProbe as Probe
-from openrlhf.api import WeightSketch as Sketch
 from openrlhf.api import weight_difference as reason_of
 from openrlhf.tools.verify.report import Finding, judged, not_checked
 from openrlhf.tools.verify.subjects import PolicySubject, batch_of, policy_learned, prompts_of
@@ -76,9 +76,11 @@ class SyncedPair:
 
     def reason(self) -> str:
         """Names the weights that the engine lacks or stores differently, as far as they can be read back."""
-        sent = self.worker.weight_sketches()
-        lengths = {name: sketch.length for name, sketch in sent.items()}
-        stored: dict[str, Sketch] = self.engine.call(self.engine.engine.layer_sketches(lengths))
+        sent = self.worker.weight_fingerprints()
+        lengths = {name: fingerprint.length for name, fingerprint in sent.items()}
+        stored: dict[str, WeightFingerprint] = self.engine.call(
+            self.engine.engine.layer_fingerprints(lengths)
+        )
         unwritten = self.engine.call(self.engine.engine.unwritten_parameters())
         return reason_of(unwritten, differing_weights(sent, stored, self.limit.relative), len(stored))
 

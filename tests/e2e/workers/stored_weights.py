@@ -22,12 +22,12 @@ from openrlhf.backends.weight_sync.stored_weights import (
     DifferentWeightsError,
     EngineProbe,
     Limit,
-    Sketch,
+    WeightFingerprint,
     check_stored,
     differing_weights,
+    fingerprints,
     probe_of,
     reason_of,
-    sketches,
 )
 from openrlhf.types import PackedRow, Sample
 
@@ -68,10 +68,10 @@ class InProcess:
         return EngineProbe(log_probs=log_probs, version=self.version)
 
     def reason(self, trainer: Trainer, limit: Limit) -> str:
-        sent = sketches(trainer.weights(0))
-        lengths = {name: sketch.length for name, sketch in sent.items()}
-        (stored,) = self.llm.collective_rpc("layer_sketches", args=(lengths,))
-        found = {name: Sketch(*numbers) for name, numbers in stored.items()}
+        sent = fingerprints(trainer.weights(0))
+        lengths = {name: fingerprint.length for name, fingerprint in sent.items()}
+        (stored,) = self.llm.collective_rpc("layer_fingerprints", args=(lengths,))
+        found = {name: WeightFingerprint(*numbers) for name, numbers in stored.items()}
         (unwritten,) = self.llm.collective_rpc("unwritten_parameters")
         return reason_of(unwritten, differing_weights(sent, found, limit.relative), len(found))
 

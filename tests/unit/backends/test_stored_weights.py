@@ -13,15 +13,15 @@ from openrlhf.backends.weight_sync.stored_weights import (
     DifferentWeightsError,
     EngineProbe,
     Limit,
-    Sketch,
+    WeightFingerprint,
     check_adapter,
     check_stored,
     differing_weights,
+    fingerprints,
     make_probe,
     probe_of,
     probe_of_run,
     reason_of,
-    sketches,
 )
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.ppo import ActorConfig, PPOConfig, PromptDataConfig
@@ -159,19 +159,19 @@ def test_weights_that_layers_hold_otherwise_are_named():
     bfloat16 they are the same."""
     torch.manual_seed(0)
     sent = {name: torch.randn(shape) for name, shape in WEIGHTS.items()}
-    ours = sketches(sent.items())
+    ours = fingerprints(sent.items())
     assert ours.keys() == {"norm", "up", "down"}
     relative = ON_GPU["bf16"].relative
 
     def different(**changed: torch.Tensor) -> list[str]:
-        return differing_weights(ours, sketches((sent | changed).items()), relative)
+        return differing_weights(ours, fingerprints((sent | changed).items()), relative)
 
     assert different() == []
     assert different(up=sent["up"].bfloat16(), norm=sent["norm"].bfloat16()) == []
     assert different(up=sent["up"].roll(1, 0), norm=sent["norm"] + 1) == ["norm", "up"]
     assert different(up=sent["up"].roll(1, 1)) == ["up"]
     assert different(down=torch.randn(5, 7)) == ["down"]
-    assert differing_weights(ours, {"up": Sketch(7, 1.0, (math.nan,) * 16)}, relative) == ["up"]
+    assert differing_weights(ours, {"up": WeightFingerprint(7, 1.0, (math.nan,) * 16)}, relative) == ["up"]
 
 
 def test_an_answer_is_compared_with_the_log_probs_of_its_version(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ from openrlhf.backends.weight_sync.gloo import Connection
 from openrlhf.backends.weight_sync.sender import BUCKET_BYTES, WeightSender
 from openrlhf.backends.weight_sync.shared_memory import SharedMemory, open_memory
 from openrlhf.backends.weight_sync.source import WeightSource
-from openrlhf.backends.weight_sync.stored_weights import Sketch
+from openrlhf.backends.weight_sync.stored_weights import WeightFingerprint
 from openrlhf.errors import ErrorCode
 
 DTYPES = ("float32", "bfloat16", "float16", "float64", "int64", "uint8")
@@ -402,9 +402,9 @@ def test_sketches_of_a_worker_are_those_of_its_weights():
     model = torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(5), "other": torch.nn.Linear(5, 2)})
     worker = SimpleNamespace(weight_transfer_engine=SimpleNamespace(model=model))
     lengths = {"norm.weight": 5, "norm.bias": 4, "other.weight": 2, "other.bias": 2, "gone.weight": 5}
-    found = WorkerExtension.layer_sketches(worker, lengths)
+    found = WorkerExtension.layer_fingerprints(worker, lengths)
     known = {"norm.weight": model["norm"].weight, "other.bias": model["other"].bias}
-    assert found == {name: tuple(Sketch.of(weight)) for name, weight in known.items()}
+    assert found == {name: tuple(WeightFingerprint.of(weight)) for name, weight in known.items()}
 
 
 @pytest.mark.processes

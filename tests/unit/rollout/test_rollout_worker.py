@@ -279,7 +279,7 @@ def test_a_probe_is_asked_with_its_pictures(model: Path, made: dict) -> None:
         ("finish_weight_update", ("2",)),
         ("loaded_checksums", ()),
         ("unwritten_parameters", ()),
-        ("layer_sketches", ({"lm_head.weight": 8},)),
+        ("layer_fingerprints", ({"lm_head.weight": 8},)),
         ("peak_memory", ()),
         ("sleep", ()),
         ("wake", (["weights"],)),

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from openrlhf.backends.weight_sync.stored_weights import Probe, sketches
+from openrlhf.backends.weight_sync.stored_weights import Probe, fingerprints
 from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.config.ppo import (
     ACTOR_FLAG,
@@ -305,8 +305,8 @@ def test_what_a_sync_sends_and_what_it_is_compared_with(threads: Callable, folde
         saved = load_file(folder / "policy" / "model.safetensors")
         assert worker.weight_bytes() == sum(4 * weight.numel() for weight in saved.values())
         worker.sender = SimpleNamespace(source=SimpleNamespace(whole_part="merged"))
-        assert worker.weight_sketches() == sketches(worker.model.weights())
-        assert worker.weight_sketches().keys() == saved.keys()
+        assert worker.weight_fingerprints() == fingerprints(worker.model.weights())
+        assert worker.weight_fingerprints().keys() == saved.keys()
         probe = Probe(token_ids=TOKENS[0], asked=TOKENS[0])
         # at temperature 1, whatever the samples' is
         expected = log_probs_of(folder / "policy", 1.0)[:4]
