@@ -12,10 +12,10 @@ from openrlhf.observability.hooks.load import attached
 from openrlhf.observability.progress import Phase, Progress
 from openrlhf.observability.run_folder import RunFolder
 from openrlhf.observability.startup import StartClock
+from openrlhf.observability.trackers.background import Trackers
 from openrlhf.observability.trackers.base import TrackedRun
 from openrlhf.observability.trackers.load import open_trackers
 from openrlhf.observability.trackers.metrics_file import JsonlTracker
-from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.plugins import registered
 from openrlhf.types import Metrics
 

@@ -17,11 +17,11 @@ from openrlhf.config.sections import LoggerConfig, WandbConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.run_folder import RunFolder
-from openrlhf.observability.trackers import mirrors
+from openrlhf.observability.trackers import background
+from openrlhf.observability.trackers.background import Trackers
 from openrlhf.observability.trackers.base import TrackedRun
 from openrlhf.observability.trackers.load import TRACKERS, open_trackers, trackers_of
 from openrlhf.observability.trackers.metrics_file import JsonlTracker, read_metrics
-from openrlhf.observability.trackers.mirrors import Trackers
 from openrlhf.observability.trackers.tensorboard import TensorBoardTracker
 from openrlhf.observability.trackers.wandb import WandbTracker
 
@@ -148,7 +148,7 @@ def test_a_mirror_that_exits_ends_nothing_but_itself(tmp_path, caplog):
 
 
 def test_a_mirror_that_hangs_does_not_delay_training(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(mirrors, "QUEUE_ROWS", 5)
+    monkeypatch.setattr(background, "QUEUE_ROWS", 5)
     released = threading.Event()
     hanging = Recorder(lambda step: released.wait(20))
     trackers = Trackers(JsonlTracker(tmp_path / "m.jsonl"), [hanging])

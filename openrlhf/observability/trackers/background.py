@@ -23,32 +23,32 @@ CLOSE_SECONDS = 60.0
 
 
 class Trackers:
-    """The metrics file of a run (the record) and its other trackers (the mirrors).
+    """The metrics file of a run (the record) and its other trackers (the background trackers).
 
-    Errors of the record are raised. Each mirror has a separate thread, so that it neither stops nor delays
-    training. A mirror that fails three times in a row is switched off with a warning. Rows that a slow mirror
-    cannot take are dropped and counted."""
+    Errors of the record are raised. Each background tracker has a separate thread, so that it neither stops
+    nor delays training. A background tracker that fails three times in a row is switched off with a warning.
+    Rows that a slow one cannot take are dropped and counted."""
 
-    def __init__(self, record: JsonlTracker, mirrors: Sequence[Tracker] = ()):
+    def __init__(self, record: JsonlTracker, background: Sequence[Tracker] = ()):
         self._record = record
-        self._mirrors = [_Mirror(tracker) for tracker in mirrors]
+        self._background = [_BackgroundTracker(tracker) for tracker in background]
 
     def log(self, step: int, metrics: Metrics) -> None:
         metrics = {name: float(value) for name, value in metrics.items()}
         self._record.log(step, metrics)
-        for mirror in self._mirrors:
-            mirror.put(lambda tracker: _log(tracker, step, metrics))
+        for other in self._background:
+            other.put(lambda tracker: _log(tracker, step, metrics))
 
     def table(self, step: int, name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
         rows = [list(row) for row in rows]
-        for mirror in self._mirrors:
-            mirror.put(lambda tracker: tracker.table(step, name, columns, rows))
+        for other in self._background:
+            other.put(lambda tracker: tracker.table(step, name, columns, rows))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Closes the trackers, waiting at most `timeout` seconds for each mirror."""
+        """Closes the trackers, waiting at most `timeout` seconds for each background tracker."""
         self._record.close()
-        for mirror in self._mirrors:
-            mirror.close(timeout)
+        for other in self._background:
+            other.close(timeout)
 
 
 def _log(tracker: Tracker, step: int, metrics: Metrics) -> None:
@@ -56,7 +56,7 @@ def _log(tracker: Tracker, step: int, metrics: Metrics) -> None:
     tracker.log(step, metrics)
 
 
-class _Mirror:
+class _BackgroundTracker:
     """A tracker behind a queue and a thread."""
 
     def __init__(self, tracker: Tracker):
@@ -94,7 +94,7 @@ class _Mirror:
         while job := self._jobs.get():  # bounded: an idle thread
             if self._off:
                 continue
-            # A mirror uses disks, networks and services; training goes on whatever it raises.
+            # A background tracker uses disks, networks and services; training goes on whatever it raises.
             try:
                 job(self._tracker)
                 failures = 0
