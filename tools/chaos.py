@@ -73,7 +73,7 @@ MORE = {
     "long-answers": Member(
         "T7",
         "an answer of an hour",
-        ("tests/unit/cluster/test_watch.py::test_a_long_generation_is_never_given_up",),
+        ("tests/unit/cluster/test_watchdog.py::test_a_long_generation_is_never_given_up",),
     ),
     "lost-calls": Member("T8", "lost requests and lost answers", (f"{DISPATCH}::{LOST_CALLS}",)),
     "rewards": Member("T9", "a reward function that fails, hangs, dies or returns NaN", (REWARDS,)),

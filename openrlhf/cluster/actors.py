@@ -11,7 +11,7 @@ import ray
 from openrlhf.backends.distributed import free_port
 from openrlhf.backends.model_rank import ModelRank
 from openrlhf.cluster import environment
-from openrlhf.cluster.watch import Progress, start_pulse
+from openrlhf.cluster.watchdog import Progress, start_heartbeat
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.device import DEVICE_TYPE, visible_index
 from openrlhf.mesh import Mesh
@@ -38,7 +38,7 @@ class RankActor:
             place = {"local_rank": visible_index(ray.get_gpu_ids()[0]), "local_size": gpus_of_node()}
         config = config.with_references(files.here)
         super().__init__(config, rank, mesh, **place)  # pyrefly: ignore[bad-argument-count]  of the worker
-        start_pulse(self.progress)
+        start_heartbeat(self.progress)
 
     def progress(self) -> Progress:
         """Returns the number of finished calls and rows, and whether a call is under way."""

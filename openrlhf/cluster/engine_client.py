@@ -9,7 +9,7 @@ import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
-from openrlhf.cluster.deaths import describe_cause, is_death
+from openrlhf.cluster.process_exits import describe_cause, is_death
 
 
 class RayEngineClient:
@@ -55,7 +55,7 @@ class RayEngineClient:
         fails in `failures`; with `ends_with_first` raises its RayError instead."""
         asked = {call(i, e).future(): i for i, e in enumerate(self.engines) if i not in self.failures}
         answers = {}
-        for done in as_completed(asked):  # bounded: by watch.py, which ends engines that hang
+        for done in as_completed(asked):  # bounded: by watchdog.py, which ends engines that hang
             try:
                 answers[asked[done]] = done.result()  # bounded: it is done
             except RayError as error:

@@ -33,7 +33,7 @@ class SamplingTasks:
     async def finished(self) -> dict[int, Sampled]:
         """Waits for at least one finished group. Returns request number -> group for all finished groups.
         Raises the exception of a group that failed."""
-        tasks = [await self._finished.get()]  # bounded: by watch.py
+        tasks = [await self._finished.get()]  # bounded: by watchdog.py
         while not self._finished.empty():
             tasks.append(self._finished.get_nowait())
         return {self._numbers.pop(task): task.result() for task in tasks}  # bounded: done

@@ -51,13 +51,13 @@ class EngineMemory:
     def sleep(self) -> None:
         """Frees the GPU memory of all engines, which must be idle."""
         if self.sleeps and self.awake:
-            self.call("sleep").result()  # bounded: by watch.py
+            self.call("sleep").result()  # bounded: by watchdog.py
             self.awake = set()
 
     def _wake(self, tags: Sequence[str]) -> None:
         missing = [tag for tag in tags if tag not in self.awake]
         if self.sleeps and missing:
-            self.call("wake", missing).result()  # bounded: by watch.py
+            self.call("wake", missing).result()  # bounded: by watchdog.py
             self.awake |= set(missing)
 
 

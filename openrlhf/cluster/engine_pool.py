@@ -14,14 +14,14 @@ from openrlhf.backends.rollout import EngineDied, EngineOptions, engine_class
 from openrlhf.backends.weight_sync.client import EnginesFailedError
 from openrlhf.backends.weight_sync.stored_weights import check_adapter
 from openrlhf.cluster import environment
-from openrlhf.cluster.deaths import cause_of, dead_among
 from openrlhf.cluster.engine_client import RayEngineClient
 from openrlhf.cluster.engine_handle import RayEngineHandle, Request, SamplingTasks
 from openrlhf.cluster.engine_memory import EngineMemory
 from openrlhf.cluster.engine_supervisor import EngineSupervisor
 from openrlhf.cluster.pending import Gathered, Handle, actor_names, first
 from openrlhf.cluster.placement import Bundles
-from openrlhf.cluster.watch import start_pulse
+from openrlhf.cluster.process_exits import cause_of, dead_among
+from openrlhf.cluster.watchdog import start_heartbeat
 from openrlhf.cluster.weight_check import WeightCheck
 from openrlhf.config.fields import with_values
 from openrlhf.config.ppo import PPOConfig
@@ -34,7 +34,7 @@ from openrlhf.user_file import UserFiles
 if TYPE_CHECKING:  # imports the trainer's libraries: seconds that engine processes save
     from openrlhf.cluster.rank_groups import PolicyRanks, RewardRanks
 
-# bounded .result(): watch.py ends calls to processes that make no progress.
+# bounded .result(): watchdog.py ends calls to processes that make no progress.
 
 MAX_CALLS = 4096
 """Maximum number of concurrent calls in an engine actor."""
@@ -62,7 +62,7 @@ class EngineActor(RolloutWorker):
         environment.enter(private)
         super().__init__(config.with_references(files.here), options, files)
         self.groups = SamplingTasks(self.run_group)
-        start_pulse(self.engine.progress, self.engine.queue)
+        start_heartbeat(self.engine.progress, self.engine.queue)
 
     async def submit_groups(self, requests: dict[int, Request]) -> None:
         self.groups.submit(requests)

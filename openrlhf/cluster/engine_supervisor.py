@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from openrlhf.cluster.deaths import describe_cause, is_death
 from openrlhf.cluster.pending import Handle, results
+from openrlhf.cluster.process_exits import describe_cause, is_death
 from openrlhf.errors import ErrorCode, RunError, notify
 
 MAX_RESTARTS, WINDOW = 5, 600.0

@@ -33,7 +33,7 @@ from ray.runtime_env import RuntimeEnv
 
 from openrlhf.cluster import environment
 from openrlhf.cluster.layout import Layout, Nodes, layout_of, total
-from openrlhf.cluster.reaper import start_reaper
+from openrlhf.cluster.process_reaper import start_process_reaper
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.errors import ErrorCode, UsageError, counted, notify
 from openrlhf.files import socket_folder, unwritable
@@ -189,7 +189,7 @@ def _start_here(backends: Sequence[str]) -> None:
     _use_own_token()
     store = None if on_gpu else OBJECT_STORE_BYTES
     _stay_on_loopback()
-    start_reaper()
+    start_process_reaper()
     # Workers that Ray starts in advance lack the variables of a run's processes: none of them would be used.
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     with ExitStack() as held:

@@ -45,7 +45,7 @@ def first(results: list) -> Any:
 
 def results(refs: Sequence[ray.ObjectRef | Answer]) -> list:
     """Returns the results of calls, or raises the first error of one. A wait for a process that hangs ends
-    when watch.py kills the process, whose calls then fail. A long wait is reported on stderr."""
+    when watchdog.py kills the process, whose calls then fail. A long wait is reported on stderr."""
     calls: list[Any] = list(refs)
     if all(isinstance(call, Answer) for call in calls):
         return [call.value for call in calls]

@@ -9,12 +9,12 @@ import ray
 from ray.actor import ActorHandle
 
 from openrlhf.backends.peak_memory import memory_metrics
-from openrlhf.cluster.deaths import explaining_deaths
 from openrlhf.cluster.engine_memory import free_fraction
 from openrlhf.cluster.engine_pool import EnginePool
 from openrlhf.cluster.layout import ENGINES
 from openrlhf.cluster.pending import STALL, Gathered, results
 from openrlhf.cluster.placement import Bundles
+from openrlhf.cluster.process_exits import explaining_exits
 from openrlhf.cluster.rank_groups import (
     AdapterDisabledReference,
     CriticRanks,
@@ -23,7 +23,7 @@ from openrlhf.cluster.rank_groups import (
     RankGroup,
     RewardRanks,
 )
-from openrlhf.cluster.watch import Board, Watch
+from openrlhf.cluster.watchdog import Board, Watchdog
 from openrlhf.config.ppo import ACTOR_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.store import SampleStore
 from openrlhf.errors import counted, notify
@@ -31,7 +31,7 @@ from openrlhf.observability.progress import waiting
 from openrlhf.observability.startup import StartClock
 from openrlhf.types import Metrics
 
-# bounded .result(): watch.py ends calls to processes that make no progress; long waits are reported.
+# bounded .result(): watchdog.py ends calls to processes that make no progress; long waits are reported.
 
 
 @dataclass(kw_only=True, slots=True)
@@ -79,9 +79,9 @@ class Roles:
         ranks = [rank.peak_memory.remote() for model in self.models.values() for rank in model.workers]
         return Gathered(ranks, lambda peaks: memory_metrics([*engines.result().values(), *peaks]))
 
-    def watch(self, config: PPOConfig, *, starting: bool = False) -> Watch:
-        """Returns a watch on all processes. An engine that hangs is replaced; a rank that hangs is killed, so
-        that the calls that the run waits for fail. `starting`: the processes load their models. They only
+    def watchdog(self, config: PPOConfig, *, starting: bool = False) -> Watchdog:
+        """Returns a watchdog of all processes. An engine that hangs is replaced; a rank that hangs is killed,
+        so that the calls that the run waits for fail. `starting`: the processes load their models. They only
         have to answer, and engines are like ranks, because no other engine can take their place yet."""
 
         def processes() -> Mapping[str, Sequence[ActorHandle | None]]:
@@ -91,13 +91,13 @@ class Roles:
             if role == ENGINES and not starting:
                 self.rollout.give_up(index, member, reason)
                 return
-            notify(f"{reason}.\nThe run ends. Stacks of all processes: {watch.write_stacks()}")
+            notify(f"{reason}.\nThe run ends. Stacks of all processes: {watchdog.write_stacks()}")
             ray.kill(member)
 
         engines, ranks = config.rollout.engine_timeout, config.train.rank_timeout
         limits = lambda role: engines if role == ENGINES and not starting else ranks
-        watch = Watch(processes, limits, give_up, config.run_dir, Board(), needs_progress=not starting)
-        return watch
+        watchdog = Watchdog(processes, limits, give_up, config.run_dir, Board(), needs_progress=not starting)
+        return watchdog
 
     def end(self) -> None:
         """Ends all processes, without waiting for dead or busy ones."""
@@ -134,9 +134,9 @@ def start_roles(
         roles.teacher = FrozenRanks(config, places["teacher"])
     engines, key = counted(config.num_engines, "rollout engine"), config.actor.model_name_or_path
     title = f"starting {engines}, loading {', '.join(config.placements)}"
-    watch = roles.watch(config, starting=True)
-    with explaining_deaths(), waiting(title, key=key), closing(watch):
-        watch.start()
+    watchdog = roles.watchdog(config, starting=True)
+    with explaining_exits(), waiting(title, key=key), closing(watchdog):
+        watchdog.start()
         # vLLM measures the GPU's memory when it starts, so models on the same GPU must be loaded before.
         engines_come_last = config.engines_colocated and on_gpu
         engines = [] if engines_come_last else [rollout.start()]

@@ -26,9 +26,9 @@ from openrlhf.backends.weight_sync.stored_weights import (
     probe_of_run,
     reason_of,
 )
-from openrlhf.cluster.deaths import describe_cause
 from openrlhf.cluster.engine_supervisor import Answers, EngineSupervisor
 from openrlhf.cluster.pending import Handle, results
+from openrlhf.cluster.process_exits import describe_cause
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.types import Metrics, not_none
 
@@ -108,7 +108,7 @@ class WeightCheck:
         engine, policy = self.engines.members[number], not_none(self.policy)
         try:
             (unwritten,) = results([engine.unwritten_parameters.remote()])
-            sent = policy.weight_fingerprints().result()  # bounded: by watch.py
+            sent = policy.weight_fingerprints().result()  # bounded: by watchdog.py
             lengths = {name: fingerprint.length for name, fingerprint in sent.items()}
             (stored,) = results([engine.layer_fingerprints.remote(lengths)])
         except RayError as error:

@@ -2,10 +2,10 @@
 
 from contextlib import AbstractContextManager, ExitStack
 
-from openrlhf.cluster.deaths import explaining_deaths
 from openrlhf.cluster.disks import check_disks
 from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
 from openrlhf.cluster.placement import place
+from openrlhf.cluster.process_exits import explaining_exits
 from openrlhf.cluster.roles import Roles, start_roles
 from openrlhf.config.ppo import PPOConfig
 from openrlhf.observability.progress import waiting
@@ -26,14 +26,14 @@ class PlacedRoles:
             check_disks(config, places)
             self.roles: Roles = start_roles(config, places, layout.on_gpu, updates, updates, None)
             held.callback(self.roles.end)
-            watch = self.roles.watch(config)
-            watch.start()
-            held.callback(watch.close)
+            watchdog = self.roles.watchdog(config)
+            watchdog.start()
+            held.callback(watchdog.close)
             self._held = held.pop_all()
 
     def explaining(self) -> AbstractContextManager[None]:
         """Names a process that has died, and its log, in errors of the block."""
-        return explaining_deaths(lambda: self.roles.members)
+        return explaining_exits(lambda: self.roles.members)
 
     def close(self) -> None:
         """Ends all processes, and the cluster if it was started for them."""

@@ -32,7 +32,7 @@ from openrlhf.training.saving import STATE_VERSION, SavedRanks, Saver, check_ver
 from openrlhf.training.schedule import schedule_of, trained_on
 from openrlhf.types import Batch, Metrics, Prompt, PromptGroup, Trajectory, Updated
 
-# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+# bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
 
 PolicyT = TypeVar("PolicyT", bound=TrainableRanks)
 

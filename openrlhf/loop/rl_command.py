@@ -22,14 +22,14 @@ from openrlhf.checkpoint.start import (
     move_old_checkpoints,
     position,
 )
-from openrlhf.cluster.deaths import explaining_deaths, is_lost_process, logs_folder
 from openrlhf.cluster.disks import check_disks
 from openrlhf.cluster.launch import check_resources, naming_logs, start_ray, stop_ray
 from openrlhf.cluster.layout import Layout
 from openrlhf.cluster.placement import Bundles, place, placement_table
+from openrlhf.cluster.process_exits import explaining_exits, is_lost_process, logs_folder
 from openrlhf.cluster.rank_groups import PolicyRanks
 from openrlhf.cluster.roles import Roles, start_roles
-from openrlhf.cluster.watch import guard
+from openrlhf.cluster.watchdog import guard
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.config.ppo_command import PPO
 from openrlhf.data.prompt_sampler import PromptSampler
@@ -129,22 +129,22 @@ class RLRun:
             trainer = build_trainer(config, self.argv, roles, self.data, self.checkpoints, self.tag)
             trainer.observer.message(_memory_of_rows(roles))
             trainer.observer.started(self.clock)
-            watch = roles.watch(config)
-            watch.start()
+            watchdog = roles.watchdog(config)
+            watchdog.start()
             guard(partial(end_without_head, trainer), ended)
             try:
                 with (
                     noting_position(partial(position, trainer)),
                     trainer.stop.deferred(grace_of(config), is_lost_process),
-                    explaining_deaths(lambda: roles.members),
+                    explaining_exits(lambda: roles.members),
                 ):
                     trainer.fit()
                     with trainer.observer.phase("save the model"):
-                        roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watch.py
+                        roles.policy.export(config.ckpt.output_dir).result()  # bounded: by watchdog.py
                         if roles.critic and config.critic.save_value_network:
                             roles.critic.export(config.critic_output_dir).result()  # bounded: likewise
             finally:
-                watch.close()
+                watchdog.close()
                 trainer.observer.close()
         finally:
             try:

@@ -9,7 +9,7 @@ from openrlhf.backends.base import ModelRanks
 from openrlhf.errors import ErrorCode, RunError
 from openrlhf.types import Batch
 
-# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+# bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
 
 
 def with_outputs(

@@ -12,7 +12,7 @@ from openrlhf.config.sections import is_due
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.observability.hooks.base import Hook, announce
 
-# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+# bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
 
 STATE_VERSION = 2
 """Version of the format of the state of an RL run. States of version 1 have no entry `version`."""

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from openrlhf.cluster.reaper import POLL
+from openrlhf.cluster.process_reaper import POLL
 
 DRIVER = """
 import subprocess, sys
@@ -22,13 +22,13 @@ import ray
 
 from openrlhf.loop.rl_command import end_without_head
 from openrlhf.cluster.launch import start_ray
-from openrlhf.cluster.watch import guard, start_pulse
+from openrlhf.cluster.watchdog import guard, start_heartbeat
 
 
 @ray.remote
 class Engine:
     def __init__(self):
-        start_pulse(lambda: (0, False))
+        start_heartbeat(lambda: (0, False))
 
     def core(self):
         return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid

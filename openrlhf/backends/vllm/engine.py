@@ -18,7 +18,7 @@ import numpy as np
 from openrlhf import heap
 from openrlhf.backends.peak_memory import Peaks
 from openrlhf.backends.rollout import EngineDied, EngineOptions
-from openrlhf.backends.vllm import lifeline
+from openrlhf.backends.vllm import parent_death_guard
 from openrlhf.backends.vllm.requests import completions, library, vllm_params
 from openrlhf.backends.weight_sync.stored_weights import EngineProbe, WeightFingerprint
 from openrlhf.completions import Completions, SamplingParams
@@ -184,7 +184,7 @@ class VLLMEngine:
 
     async def start(self, free_fraction: float | None = None) -> None:
         heap.freeze()
-        lifeline.lead()
+        parent_death_guard.lead()
         os.environ.setdefault("VLLM_RPC_BASE_PATH", socket_folder())
         dtypes: dict[str, ModelDType] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
         options, vllm = self.options, library()
@@ -418,7 +418,7 @@ class VLLMEngine:
     async def _bounded(self, call: Awaitable) -> Any:
         """Returns the result of a control-plane call. Raises EngineDied if the engine dies, because the call
         would never return, and RunError after `options.timeout` seconds. The call then counts as under way
-        forever, so that the watch of `progress` gives up the engine."""
+        forever, so that the watchdog of `progress` gives up the engine."""
         task, deadline = asyncio.ensure_future(call), time.monotonic() + self.options.timeout
         self.num_calls += 1
         task.add_done_callback(self._note_answer)

@@ -33,7 +33,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from openrlhf.backends import peak_memory
-from openrlhf.backends.vllm import lifeline
+from openrlhf.backends.vllm import parent_death_guard
 from openrlhf.backends.weight_sync.buckets import Bucket, metas_of, plan_buckets
 from openrlhf.backends.weight_sync.checksum import PLACES, Checksum
 from openrlhf.backends.weight_sync.gloo import Connection
@@ -41,7 +41,7 @@ from openrlhf.backends.weight_sync.source import ADAPTER_MARKS
 from openrlhf.backends.weight_sync.stored_weights import WeightFingerprint, random_input
 from openrlhf.faults import fault
 
-lifeline.follow()
+parent_death_guard.follow()
 
 
 class WorkerExtension:

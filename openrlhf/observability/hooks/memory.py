@@ -5,7 +5,7 @@ from typing import Any
 
 from openrlhf.observability.hooks.base import Hook, Step
 
-# bounded .result(): the cluster's watch ends calls to processes that make no progress.
+# bounded .result(): the cluster's watchdog ends calls to processes that make no progress.
 
 
 class PhaseMemory(Hook):

@@ -38,7 +38,7 @@ class Stack:
 COLLECTIVE = re.compile(
     r"(all_reduce|all_gather|all_to_all|reduce_scatter|broadcast|barrier|gather|scatter)\w*"
 )
-_IDLE = ("cluster/watch.py", "observability/progress.py")
+_IDLE = ("cluster/watchdog.py", "cluster/watch.py", "observability/progress.py")  # watch.py: older runs
 """Files of threads that only watch."""
 _PLACES = (
     ("rewards/", "computes or awaits rewards"),

@@ -5,8 +5,8 @@ import signal
 
 import pytest
 
-from openrlhf.cluster import reaper
-from openrlhf.cluster.reaper import descendants, reap
+from openrlhf.cluster import process_reaper
+from openrlhf.cluster.process_reaper import descendants, reap
 
 OWNER = 10
 
@@ -15,8 +15,8 @@ OWNER = 10
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, int]]:
     """Returns the processes: parent and start time, by number."""
     found: dict[int, tuple[int, int]] = {}
-    monkeypatch.setattr(reaper.os, "listdir", lambda place: ["meminfo", *map(str, found)])
-    monkeypatch.setattr(reaper, "_stat", lambda pid: found.get(pid, (0, 0)))
+    monkeypatch.setattr(process_reaper.os, "listdir", lambda place: ["meminfo", *map(str, found)])
+    monkeypatch.setattr(process_reaper, "_stat", lambda pid: found.get(pid, (0, 0)))
     return found
 
 
@@ -48,9 +48,9 @@ def test_what_is_left_of_a_run_is_killed(machine: dict, monkeypatch: pytest.Monk
 
     read, write = os.pipe()
     os.close(write)  # `read` is ready at once, like the file of a process that has ended
-    monkeypatch.setattr(reaper.os, "pidfd_open", lambda pid: read)
-    monkeypatch.setattr(reaper.os, "kill", kill)
-    monkeypatch.setattr(reaper.time, "sleep", sleep)
+    monkeypatch.setattr(process_reaper.os, "pidfd_open", lambda pid: read)
+    monkeypatch.setattr(process_reaper.os, "kill", kill)
+    monkeypatch.setattr(process_reaper.time, "sleep", sleep)
     reap(OWNER)
     os.close(read)
-    assert paused == [reaper.GRACE] and killed == [(3, signal.SIGKILL)]
+    assert paused == [process_reaper.GRACE] and killed == [(3, signal.SIGKILL)]

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from openrlhf.cluster import watch
-from openrlhf.cluster.watch import BEAT, HEAD_LIMIT, is_refused
+from openrlhf.cluster import watchdog
+from openrlhf.cluster.watchdog import BEAT, HEAD_LIMIT, is_refused
 
 LONG = int(HEAD_LIMIT / BEAT)
 
@@ -39,9 +39,9 @@ def test_only_a_head_that_is_gone_ends_the_process(
     monkeypatch: pytest.MonkeyPatch, answers: list, is_gone: bool
 ) -> None:
     ended, called = Ended(answers), []
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: ended.now))
-    monkeypatch.setattr(watch, "is_refused", lambda address: ended.answer)
-    watch._guard("10.0.0.1:6379", called.append, ended, HEAD_LIMIT)
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: ended.now))
+    monkeypatch.setattr(watchdog, "is_refused", lambda address: ended.answer)
+    watchdog._guard("10.0.0.1:6379", called.append, ended, HEAD_LIMIT)
     assert called == (["10.0.0.1:6379"] if is_gone else [])
 
 

@@ -389,7 +389,7 @@ def test_ray_starts_on_this_machine_without_another_cluster(monkeypatch, capsys)
 
     for name in ("_use_own_token", "_stay_on_loopback"):
         monkeypatch.setattr(launch, name, lambda: None)
-    monkeypatch.setattr(launch, "start_reaper", lambda: started.append("reaper"))
+    monkeypatch.setattr(launch, "start_process_reaper", lambda: started.append("reaper"))
     monkeypatch.setattr(launch, "entry_points", points)
     monkeypatch.setattr(launch, "_place_of_session", lambda: "/short")
     monkeypatch.setattr(launch, "cluster_address", lambda: None)

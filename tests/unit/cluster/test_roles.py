@@ -10,7 +10,7 @@ from refusals import refused
 
 from openrlhf.backends.offload import DeviceMemory
 from openrlhf.cluster import roles as module
-from openrlhf.cluster import watch as watching
+from openrlhf.cluster import watchdog as watching
 from openrlhf.cluster.pending import Answer
 from openrlhf.cluster.roles import Roles
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
@@ -69,13 +69,13 @@ def test_a_hanging_engine_is_given_up_and_a_hanging_rank_ends_the_run(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watch = roles.watch(config_of(tmp_path))
+    watchdog = roles.watchdog(config_of(tmp_path))
     for now[0], engines in ((0.0, 0), (99.0, 0), (101.0, 1)):
-        watch.look()
+        watchdog.look()
         assert (len(roles.rollout.given_up), killed) == (engines, []), now
     assert roles.rollout.given_up[0][:2] == (0, "engine 0")
     for now[0], ranks in ((899.0, 0), (901.0, 3)):
-        watch.look()
+        watchdog.look()
         assert len(killed) == ranks
     assert killed == ["rank 0", "rank 1", "critic"]
     said = capsys.readouterr().err
@@ -90,9 +90,9 @@ def test_a_process_that_hangs_while_it_loads_is_killed(
     """The engines, too: no other engine can take their place yet."""
     now = [0.0]
     monkeypatch.setattr(watching, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    watch = roles.watch(config_of(tmp_path), starting=True)
+    watchdog = roles.watchdog(config_of(tmp_path), starting=True)
     for now[0] in (0.0, 899.0, 901.0):
-        watch.look()
+        watchdog.look()
         assert len(killed) == (5 if now[0] > 900 else 0)
 
 

@@ -23,8 +23,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         yield
         found.append(("logs named",))
 
-    watch = SimpleNamespace(start=note("watch"), close=note("watch no more"))
-    roles = SimpleNamespace(end=note("end"), watch=lambda config: watch, members=[])
+    watchdog = SimpleNamespace(start=note("watch"), close=note("watch no more"))
+    roles = SimpleNamespace(end=note("end"), watchdog=lambda config: watchdog, members=[])
     layout = SimpleNamespace(on_gpu="on gpu")
     for name, answer in (("start_ray", None), ("stop_ray", None), ("check_disks", None), ("place", "places")):
         monkeypatch.setattr(placed, name, note(name, answer))

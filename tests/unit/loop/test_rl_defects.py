@@ -180,7 +180,7 @@ def everything_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_groups.ray, "remote", remote)
     monkeypatch.setattr(rank_groups, "results", list)
     monkeypatch.setattr(pending, "results", list)
-    monkeypatch.setattr(actors, "start_pulse", lambda progress: None)  # it would start Ray
+    monkeypatch.setattr(actors, "start_heartbeat", lambda progress: None)  # it would start Ray
 
 
 def group_of(group_class: type, config: PPOConfig, ranks: int | Mesh, slope: float = 0.0, **options) -> Any:

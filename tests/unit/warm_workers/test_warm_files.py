@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from openrlhf.cluster import reaper
+from openrlhf.cluster import process_reaper
 from openrlhf.warm_workers.server import take_files
 
 
@@ -31,10 +31,10 @@ def test_open_files_get_the_numbers_of_the_process_that_sent_them() -> None:
 def test_the_reaper_is_a_program_that_imports_nothing_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple] = []
     monkeypatch.setattr(
-        reaper.subprocess, "Popen", lambda command, **options: started.append((command, options))
+        process_reaper.subprocess, "Popen", lambda command, **options: started.append((command, options))
     )
-    reaper.start_reaper.__wrapped__()
+    process_reaper.start_process_reaper.__wrapped__()
     ((command, options),) = started
-    assert command == [sys.executable, "-I", "-S", reaper.__file__, str(os.getpid())]
+    assert command == [sys.executable, "-I", "-S", process_reaper.__file__, str(os.getpid())]
     assert options.pop("start_new_session") is True
     assert options == dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)

@@ -324,7 +324,7 @@ thread MainThread:
   File "/y/torch/distributed/distributed_c10d.py", line 3000, in all_reduce
     pass
 thread pulse:
-  File "/x/openrlhf/cluster/watch.py", line 60, in _beat
+  File "/x/openrlhf/cluster/watchdog.py", line 60, in _beat
     pass
 
 == rank 1 of policy

@@ -1,7 +1,7 @@
 """Ends the processes that a run has started on its machine once the run's own process has ended, even by
 `kill -9`. Ray's agents would otherwise stay alive for minutes.
 
-The module is also a program that imports only the standard library: python reaper.py PID.
+The module is also a program that imports only the standard library: python process_reaper.py PID.
 """
 
 import os
@@ -21,7 +21,7 @@ GRACE = 2.0
 
 
 @cache
-def start_reaper() -> subprocess.Popen:
+def start_process_reaper() -> subprocess.Popen:
     """Starts the program for this process, in a separate session that signals of the terminal do not
     reach."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid())]

@@ -7,18 +7,18 @@ import sys
 import psutil
 import pytest
 
-from openrlhf.cluster import reaper
+from openrlhf.cluster import process_reaper
 
 pytestmark = pytest.mark.processes
 OWNER = """
 import subprocess, sys, time
 
-from openrlhf.cluster.reaper import start_reaper
+from openrlhf.cluster.process_reaper import start_process_reaper
 
 child = "import subprocess, sys, time; p = subprocess.Popen(['sleep', '300']); print(p.pid, flush=True);"
 one = subprocess.Popen([sys.executable, "-c", child + "time.sleep(300)"], start_new_session=True)
 gone = subprocess.Popen([sys.executable, "-c", child + "time.sleep(4)"])
-print(start_reaper().pid, one.pid, gone.wait(), flush=True)
+print(start_process_reaper().pid, one.pid, gone.wait(), flush=True)
 time.sleep(300)
 """
 
@@ -36,5 +36,5 @@ def test_all_descendants_end_with_the_owner() -> None:
 
 
 def test_other_processes_are_left_alone() -> None:
-    found = reaper.descendants(os.getpid(), {os.getppid(): 0, 1: 0})
+    found = process_reaper.descendants(os.getpid(), {os.getppid(): 0, 1: 0})
     assert not {1, os.getpid(), os.getppid()} & found.keys()

@@ -30,7 +30,9 @@ def follow() -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != leader:  # a worker: vLLM's core, its parent, does not import this module
-        threading.Thread(target=_watch, args=(leader, os.getppid()), name="lifeline", daemon=True).start()
+        threading.Thread(
+            target=_watch, args=(leader, os.getppid()), name="parent-death guard", daemon=True
+        ).start()
 
 
 def _watch(leader: int, core: int) -> None:

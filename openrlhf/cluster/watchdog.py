@@ -1,10 +1,10 @@
 """The watch on all processes of a run, and on Ray's head.
 
 A thread of each process writes its counters to Ray's key-value store every BEAT seconds, and its stacks when
-the driver requests them (`start_pulse`). Calls to an actor would not do, because it may be busy for hours. A
-thread of the driver reads the counters (`Watch`): it reports a process that does not answer, or that has work
-but makes no progress, and gives it up after its limit. An engine is then replaced, a rank ends the run. A
-process that makes progress is never given up, however long its work takes.
+the driver requests them (`start_heartbeat`). Calls to an actor would not do, because it may be busy for
+hours. A thread of the driver reads the counters (`Watchdog`): it reports a process that does not answer, or
+that has work but makes no progress, and gives it up after its limit. An engine is then replaced, a rank ends
+the run. A process that makes progress is never given up, however long its work takes.
 
 Another thread of each process notices the death of Ray's head, the process gcs_server (`guard`). Without it
 the cluster makes no progress, but Ray ends its processes only after a minute, and engines later.
@@ -68,12 +68,14 @@ class Beat:
     """None for a process that is no engine."""
 
 
-def start_pulse(progress: Callable[[], Progress], queue: Callable[[], Queue | None] = lambda: None) -> None:
+def start_heartbeat(
+    progress: Callable[[], Progress], queue: Callable[[], Queue | None] = lambda: None
+) -> None:
     """Starts the threads of this actor's process. Also ends the process when Ray's head is dead, because Ray
     would wait a minute for the head, and then for child processes."""
     guard(lambda address: os.kill(os.getpid(), signal.SIGKILL), limit=HEAD_LIMIT + 2 * BEAT)
     arguments = Board(), ray.get_runtime_context().get_actor_id(), progress, queue
-    threading.Thread(target=_beat, args=arguments, name="pulse", daemon=True).start()
+    threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True).start()
 
 
 def _beat(
@@ -144,7 +146,7 @@ class _Seen:
     last: Beat | None = None
 
 
-class Watch:
+class Watchdog:
     """A thread that reads the beats of all processes every BEAT seconds."""
 
     def __init__(
@@ -167,7 +169,7 @@ class Watch:
         self._folder, self._board = Path(folder), board
         self._seen: dict[str, _Seen] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def start(self) -> None:
         self._thread.start()

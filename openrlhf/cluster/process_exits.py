@@ -25,7 +25,7 @@ NAMES = {
 
 
 @contextmanager
-def explaining_deaths(members: Callable[[], Sequence[ActorHandle]] = list) -> Iterator[None]:
+def explaining_exits(members: Callable[[], Sequence[ActorHandle]] = list) -> Iterator[None]:
     """Converts a RayError raised inside, if the death of a process caused it, to a RunError that names the
     process and its log. `members`: returns the processes that are checked if the error does not name the dead
     one."""

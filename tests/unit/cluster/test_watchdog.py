@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import pytest
 
-from openrlhf.cluster import watch
-from openrlhf.cluster.watch import BEAT, NOTICE, Beat, Board, Watch, stacks
+from openrlhf.cluster import watchdog
+from openrlhf.cluster.watchdog import BEAT, NOTICE, Beat, Board, Watchdog, stacks
 from openrlhf.observability.run_folder import RunFolder
 
 LIMITS = {"engines": 60.0, "policy": 1800.0}
@@ -23,7 +23,7 @@ class Run:
         self.stopped: set[str] = set()
         self.given_up: list[tuple] = []
         self.processes = {"engines": [self.member("engine"), None], "policy": [self.member("rank")]}
-        self.watch = Watch(
+        self.watchdog = Watchdog(
             lambda: self.processes,
             LIMITS.__getitem__,
             lambda role, index, member, reason: self.given_up.append((role, index, reason)),
@@ -49,7 +49,7 @@ class Run:
             for name, beat in self.beats.items():
                 if name not in self.stopped:
                     self.beats[name] = replace(beat, number=beat.number + 1)
-            self.watch.look()
+            self.watchdog.look()
 
     def set(self, name: str, **fields: Any) -> None:
         self.beats[name] = replace(self.beats[name], **fields)
@@ -58,7 +58,7 @@ class Run:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Run:
     run = Run(tmp_path)
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: run.now))
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: run.now))
     return run
 
 
@@ -102,7 +102,7 @@ def test_an_engine_without_tokens(run: Run, capsys: pytest.CaptureFixture) -> No
 
 
 def test_a_process_that_loads_a_model_only_has_to_answer(run: Run, capsys: pytest.CaptureFixture) -> None:
-    run.watch._needs_progress = False
+    run.watchdog._needs_progress = False
     run.set("rank", is_busy=True)
     run.go_on(2 * LIMITS["policy"])
     assert not run.given_up and not capsys.readouterr().err
@@ -177,9 +177,9 @@ def test_a_new_process_starts_with_a_clean_slate(run: Run) -> None:
 
 
 def test_stacks_of_all_processes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=iter(range(100)).__next__))
-    monkeypatch.setattr(run.watch._closed, "wait", lambda seconds: False)
-    text = run.watch.write_stacks().read_text()
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=iter(range(100)).__next__))
+    monkeypatch.setattr(run.watchdog._closed, "wait", lambda seconds: False)
+    text = run.watchdog.write_stacks().read_text()
     assert "== engine 0\nit does not answer" in text and "== rank 0 of policy\nin forward" in text
     assert (
         "== the driver\nthread " in text
