@@ -182,7 +182,7 @@ def image_layout(processor: Any) -> ImageLayout:
     return ImageLayout(vocabulary[processor.image_token], patch, before, after, newlines)
 
 
-def stand_ins(processor: Any) -> tuple[int, ...]:
+def image_placeholder_ids(processor: Any) -> tuple[int, ...]:
     """Returns the tokens that stand for images, videos or sound, which a policy must not sample. The image
     placeholder of an engine's prompts comes first. Gemma 4 reads the tokens of videos and sound as
     padding."""

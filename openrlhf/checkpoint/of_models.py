@@ -76,7 +76,7 @@ def _sizes(config: Config) -> dict[str, _Sizes]:
     ds, backend = config.ds, config.train.backend
     each = trained_item(ds, backend) + state_bytes(ds, backend)
     sizes = {}
-    for role in config.learners:
+    for role in config.trained_models:
         size = learner_size(config, role)
         trained = size.trained(ds)
         average = 4 * trained * (role == "policy" and config.averages)

@@ -691,7 +691,7 @@ class PPOConfig(TrainingConfig):
     train.async_enable half of the GPUs are for engines (docs/clusters.md)."""
 
     @property
-    def learners(self) -> dict[str, tuple[str, str]]:
+    def trained_models(self) -> dict[str, tuple[str, str]]:
         policy = {"policy": (ACTOR_FLAG, self.actor.model_name_or_path)}
         return policy | ({"critic": (CRITIC_FLAG, self.critic_path)} if self.uses_critic else {})
 

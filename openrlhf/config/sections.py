@@ -521,14 +521,14 @@ class TrainingConfig(LaunchedConfig):
         return self.logger.run_dir or f"{self.ckpt.output_dir}/runs/{self.logger.wandb.run_name}"
 
     @property
-    def learners(self) -> dict[str, tuple[str, str]]:
+    def trained_models(self) -> dict[str, tuple[str, str]]:
         """Role of each model that learns -> its flag, and its name or path. The first is the policy, or the
         only one."""
         raise NotImplementedError
 
     @property
     def exports(self) -> dict[str, str]:
-        """Flag -> folder of each model that the run writes, in the order of `learners`."""
+        """Flag -> folder of each model that the run writes, in the order of `trained_models`."""
         return {"--ckpt.output_dir": self.ckpt.output_dir}
 
     @property
@@ -543,7 +543,7 @@ class TrainingConfig(LaunchedConfig):
 
     @property
     def checkpoints(self) -> list[str]:
-        """Folder of the checkpoints of each learner."""
+        """Folder of the checkpoints of each trained model."""
         return [self.ckpt.folder]
 
     @property

@@ -108,7 +108,7 @@ class SupervisedConfig(OptimConfig, TrainingConfig):
     ds: DeepSpeedConfig = DeepSpeedConfig()
 
     @property
-    def learners(self) -> dict[str, tuple[str, str]]:
+    def trained_models(self) -> dict[str, tuple[str, str]]:
         return {"policy": (MODEL_FLAG, self.model.model_name_or_path)}
 
     @property

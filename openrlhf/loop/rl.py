@@ -163,7 +163,7 @@ class PPOTrainer(Generic[PolicyT]):
         step.groups = [t.group for t in finished] if self.config.train.shuffle == "group" else None
         with_truncated, sampled = not self.config.rollout.mask_truncated, num_samples(step.samples)
         step.trained_on = trained_on(step, with_truncated=with_truncated)
-        for name, model in self.learners.items():
+        for name, model in self.trained_models.items():
             routed = name == "policy"
             step.schedules[name] = schedule_of(
                 self.config, model, batch, step.trained_on, sampled, step.groups, routed=routed
@@ -192,7 +192,8 @@ class PPOTrainer(Generic[PolicyT]):
     def update(self, batch: Batch, step: Step) -> Updated:
         """Takes the optimizer steps of all models that learn, in parallel if they have separate GPUs."""
         pending = [
-            model.update(batch, step.schedules[name], step.kl.coef) for name, model in self.learners.items()
+            model.update(batch, step.schedules[name], step.kl.coef)
+            for name, model in self.trained_models.items()
         ]
         updated = [update.result() for update in pending]
         metrics = {name: value for of_model in updated for name, value in of_model.metrics.items()}
@@ -253,7 +254,7 @@ class PPOTrainer(Generic[PolicyT]):
         return self.step >= self.config.frozen_actor_steps
 
     @property
-    def learners(self) -> dict[str, TrainableRanks]:
+    def trained_models(self) -> dict[str, TrainableRanks]:
         """The models that the next update trains, the policy last."""
         critic = {"critic": self.critic} if self.critic else {}
         return critic | ({"policy": self.policy} if self.policy_learns else {})

@@ -242,7 +242,7 @@ def load_tokenizer(
 
 def policy_tokenizer(config: Any) -> PreTrainedTokenizerBase:
     """Loads the policy's tokenizer, with which a run encodes prompts and decodes responses."""
-    flag, path = config.learners["policy"]
+    flag, path = config.trained_models["policy"]
     return load_tokenizer(
         path,
         flag=flag,
@@ -257,7 +257,7 @@ def policy_processor(config: Any) -> Any:
     tokenizer = policy_tokenizer(config)
     if not config.reads_images:
         return tokenizer
-    return processor_around(tokenizer, config.learners["policy"][1])
+    return processor_around(tokenizer, config.trained_models["policy"][1])
 
 
 def processor_around(tokenizer: PreTrainedTokenizerBase, path: str) -> Any:

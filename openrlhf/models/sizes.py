@@ -82,8 +82,9 @@ def model_size(
 
 
 def learner_size(config: Any, role: str) -> ModelSize:
-    """Returns the size of a model of `config.learners`. Raises UsageError if it has no configuration."""
-    flag, path = config.learners[role]
+    """Returns the size of a model of `config.trained_models`. Raises UsageError if it has no
+    configuration."""
+    flag, path = config.trained_models[role]
     section = getattr(config, flag.removeprefix("--").partition(".")[0])
     size = model_size(
         path,

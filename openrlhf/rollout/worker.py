@@ -22,7 +22,7 @@ from openrlhf.rewards.function import NoReward, RewardFunction
 from openrlhf.rewards.remote import RemoteReward
 from openrlhf.rollout.episodes import EpisodeRunner, Sampling
 from openrlhf.rollout.executors import AgentSetting, UserExecutor
-from openrlhf.text import stand_ins, text_tokenizer
+from openrlhf.text import image_placeholder_ids, text_tokenizer
 from openrlhf.types import Prompt, Purpose, Sampled
 from openrlhf.user_file import UserFiles
 
@@ -63,7 +63,7 @@ class RolloutWorker:
             retry_on=config.rollout.retry_on,
             max_concurrent=config.rollout.max_concurrent_episodes,
             reward_is_optional=config.uses_reward_model or config.uses_teacher,
-            image_token_ids=stand_ins(processor) if config.reads_images else (),
+            image_token_ids=image_placeholder_ids(processor) if config.reads_images else (),
         )
         train = Sampling.for_training(config)
         train = replace(train, max_kept_tokens=min(train.max_kept_tokens, self.engine.vocabulary))

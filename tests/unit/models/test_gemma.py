@@ -20,7 +20,7 @@ from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
 from openrlhf.models.self_check import resolve_reading
 from openrlhf.models.vision import freeze_vision
-from openrlhf.text import num_tokens_read, stand_ins
+from openrlhf.text import image_placeholder_ids, num_tokens_read
 from openrlhf.training.objectives.sft import SFTObjective
 from openrlhf.types import LossNorm, PackedRow, Sample
 
@@ -101,7 +101,7 @@ def test_answers_may_not_hold_what_stands_for_other_inputs(folder) -> None:
     processor = AutoProcessor.from_pretrained(folder)
     kinds = ("boi",) if "gemma3" in type(processor).__module__ else ("image", "video", "audio")
     named = {processor.tokenizer.get_vocab()[getattr(processor, f"{kind}_token")] for kind in kinds}
-    assert {*stand_ins(processor)} == named | {processor.tokenizer.image_token_id}
+    assert {*image_placeholder_ids(processor)} == named | {processor.tokenizer.image_token_id}
 
 
 def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, images) -> None:

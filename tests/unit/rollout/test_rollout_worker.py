@@ -32,7 +32,7 @@ from openrlhf.rollout.worker import RolloutWorker, engine_options, retries_on_ot
 from openrlhf.tasks.picture import make_pictures
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
 from openrlhf.tasks.tiny_vision_model import tiny_vision_model
-from openrlhf.text import stand_ins
+from openrlhf.text import image_placeholder_ids
 from openrlhf.types import Image, Prompt
 from openrlhf.user_file import UserFiles
 
@@ -149,7 +149,7 @@ def test_placeholders_of_pictures_are_known(made: dict, tmp_path: Path) -> None:
     started(config_of(tmp_path, data=PromptDataConfig(max_images_per_prompt=1)))
     (_, processor, *_), options = made["EpisodeRunner"]
     assert processor.image_token_id in options["image_token_ids"]
-    assert options["image_token_ids"] == stand_ins(processor)
+    assert options["image_token_ids"] == image_placeholder_ids(processor)
 
 
 def test_the_last_retry_is_for_another_engine(model: Path, made: dict) -> None:
