@@ -54,7 +54,7 @@ def check_launcher(*, alone: bool = False) -> None:
         raise UsageError(ErrorCode.INVALID_VALUE, text, value=shown)
 
 
-Unread = tuple[str, str]
+IgnoredFlags = tuple[str, str]
 """Flags without effect, and the reason as it continues the words "has no effect". Setting one causes a remark
 and no error, because documented commands set such flags. Keys have spaces between them; one that ends with a
 dot stands for all flags of a section."""
@@ -70,10 +70,10 @@ NEEDS = {
     "ckpt.load_enable": "ds.use_universal_ckpt",
 }
 """Maps a flag to those that have no effect while it is None, False, 0, -1 or ""."""
-ALWAYS_PACKED: Unread = "ds.packing_samples", "because samples are always packed"
+ALWAYS_PACKED: IgnoredFlags = "ds.packing_samples", "because samples are always packed"
 
 
-def needs(config: Any, table: Mapping[str, str]) -> Iterator[Unread]:
+def needs(config: Any, table: Mapping[str, str]) -> Iterator[IgnoredFlags]:
     """Yields the flags of a table such as `NEEDS` that have no effect."""
     values = values_of(config)
     for flag, keys in table.items():
@@ -81,7 +81,7 @@ def needs(config: Any, table: Mapping[str, str]) -> Iterator[Unread]:
             yield keys, f"without --{flag}"
 
 
-def common_unread(c: Any) -> Iterator[Unread]:
+def common_ignored(c: Any) -> Iterator[IgnoredFlags]:
     """Yields flags without effect that all training commands have."""
     yield ALWAYS_PACKED
     why = "because the tokenizer's own threads read all rows before training starts"
@@ -111,7 +111,7 @@ def common_unread(c: Any) -> Iterator[Unread]:
     yield from needs(c, NEEDS)
 
 
-def template_unread(c: Any) -> Iterator[Unread]:
+def template_ignored(c: Any) -> Iterator[IgnoredFlags]:
     keys = "data.tokenizer_chat_template data.tools_key"
     yield from needs(c, {"data.apply_chat_template": keys})
     if c.data.apply_chat_template and c.data.input_template is not None:
@@ -127,7 +127,7 @@ def first_of_each(problems: list[Problem]) -> list[Problem]:
     return list(first.values())
 
 
-def unread(config: Any, explicit: Explicit, rows: Iterable[Unread]) -> Iterator[Problem]:
+def remark_ignored(config: Any, explicit: Explicit, rows: Iterable[IgnoredFlags]) -> Iterator[Problem]:
     """Yields a remark on each flag that was set to something else than its default and has no effect."""
     values, defaults, known = values_of(config), values_of(type(config)()), list(rows)
     for key, source in explicit.items():
@@ -337,7 +337,7 @@ def optimizer(prefix: str, optim: OptimConfig, ds: DeepSpeedConfig) -> Iterator[
             yield remark(f"{prefix}{key}", f"{text}; the first updates may destroy the model")
 
 
-def optimizer_unread(optim: OptimConfig, prefix: str = "") -> Iterator[Unread]:
+def optimizer_ignored(optim: OptimConfig, prefix: str = "") -> Iterator[IgnoredFlags]:
     """Yields the flags of a model's optimizer that have no effect. `prefix`: prefix of their names."""
     if optim.optim == "muon":
         keys = f"{prefix}muon.ns_steps {prefix}muon.nesterov"

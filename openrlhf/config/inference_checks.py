@@ -21,7 +21,7 @@ def batch_inference_problems(config: BatchInferenceConfig, explicit: Explicit) -
             *_ranks(config),
             *checks.attention_packages(config.ds),
             *_engine(config, explicit),
-            *checks.unread(config, explicit, _batch_inference_unread(config)),
+            *checks.remark_ignored(config, explicit, _batch_inference_ignored(config)),
         ]
     )
 
@@ -36,21 +36,21 @@ def chat_problems(config: ChatConfig, explicit: Explicit) -> list[Problem]:
             *_conversation(config),
             *checks.attention_packages(config.ds),
             *_engine(config, explicit),
-            *checks.unread(config, explicit, _chat_unread(config)),
+            *checks.remark_ignored(config, explicit, _chat_ignored(config)),
         ]
     )
 
 
-def _sampling_unread(c: BatchInferenceConfig | ChatConfig) -> Iterator[checks.Unread]:
-    yield from checks.template_unread(c)
+def _sampling_ignored(c: BatchInferenceConfig | ChatConfig) -> Iterator[checks.IgnoredFlags]:
+    yield from checks.template_ignored(c)
     yield from checks.needs(c, {"csft.enable": "csft.prompt"})
     if c.rollout.greedy:
         keys = "rollout.temperature rollout.top_p"
         yield keys, "with --rollout.greedy, which takes the most likely token"
 
 
-def _batch_inference_unread(c: BatchInferenceConfig) -> Iterator[checks.Unread]:
-    yield from _sampling_unread(c)
+def _batch_inference_ignored(c: BatchInferenceConfig) -> Iterator[checks.IgnoredFlags]:
+    yield from _sampling_ignored(c)
     if c.task == "rm":
         yield "rollout. csft. iter data.prompt_max_len", "with task rm, which samples nothing"
     else:
@@ -69,8 +69,8 @@ def _batch_inference_unread(c: BatchInferenceConfig) -> Iterator[checks.Unread]:
         yield keys, "because vLLM forms its own batches and chooses its own kernels"
 
 
-def _chat_unread(c: ChatConfig) -> Iterator[checks.Unread]:
-    yield from _sampling_unread(c)
+def _chat_ignored(c: ChatConfig) -> Iterator[checks.IgnoredFlags]:
+    yield from _sampling_ignored(c)
     if c.engine != "vllm":
         yield "vllm.", "without --rollout.engine vllm"
     else:

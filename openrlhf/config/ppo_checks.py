@@ -57,12 +57,12 @@ def ppo_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
             *optimizer_sleep(config),
             *checks.four_bits(config.ds),
             *checks.outputs(config.ckpt, config.logger, config.train.hooks),
-            *checks.unread(config, explicit, _unread(config)),
+            *checks.remark_ignored(config, explicit, _ignored(config)),
         ]
     )
 
 
-LOOP_UNREAD = (
+LOOP_IGNORED = (
     "data.prompt_dataset data.prompt_probs data.pretrain_dataset eval.dataset eval.steps rollout.batch_size "
     "train.max_steps train.num_episodes train.async_enable train.async_queue_size "
     "train.partial_rollout_enable algo.dynamic_filtering_enable ckpt.load_enable "
@@ -75,7 +75,7 @@ LOOP_UNREAD = (
 def loop_problems(config: PPOConfig, explicit: Explicit) -> list[Problem]:
     """Lists the problems of a user's own loop, which may bring prompts and rewards itself."""
     own = "data.prompt_dataset", "reward.remote_url"
-    found = [*ppo_problems(config, explicit), *checks.unread(config, explicit, [LOOP_UNREAD])]
+    found = [*ppo_problems(config, explicit), *checks.remark_ignored(config, explicit, [LOOP_IGNORED])]
     return [p for p in found if not (p.key in own and p.code is ErrorCode.MISSING_FLAG)]
 
 
@@ -118,7 +118,7 @@ NEEDS = {
 """Flags of RL that need another one, as `checks.NEEDS`."""
 
 
-def _unread_by_algorithm(c: PPOConfig) -> Iterator[checks.Unread]:
+def _ignored_by_algorithm(c: PPOConfig) -> Iterator[checks.IgnoredFlags]:
     """Yields flags that belong to other estimators, corrections, losses than those chosen."""
     advantage = c.algo.advantage
     if not c.uses_critic:
@@ -158,10 +158,10 @@ def _unread_by_algorithm(c: PPOConfig) -> Iterator[checks.Unread]:
         yield keys, "because an RL step is one optimizer step, so that the ratio is 1"
 
 
-def _unread(c: PPOConfig) -> Iterator[checks.Unread]:
+def _ignored(c: PPOConfig) -> Iterator[checks.IgnoredFlags]:
     """Yields flags of RL without effect."""
-    yield from checks.common_unread(c)
-    yield from checks.template_unread(c)
+    yield from checks.common_ignored(c)
+    yield from checks.template_ignored(c)
     if c.vllm.sync_with_ray:
         yield "vllm.sync_backend", "with --vllm.sync_with_ray: Ray's object store transports the weights"
     if c.ds.lora.rank > 0:
@@ -170,9 +170,9 @@ def _unread(c: PPOConfig) -> Iterator[checks.Unread]:
     if not c.uses_reward_model:
         keys = "reward.num_nodes reward.num_gpus_per_node reward.offload reward.normalize_enable "
         yield f"{keys}reward.model_weights train.colocate_critic_reward", "without a reward model"
-    yield from _unread_by_algorithm(c)
-    yield from checks.optimizer_unread(c.actor, "actor.")
-    yield from checks.optimizer_unread(c.critic, "critic.")
+    yield from _ignored_by_algorithm(c)
+    yield from checks.optimizer_ignored(c.actor, "actor.")
+    yield from checks.optimizer_ignored(c.critic, "critic.")
     critic_recomputes = c.uses_critic and c.critic.gradient_checkpointing_enable
     if not c.actor.gradient_checkpointing_enable and not critic_recomputes:
         keys = "actor.gradient_checkpointing_reentrant ds.activation_offload"

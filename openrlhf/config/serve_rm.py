@@ -125,6 +125,6 @@ def serve_rm_problems(config: ServeRMConfig, explicit: Explicit) -> list[Problem
             *_requests(config),
             *checks.row_attention(config.ds.attn_implementation),
             *checks.attention_packages(config.ds),
-            *checks.unread(config, explicit, [checks.ALWAYS_PACKED]),
+            *checks.remark_ignored(config, explicit, [checks.ALWAYS_PACKED]),
         ]
     )

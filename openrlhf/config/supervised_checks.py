@@ -29,7 +29,7 @@ def sft_problems(config: SFTConfig | KDConfig, explicit: Explicit) -> list[Probl
         explicit,
         _pretraining(config),
         _responses(config, explicit),
-        checks.unread(config, explicit, _pretraining_unread(config)),
+        checks.remark_ignored(config, explicit, _pretraining_ignored(config)),
     )
 
 
@@ -80,7 +80,7 @@ def _supervised(config: SupervisedConfig, explicit: Explicit, *own: Iterable[Pro
             *checks.four_bits(config.ds),
             *_balance(config),
             *checks.outputs(config.ckpt, config.logger, config.train.hooks),
-            *checks.unread(config, explicit, _unread(config)),
+            *checks.remark_ignored(config, explicit, _ignored(config)),
         ]
     )
 
@@ -92,17 +92,17 @@ NEEDS = {
 """Flags of supervised commands that need another one, as `checks.NEEDS`."""
 
 
-def _unread(config: SupervisedConfig) -> Iterator[checks.Unread]:
+def _ignored(config: SupervisedConfig) -> Iterator[checks.IgnoredFlags]:
     """Yields flags of supervised commands without effect."""
     model = config.model
-    yield from checks.common_unread(config)
-    yield from checks.optimizer_unread(config)
+    yield from checks.common_ignored(config)
+    yield from checks.optimizer_ignored(config)
     if not config.data.reads_images:
         why = "because the rows have no images (--data.max_images_per_prompt 0)"
         yield "model.freeze_visual_encoder", why
     yield "ds.enable_sleep", "because nothing else uses the GPUs of supervised training"
     if isinstance(config.data, RowTemplateConfig):
-        yield from checks.template_unread(config)
+        yield from checks.template_ignored(config)
     if isinstance(config.data, ImagesConfig):
         yield from checks.needs(config, {"data.max_images_per_prompt": checks.IMAGE_FLAGS})
     if isinstance(model, RMModelConfig):
@@ -117,7 +117,7 @@ def _unread(config: SupervisedConfig) -> Iterator[checks.Unread]:
     yield from checks.needs(config, NEEDS)
 
 
-def _pretraining_unread(config: SFTConfig | KDConfig) -> Iterator[checks.Unread]:
+def _pretraining_ignored(config: SFTConfig | KDConfig) -> Iterator[checks.IgnoredFlags]:
     if config.model.pretrain_mode_enable:
         why = "with --model.pretrain_mode_enable, which reads data.input_key as plain text"
         yield "data.input_template data.apply_chat_template", why

@@ -32,7 +32,7 @@ UNITS = {Sample: "sample", Pair: "pair", UnpairedExample: "answer", Steps: "solu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stretch:
+class Span:
     """Consecutive tokens that all have a loss or all have none, and are all special or all ordinary."""
 
     text: str
@@ -43,52 +43,52 @@ class Stretch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Side:
+class TokenSequence:
     """One sequence of an item."""
 
     title: str
-    stretches: Sequence[Stretch]
+    spans: Sequence[Span]
     num_tokens: int
     num_learned: int
 
 
-def sides_of(item: Item, tokenizer: PreTrainedTokenizerBase) -> list[Side]:
+def list_sequences(item: Item, tokenizer: PreTrainedTokenizerBase) -> list[TokenSequence]:
     if isinstance(item, Pair):
         margin = f", better by {item.margin:g}" if item.margin else ""
         return [
-            _side(f"chosen{margin}", item.chosen, tokenizer),
-            _side("rejected", item.rejected, tokenizer),
+            _sequence(f"chosen{margin}", item.chosen, tokenizer),
+            _sequence("rejected", item.rejected, tokenizer),
         ]
     if isinstance(item, UnpairedExample):
         return [
-            _side("good" if item.desirable else "bad", item.sample, tokenizer),
-            _side("mismatched answer, for the KL estimate", item.mismatched, tokenizer),
+            _sequence("good" if item.desirable else "bad", item.sample, tokenizer),
+            _sequence("mismatched answer, for the KL estimate", item.mismatched, tokenizer),
         ]
     if isinstance(item, Steps):
         labels = [
             f"{label:.3g}" if item.labels.is_floating_point() else decode(tokenizer, [label])
             for label in item.labels.tolist()
         ]
-        return [_side("", item.sample, tokenizer, labels)]
-    return [_side("", item, tokenizer)]
+        return [_sequence("", item.sample, tokenizer, labels)]
+    return [_sequence("", item, tokenizer)]
 
 
-def _side(
+def _sequence(
     title: str, sample: Sample, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None
-) -> Side:
-    return Side(
+) -> TokenSequence:
+    return TokenSequence(
         title=title,
-        stretches=list(stretches_of(sample, tokenizer, labels)),
+        spans=list(split_spans(sample, tokenizer, labels)),
         num_tokens=sample.length,
         num_learned=sample.num_actions,
     )
 
 
-def stretches_of(
+def split_spans(
     sample: Sample, tokenizer: PreTrainedTokenizerBase, labels: Sequence[str] | None = None
-) -> Iterator[Stretch]:
-    """Yields the stretches of a sample, whose texts add up to the decoded sample. `labels`: label of each
-    token with a loss, which is then a separate stretch; None if there are no labels."""
+) -> Iterator[Span]:
+    """Yields the spans of a sample, whose texts add up to the decoded sample. `labels`: label of each
+    token with a loss, which is then a separate span; None if there are no labels."""
     token_ids, mask = sample.token_ids.tolist(), sample.action_mask.tolist()
     special_ids = {*tokenizer.all_special_ids} | {
         token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
@@ -103,27 +103,27 @@ def stretches_of(
         stop += len(list(group))
         text = decode(tokenizer, token_ids[:stop])
         label = next(left) if labels is not None and learned else ""
-        yield Stretch(text=text[written:], learned=learned, special=special, label=label)
+        yield Span(text=text[written:], learned=learned, special=special, label=label)
         written = len(text)
 
 
-def plain_text(side: Side) -> str:
+def plain_text(sequence: TokenSequence) -> str:
     """Returns the text with tokens that have a loss between ⟦ and ⟧, and each label in parentheses after its
     step."""
     parts = []
-    for learned, group in groupby(side.stretches, lambda stretch: (stretch.learned, stretch.label)):
-        text = "".join(stretch.text for stretch in group)
+    for learned, group in groupby(sequence.spans, lambda span: (span.learned, span.label)):
+        text = "".join(span.text for span in group)
         parts.append(f"⟦{text}⟧" + (f"({learned[1]})" if learned[1] else "") if learned[0] else text)
     return _shown("".join(parts))
 
 
-def coloured_text(side: Side) -> Text:
+def coloured_text(sequence: TokenSequence) -> Text:
     text = Text()
-    for stretch in side.stretches:
-        style = ("green" if stretch.learned else "dim") + (" reverse" if stretch.special else "")
-        text.append(_shown(stretch.text), style=style)
-        if stretch.label:
-            text.append(f" {clean_text(stretch.label)} ", style="bold black on yellow")
+    for span in sequence.spans:
+        style = ("green" if span.learned else "dim") + (" reverse" if span.special else "")
+        text.append(_shown(span.text), style=style)
+        if span.label:
+            text.append(f" {clean_text(span.label)} ", style="bold black on yellow")
     return text
 
 
@@ -154,16 +154,16 @@ class Preview:
             self.line(f"{chat if is_chat else plain}\n")
 
     def item(self, number: int, item: Item, tokenizer: PreTrainedTokenizerBase) -> None:
-        sides = sides_of(item, tokenizer)
+        sequences = list_sequences(item, tokenizer)
         name = f"{UNITS[type(item)]} {number}"
         if self._console is None:
-            for side in sides:
-                self.line(f"--- {name}: {_heading(side)}\n{plain_text(side)}\n")
+            for sequence in sequences:
+                self.line(f"--- {name}: {_heading(sequence)}\n{plain_text(sequence)}\n")
             return
         table = Table(box=None, expand=True)
-        for side in sides:
-            table.add_column(Text(_heading(side), style="bold"), ratio=1, overflow="fold")
-        table.add_row(*(coloured_text(side) for side in sides))
+        for sequence in sequences:
+            table.add_column(Text(_heading(sequence), style="bold"), ratio=1, overflow="fold")
+        table.add_row(*(coloured_text(sequence) for sequence in sequences))
         self._console.print(Panel(table, title=Text(name), title_align="left"))
 
     def rows(self, rows: Sequence[Sequence[int]], dataset: Any, limit: int = 4) -> None:
@@ -226,9 +226,9 @@ def _percentiles(lengths: np.ndarray) -> str:
     return f"mean {lengths.mean():,.1f}, " + ", ".join(f"{name} {value:,}" for name, value in found.items())
 
 
-def _heading(side: Side) -> str:
-    title = f"{side.title}, " if side.title else ""
-    return f"{title}{counted(side.num_tokens, 'token')}, {side.num_learned:,} learned"
+def _heading(sequence: TokenSequence) -> str:
+    title = f"{sequence.title}, " if sequence.title else ""
+    return f"{title}{counted(sequence.num_tokens, 'token')}, {sequence.num_learned:,} learned"
 
 
 def _num_learned(item: Item) -> int:

@@ -10,7 +10,7 @@ import pytest
 from command_lines import problems_of
 
 from openrlhf.config import checks, ppo_checks, supervised_checks
-from openrlhf.config.checks import optimizer_unread, sequence_parallel
+from openrlhf.config.checks import optimizer_ignored, sequence_parallel
 from openrlhf.config.commands import (
     COMMANDS,
     DPO,
@@ -973,8 +973,8 @@ def test_setting_a_default_is_no_mistake(say):
 
 @pytest.mark.parametrize("optim", [OptimConfig(), OptimConfig(optim="muon", lr_scheduler="linear")])
 def test_the_optimizer_of_a_section_has_the_flags_without_effect_of_any_other(optim):
-    of_actor = [keys.replace("actor.", "") for keys, _ in optimizer_unread(optim, "actor.")]
-    assert of_actor == [keys for keys, _ in optimizer_unread(optim)]
+    of_actor = [keys.replace("actor.", "") for keys, _ in optimizer_ignored(optim, "actor.")]
+    assert of_actor == [keys for keys, _ in optimizer_ignored(optim)]
 
 
 CHECKED = {

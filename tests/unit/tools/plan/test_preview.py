@@ -18,9 +18,9 @@ from openrlhf.tools.plan.preview import (
     Preview,
     coloured_text,
     histogram,
+    list_sequences,
     plain_text,
-    sides_of,
-    stretches_of,
+    split_spans,
 )
 from openrlhf.types import Pair, Sample, Steps, UnpairedExample
 
@@ -43,7 +43,7 @@ def sample(tokenizer, *texts):
 
 
 def plain(item, tokenizer):
-    return [(side.title, plain_text(side)) for side in sides_of(item, tokenizer)]
+    return [(sequence.title, plain_text(sequence)) for sequence in list_sequences(item, tokenizer)]
 
 
 def test_golden_output_of_sft(tmp_path, model, capsys):
@@ -132,10 +132,10 @@ def test_every_supervised_command_has_a_preview(tmp_path, model, capsys, name):
 def test_the_parts_together_are_what_the_tokenizer_makes_of_the_whole(tokenizer):
     texts = ("<|user|>1 + 2<|end|><|assistant|>", " é😀 and", " then\n", "the end<|end|>")
     item = sample(tokenizer, *texts)
-    stretches = list(stretches_of(item, tokenizer))
-    assert "".join(stretch.text for stretch in stretches) == "".join(texts)
-    assert "".join(stretch.text for stretch in stretches if stretch.learned) == texts[1] + texts[3]
-    assert [s.text for s in stretches if s.special] == ["<|user|>", "<|end|><|assistant|>", "<|end|>"]
+    spans = list(split_spans(item, tokenizer))
+    assert "".join(span.text for span in spans) == "".join(texts)
+    assert "".join(span.text for span in spans if span.learned) == texts[1] + texts[3]
+    assert [s.text for s in spans if s.special] == ["<|user|>", "<|end|><|assistant|>", "<|end|>"]
 
 
 def test_learned_tokens_are_marked_and_keep_their_spaces(tokenizer):
@@ -149,7 +149,7 @@ def test_the_tokens_of_an_image_are_counted():
     item = sample(tokenizer, f"<|user|>{image}A{IMAGE_TOKEN * 3}<|assistant|>", "red")
     shown = f"<|user|><|vision_start|>{IMAGE_TOKEN}×300<|vision_end|>A{IMAGE_TOKEN * 3}<|assistant|>"
     assert plain(item, tokenizer) == [("", f"{shown}⟦red⟧")]
-    assert coloured_text(sides_of(item, tokenizer)[0]).plain == f"{shown}red"
+    assert coloured_text(list_sequences(item, tokenizer)[0]).plain == f"{shown}red"
 
 
 def test_both_sides_of_a_pair(tokenizer):
@@ -178,14 +178,14 @@ def test_labels_stand_at_their_steps(tokenizer):
 
 
 def test_text_cannot_act_on_the_terminal(tokenizer):
-    (side,) = sides_of(sample(tokenizer, "a\x1b[2J", "b\x9b"), tokenizer)
-    assert plain_text(side) == "a[2J⟦b⟧"
-    assert coloured_text(side).plain == "a[2Jb"
+    (sequence,) = list_sequences(sample(tokenizer, "a\x1b[2J", "b\x9b"), tokenizer)
+    assert plain_text(sequence) == "a[2J⟦b⟧"
+    assert coloured_text(sequence).plain == "a[2Jb"
 
 
 def test_colours_say_what_is_learned(tokenizer):
-    (side,) = sides_of(sample(tokenizer, "1+1=", "2<|end|>"), tokenizer)
-    text = coloured_text(side)
+    (sequence,) = list_sequences(sample(tokenizer, "1+1=", "2<|end|>"), tokenizer)
+    text = coloured_text(sequence)
     assert [(text.plain[span.start : span.end], span.style) for span in text.spans] == [
         ("1+1=", "dim"),
         ("2", "green"),
