@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def read_each(
-    rows: Rows, read: Callable[[Row], ReadT], policy: BadRowAction, dropped: Counter[str]
+    rows: Rows, read: Callable[[Row], ReadT], policy: BadRowAction, skipped: Counter[str]
 ) -> Iterator[tuple[int, ReadT]]:
     """Yields the row number and the result of `read` for each usable row, in order.
 
     "error": the first row for which `read` raises BadRow is a UsageError with its file and line.
-    "skip": such rows are left out and counted in `dropped`, as are unreadable rows and rows with a value of
+    "skip": such rows are left out and counted in `skipped`, as are unreadable rows and rows with a value of
     another kind than the column has in most rows; the first few are logged.
     """
     for i in tracked(range(len(rows)), len(rows), "reading rows"):
@@ -32,18 +32,18 @@ def read_each(
             _check_kinds(row, rows.kinds)
             value = read(row)
         except BadRow as reason:
-            refuse(rows, i, reason, policy, dropped)
+            refuse(rows, i, reason, policy, skipped)
         else:
             yield i, value
 
 
-def refuse(rows: Rows, i: int, reason: BadRow, policy: BadRowAction, dropped: Counter[str]) -> None:
-    """Raises UsageError for row i under "error"; under "skip" counts the row in `dropped` and logs the first
+def refuse(rows: Rows, i: int, reason: BadRow, policy: BadRowAction, skipped: Counter[str]) -> None:
+    """Raises UsageError for row i under "error"; under "skip" counts the row in `skipped` and logs the first
     few."""
     if policy == "error":
         raise at_row(rows, i, reason) from reason
-    dropped[BAD_ROW] += 1
-    if dropped[BAD_ROW] <= NAMED:
+    skipped[BAD_ROW] += 1
+    if skipped[BAD_ROW] <= NAMED:
         logger.warning("%s: skipped: %s", rows.origin(i), reason.text)
 
 
@@ -57,7 +57,7 @@ NAMED = 3
 """Number of skipped rows that are logged one by one."""
 
 BAD_ROW = "bad row"
-"""Reason under which unusable rows are counted in `dropped`."""
+"""Reason under which unusable rows are counted in `skipped`."""
 
 
 def _check_kinds(row: Row, kinds: Mapping[str, str]) -> None:

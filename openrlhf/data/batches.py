@@ -44,7 +44,7 @@ class Windows(Generic[RowT]):
     """The optimizer steps of an epoch, as this rank sees them.
 
     A step takes the next `batch_size` items in the order of the epoch; the last step takes the rest. The
-    items are dealt to `data_size` ranks with about equal work, and `collate` packs them into rows of
+    items are distributed to `data_size` ranks with about equal work, and `collate` packs them into rows of
     `micro_batch_size` items, or of as many as fit into `max_tokens` (a longer item has its own row). Every
     rank gets the same number of rows, padded with empty ones, because ranks meet in collectives at each row.
     Items with common prefixes are side by side if models read those once; `max_tokens` and the work of a rank
@@ -95,9 +95,9 @@ class Windows(Generic[RowT]):
         """Yields, for each step from `start_step` on, the item indices of each of this rank's rows."""
         order = self.order(epoch)
         for step in range(start_step, len(self)):
-            yield self.deal(order[step * self.batch_size : (step + 1) * self.batch_size])[self.data_rank]
+            yield self.shard(order[step * self.batch_size : (step + 1) * self.batch_size])[self.data_rank]
 
-    def deal(self, batch: Sequence[int]) -> list[list[list[int]]]:
+    def shard(self, batch: Sequence[int]) -> list[list[list[int]]]:
         """Returns the item indices of each row of each rank; a row without items is padding."""
         related = self._related(batch)
         has_equal_ranks = self.micro_batch_size is not None

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.data.bad_rows import BadRow, BadRowAction, read_each, refuse
 from openrlhf.data.files import Row
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, Samples
+from openrlhf.data.store import Samples, Skip
 from openrlhf.errors import ErrorCode, UsageError, counted
 from openrlhf.text import decode, first_token_ids, with_first
 
@@ -53,7 +53,7 @@ def build_samples(
     store: Samples,
     rows: Rows,
     read: Callable[[Row], tuple[tuple[Text, ...], LabelT]],
-    fit: Callable[[int, list[Tokens], LabelT], Sequence[Tokens] | Drop],
+    fit: Callable[[int, list[Tokens], LabelT], Sequence[Tokens] | Skip],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_len: int,
@@ -69,10 +69,10 @@ def build_samples(
 
     Rows that `read` or `fit` refuses by BadRow, or whose images cannot be used, are handled as in
     `read_each`. Each image of a row takes as many tokens of a text as the model reads of it; a row of which
-    an image would be truncated is dropped. Raises UsageError when no row is left.
+    an image would be truncated is skipped. Raises UsageError when no row is left.
     """
     encode, labels = Encoder(tokenizer), []
-    for block in blocks(read_each(rows, read, bad_rows, store.dropped)):
+    for block in blocks(read_each(rows, read, bad_rows, store.skipped)):
         encoded = iter(encode([text for _, (texts, _) in block for text in texts]))
         for i, (texts, label) in block:
             tokens = list(islice(encoded, len(texts)))
@@ -81,18 +81,18 @@ def build_samples(
                     tokens = images.expand(images.headers(rows, i, bad_rows), tokens)
                 samples = fit(i, tokens, label)
             except BadRow as reason:
-                refuse(rows, i, reason, bad_rows, store.dropped)
+                refuse(rows, i, reason, bad_rows, store.skipped)
                 continue
             longest = max(len(token_ids) for token_ids, _ in tokens)
-            if not isinstance(samples, Drop) and images is not None:
+            if not isinstance(samples, Skip) and images is not None:
                 patch = images.tokens.layout.patch
                 if any(patch in token_ids[max_len:] for token_ids, _ in tokens):
-                    samples = Drop(CUT_IMAGE, longest)
-            if isinstance(samples, Drop):
-                store.drop(samples, longest)
+                    samples = Skip(CUT_IMAGE, longest)
+            if isinstance(samples, Skip):
+                store.skip(samples, longest)
                 continue
             if longest > max_len:
-                store.cut(longest)
+                store.truncate(longest)
             for token_ids, action_mask in samples:
                 store.append(token_ids, action_mask, None if images is None else i)
             labels.append(label)
@@ -204,13 +204,13 @@ def finish(tokens: Tokens, eos: int | None) -> None:
         learned[0] = False
 
 
-def reason_to_drop(learned: Sequence[bool], max_len: int | None) -> Drop | None:
+def reason_to_skip(learned: Sequence[bool], max_len: int | None) -> Skip | None:
     """Returns the reason to drop a sample, or None to keep it. max_len: None if a text need not leave room
     for an answer."""
     if True not in learned:
-        return Drop(NOTHING_TO_LEARN)
+        return Skip(NOTHING_TO_LEARN)
     if max_len is not None and (prompt := learned.index(True)) >= max_len - 2:
-        return Drop(LONG_PROMPT, prompt + 3)
+        return Skip(LONG_PROMPT, prompt + 3)
     return None
 
 
@@ -225,10 +225,10 @@ LONG_PROMPT = "prompt of max_len - 2 tokens or more"
 
 
 class Kept(Protocol):
-    """Items built from rows, with counts of the rows that were truncated or dropped: see `Samples`."""
+    """Items built from rows, with counts of the rows that were truncated or skipped: see `Samples`."""
 
     @property
-    def dropped(self) -> Counter[str]: ...
+    def skipped(self) -> Counter[str]: ...
 
     @property
     def truncated(self) -> int: ...
@@ -246,21 +246,21 @@ def check_left(kept: Kept, rows: Rows, max_len: int, unit: str = "sample") -> No
         raise UsageError(ErrorCode.NO_ROWS, f"{text}\n--data.max_len is {max_len}.", value=rows.place(0)[0])
 
 
-def tell_losses(kept: Kept, flag: str, room: int | None = None) -> None:
-    """Logs, in the first process, how many rows of `flag` are dropped and how many are truncated. room: the
+def log_skipped(kept: Kept, flag: str, room: int | None = None) -> None:
+    """Logs, in the first process, how many rows of `flag` are skipped and how many are truncated. room: the
     maximum number of tokens that the models read."""
-    dropped, lost = kept.dropped.total(), []
-    if dropped:
-        lost.append(f"{dropped:,} were dropped ({_reasons(kept)})")
+    skipped, lost = kept.skipped.total(), []
+    if skipped:
+        lost.append(f"{skipped:,} were dropped ({_reasons(kept)})")
     if kept.truncated:
         lost.append(f"{kept.truncated:,} were truncated at --data.max_len")
     if lost and os.environ.get("RANK", "0") == "0":
-        num_rows = f"{len(kept) + dropped:,}"
+        num_rows = f"{len(kept) + skipped:,}"
         logger.warning("%s: of %s rows %s%s", flag, num_rows, ", ".join(lost), _remedy(kept, room))
 
 
 def _reasons(kept: Kept) -> str:
-    return ", ".join(f"{count:,} × {reason}" for reason, count in kept.dropped.items())
+    return ", ".join(f"{count:,} × {reason}" for reason, count in kept.skipped.items())
 
 
 def _remedy(kept: Kept, room: int | None = None) -> str:

@@ -83,8 +83,8 @@ def build_questions(
         tools = tools_of(row, tools_key) if apply_chat_template else None
         return value, template(asked if suffix is None else with_suffix(asked, suffix), tools)
 
-    dropped: Counter[str] = Counter()
-    prompts = dict(read_each(chosen, read, bad_rows, dropped))
+    skipped: Counter[str] = Counter()
+    prompts = dict(read_each(chosen, read, bad_rows, skipped))
     texts = [text for _, text in prompts.values()]
     encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     questions = []
@@ -93,8 +93,8 @@ def build_questions(
             questions.append(Question(prompt_id=numbers[i], input=value, token_ids=token_ids))
             continue
         text = f"the prompt has {len(token_ids)} tokens; --data.prompt_max_len allows 1 to {max_len}."
-        refuse(chosen, i, BadRow(text, ErrorCode.TOO_LONG), bad_rows, dropped)
-    _check_left(len(questions), dropped.total(), chosen)
+        refuse(chosen, i, BadRow(text, ErrorCode.TOO_LONG), bad_rows, skipped)
+    _check_left(len(questions), skipped.total(), chosen)
     return questions
 
 
@@ -125,9 +125,9 @@ def build_answers(
             raise BadRow(f"column {output_key!r} holds messages, which need --data.apply_chat_template.")
         return value, output, plain_answer(template(value), output)
 
-    dropped: Counter[str] = Counter()
-    read_texts = dict(read_each(rows, read, bad_rows, dropped))
-    _check_left(len(read_texts), dropped.total(), rows)
+    skipped: Counter[str] = Counter()
+    read_texts = dict(read_each(rows, read, bad_rows, skipped))
+    _check_left(len(read_texts), skipped.total(), rows)
     encoded = Encoder(tokenizer)(text for _, _, text in read_texts.values())
     return [
         Answer(

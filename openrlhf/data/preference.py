@@ -13,14 +13,14 @@ from openrlhf.data.encode import (
     Tokens,
     build_samples,
     finish,
-    reason_to_drop,
+    reason_to_skip,
     truncated,
 )
 from openrlhf.data.files import Row, kind
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.scored import cut_before_end, end_token_id, scored_answer
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, TwoSamples
+from openrlhf.data.store import Skip, TwoSamples
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.types import Pair
 
@@ -79,7 +79,7 @@ def build_pairs(
     margin_key         Column with a number: by how much the scores shall differ.
     images, tools_key  As in `build_sft_samples`: both answers are to the same images, with the same tools.
 
-    A pair is dropped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
+    A pair is skipped and counted when one side has nothing to learn, or a prompt of max_len - 2 tokens or
     more, or when both sides are the same, also if only after truncation.
 
     Raises UsageError for a bad row (see `read_each`), for a template that does not render an answer directly
@@ -101,11 +101,11 @@ def build_pairs(
         margin = 0.0 if margin_key is None else _margin(row, margin_key)
         return answers(row), margin
 
-    def fit(_: int, sides: list[Tokens], margin: float) -> Sequence[Tokens] | Drop:
+    def fit(_: int, sides: list[Tokens], margin: float) -> Sequence[Tokens] | Skip:
         for side in sides:
             finish(side, eos)
         cut = [end(side, max_len) for side in sides]
-        return _reason_to_drop_pair(sides, cut, max_len) or cut
+        return _reason_to_skip_pair(sides, cut, max_len) or cut
 
     store = PairDataset()
     margins = build_samples(
@@ -124,15 +124,15 @@ def _end_scored(tokens: Tokens, max_len: int) -> Tokens:
     return token_ids, [False] * (len(token_ids) - 1) + [True]
 
 
-def _reason_to_drop_pair(sides: Sequence[Tokens], cut: Sequence[Tokens], max_len: int) -> Drop | None:
-    drops = [drop for _, learned in sides if (drop := reason_to_drop(learned, max_len))]
+def _reason_to_skip_pair(sides: Sequence[Tokens], cut: Sequence[Tokens], max_len: int) -> Skip | None:
+    skips = [skip for _, learned in sides if (skip := reason_to_skip(learned, max_len))]
     chosen, rejected = (token_ids for token_ids, _ in sides)
     if chosen == rejected:
-        drops.append(Drop(SAME_ANSWERS))
+        skips.append(Skip(SAME_ANSWERS))
     elif cut[0][0] == cut[1][0]:
-        drops.append(Drop(SAME_WHEN_CUT, max_len + 1))
-    hopeless = [drop for drop in drops if not drop.needed_len]
-    return next(iter(hopeless), max(drops, key=lambda drop: drop.needed_len, default=None))
+        skips.append(Skip(SAME_WHEN_CUT, max_len + 1))
+    hopeless = [skip for skip in skips if not skip.needed_len]
+    return next(iter(hopeless), max(skips, key=lambda skip: skip.needed_len, default=None))
 
 
 def _margin(row: Row, column: str) -> float:

@@ -22,12 +22,12 @@ class PromptDataset:
     the rows."""
 
     def __init__(
-        self, prompts: Sequence[Prompt], dropped: Mapping[str, int] | None = None, needed_len: int = 0
+        self, prompts: Sequence[Prompt], skipped: Mapping[str, int] | None = None, needed_len: int = 0
     ):
-        """dropped: reason -> number of rows that gave no prompt. needed_len: the max_len that would keep the
+        """skipped: reason -> number of rows that gave no prompt. needed_len: the max_len that would keep the
         prompts that are only too long, 0 where there are none."""
         self._prompts = prompts
-        self.dropped = Counter(dropped)
+        self.skipped = Counter(skipped)
         self.needed_len = needed_len
         self.truncated = 0
         """Number of truncated prompts, always 0: prompts are not truncated."""

@@ -43,7 +43,7 @@ def build_prompts(
 
     A row is bad when its prompt or label is missing or null, or when the chat template refuses it. A prompt
     of max_len tokens or more leaves no room for a response. bad_rows None: bad rows are an error, and prompts
-    that are too long are dropped and counted; "error" and "skip" apply to both. The label keeps the type it
+    that are too long are skipped and counted; "error" and "skip" apply to both. The label keeps the type it
     has in the file.
 
     tools_key: the column of the rows' tools, which the chat template lists.
@@ -67,27 +67,27 @@ def build_prompts(
         )
 
     policy = bad_rows or "error"
-    dropped: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     kept, needed_len = _Kept(rows, read, first_id), 0
-    prompts, to_encode = tee(read_each(rows, read, policy, dropped))
+    prompts, to_encode = tee(read_each(rows, read, policy, skipped))
     texts = (prompt.text for _, prompt in to_encode)
     encoded = encode_prompts(texts, tokenizer, is_chat=apply_chat_template)
     for (i, prompt), token_ids in zip(prompts, encoded, strict=True):
         try:
             length, seen = _with_images(images, rows, i, policy, token_ids)
         except BadRow as reason:
-            refuse(rows, i, reason, policy, dropped)
+            refuse(rows, i, reason, policy, skipped)
             continue
         if 0 < length < max_len:
             kept.append(i, replace(prompt, prompt_id=first_id + i, images=seen, num_tokens=length))
         elif length and bad_rows is None:
-            dropped[LONG_PROMPT] += 1
+            skipped[LONG_PROMPT] += 1
             needed_len = max(needed_len, length + 1)
         else:
             room = f"--data.max_len {max_len} leaves room for 1 to {max_len - 1}"
             reason = BadRow(f"the prompt has {length} tokens; {room}.", ErrorCode.TOO_LONG)
-            refuse(rows, i, reason, policy, dropped)
-    dataset = PromptDataset(kept, dropped, needed_len)
+            refuse(rows, i, reason, policy, skipped)
+    dataset = PromptDataset(kept, skipped, needed_len)
     if images is not None:
         read_images = images.reader(rows)
         dataset.read_images_with(lambda prompt: read_images(prompt.prompt_id - first_id))

@@ -7,11 +7,11 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRowAction, value_of
-from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_drop, truncated
+from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_skip, truncated
 from openrlhf.data.files import Row
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, SampleStore
+from openrlhf.data.store import SampleStore, Skip
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.data.verify_answers import CHECKED, check_learned
 from openrlhf.errors import ErrorCode, UsageError
@@ -44,11 +44,11 @@ def build_sft_samples(
 
     Where the response does not end with the end-of-sequence token, that token is appended. A sample of more
     than max_len tokens is truncated and gets no end-of-sequence token, because its text did not end. Rows
-    without a token to learn, or with a prompt of max_len - 2 tokens or more, are dropped and counted.
+    without a token to learn, or with a prompt of max_len - 2 tokens or more, are skipped and counted.
 
     images: the column of the rows' images, if any; needs a chat template. Each image takes as many tokens of
     the text as the model reads of it, none of which is learned. A sample in which an image would be truncated
-    is dropped.
+    is skipped.
 
     tools_key: the column of the tools that the chat template lists.
     verify: check the learned tokens of the first samples, see `check_learned`.
@@ -67,11 +67,11 @@ def build_sft_samples(
         columns = AnswerColumns.of(template, input_key, output_key, **options)
     texts = columns or partial(_pretrain_text, input_key=input_key)
 
-    def fit(i: int, tokens: list[Tokens], _: None) -> Sequence[Tokens] | Drop:
+    def fit(i: int, tokens: list[Tokens], _: None) -> Sequence[Tokens] | Skip:
         (sample,) = tokens
         finish(sample, None if pretrain else tokenizer.eos_token_id)
-        if drop := reason_to_drop(sample[1], None if pretrain else max_len):
-            return drop
+        if skip := reason_to_skip(sample[1], None if pretrain else max_len):
+            return skip
         if columns and verify and len(sample[0]) <= max_len and len(store) < CHECKED:
             check_learned(rows, i, sample, columns, tokenizer)
         return [truncated(sample, max_len)]

@@ -13,7 +13,7 @@ from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
 from openrlhf.data.encode import Text, Tokens, build_samples, token_ids_of, truncated
 from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, Samples
+from openrlhf.data.store import Samples, Skip
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.text import decode
 from openrlhf.types import Steps
@@ -55,7 +55,7 @@ def build_steps(
 
     Labels are a list with an entry for each placeholder: texts of one token each (of `reward_tokens`, where
     given), or probabilities of the first of two reward tokens. All rows have the same kind. A text is
-    truncated at max_len tokens, and its labels with it; one without a placeholder left is dropped and
+    truncated at max_len tokens, and its labels with it; one without a placeholder left is skipped and
     counted.
 
     Raises UsageError for a reward token that is not one token, for a bad row (see `read_each`), for labels of
@@ -72,14 +72,14 @@ def build_steps(
 
     first_of_kind: dict[str, int] = {}
 
-    def fit(i: int, tokens: list[Tokens], labels: np.ndarray) -> Sequence[Tokens] | Drop:
+    def fit(i: int, tokens: list[Tokens], labels: np.ndarray) -> Sequence[Tokens] | Skip:
         ((token_ids, ends_step),) = tokens
         if sum(ends_step) != len(labels):
             raise BadRow(f"the tokenizer gives some placeholders {placeholder_token!r} no token.")
         sample = truncated(tokens[0], max_len)
         action_mask = sample[1]
         if True not in action_mask:
-            return Drop(FAR_STEPS, len(token_ids)) if len(labels) else Drop("nothing to learn")
+            return Skip(FAR_STEPS, len(token_ids)) if len(labels) else Skip("nothing to learn")
         first_of_kind.setdefault("text" if labels.dtype == np.int64 else "numbers", i)
         _check_kinds(first_of_kind, rows, label_key, reward_tokens)
         kept.append(labels[: sum(action_mask)])

@@ -20,7 +20,7 @@ ItemT = TypeVar("ItemT")
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Skip:
     """The reason why a row gives no sample."""
 
     reason: str
@@ -38,10 +38,10 @@ class Samples(ABC, Generic[ItemT]):
     """Names of the attributes that are arrays of labels."""
 
     def __init__(self) -> None:
-        self.dropped: Counter[str] = Counter()
+        self.skipped: Counter[str] = Counter()
         """Reason -> number of rows that gave no item."""
         self.needed_len = 0
-        """The smallest max_len with which no row is truncated or dropped for its length. 0: none is."""
+        """The smallest max_len with which no row is truncated or skipped for its length. 0: none is."""
         self.truncated = 0
         """Number of rows truncated at max_len."""
         self.sequence_lengths: array[int] = array("q")
@@ -99,13 +99,13 @@ class Samples(ABC, Generic[ItemT]):
         Requires samples appended with their rows."""
         self._read_images, self.images_digest = read, images_digest
 
-    def drop(self, drop: Drop, length: int = 0) -> None:
+    def skip(self, skip: Skip, length: int = 0) -> None:
         """Counts a row without an item. length: its longest text, in tokens."""
-        self.dropped[drop.reason] += 1
-        if drop.needed_len:
-            self.needed_len = max(self.needed_len, drop.needed_len, length)
+        self.skipped[skip.reason] += 1
+        if skip.needed_len:
+            self.needed_len = max(self.needed_len, skip.needed_len, length)
 
-    def cut(self, length: int) -> None:
+    def truncate(self, length: int) -> None:
         """Counts a row whose longest text had `length` tokens, more than max_len."""
         self.truncated += 1
         self.needed_len = max(self.needed_len, length)
@@ -149,7 +149,7 @@ class Samples(ABC, Generic[ItemT]):
 
     def meta(self) -> dict[str, Any]:
         return {
-            "dropped": dict(self.dropped),
+            "dropped": dict(self.skipped),
             "needed_len": self.needed_len,
             "truncated": self.truncated,
         }
@@ -166,7 +166,7 @@ class Samples(ABC, Generic[ItemT]):
         if not len(token_ids) == len(action_mask) == starts[-1]:
             raise ValueError("the arrays have different lengths")
         store.sequence_lengths = array("q", np.diff(starts).astype(np.int64).tobytes())
-        store.dropped = Counter(meta["dropped"])
+        store.skipped = Counter(meta["dropped"])
         store.needed_len = meta["needed_len"]
         store.truncated = meta["truncated"]
         needed = [name for name in cls.LABELS if name in arrays or not hasattr(cls, name)]

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 from openrlhf.data.answers import AnswerColumns
 from openrlhf.data.bad_rows import BadRow, BadRowAction, value_of
-from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_drop
+from openrlhf.data.encode import Text, Tokens, build_samples, finish, reason_to_skip
 from openrlhf.data.files import Row, kind
 from openrlhf.data.sources import Rows
-from openrlhf.data.store import Drop, SampleStore, TwoSamples
+from openrlhf.data.store import SampleStore, Skip, TwoSamples
 from openrlhf.data.templates import PromptTemplate
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.types import UnpairedExample
@@ -76,10 +76,10 @@ def build_unpaired(
     def read(row: Row) -> tuple[tuple[Text, ...], bool]:
         return answer(row), _label(row, label_key)
 
-    def fit(_: int, tokens: list[Tokens], label: bool) -> Sequence[Tokens] | Drop:
+    def fit(_: int, tokens: list[Tokens], label: bool) -> Sequence[Tokens] | Skip:
         """Keeps whole sequences: another prompt's answer may fit behind a prompt."""
         finish(tokens[0], tokenizer.eos_token_id)
-        return reason_to_drop(tokens[0][1], max_len) or tokens
+        return reason_to_skip(tokens[0][1], max_len) or tokens
 
     whole = SampleStore()
     desirable = build_samples(
@@ -129,7 +129,7 @@ def _with_mismatched(whole: SampleStore, max_len: int, seed: int, input_key: str
             value=input_key,
         )
     store = UnpairedDataset()
-    store.dropped, store.needed_len, store.truncated = whole.dropped, whole.needed_len, whole.truncated
+    store.skipped, store.needed_len, store.truncated = whole.skipped, whole.needed_len, whole.truncated
     for i, other in enumerate(other_prompts(np.array(numbers), seed).tolist()):
         for answer in (i, other):
             sequence, mask = (

@@ -12,7 +12,7 @@ from openrlhf.config.fields import flag_of
 from openrlhf.config.supervised import MODEL_FLAG
 from openrlhf.data.batches import Dataset, Windows
 from openrlhf.data.cache import cached, tokenizer_digest
-from openrlhf.data.encode import tell_losses
+from openrlhf.data.encode import log_skipped
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.sources import Rows, load_rows, rows_digest
 from openrlhf.data.store import Samples
@@ -65,7 +65,7 @@ def build_dataset(
     mix = {"split": split, "probs": probs, "max_samples": max_samples, "seed": task.config.train.seed}
 
     dataset = tokenise(task, tokenizer, spec, flag, mix)
-    tell_losses(dataset, flag, min(max_lengths_of(task).values(), default=None))
+    log_skipped(dataset, flag, min(max_lengths_of(task).values(), default=None))
     check_lengths(task, dataset.sequence_lengths, flag)
     return dataset
 

@@ -44,7 +44,7 @@ from openrlhf.loop.sft import SupervisedTrainer
 from openrlhf.loop.task import Task, data_notes, load_tokenizer_of
 from openrlhf.memory.rows import memory_of_rows
 from openrlhf.models.backbone import RowModel
-from openrlhf.models.loading import tell_stops
+from openrlhf.models.loading import log_stops
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.vision import freeze_vision
 from openrlhf.observability.hooks.load import attached, hooks_of
@@ -83,7 +83,7 @@ class SupervisedRun(Generic[ConfigT]):
             Calendar.today = from_first(partial(day_of, config))
             self.tokenizer = load_tokenizer_of(config)
             if task.learns_ends:
-                tell_stops(config, self.tokenizer, learns=True)
+                log_stops(config, self.tokenizer, learns=True)
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
         self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
         self.total_steps = config.train.total_steps(len(self.windows))

@@ -299,7 +299,7 @@ def check_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool
         raise UsageError(ErrorCode.CHAT_TEMPLATE, text, flag="--data.apply_chat_template", value=path)
 
 
-def tell_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool = False) -> None:
+def log_stops(config: Any, tokenizer: PreTrainedTokenizerBase, *, learns: bool = False) -> None:
     """Prints the problem that `check_stops` finds, at the start of a run."""
     try:
         check_stops(config, tokenizer, learns=learns)

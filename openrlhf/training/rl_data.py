@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from openrlhf.config.checks import split_spec
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, REWARD_FLAG, TEACHER_FLAG, PPOConfig
 from openrlhf.data.bad_rows import BadRow
-from openrlhf.data.encode import tell_losses
+from openrlhf.data.encode import log_skipped
 from openrlhf.data.image_rows import ImageColumn
 from openrlhf.data.order import epoch_order
 from openrlhf.data.prompt_sampler import PromptDataset
@@ -26,9 +26,9 @@ from openrlhf.models.loading import (
     check_same_vocabulary,
     load_config,
     load_tokenizer,
+    log_stops,
     policy_tokenizer,
     reads_the_tokens_of,
-    tell_stops,
 )
 from openrlhf.rewards.models import check_conversations, has_own_template
 from openrlhf.training.schedule import num_updates, prompts_of_steps
@@ -54,7 +54,7 @@ def build_data(config: PPOConfig) -> RLData:
     """Reads all data of the run. Raises UsageError for models that cannot read it."""
     prompts, eval_prompts, tokenizer = build_prompt_datasets(config)
     if not config.rollout.stop:
-        tell_stops(config, tokenizer)
+        log_stops(config, tokenizer)
     texts = build_pretrain_texts(config, tokenizer, len(prompts))
     return RLData(prompts, eval_prompts, texts, tokenizer)
 
@@ -173,7 +173,7 @@ def _prompts(
         images=images,
         tools_key=data.tools_key,
     )
-    tell_losses(prompts, flag)
+    log_skipped(prompts, flag)
     return prompts
 
 
@@ -213,7 +213,7 @@ def build_pretrain_texts(
         max_len=data.max_len,
         bad_rows=data.broken_rows,
     )
-    tell_losses(texts, PRETRAIN_FLAG)
+    log_skipped(texts, PRETRAIN_FLAG)
     return texts
 
 

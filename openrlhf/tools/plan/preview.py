@@ -185,13 +185,13 @@ class Preview:
         lengths = np.array(dataset.lengths)
         items = tracked(range(len(dataset)), len(dataset), f"counting {unit}s")
         learned = sum(_num_learned(dataset[i]) for i in items)
-        total, dropped = int(lengths.sum()), dataset.dropped
-        reasons = "".join(f"\n    {count:,} {reason}" for reason, count in dropped.items())
+        total, skipped = int(lengths.sum()), dataset.skipped
+        reasons = "".join(f"\n    {count:,} {reason}" for reason, count in skipped.items())
         if dataset.needed_len:
             reasons += f"\n    --data.max_len {dataset.needed_len} would keep every row whole"
         self.line(
-            f"{len(dataset) + dropped.total():,} rows: {counted(len(dataset), unit)}, "
-            f"{dropped.total():,} dropped, {dataset.truncated:,} cut at max_len{reasons}\n"
+            f"{len(dataset) + skipped.total():,} rows: {counted(len(dataset), unit)}, "
+            f"{skipped.total():,} dropped, {dataset.truncated:,} cut at max_len{reasons}\n"
             f"{total:,} tokens, {learned:,} learned ({learned / total:.1%})\n"
         )
         self.line(f"tokens of {'an' if unit == 'answer' else 'a'} {unit}: {_percentiles(lengths)}")

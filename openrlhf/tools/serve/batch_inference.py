@@ -40,11 +40,11 @@ from openrlhf.api import (
     load_rows,
     load_scorer,
     load_tokenizer_of,
+    log_stops,
     resolve_reading,
     score_statistics,
     seed_everything,
     stop_token_ids,
-    tell_stops,
     values_of,
     waiting,
 )
@@ -86,7 +86,7 @@ def run(config: BatchInferenceConfig) -> None:
         check(config)
     tokenizer = load_tokenizer_of(config)
     if config.task != "rm":
-        tell_stops(config, tokenizer)
+        log_stops(config, tokenizer)
     work, made_from = build_work(config, tokenizer)
     check_origin(config.raw_path, config.meta_path, made_from)
     done = finished(config.raw_path)

@@ -18,10 +18,10 @@ from openrlhf.api import (
     checking,
     clean_text,
     load_tokenizer_of,
+    log_stops,
     notify,
     prompt_token_ids,
     seed_at,
-    tell_stops,
     waiting,
     with_values,
 )
@@ -42,7 +42,7 @@ def run(config: ChatConfig, explicit: Explicit) -> None:
         check_answering_model(config, ["data.max_len"])
     tokenizer = load_tokenizer_of(config)
     config = _with_template(config, explicit, tokenizer.chat_template)
-    tell_stops(config, tokenizer)
+    log_stops(config, tokenizer)
     conversation = _conversation(config, tokenizer)
     with waiting("loading the model", key=f"{config.model.model_name_or_path} {config.engine}"):
         model = _load(config, tokenizer)

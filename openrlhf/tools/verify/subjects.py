@@ -382,7 +382,7 @@ def forget_engines() -> None:
     release_cached_memory()
 
 
-def cut(path: str, layers: int, folder: Path, flag: str) -> str:
+def truncate_model(path: str, layers: int, folder: Path, flag: str) -> str:
     """Writes a copy of the model with only its first `layers` layers to `folder`, with its tokenizer. Returns
     the folder."""
     config = load_config(path, flag)

@@ -19,7 +19,7 @@ from openrlhf.tools.verify.continuing import continuing_checks
 from openrlhf.tools.verify.engine import NAMES, engine_checks
 from openrlhf.tools.verify.ranks import stages_of
 from openrlhf.tools.verify.report import Finding, Verdict, table, write_report
-from openrlhf.tools.verify.subjects import PolicySubject, Size, Subject, SupervisedSubject, cut
+from openrlhf.tools.verify.subjects import PolicySubject, Size, Subject, SupervisedSubject, truncate_model
 from openrlhf.tools.verify.trainer import number_of_checks, trainer_checks
 
 
@@ -63,7 +63,7 @@ def _with_layers(command: Command, config: Any, layers: int | None, scratch: Pat
     for key in keys:
         section, _, field = key.partition(".")
         path = getattr(getattr(config, section), field)
-        changed[key] = cut(path, layers, scratch / f"{section}-of-{layers}-layers", f"--{key}")
+        changed[key] = truncate_model(path, layers, scratch / f"{section}-of-{layers}-layers", f"--{key}")
     return with_values(config, changed)
 
 

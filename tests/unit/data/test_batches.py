@@ -126,7 +126,7 @@ def test_work_is_balanced():
         seed=0,
     )
     tokens = [
-        sum(windows.dataset.lengths[i] for row in rows for i in row) for rows in windows.deal(range(51))
+        sum(windows.dataset.lengths[i] for row in rows for i in row) for rows in windows.shard(range(51))
     ]
     assert sorted(tokens) == [100, 100]
 

@@ -40,7 +40,7 @@ def samples(*lists):
     store = SampleStore()
     for token_ids in lists:
         store.append(token_ids, [i % 2 == 1 for i in range(len(token_ids))])
-    store.dropped["bad row"], store.needed_len = 3, 9
+    store.skipped["bad row"], store.needed_len = 3, 9
     store.truncated = 1
     return store
 
@@ -81,7 +81,7 @@ def test_the_second_time_nothing_is_built_and_everything_is_the_same(tmp_path, c
     for store in (first, again):
         assert contents(store) == contents(samples(*builder.lists))
         assert list(store.lengths) == [3, 1, 2]
-        assert (store.dropped, store.needed_len) == ({"bad row": 3}, 9)
+        assert (store.skipped, store.needed_len) == ({"bad row": 3}, 9)
         assert store.truncated == 1
         assert store[0].token_ids.dtype == torch.int64
 

@@ -179,8 +179,8 @@ def test_prompts_hold_one_placeholder_and_count_all_tokens(folder, tokenizer, pr
         lengths.append(len(processor(text=[prompt.text], images=pictures)["input_ids"][0]))
     longest = max(lengths)
     assert len(prompts_of(rows, tokenizer, column, max_len=longest + 1)) == 3
-    dropped = prompts_of(rows, tokenizer, column, max_len=longest, bad_rows=None)
-    assert (len(dropped), dropped.needed_len) == (2, longest + 1)
+    skipped = prompts_of(rows, tokenizer, column, max_len=longest, bad_rows=None)
+    assert (len(skipped), skipped.needed_len) == (2, longest + 1)
 
 
 def test_no_token_of_an_image_is_learned_even_in_an_answer(folder, tokenizer, column):
@@ -265,7 +265,7 @@ def test_a_bad_row_is_named_or_skipped(folder, tokenizer, column, case):
             build(rows, tokenizer, column)
         assert reason in told.value.text and REMEDY in told.value.text
         kept = build(rows, tokenizer, column, bad_rows="skip")
-        assert (len(kept), kept.dropped) == (2, {"bad row": 1})
+        assert (len(kept), kept.skipped) == (2, {"bad row": 1})
     assert [prompt.prompt_id for prompt in prompts_of(rows, tokenizer, column, bad_rows="skip")] == [0, 2]
     assert [image.reference for image in kept[1].images] == ["square.png"]
 
@@ -275,7 +275,7 @@ def test_a_damaged_picture_is_skipped_or_named_when_it_is_read(folder, tokenizer
     (folder / "half.png").write_bytes(whole[: len(whole) // 2])
     rows = rows_of(folder, [ROWS[0], {"input": "x", "images": "half.png", "output": "y"}])
     for build in (prompts_of, samples_of):
-        assert build(rows, tokenizer, column, bad_rows="skip").dropped == {"bad row": 1}
+        assert build(rows, tokenizer, column, bad_rows="skip").skipped == {"bad row": 1}
         kept = build(rows, tokenizer, column, bad_rows="error")
         with refused(ErrorCode.INVALID_ROW, value=folder / "rows.jsonl", row=2) as told:
             kept[1]

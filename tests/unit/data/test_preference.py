@@ -139,7 +139,7 @@ def test_pairs_that_teach_nothing_are_dropped_and_counted(score_last_token):
     options = {"apply_chat_template": False, "max_len": 6, "score_last_token": score_last_token}
     dataset = build(rows, **options)
     assert len(dataset) == 1
-    assert dataset.dropped == {
+    assert dataset.skipped == {
         "both answers are the same": 1,
         "both answers are the same up to max_len": 1,
         "nothing to learn (empty prompt or answer)": 2,
@@ -172,7 +172,7 @@ def test_the_length_that_is_named_is_the_smallest_that_keeps_a_pair_whole(
 def test_an_empty_answer_in_a_chat_teaches_nothing():
     for score_last_token in (False, True):
         dataset = build([ROW, ROW | {"rejected": ""}], score_last_token=score_last_token)
-        assert dataset.dropped == {"nothing to learn (empty prompt or answer)": 1}
+        assert dataset.skipped == {"nothing to learn (empty prompt or answer)": 1}
 
 
 @settings(max_examples=50, deadline=None)
@@ -288,7 +288,7 @@ def test_a_bad_row_is_named_or_skipped(case, score_last_token):
         good = {"chosen": [user("1"), assistant("2")], "rejected": [user("1"), assistant("3")]}
     dataset = build([row, good], **changes, bad_rows="skip")
     assert len(dataset) == 1
-    assert dataset.dropped == {"bad row": 1}
+    assert dataset.skipped == {"bad row": 1}
 
 
 @pytest.mark.parametrize("score_last_token", [False, True])
@@ -377,7 +377,7 @@ def test_a_kept_dataset_reads_the_same(tmp_path):
     kept = cached(PairDataset, {"test": 1}, fail, cache_dir=str(tmp_path))
     assert isinstance(kept.margins, np.memmap)
     assert kept.arrays().keys() == built.arrays().keys()
-    assert (kept.dropped, kept.truncated) == (built.dropped, built.truncated)
+    assert (kept.skipped, kept.truncated) == (built.skipped, built.truncated)
     assert list(kept.lengths) == list(built.lengths)
     assert both(kept[0]) == both(built[0])
     assert (kept[0].margin, kept[0].ref_log_probs.tolist()) == (0.5, [1.0, 2.0])

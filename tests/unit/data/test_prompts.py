@@ -147,7 +147,7 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     assert reason in told.value.text and REMEDY in told.value.text
     prompts = build(rows, tokenizer, label_key="label", bad_rows="skip")
     assert [prompt.prompt_id for prompt in prompts] == [0, 2]
-    assert prompts.dropped == {"bad row": 1}
+    assert prompts.skipped == {"bad row": 1}
 
 
 @pytest.mark.parametrize("case", [case for case in BAD if case != "too long"])
@@ -162,7 +162,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(tokenizer):
     rows = [{"input": "fine"}, {"input": "x " * 60}, {"input": "x " * 80}, {"input": "good"}]
     prompts = build(rows, tokenizer)
     assert [prompt.prompt_id for prompt in prompts] == [0, 3]
-    assert prompts.dropped == {LONG_PROMPT: 2}
+    assert prompts.skipped == {LONG_PROMPT: 2}
     remedy = f"--data.max_len {prompts.needed_len} would keep every row whole"
     assert len(build(rows, tokenizer, max_len=prompts.needed_len)) == 4
     assert len(build(rows, tokenizer, max_len=prompts.needed_len - 1)) == 3

@@ -8,7 +8,7 @@ from refusals import refused
 from tokenizers import processors
 from transformers import PreTrainedTokenizer
 
-from openrlhf.data.encode import LONG_PROMPT, tell_losses
+from openrlhf.data.encode import LONG_PROMPT, log_skipped
 from openrlhf.data.files import REMEDY
 from openrlhf.data.sft import build_sft_samples
 from openrlhf.data.sources import Rows, load_rows
@@ -208,7 +208,7 @@ def test_the_end_of_an_answer_is_learned_whatever_blanks_stand_around_it(end, an
     assert learned_texts(sample, tokenizer) == [written.removesuffix("<|im_end|>") + "<|im_end|>"]
     assert sample.token_ids[-1] == tokenizer.eos_token_id
     if not end.strip():
-        assert build([{"input": "u", "output": " "}, {"input": "u", "output": "a"}], tokenizer).dropped == {
+        assert build([{"input": "u", "output": " "}, {"input": "u", "output": "a"}], tokenizer).skipped == {
             "nothing to learn (empty prompt or answer)": 1
         }
 
@@ -329,7 +329,7 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer):
     ]
     dataset = build(rows, tokenizer, apply_chat_template=False, max_len=12)
     assert len(dataset) == 1
-    assert dataset.dropped == {
+    assert dataset.skipped == {
         "nothing to learn (empty prompt or answer)": 2,
         "prompt of max_len - 2 tokens or more": 1,
     }
@@ -337,7 +337,7 @@ def test_rows_with_nothing_to_learn_are_dropped_and_counted(tokenizer):
     kept = [len(build(rows, tokenizer, **options, max_len=length)) for length in (longest - 1, longest)]
     assert kept == [1, 2]
     assert list(dataset.lengths) == [dataset[0].length]
-    assert build([rows[0], {"input": "u", "output": ""}], tokenizer).dropped == {
+    assert build([rows[0], {"input": "u", "output": ""}], tokenizer).skipped == {
         "nothing to learn (empty prompt or answer)": 1
     }
 
@@ -354,17 +354,17 @@ def test_a_prompt_may_have_max_len_minus_three_tokens(tokenizer):
 def test_losses_are_told_with_the_length_that_would_keep_every_row(tokenizer, caplog, monkeypatch):
     rows = [{"input": "12", "output": "345"}, {"input": "123456", "output": "7"}]
     samples = build(rows, tokenizer, apply_chat_template=False, max_len=5)
-    tell_losses(build(rows, tokenizer, apply_chat_template=False, max_len=9), "--data.dataset")
+    log_skipped(build(rows, tokenizer, apply_chat_template=False, max_len=9), "--data.dataset")
     assert not caplog.messages
     for room in (None, 9, 8):
-        tell_losses(samples, "--data.dataset", room)
+        log_skipped(samples, "--data.dataset", room)
     said = (
         f"--data.dataset: of 2 rows 1 were dropped (1 × {LONG_PROMPT}), 1 were truncated at --data.max_len;\n"
         "--data.max_len 9 would keep every row whole"
     )
     assert caplog.messages == [said, said, f"{said}, but the model reads at most 8"]
     monkeypatch.setenv("RANK", "1")
-    tell_losses(samples, "--data.dataset")
+    log_skipped(samples, "--data.dataset")
     assert len(caplog.messages) == 3
 
 
@@ -389,7 +389,7 @@ def test_a_bad_row_is_named_or_skipped(tokenizer, case):
     assert reason in told.value.text and REMEDY in told.value.text
     dataset = build(rows, tokenizer, bad_rows="skip")
     assert len(dataset) == 1
-    assert dataset.dropped == {"bad row": 1}
+    assert dataset.skipped == {"bad row": 1}
 
 
 def test_a_bad_row_of_a_file_is_named_with_its_line(tokenizer, tmp_path):

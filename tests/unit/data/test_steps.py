@@ -75,7 +75,7 @@ def test_solutions_without_a_step_left_are_dropped_and_counted():
     rows = [ROW, {"input": "123456#", "label": ["+"]}, {"input": "12", "label": []}]
     dataset = build(rows, max_len=6)
     assert len(dataset) == 1
-    assert dataset.dropped == {"no placeholder within max_len": 1, "nothing to learn": 1}
+    assert dataset.skipped == {"no placeholder within max_len": 1, "nothing to learn": 1}
     assert len(build(rows, max_len=7)) == 2
     assert dataset.needed_len == 13 and build(rows, max_len=13).truncated == 0
     with refused(ErrorCode.NO_ROWS, value="rows.json") as told:
@@ -144,7 +144,7 @@ def test_a_bad_row_is_named_or_skipped(case, caplog):
     with caplog.at_level(logging.WARNING):
         dataset = build([ROW, row, row, row, row], **changes, bad_rows="skip")
     assert len(dataset) == 1
-    assert dataset.dropped == {"bad row": 4}
+    assert dataset.skipped == {"bad row": 4}
     skipped = [message.partition(": ")[0] for message in caplog.messages]
     assert skipped == ["rows.json:2", "rows.json:3", "rows.json:4"]
 

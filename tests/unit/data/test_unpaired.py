@@ -198,7 +198,7 @@ def test_a_bad_label_is_named_or_skipped(case):
     assert reason in told.value.text and REMEDY in told.value.text
     dataset = build(rows, bad_rows="skip")
     assert len(dataset) == 2
-    assert dataset.dropped == {"bad row": 1}
+    assert dataset.skipped == {"bad row": 1}
 
 
 def test_a_bad_answer_is_named():
@@ -214,7 +214,7 @@ def test_rows_that_teach_nothing_are_dropped_and_lend_no_answer():
         {"input": "12345678", "output": "9", "label": True},
     ]
     dataset = build(rows, apply_chat_template=False, max_len=8)
-    assert dataset.dropped == {
+    assert dataset.skipped == {
         "nothing to learn (empty prompt or answer)": 1,
         "prompt of max_len - 2 tokens or more": 1,
     }

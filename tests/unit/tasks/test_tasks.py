@@ -184,7 +184,7 @@ def test_the_files_go_through_the_datasets(files):
         max_len=128,
     )
     assert len(sft) == 200
-    assert not sft.dropped
+    assert not sft.skipped
     assert not sft.truncated
     row = read(files.sft)[0]
     assert tokenizer.decode(sft[0].token_ids[sft[0].action_mask]) == row["output"] + "<|end|>"

@@ -76,7 +76,7 @@ def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
         data_size=ranks,
         seed=train.seed,
     )
-    of_rank = [[i for row in rows for i in row] for rows in windows.deal(range(len(lengths)))]
+    of_rank = [[i for row in rows for i in row] for rows in windows.shard(range(len(lengths)))]
     return _spread(of_rank, lengths)
 
 

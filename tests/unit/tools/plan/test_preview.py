@@ -221,7 +221,7 @@ class Items(list):
 def test_the_summary_counts_by_hand(tokenizer):
     stream = io.StringIO()
     dataset = Items([sample(tokenizer, "123", "4"), sample(tokenizer, "12", "3456")])
-    dataset.truncated, dataset.dropped, dataset.needed_len = 0, Counter({"bad row": 2}), 9
+    dataset.truncated, dataset.skipped, dataset.needed_len = 0, Counter({"bad row": 2}), 9
     Preview(stream, coloured=False).summary(dataset)
     counts, bad, remedy = stream.getvalue().splitlines()[:3]
     assert re.findall(r"\d+", counts) == ["4", "2", "2", "0"] and bad.split() == ["2", "bad", "row"]
