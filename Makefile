@@ -48,7 +48,7 @@ gpu: env  ## Every part checked and measured on a GPU, stage by stage
 fast: env  ## The tests that wait for no processes: three minutes
 	.venv/bin/pytest $(PARALLEL) -m "not slow and not processes" tests/contracts tests/unit
 
-quick: env  ## Formulas, credit, collection, configuration: half a minute
+quick: env  ## Formulas, advantages, collection, configuration: half a minute
 	.venv/bin/pytest $(PARALLEL) --durations=5 $(QUICK)
 
 size: env  ## Lines of the package by folder, and the code lines that `ppo` and `sft` reach

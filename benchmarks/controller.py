@@ -37,7 +37,7 @@ from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardCon
 from openrlhf.data.packing import partition
 from openrlhf.observability.journal import Journal, Trained
 from openrlhf.observability.rollout_metrics import rollout_metrics
-from openrlhf.training.credit import assign_credit
+from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.schedule import training_schedule
 from openrlhf.types import (
     Batch,
@@ -196,7 +196,7 @@ def answers(batch: Batch) -> np.ndarray:
 def credited(batch: Batch, trajectories: Sequence[Trajectory]) -> Batch:
     advantage, kl = AdvantageConfig(estimator="group_norm"), KLConfig(use_loss=True, estimator="k3")
     algo = AlgoConfig(advantage=advantage, kl=kl)
-    return assign_credit(
+    return compute_advantages(
         batch,
         trajectories,
         estimator=algo.build_estimator(),

@@ -174,7 +174,7 @@ if TYPE_CHECKING:  # for tools
     from openrlhf.rollout.worker import RolloutWorker, engine_options, local_options, transfer_backend
     from openrlhf.text import Decode, decode, decode_each, first_token_ids, prompt_token_ids, response_of
     from openrlhf.training.collect import StalenessLimit, Collector, SAME_REWARD
-    from openrlhf.training.credit import credit_arguments
+    from openrlhf.training.advantages import advantage_arguments
     from openrlhf.observability.rollout_metrics import rollout_metrics
     from openrlhf.training.evaluate import evaluation_metrics
     from openrlhf.training.reward_models import load_reward_model

@@ -8,7 +8,7 @@
     Trajectory      a token sequence to train on: an episode, or a part of one
     PromptGroup     the trajectories of a prompt's samples: what a rollout hands out
     Batch sequences concatenated in numpy arrays: a whole step, a rank's part, a micro-batch;
-                    models add their log-probs and values, credit assignment adds advantages and returns
+                    models add their log-probs and values, the estimator adds advantages and returns
     ExperienceRow   a batch as tensors: what one forward pass of an update reads
 
 In supervised learning a dataset consists of Samples, Pairs, UnpairedExamples or Steps (solutions with
@@ -422,7 +422,7 @@ ActionColumn = np.ndarray | None
 class Batch:
     """Concatenated sequences: a whole rollout, a rank's part of it, or a micro-batch.
 
-    The forward passes of a step add the columns from `log_probs` to `values`, credit assignment adds
+    The forward passes of a step add the columns from `log_probs` to `values`, the estimator adds
     `advantages` and `returns`; until then they are None.
     """
 

@@ -24,8 +24,8 @@ from openrlhf.data.prompt_sampler import PromptDataset, PromptSampler
 from openrlhf.observability.hooks.base import Evaluation, Hook, Step, announce, announcing_end
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Dropped, Stop
+from openrlhf.training.advantages import advantage_arguments, compute_advantages, log_prob_metrics
 from openrlhf.training.collect import Collector, check_collected, num_samples, sample_all
-from openrlhf.training.credit import assign_credit, credit_arguments, log_prob_metrics
 from openrlhf.training.evaluate import best_metric, evaluation_metrics
 from openrlhf.training.outputs import with_outputs
 from openrlhf.training.saving import STATE_VERSION, SavedRanks, Saver, check_version
@@ -186,8 +186,8 @@ class PPOTrainer(Generic[PolicyT]):
             self.kl = self.kl.update(step.metrics.get("kl/mean", 0.0), num_samples(finished))
 
     def assign_advantages(self, batch: Batch, finished: Sequence[Trajectory]) -> tuple[Batch, Metrics]:
-        arguments = credit_arguments(self.config, self.kl.coef)
-        return assign_credit(batch, finished, estimator=self.estimator, **arguments)
+        arguments = advantage_arguments(self.config, self.kl.coef)
+        return compute_advantages(batch, finished, estimator=self.estimator, **arguments)
 
     def update(self, batch: Batch, step: Step) -> Updated:
         """Takes the optimizer steps of all models that learn, in parallel if they have separate GPUs."""

@@ -53,8 +53,8 @@ from openrlhf.rewards.values import read_rewards
 from openrlhf.rollout.given import given_answer
 from openrlhf.stopping import EXIT_STOPPED, Stop
 from openrlhf.text import decode, response_of
+from openrlhf.training.advantages import advantage_arguments, compute_advantages
 from openrlhf.training.collect import check_failures, check_stops, num_samples, sample_all
-from openrlhf.training.credit import assign_credit, credit_arguments
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.policy import GivenGradient
 from openrlhf.training.outputs import with_outputs
@@ -431,8 +431,8 @@ class Run:
             return replace(batch, advantages=given, returns=given), {}
         algo = self.config.algo
         estimator = self._estimator if advantages is None else ESTIMATORS[advantages].of(algo.options)
-        arguments = credit_arguments(self.config, self.kl.coef)
-        return assign_credit(batch, finished, estimator=estimator, **arguments)
+        arguments = advantage_arguments(self.config, self.kl.coef)
+        return compute_advantages(batch, finished, estimator=estimator, **arguments)
 
     def _backward(self, batches: Sequence[Batch], losses: Sequence[Any]) -> Metrics:
         metrics: Metrics = {}

@@ -10,8 +10,8 @@ from records import trajectory
 from openrlhf.backends.peak_memory import memory_metrics
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, RewardConfig
 from openrlhf.observability.rollout_metrics import rollout_metrics
+from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.collect import FilterResult
-from openrlhf.training.credit import assign_credit
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.worker import PHASES
 from openrlhf.types import Batch, Outcome, Trajectory, runs
@@ -39,7 +39,7 @@ def emitted() -> set[str]:
     batch = Batch.of(finished, version=0)
     ones = np.ones(batch.num_actions.sum(), np.float32)
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"))
-    _, metrics = assign_credit(
+    _, metrics = compute_advantages(
         replace(batch, log_probs=-ones, ref_log_probs=-ones, teacher_log_probs=-ones, values=ones),
         finished,
         estimator=algo.build_estimator(),

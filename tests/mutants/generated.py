@@ -28,7 +28,7 @@ from mutmut.mutation.pragma_handling import IgnoredCode
 PLACES = (
     "algorithms/**/*.py",
     "training/objectives/*.py",
-    "training/credit.py",
+    "training/advantages.py",
     "training/collect.py",
     "training/schedule.py",
     "training/trained_worker.py",

@@ -38,9 +38,9 @@ def plain_advantages(
     max_new_tokens: int,
     teacher_coef: float = 0.0,
 ) -> PlainAdvantages | None:
-    """Returns the advantages of a batch; see `credit.assign_credit` for the arguments. None for what these
-    formulas do not cover: estimators of the user, and groups of GRPO whose rewards differ little after length
-    penalties."""
+    """Returns the advantages of a batch; see `advantages.compute_advantages` for the arguments. None for what
+    these formulas do not cover: estimators of the user, and groups of GRPO whose rewards differ little after
+    length penalties."""
     name, gamma, lambd = algo.advantage.estimator, algo.advantage.gamma, algo.advantage.lambd
     if name not in BASELINES:
         return None

@@ -46,8 +46,8 @@ def plain_rollout_metrics(trajectories: Sequence[Trajectory], version: int) -> M
 
 
 def plain_log_prob_metrics(batch: Batch, estimator: str) -> Metrics:
-    """Returns the metrics of `credit.log_prob_metrics` over all actions, and the explained variance of the
-    critic. `estimator`: that of the KL to the reference."""
+    """Returns the metrics of `advantages.log_prob_metrics` over all actions, and the explained variance of
+    the critic. `estimator`: that of the KL to the reference."""
     if not len(batch.rollout_log_probs):
         return {}
     metrics: Metrics = {}

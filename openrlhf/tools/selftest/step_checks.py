@@ -14,8 +14,8 @@ from openrlhf.api import (
     PromptSampler,
     Step,
     Trajectory,
+    advantage_arguments,
     check_mismatch,
-    credit_arguments,
     not_none,
     notify,
     passes_of,
@@ -133,7 +133,7 @@ class StepChecks(Hook):
     def _verify_advantages(self, step: Step, batch: Batch) -> None:
         """Compares advantages, of the batch and of synthetic samples, and changes of the KL coefficient with
         plain formulas."""
-        arguments = credit_arguments(self.config, step.kl.coef)
+        arguments = advantage_arguments(self.config, step.kl.coef)
         del arguments["by_prompt"]  # numbers of prompts change no advantage
         check_advantages(batch, plain_advantages(batch, step.finished, **arguments), step.number)
         synthetic, samples = synthetic_samples(batch, self.config.longest_response)

@@ -23,8 +23,8 @@ from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, PPOConfig
 from openrlhf.errors import ErrorCode
 from openrlhf.loop.rl_checks import check_algorithm
 from openrlhf.registry import Registry
-from openrlhf.training.credit import assign_credit
-from openrlhf.training.credit import step_view as view_of
+from openrlhf.training.advantages import compute_advantages
+from openrlhf.training.advantages import step_view as view_of
 from openrlhf.training.objectives.policy import PolicyObjective
 from openrlhf.types import Batch, ExperienceRow, LossNorm, not_none
 from openrlhf.user_file import UserFiles
@@ -63,7 +63,7 @@ def test_opo_in_the_credit_of_a_step():
         trajectory(reward, [7] * length, prompt_id=prompt, sample_index=i)
         for i, (prompt, reward, length) in enumerate(samples)
     ]
-    batch, _ = assign_credit(
+    batch, _ = compute_advantages(
         Batch.of(trajectories),
         trajectories,
         estimator=config.algo.build_estimator(),

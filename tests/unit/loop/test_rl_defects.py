@@ -83,7 +83,7 @@ from openrlhf.tools.doctor.health import Health
 from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.tools.selftest.step_checks import StepChecks
 from openrlhf.training import trained_worker
-from openrlhf.training.credit import assign_credit
+from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.training.objectives.balanced import BalancedObjective
 from openrlhf.training.objectives.critic import CriticObjective
@@ -663,7 +663,7 @@ def credit_of(
     batch = Batch.of(trajectories)
     ones = np.ones(batch.num_actions.sum(), np.float32)
     batch = replace(batch, log_probs=-ones, ref_log_probs=(-1 - log_ratio) * ones, values=ones / 2)
-    return assign_credit(
+    return compute_advantages(
         batch,
         trajectories,
         estimator=algo.build_estimator(),

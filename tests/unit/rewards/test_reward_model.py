@@ -28,7 +28,7 @@ from openrlhf.rewards.models import (
     short_names,
 )
 from openrlhf.tasks.tiny_model import tiny_chat_model, tiny_tokenizer
-from openrlhf.training.credit import step_view
+from openrlhf.training.advantages import step_view
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Batch, Image, Outcome, Prompt, Trajectory
 from openrlhf.utils import decode

@@ -42,7 +42,7 @@ from openrlhf.tools.selftest.verify_rl import (
     check_value_loss,
     synthetic_samples,
 )
-from openrlhf.training import credit
+from openrlhf.training import advantages
 from openrlhf.training.objectives import critic
 from openrlhf.training.objectives.critic import CriticObjective
 from openrlhf.training.objectives.policy import PolicyObjective
@@ -93,7 +93,7 @@ def row_of(**fields: None) -> ExperienceRow:
 
 
 def assigned(batch: Batch, trajectories: list[Trajectory], **arguments) -> Batch:
-    found, _ = credit.assign_credit(
+    found, _ = advantages.compute_advantages(
         batch, trajectories, estimator=arguments["algo"].build_estimator(), **arguments
     )
     return found
@@ -169,14 +169,14 @@ def test_sequences_of_an_episode_share_its_reward() -> None:
 WRONG_ADVANTAGES = {
     "groups that are mixed": (grpo, "deviations", lambda rewards, groups: rewards - rewards.mean()),
     "a standard deviation that is left out": (grpo, "group_std", lambda rewards, groups: torch.ones(6)),
-    "rewards that are not clipped": (credit, "clip", lambda rewards, low, high: rewards),
+    "rewards that are not clipped": (advantages, "clip", lambda rewards, low, high: rewards),
     "rewards of single actions": (
         base,
         "discounted_returns",
         lambda rewards, counts, gamma: rewards,
     ),
     "a penalty with the wrong sign": (
-        credit,
+        advantages,
         "token_rewards",
         lambda rewards, kl, counts, coef: returns.token_rewards(rewards, kl, counts, -coef),
     ),
@@ -257,13 +257,13 @@ def mean_in_float32(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return rewards - totals.float() / sizes
 
 
-def groups_by_position(*args: Any, right: Callable = credit.step_view, **kwargs: Any) -> StepView:
+def groups_by_position(*args: Any, right: Callable = advantages.step_view, **kwargs: Any) -> StepView:
     step = right(*args, **kwargs)
     return replace(step, group_ids=torch.arange(len(step.rewards)) // 3)
 
 
 def first_parts(
-    batch: Batch, trajectories: Sequence[Trajectory], right: Callable = credit.step_view, **rest: Any
+    batch: Batch, trajectories: Sequence[Trajectory], right: Callable = advantages.step_view, **rest: Any
 ) -> StepView:
     first = {t.sample: t.truncated for t in trajectories if t.is_first}
     return right(batch, [replace(t, truncated=first[t.sample]) for t in trajectories], **rest)
@@ -271,10 +271,10 @@ def first_parts(
 
 HIDDEN: dict[str, tuple[str, Any, str, Any]] = {
     "means in float32": ("group_norm", grpo, "deviations", mean_in_float32),
-    "groups by position": ("dr_grpo", credit, "step_view", groups_by_position),
-    "truncation of the first sequence": ("dr_grpo", credit, "step_view", first_parts),
-    "no clipping": ("dr_grpo", credit, "clip", lambda rewards, low, high: rewards),
-    "no rewards of turns": ("reinforce", credit, "rewards_of_earlier_turns", lambda trajectories: None),
+    "groups by position": ("dr_grpo", advantages, "step_view", groups_by_position),
+    "truncation of the first sequence": ("dr_grpo", advantages, "step_view", first_parts),
+    "no clipping": ("dr_grpo", advantages, "clip", lambda rewards, low, high: rewards),
+    "no rewards of turns": ("reinforce", advantages, "rewards_of_earlier_turns", lambda trajectories: None),
     "returns without values": (
         "gae",
         gae,
@@ -283,7 +283,7 @@ HIDDEN: dict[str, tuple[str, Any, str, Any]] = {
     ),
     "a KL that is rewarded": (
         "dr_grpo",
-        credit,
+        advantages,
         "token_rewards",
         lambda rewards, kl, counts, coef: returns.token_rewards(rewards, kl, counts, -coef),
     ),

@@ -21,8 +21,8 @@ from openrlhf.tools.reference.metrics import (
 )
 from openrlhf.tools.selftest.verify_metrics import check_evaluation, check_metrics, synthetic_evaluation
 from openrlhf.tools.selftest.verify_rl import synthetic_samples
-from openrlhf.training import credit, evaluate
-from openrlhf.training.credit import assign_credit
+from openrlhf.training import advantages, evaluate
+from openrlhf.training.advantages import compute_advantages
 from openrlhf.training.evaluate import evaluation_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 
@@ -62,7 +62,7 @@ def credited(estimator: str = "k3") -> tuple[Metrics, Batch]:
     columns = dict.fromkeys(("log_probs", "ref_log_probs", "values"), np.zeros(2, np.float32))
     batch, found = synthetic_samples(replace(Batch.of([trajectory(actions=[2, 3])]), **columns), 16)
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="gae"), kl=KLConfig(estimator=estimator))
-    batch, metrics = assign_credit(
+    batch, metrics = compute_advantages(
         batch,
         found,
         estimator=algo.build_estimator(),
@@ -99,9 +99,9 @@ WRONG: dict[str, tuple[Any, str, Callable]] = {
         "_mismatch",
         lambda log_ratio, right=mismatch._mismatch: right(-log_ratio),
     ),
-    "kl/mean": (credit, "approx_kl", lambda policy, reference, estimator: policy - reference),
+    "kl/mean": (advantages, "approx_kl", lambda policy, reference, estimator: policy - reference),
     "critic/explained_variance": (
-        credit,
+        advantages,
         "explained_variance",
         lambda values, returns: float(1 - ((returns - values) ** 2).mean() / returns.var()),
     ),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from openrlhf.algorithms.advantages import ESTIMATORS
 from openrlhf.config.ppo import AdvantageConfig, AlgoConfig, KLConfig, RewardConfig
 from openrlhf.tools.doctor.health import Health
-from openrlhf.training.credit import assign_credit, log_prob_metrics
+from openrlhf.training.advantages import compute_advantages, log_prob_metrics
 from openrlhf.types import Batch, Metrics, Trajectory
 
 INDICES = count()
@@ -41,7 +41,7 @@ def assign(
     )
     kl = KLConfig(use_loss=algo.pop("use_loss", False), estimator=algo.pop("kl_estimator", "k1"))
     config = AlgoConfig(advantage=AdvantageConfig(**algo), kl=kl)
-    batch, metrics = assign_credit(
+    batch, metrics = compute_advantages(
         batch,
         trajectories,
         estimator=config.build_estimator(),
@@ -373,7 +373,7 @@ def test_a_teacher_rewards_every_action(gamma, returns):
     one = trajectory(0.0, 2)
     columns = {"log_probs": -1.0, "teacher_log_probs": [-0.5, -2.0]}
     algo = AlgoConfig(advantage=AdvantageConfig(estimator="reinforce", gamma=gamma))
-    batch, metrics = assign_credit(
+    batch, metrics = compute_advantages(
         records.batch_of([one], **columns),
         [one],
         estimator=algo.build_estimator(),

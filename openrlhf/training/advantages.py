@@ -21,7 +21,7 @@ from openrlhf.types import Batch, Metrics, Trajectory, tensor_of
 
 
 @torch.no_grad()
-def assign_credit(
+def compute_advantages(
     batch: Batch,
     samples: Sequence[Trajectory],
     *,
@@ -93,8 +93,8 @@ def assign_credit(
     return batch, metrics
 
 
-def credit_arguments(config: PPOConfig, kl_coef: float) -> dict[str, Any]:
-    """Returns the arguments of `assign_credit`, except for samples and estimator."""
+def advantage_arguments(config: PPOConfig, kl_coef: float) -> dict[str, Any]:
+    """Returns the arguments of `compute_advantages`, except for samples and estimator."""
     return {
         "algo": config.algo,
         "reward": config.reward,
