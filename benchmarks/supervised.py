@@ -54,7 +54,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForSequenceClassification
 from openrlhf.backends.deepspeed.engine import DeepSpeedEngine, DeepSpeedFrozen
 from openrlhf.backends.distributed import ProcessMesh, current_device, init_distributed, leave_distributed
 from openrlhf.config.sections import AdamConfig, DeepSpeedConfig, OptimConfig
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.attention import PACKED, packing_kwargs
 from openrlhf.models.policy import PolicyModel
@@ -354,7 +354,7 @@ def ours(task: Task, setting: Setting, *, precomputed: bool) -> Way:
         ds=DeepSpeedConfig(zero_stage=options.zero_stage, param_dtype=PRECISION),
         total_steps=1,
     )
-    windows = windows_of(task, setting, precomputed=precomputed)
+    mini_batches = lay_out_mini_batches(task, setting, precomputed=precomputed)
     objective = task.objective(None if precomputed or task.read is None else frozen_log_probs(setting))
 
     def step(rows: list) -> float:
@@ -365,22 +365,24 @@ def ours(task: Task, setting: Setting, *, precomputed: bool) -> Way:
         metrics = engine.train_step(rows, chosen)
         return next(value for name, value in metrics.items() if name.endswith("/loss"))
 
-    return lambda: timed(step, windows)
+    return lambda: timed(step, mini_batches)
 
 
-def windows_of(task: Task, setting: Setting, *, precomputed: bool) -> Windows:
+def lay_out_mini_batches(task: Task, setting: Setting, *, precomputed: bool) -> MiniBatches:
     examples = task.examples(setting.texts, setting.options.batch_size)
-    windows = lay_out(task, setting, examples)
+    mini_batches = lay_out(task, setting, examples)
     if precomputed:
-        answers = values_of_items(frozen(setting), windows, not_none(task.read), len(examples), ProcessMesh())
+        answers = values_of_items(
+            frozen(setting), mini_batches, not_none(task.read), len(examples), ProcessMesh()
+        )
         known = torch.from_numpy(answers)
         examples = [replace(e, ref_log_probs=x) for e, x in zip(examples, known, strict=True)]
-        windows = lay_out(task, setting, examples)
-    return windows
+        mini_batches = lay_out(task, setting, examples)
+    return mini_batches
 
 
-def lay_out(task: Task, setting: Setting, examples: list) -> Windows:
-    return Windows(
+def lay_out(task: Task, setting: Setting, examples: list) -> MiniBatches:
+    return MiniBatches(
         Examples(examples, [task.num_tokens(example) for example in examples]),
         task.collate,
         batch_size=setting.options.batch_size,
@@ -424,7 +426,7 @@ def packed(model: Any) -> Any:
 
 def timed(step: Callable[[Any], float], batches) -> Pass:
     start = time.perf_counter()
-    losses = [step(batch) for batch in (batches.epoch(0) if isinstance(batches, Windows) else batches())]
+    losses = [step(batch) for batch in (batches.epoch(0) if isinstance(batches, MiniBatches) else batches())]
     return Pass(time.perf_counter() - start, losses[0])  # the loss is a number, so the device has finished
 
 
@@ -432,7 +434,7 @@ def timed(step: Callable[[Any], float], batches) -> Pass:
 
 
 def bare(task: Task, setting: Setting, *, precomputed: bool) -> Way:
-    windows = windows_of(task, setting, precomputed=precomputed)
+    mini_batches = lay_out_mini_batches(task, setting, precomputed=precomputed)
     model = packed(setting.scorer() if task.is_scorer else setting.language_model())
     model = model.to(current_device()).train()
     reference = None
@@ -448,7 +450,7 @@ def bare(task: Task, setting: Setting, *, precomputed: bool) -> Way:
         update(model, optimizer)
         return total.item()
 
-    return lambda: timed(step, windows)
+    return lambda: timed(step, mini_batches)
 
 
 def sft_losses(model, reference, rows: list[PackedRow]) -> Iterator[Tensor]:

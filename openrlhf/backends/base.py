@@ -114,7 +114,7 @@ class TrainEngine(Protocol):
         ...
 
     def train_step(
-        self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
+        self, mini_batch: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
         """Runs forward and backward over this rank's rows of one batch, then one optimizer step.
 

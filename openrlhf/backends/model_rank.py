@@ -272,21 +272,21 @@ class TrainedRank(ModelRank):
         yield from self._in_full((n, p) for n, p in self.module.model.named_parameters() if p.requires_grad)
 
     def train_step(
-        self, window: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
+        self, mini_batch: Sequence[RowT], objective: Objective[RowT], *also: tuple[Sequence, Objective]
     ) -> Metrics:
-        """Takes one optimizer step on the rows of all ranks. `window`: this rank's rows, at least one. Ranks
-        with the same samples pass the same rows.
+        """Takes one optimizer step on the rows of all ranks. `mini_batch`: this rank's rows, at least one.
+        Ranks with the same samples pass the same rows.
 
         `also`: more (rows, objective) of the same step. The losses are added up, and each is divided by the
         totals of its own rows.
 
         Returns the objectives' metrics over all ranks, and `grad_norm` (before clipping), `lr` and
-        `num_tokens` (the tokens with a loss in `window` on all ranks). A step with a metric or, without loss
-        scaling, a `grad_norm` that is not finite changes no weights. Raises NotFiniteError for it on every
-        rank, or returns the finite metrics where such steps are skipped: `skipped` is 1 for them and 0 for
-        others. Raises NotFiniteError on every rank where the weights are not finite after the step.
+        `num_tokens` (the tokens with a loss in `mini_batch` on all ranks). A step with a metric or, without
+        loss scaling, a `grad_norm` that is not finite changes no weights. Raises NotFiniteError for it on
+        every rank, or returns the finite metrics where such steps are skipped: `skipped` is 1 for them and 0
+        for others. Raises NotFiniteError on every rank where the weights are not finite after the step.
         """
-        contributions, num_tokens = self._accumulate((window, objective), *also)
+        contributions, num_tokens = self._accumulate((mini_batch, objective), *also)
         return self.optim_step(contributions) | {"num_tokens": num_tokens}
 
     def forward_backward(self, *streams: tuple[Sequence, Objective]) -> Metrics:

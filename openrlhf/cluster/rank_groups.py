@@ -162,16 +162,18 @@ class TrainedRanks(RankGroup[TrainedT]):
         self.num_updates += 1
         arguments = []
         for rank in range(self.data_parallel_size):
-            windows = [step[rank] for step in schedule]
-            sequences = sorted({i for window in windows for i in window})
+            mini_batches = [step[rank] for step in schedule]
+            sequences = sorted({i for mini_batch in mini_batches for i in mini_batch})
             position = {i: k for k, i in enumerate(sequences)}
-            own = [[position[i] for i in window] for window in windows]
+            own = [[position[i] for i in mini_batch] for mini_batch in mini_batches]
             arguments.append((self.select(batch, sequences), own, kl_coef))
 
         def combine(results: list[Learned]) -> Updated:
             steps, parts = zip(*self.of_leaders(results), strict=True)
             log_probs = None if parts[0] is None else np.concatenate(parts)
-            return Updated(mean_metrics(steps[0]), [i for window in schedule[0] for i in window], log_probs)
+            return Updated(
+                mean_metrics(steps[0]), [i for mini_batch in schedule[0] for i in mini_batch], log_probs
+            )
 
         return Gathered(self.run("update", arguments), combine)
 

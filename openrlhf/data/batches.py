@@ -40,7 +40,7 @@ class Dataset(Protocol):
 
 
 @dataclass(eq=False)
-class Windows(Generic[RowT]):
+class MiniBatches(Generic[RowT]):
     """The optimizer steps of an epoch, as this rank sees them.
 
     A step takes the next `batch_size` items in the order of the epoch; the last step takes the rest. The
@@ -70,7 +70,7 @@ class Windows(Generic[RowT]):
 
     def __post_init__(self) -> None:
         if (self.micro_batch_size is None) == (self.max_tokens is None):
-            raise ValueError("Windows: give one of micro_batch_size and max_tokens.")
+            raise ValueError("MiniBatches: give one of micro_batch_size and max_tokens.")
 
     def __len__(self) -> int:
         """Returns the number of steps of an epoch."""

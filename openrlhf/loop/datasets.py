@@ -10,7 +10,7 @@ from openrlhf.backends.base import Row
 from openrlhf.backends.distributed import ProcessMesh
 from openrlhf.config.fields import flag_of
 from openrlhf.config.supervised import MODEL_FLAG
-from openrlhf.data.batches import Dataset, Windows
+from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.cache import cached, tokenizer_digest
 from openrlhf.data.encode import log_skipped
 from openrlhf.data.image_rows import ImageColumn
@@ -141,12 +141,12 @@ def lay_out(
     shuffle: bool,
     mesh: ProcessMesh | None = None,
     shares_prefixes: bool = False,
-) -> Windows[Row]:
+) -> MiniBatches[Row]:
     """Returns the optimizer steps of an epoch: the part of this rank of `mesh`, or all of it if `mesh` is
-    None. `shares_prefixes`: see `Windows`."""
+    None. `shares_prefixes`: see `MiniBatches`."""
     train = task.config.train
     tokens_of_row = train.max_tokens_per_gpu * (mesh.sequence if mesh else 1)
-    return Windows(
+    return MiniBatches(
         dataset,
         task.collate,
         batch_size=batch_size,

@@ -21,7 +21,7 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.origin import Origin
 from openrlhf.config.sections import is_due
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.observability.hooks.base import Hook, announce
 from openrlhf.observability.observer import Observer
 from openrlhf.stopping import Stop, limited
@@ -36,7 +36,7 @@ class SupervisedTrainer(Generic[RowT]):
     config: SupervisedConfig
     engine: TrainEngine
     objective: Objective[RowT]
-    windows: Windows[RowT]
+    mini_batches: MiniBatches[RowT]
     eval_rows: Sequence[RowT]
     """This rank's shard of the evaluation set; empty without one."""
     checkpoints: CheckpointFolder
@@ -70,7 +70,7 @@ class SupervisedTrainer(Generic[RowT]):
         data_step = self.step - self.checkpoints.fork.get("data_from", 0)
         left = (self.last_step or self.total_steps) - self.step
         try:
-            for rows in islice(self.windows.endless(data_step), max(0, left)):
+            for rows in islice(self.mini_batches.endless(data_step), max(0, left)):
                 self.train_step(rows)
         except NotFiniteError:  # raised on all ranks, after the last checkpoint
             self.saver.finish()
@@ -120,7 +120,7 @@ class SupervisedTrainer(Generic[RowT]):
     @property
     def total_steps(self) -> int:
         """Number of optimizer steps of the whole run."""
-        return self.config.train.total_steps(len(self.windows))
+        return self.config.train.total_steps(len(self.mini_batches))
 
     def _place(self) -> str:
         rank, host = os.environ.get("RANK", "0"), platform.node()
@@ -147,4 +147,4 @@ class SupervisedTrainer(Generic[RowT]):
         every = self.config.eval.steps
         if every != -1:
             return is_due(self.step, every)
-        return is_due(self.step, len(self.windows)) or self.step == self.total_steps
+        return is_due(self.step, len(self.mini_batches)) or self.step == self.total_steps

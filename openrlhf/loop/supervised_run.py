@@ -32,7 +32,7 @@ from openrlhf.checkpoint.start import (
 )
 from openrlhf.config.checks import SCATTERED
 from openrlhf.config.supervised import SupervisedConfig
-from openrlhf.data.batches import Dataset, Windows
+from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.cache import arrays_digest
 from openrlhf.data.store import Samples, TwoSamples
 from openrlhf.device import own_bytes
@@ -85,8 +85,8 @@ class SupervisedRun(Generic[ConfigT]):
             if task.learns_ends:
                 log_stops(config, self.tokenizer, learns=True)
             self.train_set, self.eval_set = build_datasets(task, self.tokenizer)
-        self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
-        self.total_steps = config.train.total_steps(len(self.windows))
+        self.mini_batches = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
+        self.total_steps = config.train.total_steps(len(self.mini_batches))
         self.checkpoints = CheckpointFolder.of(config, self._origin() if config.ckpt.is_used else None)
         self.tag = self._choose_checkpoint(held)
         with waiting("loading the model", key=config.model.model_name_or_path), clock.stage("model"):
@@ -103,7 +103,7 @@ class SupervisedRun(Generic[ConfigT]):
                 mesh=self.mesh,
             )
         self.shares_prefixes = self.engine.trains_on_prefixes and not config.data.reads_images
-        self.windows = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
+        self.mini_batches = self.lay_out(self.train_set, batch_size=config.train.batch_size, shuffle=True)
 
     def _build_model(self) -> RowModel:
         module = self.task.load_model(self.tokenizer)
@@ -119,7 +119,7 @@ class SupervisedRun(Generic[ConfigT]):
             build_model, backend=config.train.backend, ds=config.ds, offload=offload, mesh=self.mesh
         )
 
-    def lay_out(self, dataset: Dataset, *, batch_size: int, shuffle: bool) -> Windows[Row]:
+    def lay_out(self, dataset: Dataset, *, batch_size: int, shuffle: bool) -> MiniBatches[Row]:
         """Returns this rank's part of the optimizer steps of an epoch."""
         return lay_out(
             self.task,
@@ -130,7 +130,7 @@ class SupervisedRun(Generic[ConfigT]):
             shares_prefixes=self.shares_prefixes,
         )
 
-    def in_order(self, dataset: Dataset) -> Windows[Row]:
+    def in_order(self, dataset: Dataset) -> MiniBatches[Row]:
         """Returns batches that contain every item once, in order."""
         return self.lay_out(dataset, batch_size=self.config.train.batch_size, shuffle=False)
 
@@ -145,7 +145,9 @@ class SupervisedRun(Generic[ConfigT]):
         self.train_set = attached(self.train_set)
         if self.eval_set is not None:
             self.eval_set = attached(self.eval_set)
-        self.windows = self.lay_out(self.train_set, batch_size=self.config.train.batch_size, shuffle=True)
+        self.mini_batches = self.lay_out(
+            self.train_set, batch_size=self.config.train.batch_size, shuffle=True
+        )
 
     def whole(self, dataset: Dataset, most: int | None = None) -> list[Any]:
         """Returns this rank's rows of the whole dataset, or of its first `most` items, as if they were one
@@ -165,13 +167,13 @@ class SupervisedRun(Generic[ConfigT]):
             engine=engine,
             objective=objective,
             prepare=prepare,
-            windows=self.windows,
+            mini_batches=self.mini_batches,
             eval_rows=[] if self.eval_set is None else self.whole(self.eval_set),
             checkpoints=self.checkpoints,
             export=self.export,
             observer=None,
             hooks=[
-                *attached("supervised", config, engine=engine, mesh=self.mesh, windows=self.windows),
+                *attached("supervised", config, engine=engine, mesh=self.mesh, windows=self.mini_batches),
                 *hooks_of(config.train.hooks),
             ],
             on_any_rank=on_any_rank,
@@ -185,7 +187,7 @@ class SupervisedRun(Generic[ConfigT]):
             trainer.observer.start(self.total_steps, done=trainer.step)
             trainer.observer.message(
                 f"{len(self.train_set)} samples, {sum(self.train_set.lengths)} tokens, "
-                f"{counted(len(self.windows), 'step')} an epoch; run folder {config.run_dir}"
+                f"{counted(len(self.mini_batches), 'step')} an epoch; run folder {config.run_dir}"
             )
             for note in data_notes(config, len(self.train_set)):
                 trainer.observer.message(f"note: {note}")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from openrlhf.backends.base import FrozenModel, TrainEngine
 from openrlhf.backends.distributed import ProcessMesh, current_device
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.files import replacing
 from openrlhf.observability.progress import tracked
 
@@ -20,13 +20,17 @@ logger = logging.getLogger(__name__)
 
 
 def values_of_items(
-    model: FrozenModel | TrainEngine, windows: Windows, read: Callable, num_items: int, mesh: ProcessMesh
+    model: FrozenModel | TrainEngine,
+    mini_batches: MiniBatches,
+    read: Callable,
+    num_items: int,
+    mesh: ProcessMesh,
 ) -> np.ndarray:
     """Computes two values for each of the n items of a dataset. `read(model, row)` returns (P, 2) for a row
     of P items. Returns (n, 2) float32, the same on every rank. Collective."""
     found = torch.zeros(num_items, 2)
-    for rows in tracked(windows.items(epoch=0), len(windows), "reference log-probs, batches"):
-        answers = model.forward([windows.pack(items) for items in rows], read)
+    for rows in tracked(mini_batches.items(epoch=0), len(mini_batches), "reference log-probs, batches"):
+        answers = model.forward([mini_batches.pack(items) for items in rows], read)
         for items, answer in zip(rows, answers, strict=True):
             found[items] = answer
     found = found.to(current_device())

@@ -126,7 +126,9 @@ def passes_of(
     """Returns the batches of each epoch of a schedule: the set of a batch's samples or, if `groups` has the
     group of each sample, of their groups."""
     size = len(schedule) // epochs
-    batches = [{i if groups is None else groups[i] for rank in window for i in rank} for window in schedule]
+    batches = [
+        {i if groups is None else groups[i] for rank in mini_batch for i in rank} for mini_batch in schedule
+    ]
     return [batches[start : start + size] for start in range(0, len(batches), max(1, size))]
 
 

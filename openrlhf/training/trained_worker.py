@@ -25,7 +25,7 @@ from openrlhf.backends.weight_sync.stored_weights import Probe, WeightFingerprin
 from openrlhf.checkpoint.folder import UNFINISHED
 from openrlhf.config.ppo import ACTOR_FLAG, CRITIC_FLAG, ActorConfig, CriticConfig
 from openrlhf.config.sections import OptimConfig
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.data.store import SampleStore
 from openrlhf.device import own_bytes
 from openrlhf.faults import fault
@@ -77,18 +77,18 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     @abstractmethod
     def objective(self, kl_coef: float) -> Objective[ExperienceRow]: ...
 
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
-        """Takes one optimizer step for each window; a window lists the sequences of `batch` that this rank
-        trains on in that step."""
-        announce(self.hooks, Hook.before_update, batch, windows, kl_coef)
-        return self.take_steps(batch, windows, self.objective(kl_coef)), None
+    def update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> "Learned":
+        """Takes one optimizer step for each mini-batch; a mini-batch lists the sequences of `batch` that this
+        rank trains on in that step."""
+        announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
+        return self.take_steps(batch, mini_batches, self.objective(kl_coef)), None
 
     def take_steps(
-        self, batch: Batch, windows: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
+        self, batch: Batch, mini_batches: Sequence[Sequence[int]], objective: Objective[ExperienceRow]
     ) -> list[Metrics]:
-        """Takes one optimizer step for each window, and returns the metrics of each."""
+        """Takes one optimizer step for each mini-batch, and returns the metrics of each."""
         with self._optimizer_present():
-            return [self.take_step(self.rows(batch, window), objective) for window in windows]
+            return [self.take_step(self.rows(batch, mini_batch), objective) for mini_batch in mini_batches]
 
     def take_step(self, rows: Sequence[ExperienceRow], objective: Objective[ExperienceRow]) -> Metrics:
         metrics = self.model.train_step(rows, objective, *self.auxiliary_objectives())
@@ -172,32 +172,32 @@ class TrainedWorker(ModelWorker[TrainEngine], ABC):
     def _checkpoint_folder(self) -> str:
         return f"{self.config.ckpt.folder}/_{self.name}"
 
-    def rows(self, batch: Batch, window: Sequence[int]) -> list[ExperienceRow]:
-        """Returns the rows of the sequences of a window."""
-        return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, window)]
+    def rows(self, batch: Batch, mini_batch: Sequence[int]) -> list[ExperienceRow]:
+        """Returns the rows of the sequences of a mini-batch."""
+        return [ExperienceRow.of(batch.select(group)) for group in self.groups(batch, mini_batch)]
 
-    def groups(self, batch: Batch, window: Sequence[int]) -> list[list[int]]:
-        """Groups the sequences of a window into rows."""
-        train, of_window = self.config.train, batch.select(window)
+    def groups(self, batch: Batch, mini_batch: Sequence[int]) -> list[list[int]]:
+        """Groups the sequences of a mini-batch into rows."""
+        train, of_mini_batch = self.config.train, batch.select(mini_batch)
         groups = row_groups(
-            of_window.lengths.tolist(),
-            self.identities(of_window) if self.model.trains_on_prefixes else None,
+            of_mini_batch.lengths.tolist(),
+            self.identities(of_mini_batch) if self.model.trains_on_prefixes else None,
             max_tokens=self.row_budget(train.max_tokens_per_gpu),
             max_sequences=train.micro_batch_size,
         )
-        return [[window[i] for i in group] for group in groups]
+        return [[mini_batch[i] for i in group] for group in groups]
 
 
 Learned = tuple[list[Metrics], np.ndarray | None]
 """A rank's result of an update: the metrics of each optimizer step, and the log-probs (A,) of its first
-window before the update; None if the batch already had log-probs."""
+mini-batch before the update; None if the batch already had log-probs."""
 
 
 class PolicyWorker(TrainedWorker):
     """One rank of the policy."""
 
     name = "actor"
-    text_windows: Windows[PackedRow] | None = None
+    text_mini_batches: MiniBatches[PackedRow] | None = None
     """Pre-training texts of each optimizer step; None without actor.ptx_coef."""
 
     @property
@@ -214,7 +214,7 @@ class PolicyWorker(TrainedWorker):
             ema_beta=self.config.train.ema_beta if self.config.train.enable_ema else None,
         )
         if texts is not None:
-            self.text_windows = self._windows_of(texts)
+            self.text_mini_batches = self._build_mini_batches(texts)
         self._seek_texts()
         offload_optimizer(self.model, self.config.ds.enable_sleep)
 
@@ -246,25 +246,25 @@ class PolicyWorker(TrainedWorker):
             objective = replace(objective, loss_type=loss)
         return balanced(objective, self.config.actor.aux_loss_coef, "policy")
 
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
-        """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first window,
-        from its forward passes, which run before the policy changes."""
-        announce(self.hooks, Hook.before_update, batch, windows, kl_coef)
+    def update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+        """Updates the policy. If the batch has no log-probs, also returns the log-probs of the first
+        mini-batch, from its forward passes, which run before the policy changes."""
+        announce(self.hooks, Hook.before_update, batch, mini_batches, kl_coef)
         seen: list[Tensor] = []
-        steps = self.take_steps(batch, windows, self.objective(kl_coef, seen))
-        first = batch.select(windows[0])
+        steps = self.take_steps(batch, mini_batches, self.objective(kl_coef, seen))
+        first = batch.select(mini_batches[0])
         groups = self.groups(first, range(len(first)))
         log_probs = first.put_together(groups, [row.cpu().numpy() for row in seen[: len(groups)]])
         if (left := self.model.merged_fraction) is not None:
             steps = [metrics | {MERGED: left} for metrics in steps]
         if first.log_probs is None:
             return steps, log_probs
-        step = self.model.steps - len(windows) + 1
+        step = self.model.steps - len(mini_batches) + 1
         announce(self.hooks, Hook.first_pass, first.log_probs, log_probs, step)
         return steps, None
 
     def auxiliary_objectives(self) -> list[tuple[Sequence[PackedRow], Objective]]:
-        if self.text_windows is None:
+        if self.text_mini_batches is None:
             return []
         return [(next(self.text_rows), PTXObjective(coef=self.config.actor.ptx_coef))]
 
@@ -273,9 +273,9 @@ class PolicyWorker(TrainedWorker):
         self._seek_texts()
         return state
 
-    def _windows_of(self, texts: SampleStore) -> Windows[PackedRow]:
+    def _build_mini_batches(self, texts: SampleStore) -> MiniBatches[PackedRow]:
         train = self.config.train
-        return Windows(
+        return MiniBatches(
             texts,
             PackedRow.of,
             batch_size=train.batch_size,
@@ -289,8 +289,8 @@ class PolicyWorker(TrainedWorker):
         )
 
     def _seek_texts(self) -> None:
-        if self.text_windows is not None:
-            self.text_rows = self.text_windows.endless(self.model.steps)
+        if self.text_mini_batches is not None:
+            self.text_rows = self.text_mini_batches.endless(self.model.steps)
 
     def open_weight_sync(self, client: EngineClient, backend: str, address: str, port: int) -> None:
         vllm = self.config.vllm
@@ -368,9 +368,9 @@ class CriticWorker(TrainedWorker):
         objective = CriticObjective.from_config(self.config)
         return balanced(objective, self.config.critic_aux_loss_coef, "critic")
 
-    def update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> Learned:
+    def update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> Learned:
         """Updates the critic; every metric's name starts with `critic/`."""
-        steps, _ = super().update(batch, windows, kl_coef)
+        steps, _ = super().update(batch, mini_batches, kl_coef)
         named = [{f"critic/{name.removeprefix('critic/')}": m for name, m in step.items()} for step in steps]
         return named, None
 

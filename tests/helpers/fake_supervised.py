@@ -9,7 +9,7 @@ from openrlhf.checkpoint.folder import CheckpointFolder
 from openrlhf.checkpoint.origin import Origin
 from openrlhf.config.sections import CkptConfig, LoggerConfig
 from openrlhf.config.supervised import EvalConfig, SupervisedConfig, TrainConfig
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.loop.sft import SupervisedTrainer
 from openrlhf.observability.observer import Observer
 from openrlhf.observability.progress import Progress
@@ -34,16 +34,16 @@ class Engine:
 
     def __init__(self, disk: dict[str, dict]) -> None:
         self.disk = disk
-        self.windows: list[list[int]] = []
+        self.mini_batches: list[list[int]] = []
         self.evaluations: list[int] = []
         self.exported: list[str] = []
 
-    def train_step(self, window, objective):
-        self.windows.append([int(i) for row in window for i in row.token_ids[::3]])
-        return {"sft/loss": float(len(self.windows))}
+    def train_step(self, mini_batch, objective):
+        self.mini_batches.append([int(i) for row in mini_batch for i in row.token_ids[::3]])
+        return {"sft/loss": float(len(self.mini_batches))}
 
     def evaluate(self, rows, objective):
-        self.evaluations.append(len(self.windows))
+        self.evaluations.append(len(self.mini_batches))
         for row in rows:
             objective(None, row, None)
         return {"sft/loss": 9.0}
@@ -87,7 +87,7 @@ def trainer_of(
         config=config,
         engine=engine,
         objective=lambda model, row, norm: None,
-        windows=Windows(
+        mini_batches=MiniBatches(
             Numbers(), PackedRow.of, batch_size=4, micro_batch_size=2, data_rank=0, data_size=1, seed=7
         ),
         eval_rows=eval_rows,
@@ -105,10 +105,10 @@ def trainer_of(
     if kill_at is not None:
         take_step = engine.train_step
 
-        def dying_step(window, objective):
+        def dying_step(mini_batch, objective):
             if trainer.step == kill_at:
                 raise Killed
-            return take_step(window, objective)
+            return take_step(mini_batch, objective)
 
         engine.train_step = dying_step
     return trainer

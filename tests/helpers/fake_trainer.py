@@ -116,7 +116,7 @@ class Trained(Model):
         self.calls.append(f"update {self.name} {len(batch)}")
         self.updates.append((batch, schedule, kl_coef))
         self.num_updates += 1
-        first = [i for window in schedule[0] for i in window]
+        first = [i for mini_batch in schedule[0] for i in mini_batch]
         log_probs = np.full(int(batch.num_actions[first].sum()), self.log_prob, np.float32)
         is_known = batch.log_probs is not None or self.name != "policy"
         return Done(Updated({f"{self.name}/loss": 0.25}, first, None if is_known else log_probs))

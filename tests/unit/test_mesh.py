@@ -19,7 +19,7 @@ from openrlhf.backends.deepspeed.engine import DeepSpeedEngine
 from openrlhf.backends.deepspeed.model_parallel import ModelParallelUnit
 from openrlhf.backends.deepspeed.optimizer_state import OptimizerState
 from openrlhf.backends.distributed import MALLOPT, ProcessMesh
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.errors import ErrorCode
 from openrlhf.mesh import Coordinates, Mesh
 from openrlhf.types import ExperienceRow, LossNorm, PackedRow, Sample
@@ -87,7 +87,7 @@ def train_step(**sizes: int) -> tuple[list[list[int]], Tensor, dict[str, float]]
     """Returns (this rank's rows, the gradient as DeepSpeed averages it over all ranks, metrics) of one
     step."""
     mesh = ProcessMesh.joined(**sizes)
-    windows = Windows(
+    mini_batches = MiniBatches(
         samples(),
         PackedRow.of,
         batch_size=len(LENGTHS),
@@ -104,7 +104,7 @@ def train_step(**sizes: int) -> tuple[list[list[int]], Tensor, dict[str, float]]
     engine.plain_training, engine.clips_itself, engine.scales_loss = True, False, False
     engine.engine = Replica(model)
     engine.optimizer_state = OptimizerState(engine.engine, on_host=True)
-    ((rows, items),) = zip(windows.epoch(0), windows.items(0), strict=True)
+    ((rows, items),) = zip(mini_batches.epoch(0), mini_batches.items(0), strict=True)
     metrics = engine.train_step(rows, mean_of_squares)
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     dist.all_reduce(gradient)

@@ -117,8 +117,8 @@ class Hook(Selectable):
 
     # An update on a rank of the policy or the critic, for hooks that packages attach to ranks
 
-    def before_update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
-        """The rank is about to take an optimizer step on each of `windows`, which list sequences of
+    def before_update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> None:
+        """The rank is about to take an optimizer step on each of `mini_batches`, which list sequences of
         `batch`. Only hooks that packages attach to ranks are called."""
 
     def first_pass(self, before: np.ndarray, now: np.ndarray, step: int) -> None:

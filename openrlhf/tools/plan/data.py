@@ -31,6 +31,6 @@ def show(task: Task, *, num_samples: int, coloured: bool) -> None:
     screen.first_tokens(tokenizer, is_chat=getattr(config.data, "apply_chat_template", False))
     for i in range(min(num_samples, len(dataset))):
         screen.item(i + 1, dataset[i], tokenizer)
-    windows = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True)
-    screen.rows(next(windows.items(0)), dataset)
+    mini_batches = lay_out(task, dataset, batch_size=config.train.batch_size, shuffle=True)
+    screen.rows(next(mini_batches.items(0)), dataset)
     screen.summary(dataset)

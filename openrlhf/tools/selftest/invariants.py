@@ -126,7 +126,7 @@ def check_evaluated(trajectories: Iterable[Trajectory], version: int, step: int)
 def check_schedule(name: str, schedule: Schedule, trained_on: Sequence[int], epochs: int, step: int) -> None:
     """Checks that a schedule contains every sequence of `trained_on` once an epoch and no other. `name`: the
     model."""
-    counts = Counter(i for window in schedule for rank in window for i in rank)
+    counts = Counter(i for mini_batch in schedule for rank in mini_batch for i in rank)
     expected = dict.fromkeys(trained_on, epochs)
     if counts != expected:
         wrong = next(i for i in counts.keys() | expected.keys() if counts[i] != expected.get(i, 0))
@@ -173,7 +173,7 @@ def check_trained(metrics: Metrics, batch: Batch, schedule: Schedule, step: int)
     if "num_tokens" not in metrics:
         return
     trained = round(metrics["num_tokens"] * len(schedule))
-    expected = sum(int(batch.num_actions[list(rank)].sum()) for window in schedule for rank in window)
+    expected = sum(int(batch.num_actions[list(rank)].sum()) for mini_batch in schedule for rank in mini_batch)
     if trained != expected:
         causes = "Sequences were lost or doubled in packing, or other tokens count as actions."
         raise broken(step, "the number of actions that were trained on", trained, expected, causes)

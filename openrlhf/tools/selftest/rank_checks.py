@@ -20,12 +20,12 @@ class RankChecks(Hook):
     worker: PolicyWorker | CriticWorker
     num_verified: int = field(default=0, init=False)
 
-    def before_update(self, batch: Batch, windows: Sequence[Sequence[int]], kl_coef: float) -> None:
+    def before_update(self, batch: Batch, mini_batches: Sequence[Sequence[int]], kl_coef: float) -> None:
         worker, config = self.worker, self.worker.config
         if self.num_verified >= config.train.verify_steps:
             return
         self.num_verified += 1
-        rows, step = worker.rows(batch, windows[0]), worker.model.steps + 1
+        rows, step = worker.rows(batch, mini_batches[0]), worker.model.steps + 1
         verify_step(
             worker.model,
             rows,
@@ -40,7 +40,7 @@ class RankChecks(Hook):
                 check_policy_loss(config, kl_coef, rows[0], step)
             else:
                 check_value_loss(config, rows[0], step)
-        if (first := windows[0]) and is_whole(worker.model.module.model, worker.mesh):
+        if (first := mini_batches[0]) and is_whole(worker.model.module.model, worker.mesh):
             some = sorted({first[0], first[len(first) // 2], first[-1]})
             self._check_outputs(batch.select(some), step)
 

@@ -31,6 +31,7 @@ from openrlhf.api import (
     LossNorm,
     Mesh,
     Metrics,
+    MiniBatches,
     Objective,
     PackedRow,
     PolicyModel,
@@ -39,7 +40,6 @@ from openrlhf.api import (
     SFTObjective,
     SupervisedConfig,
     TrainEngine,
-    Windows,
     head_name,
     head_of,
     head_options,
@@ -138,7 +138,8 @@ class FirstSteps(Hook):
     config: SupervisedConfig
     engine: TrainEngine
     mesh: Mesh
-    windows: Windows
+    windows: MiniBatches
+    """Name of the argument that entry points get."""
     num_verified: int = field(default=0, init=False)
 
     def before_step(self, step: int, rows: Sequence[Any], objective: Objective) -> None:

@@ -290,17 +290,18 @@ class PolicySubject(Subject):
 def learned(run: Run, items: Chosen, start: int, stop: int) -> list[Metrics]:
     """Takes the optimizer steps `start` to `stop` - 1 of a run with three steps an epoch on `items`."""
     prepare = objective_of_rows(run)
-    windows = run.lay_out(items, batch_size=-(-len(items) // 3), shuffle=True)
+    mini_batches = run.lay_out(items, batch_size=-(-len(items) // 3), shuffle=True)
     return [
-        run.engine.train_step(rows, prepare(rows)) for rows in islice(windows.endless(start), stop - start)
+        run.engine.train_step(rows, prepare(rows))
+        for rows in islice(mini_batches.endless(start), stop - start)
     ]
 
 
 def policy_learned(worker: PolicyWorker, batch: Batch, start: int, stop: int) -> list[Metrics]:
     """Takes the optimizer steps `start` to `stop` - 1, on the even and the odd samples of a batch in turn."""
     objective = worker.objective(worker.config.algo.kl.init_coef)
-    windows = [list(range(len(batch)))[step % 2 :: 2] for step in range(start, stop)]
-    return worker.take_steps(batch, windows, objective)
+    mini_batches = [list(range(len(batch)))[step % 2 :: 2] for step in range(start, stop)]
+    return worker.take_steps(batch, mini_batches, objective)
 
 
 def policy_steps(

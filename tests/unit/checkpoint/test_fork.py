@@ -271,7 +271,7 @@ def test_other_data_begins_at_its_first_row(tmp_path: Path, data: str, first: in
     later = trainer_of(tmp_path / "new", disk, save_steps=1, load_enable=True, data=data)
     later.checkpoints.choose()
     later.fit()
-    assert new.engine.windows + later.engine.windows == whole.engine.windows[first : first + 5]
+    assert new.engine.mini_batches + later.engine.mini_batches == whole.engine.mini_batches[first : first + 5]
     assert later.step == 9
 
 

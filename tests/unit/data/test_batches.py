@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.data.store import SampleStore
 from openrlhf.types import PackedRow
 
@@ -44,7 +44,7 @@ layouts = st.fixed_dictionaries(
 def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
     dataset = make_dataset(layout["lengths"])
     ranks = [
-        Windows(
+        MiniBatches(
             dataset,
             PackedRow.of,
             batch_size=layout["batch_size"],
@@ -74,7 +74,7 @@ def test_every_sample_once_in_an_epoch_and_ranks_in_step(layout):
 @settings(deadline=None)
 @given(layouts, st.integers(0, 50))
 def test_an_epoch_resumes_at_a_step(layout, start):
-    windows = Windows(
+    mini_batches = MiniBatches(
         make_dataset(layout["lengths"]),
         PackedRow.of,
         batch_size=layout["batch_size"],
@@ -83,20 +83,22 @@ def test_an_epoch_resumes_at_a_step(layout, start):
         seed=layout["seed"],
         **layout["budget"],
     )
-    whole = [[samples_of(row) for row in rows] for rows in windows.epoch(2)]
-    resumed = [[samples_of(row) for row in rows] for rows in windows.epoch(2, start_step=start)]
+    whole = [[samples_of(row) for row in rows] for rows in mini_batches.epoch(2)]
+    resumed = [[samples_of(row) for row in rows] for rows in mini_batches.epoch(2, start_step=start)]
     assert resumed == whole[start:]
-    steps = 2 * len(windows) + start
-    endless = [[samples_of(row) for row in rows] for rows in islice(windows.endless(steps), 2 * len(whole))]
+    steps = 2 * len(mini_batches) + start
+    endless = [
+        [samples_of(row) for row in rows] for rows in islice(mini_batches.endless(steps), 2 * len(whole))
+    ]
     assert endless == [
         [samples_of(row) for row in rows]
         for step in range(steps, steps + 2 * len(whole))
-        for rows in islice(windows.epoch(step // len(windows), step % len(windows)), 1)
+        for rows in islice(mini_batches.epoch(step // len(mini_batches), step % len(mini_batches)), 1)
     ]
 
 
 def test_rows_hold_the_samples_token_by_token():
-    windows = Windows(
+    mini_batches = MiniBatches(
         make_dataset([3, 2]),
         PackedRow.of,
         batch_size=2,
@@ -106,7 +108,7 @@ def test_rows_hold_the_samples_token_by_token():
         seed=0,
         shuffle=False,
     )
-    ((row,),) = windows.epoch(0)
+    ((row,),) = mini_batches.epoch(0)
     assert row.token_ids.tolist() == [0, 0, 0, 1, 1]
     assert row.position_ids.tolist() == [0, 1, 2, 0, 1]
     assert row.action_mask.tolist() == [False, True, True, False, True]
@@ -116,7 +118,7 @@ def test_rows_hold_the_samples_token_by_token():
 
 def test_work_is_balanced():
     """One rank takes the sample of length 100; the other ranks share those of length 1."""
-    windows = Windows(
+    mini_batches = MiniBatches(
         make_dataset([100] + [2] * 50),
         PackedRow.of,
         batch_size=51,
@@ -126,13 +128,14 @@ def test_work_is_balanced():
         seed=0,
     )
     tokens = [
-        sum(windows.dataset.lengths[i] for row in rows for i in row) for rows in windows.shard(range(51))
+        sum(mini_batches.dataset.lengths[i] for row in rows for i in row)
+        for rows in mini_batches.shard(range(51))
     ]
     assert sorted(tokens) == [100, 100]
 
 
 def test_the_order_changes_with_the_epoch():
-    windows = Windows(
+    mini_batches = MiniBatches(
         make_dataset([2] * 20),
         PackedRow.of,
         batch_size=20,
@@ -141,7 +144,7 @@ def test_the_order_changes_with_the_epoch():
         data_size=1,
         seed=0,
     )
-    orders = [samples_of(next(windows.epoch(epoch))[0]) for epoch in (0, 1, 0)]
+    orders = [samples_of(next(mini_batches.epoch(epoch))[0]) for epoch in (0, 1, 0)]
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(20))
     assert orders[0] == orders[2]
 
@@ -149,4 +152,6 @@ def test_the_order_changes_with_the_epoch():
 def test_exactly_one_size_of_a_row_is_required():
     for sizes in ({}, {"micro_batch_size": 1, "max_tokens": 8}):
         with pytest.raises(ValueError, match=r"micro_batch_size .*max_tokens"):
-            Windows(make_dataset([2]), PackedRow.of, batch_size=1, data_rank=0, data_size=1, seed=0, **sizes)
+            MiniBatches(
+                make_dataset([2]), PackedRow.of, batch_size=1, data_rank=0, data_size=1, seed=0, **sizes
+            )

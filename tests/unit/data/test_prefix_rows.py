@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from openrlhf.config.ppo import PPOConfig, RolloutConfig, TrainConfig
 from openrlhf.config.ppo_checks import ppo_problems
-from openrlhf.data.batches import Dataset, Windows
+from openrlhf.data.batches import Dataset, MiniBatches
 from openrlhf.data.preference import PairDataset
 from openrlhf.data.prefixes import REPEATED_TOKEN
 from openrlhf.data.related import identities, rows_of_related
@@ -38,11 +38,11 @@ def rows_of(dataset: Dataset, **options: Any) -> list[list[list[int]]]:
     """Returns the items of the rows of each rank in the first step, which has all items."""
     ranks = options.pop("ranks", 1)
     layout: dict[str, Any] = {"batch_size": len(dataset), "seed": 0, "shuffle": False} | options
-    windows = [
-        Windows(dataset, COLLATE, data_rank=rank, data_size=ranks, shares_prefixes=True, **layout)
+    mini_batches = [
+        MiniBatches(dataset, COLLATE, data_rank=rank, data_size=ranks, shares_prefixes=True, **layout)
         for rank in range(ranks)
     ]
-    return [next(each.items(0)) for each in windows]
+    return [next(each.items(0)) for each in mini_batches]
 
 
 def pairs_of(store: SampleStore) -> PairDataset:
@@ -95,7 +95,7 @@ def test_turns_of_a_conversation_are_in_one_row() -> None:
 def test_rows_without_common_prefixes_are_those_without_sharing() -> None:
     dataset = stored(*([i] * length for i, length in enumerate((5, 9, 17, 3, 8, 12, 4), start=1)))
     for options in ({"max_tokens": 20}, {"micro_batch_size": 2}):
-        windows = Windows(
+        mini_batches = MiniBatches(
             dataset,
             COLLATE,
             batch_size=7,
@@ -105,7 +105,7 @@ def test_rows_without_common_prefixes_are_those_without_sharing() -> None:
             shuffle=False,
             **options,
         )
-        assert rows_of(dataset, **options) == [next(windows.items(0))]
+        assert rows_of(dataset, **options) == [next(mini_batches.items(0))]
 
 
 @given(

@@ -552,8 +552,8 @@ def test_a_sample_of_several_epochs_travels_once():
     policy = group_of(PolicyRanks, config_of(), 1)
     batch = batch_of([sample_of(3, number) for number in range(4)], log_probs=0.0)
     policy.update(batch, [[[3, 1]], [[0]], [[1, 0]], [[3]]], 0.0).result()
-    ((share, windows, _),) = [args for name, args in policy.workers[0].sent if name == "update"]
-    assert numbers_of(share) == [0, 1, 3] and windows == [[2, 1], [0], [1, 0], [2]]
+    ((share, mini_batches, _),) = [args for name, args in policy.workers[0].sent if name == "update"]
+    assert numbers_of(share) == [0, 1, 3] and mini_batches == [[2, 1], [0], [1, 0], [2]]
     (engine,) = engines_of(policy)
     assert [sorted(learned_in(step)) for step in engine.learned] == [[1, 3], [0], [0, 1], [3]]
 
@@ -1076,7 +1076,7 @@ def test_the_reference_of_adapters_is_the_model_without_them():
 def test_pretraining_texts_go_on_after_the_steps_that_are_done():
     worker = PolicyWorker(PPOConfig(), 0, Mesh())
     worker.model = SimpleNamespace(steps=3, load_checkpoint=lambda folder, tag: {})
-    worker.text_windows = SimpleNamespace(endless=itertools.count)
+    worker.text_mini_batches = SimpleNamespace(endless=itertools.count)
     worker.load_checkpoint("global_step1")
     assert next(worker.text_rows) == 3
 

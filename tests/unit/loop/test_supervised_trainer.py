@@ -18,9 +18,9 @@ from openrlhf.types import PackedRow
 def test_every_epoch_visits_everything_in_an_order_of_its_own(tmp_path):
     trainer = trainer_of(tmp_path, {})
     trainer.fit()
-    windows = trainer.engine.windows
-    assert [len(w) for w in windows] == [4, 4, 2] * 3
-    epochs = [list(chain(*windows[i : i + 3])) for i in (0, 3, 6)]
+    mini_batches = trainer.engine.mini_batches
+    assert [len(w) for w in mini_batches] == [4, 4, 2] * 3
+    epochs = [list(chain(*mini_batches[i : i + 3])) for i in (0, 3, 6)]
     assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     assert trainer.step == 9
@@ -41,7 +41,7 @@ def test_a_resumed_run_visits_exactly_what_was_left(tmp_path, kill_at):
     done = kill_at // 2 * 2
     assert second.step == done
     second.fit()
-    assert first.engine.windows[:done] + second.engine.windows == whole.engine.windows
+    assert first.engine.mini_batches[:done] + second.engine.mini_batches == whole.engine.mini_batches
     assert second.step == 9
     assert list(read_metrics(tmp_path / "halves" / "run" / "metrics.jsonl")) == list(range(1, 10))
 
@@ -68,7 +68,7 @@ def test_a_run_that_is_asked_to_stop_saves_the_step(tmp_path, at, rank):
     assert (first.step, stopped.value.code, list(disk)[-1]) == (at, 75, f"global_step{at}")
     second = trainer_of(tmp_path / "halves", disk, save_steps=2)
     second.fit()
-    assert first.engine.windows + second.engine.windows == whole.engine.windows
+    assert first.engine.mini_batches + second.engine.mini_batches == whole.engine.mini_batches
 
 
 @pytest.mark.parametrize("told", ["10 samples", "11 samples"])
@@ -128,7 +128,7 @@ def test_max_steps_cuts_a_run_short(tmp_path, max_steps, steps, evaluations):
     whole.fit()
     trainer = trainer_of(tmp_path / "cut", {}, max_steps=max_steps, eval_rows=[PackedRow.empty()])
     trainer.fit()
-    assert trainer.engine.windows == whole.engine.windows[:steps]
+    assert trainer.engine.mini_batches == whole.engine.mini_batches[:steps]
     assert trainer.step == trainer.total_steps == steps
     assert trainer.engine.evaluations == evaluations
 
@@ -145,7 +145,7 @@ def test_a_resumed_run_stops_where_max_steps_says(tmp_path, max_steps, steps):
     assert second.step == max(4, steps)
     whole = trainer_of(tmp_path / "whole", {})
     whole.fit()
-    assert first.engine.windows + second.engine.windows == whole.engine.windows[: second.step]
+    assert first.engine.mini_batches + second.engine.mini_batches == whole.engine.mini_batches[: second.step]
 
 
 def test_without_evaluation_rows(tmp_path):
@@ -193,13 +193,13 @@ class Slow(Engine):
 
     def save_checkpoint(self, folder: str, tag: str, state: dict, *, later: bool = False) -> None:
         assert later and self.begun is None
-        self.begun, self.ready = tag, len(self.windows) + self.steps
+        self.begun, self.ready = tag, len(self.mini_batches) + self.steps
         (Path(folder) / tag).mkdir(parents=True)
         self.kept = copy.deepcopy(state)
 
     @property
     def has_written(self) -> bool:
-        return self.begun is None or len(self.windows) >= self.ready
+        return self.begun is None or len(self.mini_batches) >= self.ready
 
     def finish_checkpoint(self) -> None:
         assert self.begun

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from openrlhf.backends.distributed import ProcessMesh
-from openrlhf.data.batches import Windows
+from openrlhf.data.batches import MiniBatches
 from openrlhf.data.store import SampleStore
 from openrlhf.training.precompute import values_of_items
 from openrlhf.types import PackedRow
@@ -36,8 +36,8 @@ def test_ranks_compute_the_values_of_all_items_together(threads: Callable) -> No
     def work() -> np.ndarray:
         mesh = ProcessMesh.joined()
         ranks: Any = {"data_rank": mesh.data_rank, "data_size": mesh.data}
-        windows = Windows(dataset, PackedRow.of, batch_size=4, micro_batch_size=2, seed=0, **ranks)
-        return values_of_items(model, windows, lengths, len(dataset), mesh)
+        mini_batches = MiniBatches(dataset, PackedRow.of, batch_size=4, micro_batch_size=2, seed=0, **ranks)
+        return values_of_items(model, mini_batches, lengths, len(dataset), mesh)
 
     for found in (*threads(1, work), *threads(2, work)):
         assert found.tolist() == [[n, 10 * n] for n in LENGTHS]

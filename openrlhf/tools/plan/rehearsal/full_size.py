@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from openrlhf.api import Mesh, PPOConfig, Windows, training_schedule
+from openrlhf.api import Mesh, MiniBatches, PPOConfig, training_schedule
 from openrlhf.tools.plan.estimate import RunPlan
 
 
@@ -66,7 +66,7 @@ def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
     train, lengths = config.train, _lengths(plan, config.train.batch_size)
     budget = train.max_tokens_per_gpu * config.ds.ring_attn_size
     collate: Any = list
-    windows: Windows = Windows(
+    mini_batches: MiniBatches = MiniBatches(
         _Items(lengths),
         collate,
         batch_size=train.batch_size,
@@ -76,7 +76,7 @@ def _dealt(config: Any, plan: RunPlan, ranks: int) -> tuple[int, int]:
         data_size=ranks,
         seed=train.seed,
     )
-    of_rank = [[i for row in rows for i in row] for rows in windows.shard(range(len(lengths)))]
+    of_rank = [[i for row in rows for i in row] for rows in mini_batches.shard(range(len(lengths)))]
     return _spread(of_rank, lengths)
 
 
