@@ -42,7 +42,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging
 
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import hidden_states, reading_of
+from openrlhf.models.backbone import get_row_layout, hidden_states
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.models.tensor_parallel import shard_matrices
@@ -144,7 +144,7 @@ def run(rank: int, options: argparse.Namespace, meeting_place: str) -> None:
                 model = parts[way.ranks] if way.mode == TENSOR else whole
                 shares_rows = way.mode in MODES
                 sharing = SequenceParallel(group=groups[way.ranks], mode=way.mode) if shares_rows else None
-                reading_of(model.model).sharing = sharing
+                get_row_layout(model.model).sharing = sharing
                 row = ROWS[way.row](options.tokens)
                 found = kept_bytes(model, row) if turn == 0 else one_pass(model, row)
             everyone = [None] * max(RANKS)
@@ -205,7 +205,7 @@ def one_pass(model: PolicyModel, row: PackedRow) -> Pass:
 
 def norm_of_gradients(model: PolicyModel) -> float:
     """Returns the norm over all ranks, combined as DeepSpeed does."""
-    sharing = reading_of(model.model).sharing
+    sharing = get_row_layout(model.model).sharing
     gradients = {p: p.grad for p in model.parameters() if p.grad is not None}
     flat = torch.cat([x.flatten() for x in gradients.values()])
     if sharing is not None:

@@ -34,7 +34,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.prefixes import tree_of
 from openrlhf.types import PackedRow, Sample
@@ -155,7 +155,7 @@ def measure(policy: PolicyModel, row: PackedRow, rounds: int) -> str:
 
 def packed(policy: PolicyModel, row: PackedRow, *, shares: bool) -> Tensor:
     policy.model.set_attn_implementation(PACKED)
-    reading_of(policy.model).shares_prefixes = shares
+    get_row_layout(policy.model).shares_prefixes = shares
     return -policy(row).log_probs.mean()
 
 

@@ -129,7 +129,7 @@ if TYPE_CHECKING:  # for tools
         FITS, RankMemory, forward_memory, gathered_bytes, state_bytes, training_memory,
     )
     from openrlhf.mesh import Mesh
-    from openrlhf.models.backbone import alone, reading_of
+    from openrlhf.models.backbone import alone, get_row_layout
     from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD, head_name
     from openrlhf.models.generation import Generated as GeneratedAnswers, generate as generate_answers
     from openrlhf.models.loading import (
@@ -144,7 +144,7 @@ if TYPE_CHECKING:  # for tools
         ScoreModel, check_reward_model, load_scorer, padding_token_id,
         register_classifier, score_statistics,
     )
-    from openrlhf.models.self_check import resolve_reading, transformers_attention
+    from openrlhf.models.self_check import resolve_row_layout, transformers_attention
     from openrlhf.models.sizes import learner_size, model_size
     from openrlhf.nvidia_smi import gpu_bytes, gpu_names
     from openrlhf.observability.failures import commonest_failure, headline

@@ -31,7 +31,7 @@ from openrlhf.config.sections import DeepSpeedConfig, LoraConfig, OptimConfig
 from openrlhf.memory.sizes import ModelShape
 from openrlhf.memory.training import training_memory
 from openrlhf.models.attention import PACKED, packing_kwargs
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
@@ -128,13 +128,13 @@ def ours(
         model = language_model(config, setting)
         if liger:
             apply_liger(model)
-            reading_of(model).liger = True
+            get_row_layout(model).liger = True
         return PolicyModel(prepare_for_training(model, ds) if lora else model)
 
     engine = DeepSpeedEngine(
         build, optim=OptimConfig(), ds=ds, total_steps=10, gradient_checkpointing=checkpointing
     )
-    assert reading_of(engine.module.model).packed, "rows were read one sequence at a time"
+    assert get_row_layout(engine.module.model).packed, "rows were read one sequence at a time"
     if not rl:
         return lambda rows: engine.train_step(rows, SFTObjective())["sft/loss"]
     return lambda rows: engine.train_step([experience(row) for row in rows], PolicyObjective())["policy/loss"]

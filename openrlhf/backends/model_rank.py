@@ -27,7 +27,7 @@ from openrlhf.errors import ErrorCode, RunError, UsageError
 from openrlhf.faults import fault
 from openrlhf.files import check_owner
 from openrlhf.memory.training import RankMemory, training_memory
-from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.checkpoint_layout import CheckpointLayout
 from openrlhf.models.dropout import enable_checkpointing, has_adapter_dropout, has_noise, set_training
 from openrlhf.models.lora import (
@@ -75,7 +75,7 @@ class ModelRank(ABC):
     @property
     def shares_prefixes(self) -> bool:
         """True if the model computes common prefixes of a row's sequences once."""
-        return reading_of(self.module.model).shares_prefixes
+        return get_row_layout(self.module.model).shares_prefixes
 
     @torch.no_grad()
     def forward(self, rows: Sequence[RowT], read: Callable[[Callable, RowT], Tensor]) -> list[Tensor]:
@@ -209,9 +209,9 @@ class TrainedRank(ModelRank):
     @property
     def trains_on_prefixes(self) -> bool:
         """True if training passes compute common prefixes of a row's sequences once: they have no noise."""
-        reading = reading_of(self.module.model)
-        is_random = reading.has_noise and self.plain_training
-        return reading.shares_prefixes and not is_random and not has_adapter_dropout(self.module)
+        layout = get_row_layout(self.module.model)
+        is_random = layout.has_noise and self.plain_training
+        return layout.shares_prefixes and not is_random and not has_adapter_dropout(self.module)
 
     @property
     @abstractmethod
@@ -502,7 +502,7 @@ class TrainedRank(ModelRank):
 def shard_rows(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig) -> None:
     """Turns on sequence parallelism for the module if the mesh has a sequence dimension."""
     if mesh.sequence_group is not None:
-        reading_of(module.model).sharing = SequenceParallel(
+        get_row_layout(module.model).sharing = SequenceParallel(
             group=mesh.sequence_group,
             mode=ds.sequence_parallel_mode,
             heads_at_a_time=ds.ring_attn_head_stride,

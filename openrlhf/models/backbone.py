@@ -23,7 +23,7 @@ STATEFUL = {"linear_attention", "conv"}
 
 
 @dataclass(slots=True)
-class Reading:
+class RowLayout:
     """Describes how a model reads rows. It lies on the model, because several stages each know a part of it,
     some before a RowModel wraps the model: models/loading.py the flags, the training engine `sharing`,
     `gathers` and `share_prefixes`, the policy's worker `replay`, and models/self_check.py which way is
@@ -74,9 +74,9 @@ class RowModel(nn.Module):
         self.model = model
 
 
-def reading_of(model: PreTrainedModel) -> Reading:
+def get_row_layout(model: PreTrainedModel) -> RowLayout:
     """Returns the record on the model. A model that models/loading.py did not load gets the defaults."""
-    return model.__dict__.setdefault("openrlhf_reading", Reading())
+    return model.__dict__.setdefault("openrlhf_row_layout", RowLayout())
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
@@ -113,7 +113,7 @@ class ActionStates(NamedTuple):
 
 def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> ActionStates:
     """Returns the hidden states at `places` (A,), indices of the row's tokens, one for each action."""
-    tree, sharing, num_actions = _common_prefixes(model, row), reading_of(model).sharing, len(places)
+    tree, sharing, num_actions = _common_prefixes(model, row), get_row_layout(model).sharing, len(places)
     hidden, num_tokens = hidden_states(model, row, tree), len(row.token_ids)
     if tree is not None:
         index = torch.from_numpy(tree.index).to(places.device, non_blocking=True)
@@ -127,23 +127,23 @@ def action_states(model: PreTrainedModel, row: PackedRow, places: Tensor) -> Act
 def hidden_states(model: PreTrainedModel, row: PackedRow, tree: PrefixTree | None = None) -> Tensor:
     """Returns (N, H), the input of the head of `model` at each token of the row, or (M, H), at those of
     `tree`; under sequence parallelism (n, H), for this rank's slice of them."""
-    reading = reading_of(model)
-    if reading.packed:
-        return in_one_pass(model, row, reading.sharing, tree)
+    layout = get_row_layout(model)
+    if layout.packed:
+        return in_one_pass(model, row, layout.sharing, tree)
     return _one_by_one(model, row)
 
 
 def _common_prefixes(model: PreTrainedModel, row: PackedRow) -> PrefixTree | None:
     """Returns the tree of the row's common prefixes if this pass reads it, else None."""
-    reading = reading_of(model)
-    if not reading.shares_prefixes:
+    layout = get_row_layout(model)
+    if not layout.shares_prefixes:
         return None
     tree = tree_of(
         row,
-        with_routing=reading.replay is not None and row.routing is not None,
-        patch_id=None if reading.images is None else reading.images.patch_id,
+        with_routing=layout.replay is not None and row.routing is not None,
+        patch_id=None if layout.images is None else layout.images.patch_id,
     )
-    return None if tree is None or is_noisy(model, has_noise=reading.has_noise) else tree
+    return None if tree is None or is_noisy(model, has_noise=layout.has_noise) else tree
 
 
 def in_one_pass(
@@ -155,7 +155,7 @@ def in_one_pass(
     """Computes `hidden_states` by one forward pass."""
     attention = model.config._attn_implementation
     assert attention is not None  # set by models/loading.py
-    device, reader = row.token_ids.device, reading_of(model).images
+    device, reader = row.token_ids.device, get_row_layout(model).images
     num_tokens = len(row.token_ids if tree is None else tree.places)
     tokens = slice(num_tokens) if sharing is None else slice(None)
     positions = None
@@ -213,7 +213,7 @@ def _inputs(
 ) -> dict[str, Tensor]:
     """Returns the inputs of transformers' forward for a row, or for this rank's slice of it. `positions`: the
     positions in a row with images."""
-    reader = reading_of(model).images
+    reader = get_row_layout(model).images
     if reader is not None:
         images = [image for of_sequence in row.images for image in of_sequence]
         inputs = {"input_ids": row.token_ids[None]} | reader.inputs(row.token_ids, images)
@@ -226,7 +226,7 @@ def _read(
     model: PreTrainedModel, routing: Tensor | None, sharing: SequenceParallel | None, **inputs: Any
 ) -> Tensor:
     """Runs transformers' forward on `inputs` and returns the hidden states (n, H)."""
-    replay = reading_of(model).replay if routing is not None else None
+    replay = get_row_layout(model).replay if routing is not None else None
     if replay is not None:
         inputs["routing"] = replay.routing(not_none(routing), inputs["input_ids"].shape[1], sharing)
     # With a cache transformers would treat the row as one sequence, and attention would leak across
@@ -248,7 +248,7 @@ def alone(
 
 def inputs_alone(model: PreTrainedModel, token_ids: Tensor, images: Sequence[Image]) -> dict[str, Tensor]:
     """Returns the inputs of transformers' forward for one sequence."""
-    reader = reading_of(model).images
+    reader = get_row_layout(model).images
     if reader is None:
         return {"input_ids": token_ids[None]}
     if not images:  # as in `with_blank`; later tokens do not change earlier states
@@ -271,7 +271,7 @@ def _one_by_one(model: PreTrainedModel, row: PackedRow) -> Tensor:
 def _most_sequences(model: PreTrainedModel, row: PackedRow) -> int:
     """Returns the maximum number of sequences in a row over the ranks that must run the same number of
     passes."""
-    if not reading_of(model).gathers:
+    if not get_row_layout(model).gathers:
         return len(row.lengths)
     count = torch.tensor(len(row.lengths), device=row.token_ids.device)
     dist.all_reduce(count, dist.ReduceOp.MAX)

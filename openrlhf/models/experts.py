@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.backbone import RowModel, backbone_of, reading_of
+from openrlhf.models.backbone import RowModel, backbone_of, get_row_layout
 from openrlhf.models.loading import load_config
 from openrlhf.models.prefixes import Branches
 
@@ -47,7 +47,7 @@ def recorded_balance(module: RowModel) -> Iterator[list[Tensor]]:
             # A token of a common prefix counts as often as it is in the row.
             of_row = slice(num_tokens) if trees[0] is None else trees[0].of_row[:num_tokens]
             layers = (torch.cat(layer) for layer in zip(*passes, strict=True))
-            sharing = reading_of(model).sharing
+            sharing = get_row_layout(model).sharing
             logits = tuple((sharing.gathered(x) if sharing else x)[of_row] for x in layers)
             losses.append(balance_loss(logits, logits[0].shape[-1], top_k))
         passes.clear()

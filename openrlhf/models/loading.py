@@ -32,7 +32,7 @@ from openrlhf.data.templates import ending
 from openrlhf.errors import ErrorCode, UsageError, first_line, notify
 from openrlhf.hub import model_folder
 from openrlhf.models.attention import PACKED, lacks_its_kernel, of_text, resolve_attention
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.checkpoint_layout import forget_unused_conversions
 from openrlhf.models.liger import apply_liger
 from openrlhf.models.rope import fix_frequencies
@@ -131,9 +131,9 @@ def load_for_rows(
             output_loading_info=True,
             **options,
         )
-    reading = reading_of(model)
-    reading.flag, reading.packed = attention, takes_it
-    reading.images = image_reader(path) if images else None
+    layout = get_row_layout(model)
+    layout.flag, layout.packed = attention, takes_it
+    layout.images = image_reader(path) if images else None
     if model.dtype == torch.bfloat16 and _emulates_bf16():
         device = torch.cuda.get_device_name()
         logger.warning("a %s only emulates bf16, slowly; --ds.param_dtype fp16 is its own type", device)
@@ -142,7 +142,7 @@ def load_for_rows(
     forget_unused_conversions(model)
     if liger:
         apply_liger(model)
-        reading.liger = True
+        layout.liger = True
     return model, info
 
 

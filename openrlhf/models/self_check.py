@@ -44,13 +44,13 @@ from openrlhf.errors import ErrorCode, UsageError, first_line
 from openrlhf.files import cache_folder, write_atomically
 from openrlhf.models.attention import PACKED, CannotPack, broke_attention, of_text
 from openrlhf.models.backbone import (
-    Reading,
+    RowLayout,
     RowModel,
     alone,
+    get_row_layout,
     has_states,
     in_one_pass,
     inputs_alone,
-    reading_of,
 )
 from openrlhf.models.dropout import has_noise
 from openrlhf.models.liger import transformers_kernels
@@ -91,9 +91,9 @@ LONGEST = 1280
 """Maximum number of tokens of A, which must be longer than a sliding window."""
 
 
-def resolve_reading(
+def resolve_row_layout(
     ask: Callable[[], Any], module: RowModel, *, zero_stage: int | None = None, tensor: int = 1
-) -> Reading:
+) -> RowLayout:
     """Determines how `module.model` must read rows, and configures it accordingly. Collective.
 
     ask: calls `module`, through its engine if it has one. zero_stage: ZeRO stage of that engine, if any.
@@ -120,13 +120,13 @@ def resolve_reading(
                 type(model).__name__,
                 found["reason"],
             )
-    reading = reading_of(model)
-    reading.has_noise = has_noise(model.config)
-    reading.shares_prefixes = reading.share_prefixes != "false" and not found["unshared"]
+    layout = get_row_layout(model)
+    layout.has_noise = has_noise(model.config)
+    layout.shares_prefixes = layout.share_prefixes != "false" and not found["unshared"]
     if found["unshared"] and not found["reason"] and _is_first_rank():
         name = type(model).__name__
         logger.info("%s computes common prefixes for each sequence, because %s", name, found["unshared"])
-    return reading
+    return layout
 
 
 def shard_matrices_checked(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
@@ -194,7 +194,7 @@ def _computing_in_float32(model: PreTrainedModel) -> Iterator[None]:
 
 def read_one_by_one(model: PreTrainedModel) -> None:
     """Makes the model read one sequence at a time, with the attention that transformers chooses for it."""
-    reading_of(model).packed = reading_of(model).shares_prefixes = False
+    get_row_layout(model).packed = get_row_layout(model).shares_prefixes = False
     if model.config._attn_implementation == PACKED:
         _set_attention(model, "sdpa" if model._supports_sdpa else "eager")
 
@@ -203,26 +203,26 @@ def _run_checks(run: Callable, model: PreTrainedModel) -> dict[str, str]:
     """Returns `reason`, why rows may not hold several sequences, `unshared`, why common prefixes are not read
     once, `error`, why the model cannot be trained (each "" where there is none), and the `flag` and `value`
     behind the error."""
-    name, reading = type(model).__name__, reading_of(model)
+    name, layout = type(model).__name__, get_row_layout(model)
     reason = (
-        why_not_packed(run, model) if reading.packed else "its attention does not know where sequences end"
+        why_not_packed(run, model) if layout.packed else "its attention does not know where sequences end"
     )
     flag = value = error = unshared = ""
-    if reading.share_prefixes != "false":
+    if layout.share_prefixes != "false":
         unshared = reason or why_not_shared(run, model)
-    if reason and reading.flag not in ("auto", PACKED):
-        flag, value = "--ds.attn_implementation", reading.flag
+    if reason and layout.flag not in ("auto", PACKED):
+        flag, value = "--ds.attn_implementation", layout.flag
         error = f"{name} cannot read packed rows with it: {reason}.\nUse auto."
-    elif reading.sharing and (problem := reason or why_slices_differ(run, model, reading.sharing)):
-        flag, value = "--ds.ring_attn_size", str(reading.sharing.size)
+    elif layout.sharing and (problem := reason or why_slices_differ(run, model, layout.sharing)):
+        flag, value = "--ds.ring_attn_size", str(layout.sharing.size)
         error = f"{name} does not support sequence parallelism: {problem}.\nRemove the flag."
     elif problem := why_not_at_all(run, model):
         error = f"{name} cannot be trained: {problem}."
-    elif reading.liger and (problem := why_not_liger(run, model)):
+    elif layout.liger and (problem := why_not_liger(run, model)):
         flag, error = "--ds.use_liger_kernel", f"{problem}.\nRemove the flag."
-    elif isinstance(reading.replay, Replay) and (problem := why_not_replayed(run, model, reading.replay)):
+    elif isinstance(layout.replay, Replay) and (problem := why_not_replayed(run, model, layout.replay)):
         flag, error = "--algo.router_replay", f"{problem}.\nRemove the flag."
-    elif reading.share_prefixes == "true" and unshared:
+    elif layout.share_prefixes == "true" and unshared:
         flag, value = "--ds.share_prefixes", "true"
         error = f"{name} cannot compute common prefixes once: {unshared}.\nUse auto."
     return {"reason": reason, "unshared": unshared, "error": error, "flag": flag, "value": value}
@@ -300,9 +300,9 @@ def why_not_shared(run: Callable, model: PreTrainedModel) -> str:
 def _error_of_sharing(run: Callable, model: PreTrainedModel) -> float:
     """Returns the relative error of hidden states, and of the gradient of the embeddings, of a row whose
     common prefixes are read once."""
-    reading, probe = reading_of(model), _probe(model)
+    layout, probe = get_row_layout(model), _probe(model)
     row, tree = _related(model, LONGEST)
-    sharing = reading.sharing
+    sharing = layout.sharing
     expected = run(lambda: in_one_pass(model, row))[tree.places]
     found = run(
         lambda: (
@@ -313,7 +313,7 @@ def _error_of_sharing(run: Callable, model: PreTrainedModel) -> float:
     )
     branches = tree.places >= probe.a.length
     error = _error(found[: len(expected)][branches], expected[branches])
-    if reading.gathers or sharing is not None:
+    if layout.gathers or sharing is not None:
         return error
     row, tree = _related(model, max(LENGTHS))
     index = torch.from_numpy(tree.index).to(row.token_ids.device)
@@ -329,7 +329,7 @@ def _related(model: PreTrainedModel, longest: int) -> tuple[PackedRow, PrefixTre
     also another image. `longest`: largest number of tokens of a sequence without its image.
 
     Raises CannotPack if sequences with images have no tree."""
-    probe, reader = _probe(model), reading_of(model).images
+    probe, reader = _probe(model), get_row_layout(model).images
     image, other = (None, None) if reader is None else map(reader.noise, SHAPES)
     x, y = (
         sample.token_ids[0 if before is None else before.length :][:longest]
@@ -474,7 +474,7 @@ def _probe(model: PreTrainedModel) -> _Probe:
     a, b = (words[place] for place in places)
     other_a, other_b, place = words[(places[0] + 1) % len(words)], b.clone(), lengths[1] // 2
     other_b[place] = words[(places[1][place] + 1) % len(words)]
-    reader = reading_of(model).images
+    reader = get_row_layout(model).images
     nothing = Sample(token_ids=a[:0], action_mask=a[:0].bool())
     before_a, before_b = map(reader.noise, SHAPES) if reader else (nothing, nothing)
     return _Probe(
@@ -568,16 +568,20 @@ def _cache_entry(model: PreTrainedModel, zero_stage: int | None, tensor: int) ->
     parts = {
         "class": f"{type(model).__module__}.{type(model).__name__}",
         "config": {k: str(v) for k, v in sorted(model.config.to_dict().items()) if k != "_name_or_path"},
-        "attention": [reading_of(model).flag, reading_of(model).packed, model.config._attn_implementation],
+        "attention": [
+            get_row_layout(model).flag,
+            get_row_layout(model).packed,
+            model.config._attn_implementation,
+        ],
         "run": [str(model.dtype), next(model.parameters()).device.type, compute_capability()],
         "ranks": {"zero_stage": zero_stage, "tensor": tensor},
         "versions": [version("torch"), version("transformers"), digest(code)],
         "state kernels": [name for name in STATE_KERNELS if find_spec(name)],
-        "liger": version("liger-kernel") if reading_of(model).liger else None,
-        "images": reading_of(model).images is not None,
-        "replay": reading_of(model).replay is not None,
-        "sharing": [sharing.size, sharing.mode] if (sharing := reading_of(model).sharing) else None,
-        "prefixes": reading_of(model).share_prefixes,
+        "liger": version("liger-kernel") if get_row_layout(model).liger else None,
+        "images": get_row_layout(model).images is not None,
+        "replay": get_row_layout(model).replay is not None,
+        "sharing": [sharing.size, sharing.mode] if (sharing := get_row_layout(model).sharing) else None,
+        "prefixes": get_row_layout(model).share_prefixes,
     }
     return cache_folder() / "packing" / f"{digest(parts)}.json"
 

@@ -31,7 +31,7 @@ from openrlhf.device import own_bytes
 from openrlhf.faults import fault
 from openrlhf.files import exporting
 from openrlhf.memory.rows import memory_of_rows
-from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.loading import (
     policy_processor,
 )
@@ -222,7 +222,7 @@ class PolicyWorker(TrainedWorker):
         ds = self.config.ds
         model = load_language_model(self.config, path, flag, in_4bit=ds.load_in_4bit)
         if self.config.algo.router_replay:
-            reading_of(model).replay = Replay(model)
+            get_row_layout(model).replay = Replay(model)
         model = prepare_for_training(model, ds)
         if self.config.actor.freeze_visual_encoder:
             freeze_vision(model)

@@ -29,7 +29,7 @@ from openrlhf.config.ppo import REWARD_FLAG, PPOConfig
 from openrlhf.data.packing import pack_to_budget
 from openrlhf.data.related import identities, rows_of_related
 from openrlhf.mesh import Mesh
-from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.loading import (
     load_config,
     load_tokenizer,
@@ -136,7 +136,7 @@ class ModelWorker(Worker, Generic[ModelT]):
 
     def identities(self, batch: Batch) -> np.ndarray:
         """Returns a number for each token of the batch; see the function `identities`."""
-        replays = reading_of(self.model.module.model).replay is not None
+        replays = get_row_layout(self.model.module.model).replay is not None
         routing = batch.routing if replays else None
         return identities(batch.token_ids, batch.lengths, images=batch.images, routing=routing)
 

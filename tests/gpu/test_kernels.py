@@ -14,7 +14,7 @@ from openrlhf.models.attention import PACKED, Packing, _attend, packed_attention
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.ring import FLASH, _add
-from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import Block, cut
 from openrlhf.tasks.prepare import prepare
 from openrlhf.types import PackedRow, Sample
@@ -238,7 +238,7 @@ def test_liger_kernels_only_round_otherwise(tmp_path: Path) -> None:
     for liger in (False, True):
         options = {"flag": "--model", "dtype": "fp32", "attention": "auto", "liger": liger}
         model = PolicyModel(load_causal_lm(str(task.model), **options)).cuda()
-        resolve_reading(model, model)  # refuses kernels that compute something else
+        resolve_row_layout(model, model)  # refuses kernels that compute something else
         mask = torch.arange(64) > 0
         row = PackedRow.of([Sample(token_ids=torch.arange(3, 67), action_mask=mask)]).to("cuda")
         log_probs = model(row).log_probs

@@ -42,8 +42,8 @@ from openrlhf.checkpoint.zero import (
 )
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
-from openrlhf.models.backbone import RowModel, backbone_of, reading_of
-from openrlhf.models.self_check import resolve_reading, shard_matrices_checked
+from openrlhf.models.backbone import RowModel, backbone_of, get_row_layout
+from openrlhf.models.self_check import resolve_row_layout, shard_matrices_checked
 from openrlhf.types import Metrics
 
 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -112,9 +112,9 @@ class DeepSpeedEngine(TrainedRank):
         self.files = DeepSpeedFiles.of(self.engine)
         self.optimizer_state = OptimizerState(self.engine, on_host=ds.adam_offload)
         shard_rows(self.module, self.mesh, ds)
-        reading_of(self.module.model).gathers = self.stage == 3
-        reading_of(self.module.model).share_prefixes = ds.share_prefixes
-        resolve_reading(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
+        get_row_layout(self.module.model).gathers = self.stage == 3
+        get_row_layout(self.module.model).share_prefixes = ds.share_prefixes
+        resolve_row_layout(self.engine, self.module, zero_stage=self.stage, tensor=self.mesh.tensor)
         self.average = None
         if ema_beta is not None:
             parameters = self.module.model.named_parameters()
@@ -261,9 +261,11 @@ class DeepSpeedFrozen(ModelRank):
         else:
             self.model = module.to(self.device)
         shard_rows(module, self.mesh, ds)
-        reading_of(module.model).gathers = self.sharded
-        reading_of(module.model).share_prefixes = ds.share_prefixes
-        resolve_reading(self.model, module, zero_stage=3 if self.sharded else None, tensor=self.mesh.tensor)
+        get_row_layout(module.model).gathers = self.sharded
+        get_row_layout(module.model).share_prefixes = ds.share_prefixes
+        resolve_row_layout(
+            self.model, module, zero_stage=3 if self.sharded else None, tensor=self.mesh.tensor
+        )
 
     @torch.no_grad()
     def __call__(self, row: Row) -> Any:

@@ -34,9 +34,9 @@ from openrlhf.checkpoint.writer import CheckpointWriter
 from openrlhf.config.sections import DeepSpeedConfig, OptimConfig
 from openrlhf.device import DEVICE_TYPE
 from openrlhf.errors import ErrorCode, UsageError
-from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.loading import DTYPES
-from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.tensor_parallel import whole
 from openrlhf.types import Metrics
 
@@ -241,9 +241,9 @@ def place(module: RowModel, mesh: ProcessMesh, ds: DeepSpeedConfig, *, shard: bo
         fully_shard(module, **options)
     else:
         module.to(current_device())
-    reading_of(module.model).gathers = shard
-    reading_of(module.model).share_prefixes = ds.share_prefixes
-    resolve_reading(module, module, zero_stage=3 if shard else None)
+    get_row_layout(module.model).gathers = shard
+    get_row_layout(module.model).share_prefixes = ds.share_prefixes
+    resolve_row_layout(module, module, zero_stage=3 if shard else None)
     reshard(module)
 
 

@@ -40,11 +40,11 @@ from openrlhf.api import (
     SFTObjective,
     SupervisedConfig,
     TrainEngine,
+    get_row_layout,
     head_name,
     head_of,
     head_options,
     is_classifier,
-    reading_of,
     reference_log_probs,
 )
 from openrlhf.tools.reference.learning_rate import plain_learning_rate
@@ -267,7 +267,7 @@ def check_head(model: PreTrainedModel, temperature: float, dtype: str, step: int
 def is_whole(model: PreTrainedModel, mesh: Mesh) -> bool:
     """Returns whether each rank can run the model's layers alone, because no other rank has a part of its
     rows or of its weights."""
-    return not reading_of(model).gathers and mesh.sequence == mesh.tensor == 1
+    return not get_row_layout(model).gathers and mesh.sequence == mesh.tensor == 1
 
 
 def check_log_probs(

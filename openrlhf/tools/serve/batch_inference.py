@@ -41,7 +41,7 @@ from openrlhf.api import (
     load_scorer,
     load_tokenizer_of,
     log_stops,
-    resolve_reading,
+    resolve_row_layout,
     score_statistics,
     seed_everything,
     stop_token_ids,
@@ -254,7 +254,7 @@ def _scorer(config: BatchInferenceConfig, tokenizer: PreTrainedTokenizerBase) ->
         trained=True,
     )
     model.to(current_device()).eval()
-    resolve_reading(model, model)
+    resolve_row_layout(model, model)
     mean, std = _statistics(config, model.model.config)
     yield lambda answers, recorder: score(
         model,

@@ -12,7 +12,7 @@ from openrlhf.api import (
     load_config,
     load_scorer,
     load_tokenizer,
-    resolve_reading,
+    resolve_row_layout,
     score_statistics,
     waiting,
 )
@@ -66,7 +66,7 @@ def load(config: ServeRMConfig) -> TextScorer:
         trained=True,
     )
     model.to(DEVICE_TYPE).eval()
-    resolve_reading(model, model)
+    resolve_row_layout(model, model)
     normalized = config.reward.normalize_enable
     mean, std = score_statistics(model.model.config, path) if normalized else (0.0, 1.0)
     return TextScorer(

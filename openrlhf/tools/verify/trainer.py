@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from openrlhf.api import PackedRow, reading_of, tree_of
+from openrlhf.api import PackedRow, get_row_layout, tree_of
 from openrlhf.tools.reference.objectives import plain_loss
 from openrlhf.tools.verify.compare import REPORT, Gradient, Scale, compared, on_cpu
 from openrlhf.tools.verify.layouts import ALL, LAYOUTS, ONE_BY_ONE, LayoutStep
@@ -143,10 +143,10 @@ def unshared_gradient(running: Running, row: PackedRow) -> Gradient | None:
     None if its sequences share no prefix."""
     if not running.engine.trains_on_prefixes or tree_of(row, with_routing=False) is None:
         return None
-    reading = reading_of(running.engine.module.model)
-    reading.shares_prefixes = False
+    layout = get_row_layout(running.engine.module.model)
+    layout.shares_prefixes = False
     try:
         (step,) = running.steps([ALL])
         return on_cpu(step)
     finally:
-        reading.shares_prefixes = True
+        layout.shares_prefixes = True

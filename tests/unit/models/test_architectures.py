@@ -23,7 +23,7 @@ from openrlhf import device
 from openrlhf.errors import ErrorCode
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.self_check import resolve_reading, transformers_attention
+from openrlhf.models.self_check import resolve_row_layout, transformers_attention
 from openrlhf.tools.reference.outputs import plain_log_probs
 from openrlhf.types import PackedRow, Sample
 
@@ -117,7 +117,7 @@ def judged(folder_of):
             policy = PolicyModel(
                 load_causal_lm(path, flag="--model", dtype="fp32", attention=attention)
             ).eval()
-            reading = resolve_reading(policy, policy)
+            reading = resolve_row_layout(policy, policy)
         except ValueError as error:
             return Verdict("refused", False, 0.0, rounding, str(error).splitlines()[0])
         with torch.no_grad():
@@ -158,7 +158,7 @@ def test_half_precision_finds_the_same(judged, folder_of, model_type: str) -> No
     path = str(folder_of(model_type))
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="bf16", attention="auto")).eval()
     try:
-        found = "packed" if resolve_reading(policy, policy).packed else "one by one"
+        found = "packed" if resolve_row_layout(policy, policy).packed else "one by one"
     except ValueError:
         found = "refused"
     else:
@@ -206,7 +206,7 @@ def test_states_start_anew_where_the_kernels_do_that(tmp_path, monkeypatch, mode
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path / "cache"))
     path = str(tmp_path / "model")
     policy = PolicyModel(load_causal_lm(path, flag="--model", dtype="fp32", attention="auto")).eval()
-    assert resolve_reading(policy, policy).packed
+    assert resolve_row_layout(policy, policy).packed
     with torch.no_grad():
         found = policy(PackedRow.of(samples())).log_probs
     torch.testing.assert_close(found, one_by_one(model), atol=1e-4, rtol=0)
@@ -219,20 +219,20 @@ def test_the_note_and_the_refusal_say_what_leaked_and_what_to_do(judged, caplog,
     )
     policy = load("auto")
     with caplog.at_level(logging.WARNING):
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
     (note,) = [record.getMessage() for record in caplog.records if record.name.startswith("openrlhf")]
     assert note.startswith("StableLmForCausalLM ")
 
     caplog.clear()
     tiny_model(tiny_config("bloom")).save_pretrained(tmp_path)
     policy = load("auto")
-    resolve_reading(policy, policy)
+    resolve_row_layout(policy, policy)
     assert caplog.messages[-1].endswith("its attention does not know where sequences end")
 
     tiny_model(tiny_config("opt")).save_pretrained(tmp_path)
     policy = load("eager")
     with refused(ErrorCode.UNSUPPORTED, flag="--ds.attn_implementation", value="eager") as refusal:
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
     assert "OPTForCausalLM" in refusal.value.text and "auto" in refusal.value.text
 
 
@@ -258,9 +258,9 @@ def test_a_broken_kernel_is_an_error_and_no_property_of_the_model(tmp_path, monk
         patch.setattr("openrlhf.models.attention.has_varlen_kernel", lambda *_: True)
         patch.setattr(varlen, "varlen_attn", broken)
         with pytest.raises(type(error)) as found:
-            resolve_reading(policy, policy)
+            resolve_row_layout(policy, policy)
     assert "--ds.attn_implementation sdpa" in found.value.__notes__[0]
-    assert resolve_reading(policy, policy).packed
+    assert resolve_row_layout(policy, policy).packed
 
 
 def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
@@ -277,7 +277,7 @@ def test_what_was_found_out_is_kept(tmp_path, monkeypatch) -> None:
             calls[-1] += 1
             return policy()
 
-        return resolve_reading(ask, policy).packed
+        return resolve_row_layout(ask, policy).packed
 
     assert [resolve(), resolve()] == [False, False]
     assert calls[0] > 0 and calls[1] == 0
@@ -296,12 +296,12 @@ def test_what_was_found_out_holds_for_the_same_engine_and_device(tmp_path, monke
     engines = [{}, {"zero_stage": 2}, {"zero_stage": 3}, {"zero_stage": 2, "tensor": 2}]
     for count, engine in enumerate(engines, 1):
         for _ in range(2):
-            resolve_reading(policy, policy, **engine)
+            resolve_row_layout(policy, policy, **engine)
             assert kept() == count
     for count, capability in enumerate(((8, 0), (9, 0), (8, 0)), len(engines) + 1):
         monkeypatch.setattr(device, "DEVICE_TYPE", "cuda")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
         assert kept() == min(count, len(engines) + 2)
 
 
@@ -312,7 +312,7 @@ def test_the_check_leaves_no_trace(tmp_path) -> None:
         load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto")
     ).train()
     own, state = policy.model.config._attn_implementation, torch.get_rng_state()
-    resolve_reading(policy, policy)
+    resolve_row_layout(policy, policy)
     assert policy.training and all(module.training for module in policy.modules())
     assert policy.model.config._attn_implementation == own
     assert torch.equal(torch.get_rng_state(), state)

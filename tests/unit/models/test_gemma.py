@@ -18,7 +18,7 @@ from openrlhf.data.sources import Rows, load_rows
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import load_scorer
-from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.vision import freeze_vision
 from openrlhf.text import image_placeholder_ids, num_tokens_read
 from openrlhf.training.objectives.sft import SFTObjective
@@ -109,7 +109,7 @@ def test_the_loss_and_gradient_of_sft_are_those_of_transformers(folder, rows, im
     module = PolicyModel(
         load_causal_lm(str(folder), flag="--model", dtype="fp32", attention="auto", images=True)
     )
-    resolve_reading(module, module)
+    resolve_row_layout(module, module)
     row = PackedRow.of(samples(folder, rows, images))
     loss, _ = SFTObjective()(module, row, LossNorm(row.num_tokens, row.num_sequences))
     loss.backward()
@@ -157,7 +157,7 @@ def test_a_reward_model_reads_images(folder, rows, images, tmp_path) -> None:
         module = load_scorer(
             str(path), flag="--model", dtype="fp32", attention="auto", images=True, max_len=400
         ).eval()
-        resolve_reading(module, module)
+        resolve_row_layout(module, module)
         return module
 
     torch.manual_seed(0)

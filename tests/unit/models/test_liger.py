@@ -16,11 +16,11 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from openrlhf.errors import ErrorCode
 from openrlhf.models import liger, loading, self_check
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.liger import apply_liger, transformers_kernels
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.self_check import resolve_reading, why_not_liger
+from openrlhf.models.self_check import resolve_row_layout, why_not_liger
 from openrlhf.types import PackedRow, Sample
 
 IDS = torch.tensor([5, 17, 9, 33, 21, 40])
@@ -166,10 +166,10 @@ def test_kernels_that_compute_something_else_are_refused(package, model, monkeyp
     assert why_not_liger(ask, model) == ""
     package(no_rope)
     apply_liger(model)
-    reading_of(model).liger = True
+    get_row_layout(model).liger = True
     policy = PolicyModel(model)
     with refused(ErrorCode.UNSUPPORTED, flag="--ds.use_liger_kernel"):
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
 
 
 def test_an_architecture_without_kernels_is_refused(package, model) -> None:
@@ -198,4 +198,4 @@ def test_the_flag_reaches_the_model(folder, monkeypatch) -> None:
     seen = []
     monkeypatch.setattr(loading, "apply_liger", seen.append)
     model = load_causal_lm(folder, flag="--model", dtype="fp32", attention="auto", liger=True)
-    assert seen == [model] and reading_of(model).liger
+    assert seen == [model] and get_row_layout(model).liger

@@ -20,13 +20,13 @@ from openrlhf.data.packing import partition
 from openrlhf.data.related import parts_of_related, rows_of_related
 from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.experts import recorded_balance
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.prefixes import Branches, prefix_tree
 from openrlhf.models.router_replay import Replay
-from openrlhf.models.self_check import read_one_by_one, resolve_reading, why_not_shared
+from openrlhf.models.self_check import read_one_by_one, resolve_row_layout, why_not_shared
 from openrlhf.types import PackedRow, Sample
 
 QWEN: dict[str, Any] = {
@@ -111,7 +111,7 @@ def test_the_tree_is_that_of_the_prefixes(sequences: list) -> None:
 
 
 def losses_and_gradients(policy: PolicyModel, row: PackedRow, *, shared: bool) -> tuple[Tensor, Tensor]:
-    reading_of(policy.model).shares_prefixes = shared
+    get_row_layout(policy.model).shares_prefixes = shared
     policy.zero_grad()
     log_probs = policy(row).log_probs
     random = torch.Generator().manual_seed(2)
@@ -187,7 +187,7 @@ def test_the_balance_of_experts_counts_every_token_of_the_row() -> None:
     model.set_attn_implementation(PACKED)
     policy, row, found = PolicyModel(model).eval(), row_of(*RELATED), []
     for shared in (False, True):
-        reading_of(model).shares_prefixes = shared
+        get_row_layout(model).shares_prefixes = shared
         policy.zero_grad()
         with recorded_balance(policy) as losses:
             policy(row)
@@ -209,7 +209,7 @@ def count_tokens(policy: PolicyModel) -> list[int]:
 def test_siblings_that_were_routed_otherwise_are_read_whole(same: bool) -> None:
     model = tiny_model(tiny_config("mixtral"))
     model.set_attn_implementation(PACKED)
-    policy, reading = PolicyModel(model).eval(), reading_of(model)
+    policy, reading = PolicyModel(model).eval(), get_row_layout(model)
     reading.replay, reading.shares_prefixes = Replay(model), True
     row = row_of(RELATED[0], RELATED[2])
     routing = torch.zeros(len(row.token_ids), *reading.replay.shape, dtype=torch.uint8)
@@ -224,7 +224,7 @@ def test_siblings_that_were_routed_otherwise_are_read_whole(same: bool) -> None:
 
 def test_a_model_with_active_dropout_reads_whole_rows() -> None:
     policy = small_qwen(attention_dropout=0.1)
-    resolve_reading(policy, policy)
+    resolve_row_layout(policy, policy)
     counts, row = count_tokens(policy), row_of(RELATED[0], RELATED[2])
     policy.train()(row)
     policy.eval()(row)
@@ -235,15 +235,15 @@ def test_a_model_with_active_dropout_reads_whole_rows() -> None:
 
 
 def test_a_model_that_passes_the_check_shares(qwen: PolicyModel) -> None:
-    resolve_reading(qwen, qwen)
-    assert reading_of(qwen.model).shares_prefixes
-    reading_of(qwen.model).share_prefixes = "false"
-    resolve_reading(qwen, qwen)
-    assert not reading_of(qwen.model).shares_prefixes
+    resolve_row_layout(qwen, qwen)
+    assert get_row_layout(qwen.model).shares_prefixes
+    get_row_layout(qwen.model).share_prefixes = "false"
+    resolve_row_layout(qwen, qwen)
+    assert not get_row_layout(qwen.model).shares_prefixes
 
 
 def test_a_model_that_reads_one_by_one_shares_nothing(qwen: PolicyModel) -> None:
-    resolve_reading(qwen, qwen)
+    resolve_row_layout(qwen, qwen)
     read_one_by_one(qwen.model)
     counts = count_tokens(qwen)
     qwen(row_of([5] * 9, [5] * 9))
@@ -254,9 +254,9 @@ def test_true_refuses_a_model_that_cannot(tmp_path) -> None:
     model = tiny_model(tiny_config("stablelm"))
     model.save_pretrained(tmp_path)
     policy = PolicyModel(load_causal_lm(str(tmp_path), flag="--model", dtype="fp32", attention="auto"))
-    reading_of(policy.model).share_prefixes = "true"
+    get_row_layout(policy.model).share_prefixes = "true"
     with refused(ErrorCode.UNSUPPORTED, flag="--ds.share_prefixes", value="true"):
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
 
 
 def misplaced(self: Branches, x: Tensor) -> Tensor:

@@ -18,12 +18,12 @@ from test_sequence_parallel import OBJECTIVES, passed, policy, sharing
 from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode
 from openrlhf.models import backbone
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.dropout import enable_checkpointing, set_training
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.lora import prepare_for_training
 from openrlhf.models.policy import PolicyModel
-from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.tasks.tiny_model import tiny_chat_model
 from openrlhf.types import Sample
 
@@ -72,7 +72,7 @@ def test_every_objective(
     module, row = build(), row_with()
     expected = passed(copy.deepcopy(module), row, objective_of)
     assert not any(trees)
-    reading_of(module.model).shares_prefixes = True
+    get_row_layout(module.model).shares_prefixes = True
     test_sequence_parallel.check_equal([passed(copy.deepcopy(module), row, objective_of)], expected)
     assert any(trees)
     on_ranks = test_sequence_parallel.on_ranks(threads, module, row, objective_of, 2, "ulysses")
@@ -90,10 +90,10 @@ def test_ranks_that_do_not_exchange_heads_read_whole_rows(
 
     def resolved(share: str) -> bool:
         own = copy.deepcopy(module)
-        reading = reading_of(own.model)
-        reading.sharing, reading.share_prefixes = sharing(mode), share
-        resolve_reading(lambda: own(), own)
-        return reading.shares_prefixes
+        layout = get_row_layout(own.model)
+        layout.sharing, layout.share_prefixes = sharing(mode), share
+        resolve_row_layout(lambda: own(), own)
+        return layout.shares_prefixes
 
     def refusal() -> str:
         with refused(ErrorCode.UNSUPPORTED, flag="--ds.share_prefixes", value="true") as found:
@@ -125,8 +125,8 @@ def of_adapters_on_four_bits(folder: Path) -> PolicyModel:
 @pytest.mark.parametrize("build", [of_adapters, of_adapters_on_four_bits])
 def test_adapters(folder: Path, trees: list[bool], build: Callable) -> None:
     module = build(folder)
-    resolve_reading(lambda: module(), module)
-    assert reading_of(module.model).shares_prefixes
+    resolve_row_layout(lambda: module(), module)
+    assert get_row_layout(module.model).shares_prefixes
     check_equal(module, row_of(*RELATED), ROUNDING)
     assert trees == [False, True]
 
@@ -139,8 +139,8 @@ def test_layers_that_are_computed_again(
 ) -> None:
     """The configuration has dropout where passes switch it off."""
     module = small_qwen(attention_dropout=0.0 if dropout else 0.1)
-    row, reading = row_of(*RELATED), reading_of(module.model)
-    reading.has_noise = not dropout
+    row, layout = row_of(*RELATED), get_row_layout(module.model)
+    layout.has_noise = not dropout
     expected = losses_and_gradients(module, row, shared=True)
     enable_checkpointing(module.model, reentrant=reentrant, dropout=dropout, on_host=on_host)
     set_training(module, dropout=dropout)

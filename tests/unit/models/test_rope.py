@@ -13,7 +13,7 @@ from records import sequence
 from torch import Tensor
 
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import reading_of
+from openrlhf.models.backbone import get_row_layout
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.loading import load_causal_lm, max_length_of
 from openrlhf.models.policy import PolicyModel
@@ -209,7 +209,7 @@ def test_slices_have_the_angles_of_their_sequence(
 
     def of_rank() -> tuple[Tensor, dict[str, Tensor]]:
         own = copy.deepcopy(policy)
-        reading_of(own.model).sharing = SequenceParallel(group=not_none(dist.group.WORLD), mode=mode)
+        get_row_layout(own.model).sharing = SequenceParallel(group=not_none(dist.group.WORLD), mode=mode)
         return of_packed_row(own)
 
     expected = of_packed_row(stretched(kind))

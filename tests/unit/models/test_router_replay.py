@@ -29,11 +29,11 @@ from openrlhf.cluster.rank_groups import CriticRanks, FrozenRanks, PolicyRanks
 from openrlhf.completions import SamplingParams
 from openrlhf.errors import ErrorCode, UsageError
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import backbone_of, reading_of
+from openrlhf.models.backbone import backbone_of, get_row_layout
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.router_replay import ROUTER, Replay, check_replay
-from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import SequenceParallel
 from openrlhf.rollout.recorder import RecordingEngine
 from openrlhf.rollout.trajectories import chosen_turns, trajectories
@@ -115,7 +115,7 @@ def policy_of(model_type: str) -> PolicyModel:
     model = tiny_model(config)
     model.set_attn_implementation(PACKED)
     model.set_experts_implementation("eager")
-    reading_of(model).replay = Replay(model)
+    get_row_layout(model).replay = Replay(model)
     return PolicyModel(model)
 
 
@@ -132,7 +132,7 @@ def row(seed: int = 0) -> PackedRow:
 
 def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
     """Returns (N, M, K) the choices of its own routers."""
-    replay = not_none(reading_of(policy.model).replay)
+    replay = not_none(get_row_layout(policy.model).replay)
     chosen = torch.full((len(row.token_ids), *replay.shape), OWN, dtype=torch.uint8)
     hooks = []
     layers: Any = backbone_of(policy.model).layers
@@ -152,7 +152,7 @@ def chosen_by(policy: PolicyModel, row: PackedRow) -> Tensor:
 
 def others(policy: PolicyModel, row: PackedRow) -> Tensor:
     """Returns (N, M, K) the first experts, for every token."""
-    layers, top_k = not_none(reading_of(policy.model).replay).shape
+    layers, top_k = not_none(get_row_layout(policy.model).replay).shape
     return torch.arange(top_k, dtype=torch.uint8).expand(len(row.token_ids), layers, top_k)
 
 
@@ -198,14 +198,14 @@ def test_every_architecture_replays_or_is_refused(model_type: str) -> None:
     policy = policy_of(model_type) if tiny_model(config)._can_set_attn_implementation() else None
     if policy is None:
         return
-    reading = reading_of(policy.model)
+    layout = get_row_layout(policy.model)
     try:
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
     except UsageError as error:
         assert model_type == "longcat_flash", error  # it chooses among more experts than it has
         assert error.flag == "--algo.router_replay"
         return
-    assert reading.replay is not None and reading.replay.choices
+    assert layout.replay is not None and layout.replay.choices
     with torch.no_grad():
         expected = policy(row()).log_probs
         other = policy(replace(row(), routing=others(policy, row()))).log_probs
@@ -232,7 +232,7 @@ def test_one_sequence_at_a_time_has_its_own_part(checkpointing: bool) -> None:
     choices = torch.rand(16, 4, 4, generator=random).argsort(-1)[..., :2].to(torch.uint8)
     replayed = replace(row(), routing=choices)
     expected = passed(policy, replayed)
-    reading_of(policy.model).packed = False
+    get_row_layout(policy.model).packed = False
     policy.model.set_attn_implementation("eager")
     if checkpointing:
         enable_checkpointing(policy.model, reentrant=False, dropout=False)
@@ -253,7 +253,7 @@ def test_ranks_that_share_a_row_have_their_slices(threads: Any) -> None:
 
     def part() -> Tensor:
         policy = policies[dist.get_rank()]
-        reading_of(policy.model).sharing = SequenceParallel(
+        get_row_layout(policy.model).sharing = SequenceParallel(
             group=dist.group.WORLD, mode="auto", heads_at_a_time=1
         )
         with torch.no_grad():
@@ -277,12 +277,12 @@ def test_a_model_without_replayable_routers_is_refused(tmp_path: Any) -> None:
 def test_a_model_whose_layers_are_not_told_is_refused_once_loaded(monkeypatch: Any, tmp_path: Any) -> None:
     monkeypatch.setenv("OPENRLHF_CACHE", str(tmp_path))
     policy = policy_of("qwen3_moe")
-    resolve_reading(policy, policy)
-    not_none(reading_of(policy.model).replay).choices[2].sizes = [7, 2]
+    resolve_row_layout(policy, policy)
+    not_none(get_row_layout(policy.model).replay).choices[2].sizes = [7, 2]
     for kept in (tmp_path / "packing").iterdir():
         kept.unlink()
     with refused(ErrorCode.UNSUPPORTED, flag="--algo.router_replay") as refusal:
-        resolve_reading(policy, policy)
+        resolve_row_layout(policy, policy)
     assert "layers [2]" in refusal.value.text
 
 

@@ -24,13 +24,13 @@ from openrlhf.backends.base import Objective
 from openrlhf.config.choices import SequenceParallelMode
 from openrlhf.errors import ErrorCode
 from openrlhf.models.attention import PACKED
-from openrlhf.models.backbone import RowModel, hidden_states, reading_of
+from openrlhf.models.backbone import RowModel, get_row_layout, hidden_states
 from openrlhf.models.checkpoint_layout import CLASSIFIER_HEAD
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.process_reward import ProcessRewardModel
 from openrlhf.models.scorer import ScoreModel, ValueModel
-from openrlhf.models.self_check import resolve_reading
+from openrlhf.models.self_check import resolve_row_layout
 from openrlhf.models.sequence_parallel import Cut, SequenceParallel, cut
 from openrlhf.models.student import StudentModel, TeacherModel, linear_head
 from openrlhf.training.objectives.balanced import BalancedObjective
@@ -280,7 +280,7 @@ def steps() -> StepsRow:
 def distillation(module: RowModel) -> Objective:
     """Distils from a teacher that shares the student's rows."""
     teacher = copy.deepcopy(TEACHER)
-    reading_of(teacher.model).sharing = reading_of(module.model).sharing
+    get_row_layout(teacher.model).sharing = get_row_layout(module.model).sharing
     head = LinearHead(*(x if not isinstance(x, Tensor) else x.detach() for x in linear_head(teacher.model)))
     return DistillationObjective(teacher=teacher, teacher_head=head, coef=0.4, temperature=2.0)
 
@@ -333,7 +333,7 @@ def on_ranks(
 ) -> list:
     def part() -> Any:
         own = copy.deepcopy(module)
-        reading_of(own.model).sharing = sharing(*mode)
+        get_row_layout(own.model).sharing = sharing(*mode)
         return passed(own, row, objective_of)
 
     return threads(num_ranks, part)
@@ -387,7 +387,7 @@ def test_common_prefixes_are_read_once_by_ranks_that_exchange_heads(threads: Cal
     made.append(replace(made[1], token_ids=torch.cat([made[1].token_ids[:-5], made[3].token_ids[-5:]])))
     module, row = PolicyModel(language_model(ARCHITECTURES[name])), experiences(made)
     expected = passed(copy.deepcopy(module), row, lambda m: PPO)
-    reading_of(module.model).shares_prefixes = True
+    get_row_layout(module.model).shares_prefixes = True
     check_equal(on_ranks(threads, module, row, lambda m: PPO, 2, "ulysses"), expected)
 
 
@@ -428,7 +428,7 @@ def test_a_rank_keeps_its_share_of_the_activations(
 
     def part() -> int:
         own = copy.deepcopy(module)
-        reading_of(own.model).sharing = sharing(mode)
+        get_row_layout(own.model).sharing = sharing(mode)
         return kept(own)
 
     assert max(threads(4, part)) < most * kept(module)
@@ -440,8 +440,8 @@ def test_a_rank_keeps_its_share_of_the_activations(
 def resolved(module: RowModel) -> None:
     """Checks a model whose rows the ranks share."""
     own = copy.deepcopy(module).float()
-    reading_of(own.model).sharing = sharing()
-    resolve_reading(lambda: own(), own)
+    get_row_layout(own.model).sharing = sharing()
+    resolve_row_layout(lambda: own(), own)
 
 
 def test_a_model_that_computes_slices_right_passes(threads: Callable) -> None:

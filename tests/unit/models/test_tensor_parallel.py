@@ -41,7 +41,7 @@ from openrlhf.models.backbone import RowModel
 from openrlhf.models.dropout import enable_checkpointing
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel
-from openrlhf.models.self_check import read_one_by_one, resolve_reading, shard_matrices_checked
+from openrlhf.models.self_check import read_one_by_one, resolve_row_layout, shard_matrices_checked
 from openrlhf.models.tensor_parallel import (
     check_tensor_parallel,
     put_together,
@@ -194,7 +194,7 @@ def test_the_check_of_a_loaded_model(threads: Callable) -> None:
     def resolved() -> bool:
         module = PolicyModel(language_model(QWEN).float())
         shard_matrices(module.model, group())
-        return resolve_reading(lambda: module(), module).packed
+        return resolve_row_layout(lambda: module(), module).packed
 
     assert threads(2, resolved) == [True, True]
 

@@ -19,11 +19,11 @@ from transformers import (
 
 from openrlhf.data.pictures import decoded, encoded
 from openrlhf.models import self_check, vision
-from openrlhf.models.backbone import RowModel, reading_of
+from openrlhf.models.backbone import RowModel, get_row_layout
 from openrlhf.models.loading import load_causal_lm
 from openrlhf.models.policy import PolicyModel
 from openrlhf.models.scorer import ValueModel, load_scorer
-from openrlhf.models.self_check import read_one_by_one, resolve_reading
+from openrlhf.models.self_check import read_one_by_one, resolve_row_layout
 from openrlhf.models.vision import freeze_vision
 from openrlhf.tasks.tiny_vision_model import PLACEHOLDER, tiny_vision_model
 from openrlhf.tools.reference.outputs import log_probs_of_row
@@ -96,8 +96,8 @@ def policy(folder: Path, attention: str = "auto") -> PolicyModel:
     module = PolicyModel(
         load_causal_lm(str(folder), flag="--model", dtype="fp32", attention=attention, images=True)
     )
-    resolve_reading(module, module)
-    assert reading_of(module.model).shares_prefixes == (attention == "auto")
+    resolve_row_layout(module, module)
+    assert get_row_layout(module.model).shares_prefixes == (attention == "auto")
     return module
 
 
@@ -148,7 +148,7 @@ def as_transformers_reads(folder: Path) -> Iterator[tuple[PreTrainedModel, list[
 def test_a_row_is_what_transformers_reads_one_by_one(folder: Path, attention: str) -> None:
     """Pictures have several sizes; one sequence has two, another none. Log-probs and every gradient agree."""
     module = policy(folder, "auto" if attention == "one by one" else attention)
-    assert reading_of(module.model).packed
+    assert get_row_layout(module.model).packed
     if attention == "one by one":
         read_one_by_one(module.model)
     found = module(row := PackedRow.of(samples(folder))).log_probs
@@ -192,7 +192,7 @@ def test_positions_that_are_wrong_are_found(tiny: Path, monkeypatch: pytest.Monk
 
 def test_the_samples_of_a_prompt_share_its_patches(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = policy(tiny)
-    reader, read = reading_of(module.model).images, []
+    reader, read = get_row_layout(module.model).images, []
     monkeypatch.setattr(vision, "decoded", lambda data: read.append(data) or decoded(data))
     sample = samples(tiny)[0]
     other = Image("another object", bytes(bytearray(sample.images[0].data)))
@@ -220,7 +220,7 @@ def test_a_common_picture_is_read_once(folder: Path) -> None:
     tower.register_forward_pre_hook(lambda module, args: read.append(len(args[0])))
     found = []
     for shared in (False, True):
-        reading_of(module.model).shares_prefixes = shared
+        get_row_layout(module.model).shares_prefixes = shared
         module.zero_grad()
         log_probs = module(PackedRow.of(made)).log_probs
         weights = torch.randn(len(log_probs), generator=torch.Generator().manual_seed(1))
@@ -241,7 +241,7 @@ def test_texts_are_read_once_beside_the_blank_picture(folder: Path) -> None:
     row = PackedRow.of([text, Sample(token_ids=ids, action_mask=mask), text])
     found = []
     for shared in (True, False):
-        reading_of(module.model).shares_prefixes = shared
+        get_row_layout(module.model).shares_prefixes = shared
         found.append(module(row).log_probs.detach())
     assert (found[0] - found[1]).norm() < LAYERS * ROUNDING * found[1].norm()
 
@@ -266,8 +266,8 @@ def test_a_critic_reads_images(folder: Path, tmp_path: Path) -> None:
 
     module, row = critic(folder), PackedRow.of(samples(folder))
     torch.nn.init.normal_(module.model.score.weight)
-    resolve_reading(module, module)
-    assert reading_of(module.model).packed
+    resolve_row_layout(module, module)
+    assert get_row_layout(module.model).packed
     with torch.no_grad():
         values = module(row)
         alone = torch.cat([module(PackedRow.of([sample])) for sample in samples(folder)])
